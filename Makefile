@@ -1,0 +1,68 @@
+# `make demo` and `make test` do everything on a fresh machine. What they install goes into .venv and
+# nowhere else.
+
+# The Python to make the virtual environment from, and the torch to put into it. `make TORCH=torch` takes
+# the newest one; a wheel's path or URL works too.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq
+
+.DELETE_ON_ERROR:
+.PHONY: help install demo test matrix lint format docs bench clean distclean
+
+help:
+	@echo "make demo       a real training run survives an exception, a killed rank and a hang"
+	@echo "make test       lint, documentation and all tests"
+	@echo "make matrix     every fault in every place, of which make test runs a part"
+	@echo "make lint       ruff and mypy alone"
+	@echo "make format     ruff puts the code in order"
+	@echo "make docs       the documentation, in docs/_build/html"
+	@echo "make bench      the benchmarks"
+	@echo "make install    only the virtual environment, in $(VENV)"
+	@echo "make clean      removes what was built; make distclean: the virtual environment too"
+
+install: $(INSTALLED)
+
+# torch goes first and by itself: so it is this version, and no other requirement replaces it.
+$(INSTALLED): pyproject.toml
+	@echo "installing into $(VENV) (only when pyproject.toml has changed)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) "$(TORCH)"
+	@$(PIP_INSTALL) --editable ".[dev]"
+	@touch $@
+
+demo: $(INSTALLED)
+	@$(BIN)/python examples/demo.py
+
+test: lint docs
+	$(BIN)/python -m pytest
+
+matrix: $(INSTALLED)
+	FT_WRAPPER_FULL_MATRIX=1 $(BIN)/python -m pytest tests/faults
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -b html -W -E --keep-going -q docs docs/_build/html
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/restart_latency.py
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
