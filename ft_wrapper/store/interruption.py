@@ -1,0 +1,87 @@
+"""How an iteration ends: faults, deaths, and the register that says which came first."""
+
+from __future__ import annotations
+
+from . import keys
+from .operations import StoreOperations
+from .records import DONE, FAULT, Fault, Member
+
+
+class InterruptionMixin(StoreOperations):
+    """The end of an iteration."""
+
+    def end_iteration(self, n: int, outcome: str) -> str:
+        """Ends iteration n, unless it has ended already, and wakes everybody.
+
+        Whoever calls it wakes, also when somebody else ended n: that one may have died before waking.
+
+        Args:
+            n: the iteration.
+            outcome: ``fault`` or ``done``.
+
+        Returns:
+            The outcome that stands: the first one written.
+        """
+        stands = self.claim(keys.end(n), outcome)
+        self.set(keys.wake_end(n), "1")
+        return stands
+
+    def pass_on_end(self, n: int) -> None:
+        """Wakes everybody again if iteration n has ended.
+
+        Whoever ended it may have been stopped, or cut off with its monitor, before it could wake anybody.
+        """
+        if self.check([keys.end(n)]):
+            self.set(keys.wake_end(n), "1")
+
+    def outcome_of(self, n: int) -> str | None:
+        """How iteration n ended: ``fault``, ``done``, or None while it is on."""
+        return self.try_get(keys.end(n))
+
+    def log_fault(self, n: int, fault: Fault) -> None:
+        """Writes down, for people, what happened to a member in iteration n."""
+        self.log_append(keys.faults(n), fault.to_json())
+
+    def report_fault(self, n: int, fault: Fault) -> str:
+        """Publishes a fault of a member that lives on, and ends iteration n.
+
+        Returns:
+            The outcome that stands.
+        """
+        self.log_fault(n, fault)
+        return self.end_iteration(n, FAULT)
+
+    def faults_of(self, n: int) -> list[Fault]:
+        """The faults published for iteration n, first one first."""
+        key = keys.faults(n)
+        return [Fault.from_json(line, key) for line in self.log_read(key)]
+
+    def deaths_of(self, n: int) -> set[Member]:
+        """The members of n that have ended, by evidence."""
+        key = keys.dead(n)
+        return {Member.parse(line, key) for line in self.log_read(key)}
+
+    def wait_for_end(self, n: int, seconds: float) -> str | None:
+        """Waits for the end of iteration n; None if it is still on after so many seconds."""
+        self.wait_for(keys.wake_end(n), seconds)
+        return self.outcome_of(n)
+
+    def finish(self, n: int, active_rank: int, active_world_size: int) -> None:
+        """Says that an active rank has returned from the function of n; the last one ends n as done."""
+        self.log_append(keys.finished(n), str(active_rank))
+        if self.add(keys.count_finished(n), 1) >= active_world_size:
+            self.complete(n, active_world_size)
+
+    def complete(self, n: int, active_world_size: int) -> str | None:
+        """Ends n as done if every active rank has finished; the log decides, not the count.
+
+        Returns:
+            The outcome that stands, None if somebody has not finished.
+        """
+        if len(self.finished_in(n)) < active_world_size:
+            return self.outcome_of(n)
+        return self.end_iteration(n, DONE)
+
+    def finished_in(self, n: int) -> set[int]:
+        """The active ranks that have returned from the function of n."""
+        return {int(rank) for rank in self.log_read(keys.finished(n))}

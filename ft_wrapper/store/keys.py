@@ -1,0 +1,134 @@
+"""The name of every key that the ranks agree on. Nothing else spells one.
+
+``n`` is the number of a global iteration; ``BEFORE_FIRST`` is the one that ends with the first decision.
+Keys under ``wake/`` and ``count/`` only wake somebody: nothing is concluded from them.
+"""
+
+from __future__ import annotations
+
+BEFORE_FIRST = -1
+_ROOT = "ft_wrapper/1"
+
+LIFE = f"{_ROOT}/life"
+HEAD = f"{_ROOT}/head"
+GOODBYES = f"{_ROOT}/goodbyes"
+
+
+def incarnations(slot: int) -> str:
+    """Counter: how many processes have held the slot."""
+    return f"{_ROOT}/incarnations/{slot}"
+
+
+def member(name: str) -> str:
+    """Record of a member: host, pid."""
+    return f"{_ROOT}/member/{name}"
+
+
+def heartbeat(name: str) -> str:
+    """Counter that a member's monitor keeps moving."""
+    return f"{_ROOT}/heartbeat/{name}"
+
+
+def decision(n: int, nonce: str) -> str:
+    """What changed from n-1 to n. Immutable, written before head moves."""
+    return f"{_ROOT}/decision/{n}/{nonce}"
+
+
+def roster(n: int, nonce: str) -> str:
+    """All members of n. Immutable, written before head moves."""
+    return f"{_ROOT}/roster/{n}/{nonce}"
+
+
+def end(n: int) -> str:
+    """Register: absent, ``fault`` or ``done``. The first one wins."""
+    return f"{_ROOT}/end/{n}"
+
+
+def arrived(n: int) -> str:
+    """Log: members that have left the function of n, each with its rank in n."""
+    return f"{_ROOT}/arrived/{n}"
+
+
+def finished(n: int) -> str:
+    """Log: active ranks that have returned from the function of n."""
+    return f"{_ROOT}/finished/{n}"
+
+
+def dead(n: int) -> str:
+    """Log: members of n that have ended, by evidence."""
+    return f"{_ROOT}/dead/{n}"
+
+
+def join(n: int) -> str:
+    """Log: members that want into the iteration after n."""
+    return f"{_ROOT}/join/{n}"
+
+
+def faults(n: int) -> str:
+    """Log, for people: who, what, where."""
+    return f"{_ROOT}/faults/{n}"
+
+
+def world(n: int) -> str:
+    """Register: world size and active world size that the rank assignment gave in n."""
+    return f"{_ROOT}/world/{n}"
+
+
+def seat(n: int, active_rank: int) -> str:
+    """Register: the member that holds an active rank in n."""
+    return f"{_ROOT}/seat/{n}/{active_rank}"
+
+
+def endpoint(n: int) -> str:
+    """Address of the store that ``torch.distributed`` uses in n."""
+    return f"{_ROOT}/endpoint/{n}"
+
+
+def iteration_prefix(n: int) -> str:
+    """Prefix of the store that a user gets in n."""
+    return f"{_ROOT}/user/{n}"
+
+
+def count_gone(n: int) -> str:
+    """Counts arrivals and deaths of n."""
+    return f"{_ROOT}/count/gone/{n}"
+
+
+def count_finished(n: int) -> str:
+    """Counts ranks that finished n."""
+    return f"{_ROOT}/count/finished/{n}"
+
+
+def wake_end(n: int) -> str:
+    """Set once n has ended, well or not."""
+    return f"{_ROOT}/wake/end/{n}"
+
+
+def wake_head(n: int) -> str:
+    """Set once head has reached n."""
+    return f"{_ROOT}/wake/head/{n}"
+
+
+def wake_endpoint(n: int) -> str:
+    """Set once the endpoint of n is known."""
+    return f"{_ROOT}/wake/endpoint/{n}"
+
+
+def barrier(name: str, part: str) -> str:
+    """A part of a barrier or exchange: ``arrived``, ``count``, ``wake``, ``result/…``."""
+    return f"{_ROOT}/barrier/{name}/{part}"
+
+
+def wake_goodbye(name: str) -> str:
+    """Set once a member needs the store no more."""
+    return f"{_ROOT}/wake/goodbye/{name}"
+
+
+def count_entered(n: int) -> str:
+    """Counts active ranks that have entered the function of n."""
+    return f"{_ROOT}/count/entered/{n}"
+
+
+def promoted(n: int) -> str:
+    """Log, for people: spares that became active in n."""
+    return f"{_ROOT}/promoted/{n}"

@@ -1,0 +1,125 @@
+"""What a store must be able to do, and the few plain steps that everything else is made of."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from datetime import timedelta
+
+from torch.distributed import DistStoreError
+from typing_extensions import Self
+
+from ..exception import StoreError
+
+
+class StoreOperations:
+    """The operations of ``torch.distributed.Store`` that the protocol uses, and steps made of them.
+
+    A store implements the first group; ``log_append``, ``log_read`` and ``now`` may be replaced where a
+    store has a better way.
+    """
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Writes a key and wakes those who wait for it."""
+        raise NotImplementedError
+
+    def get(self, key: str) -> bytes:
+        """Reads a key; waits for it up to the store's timeout, then raises ``DistStoreError``."""
+        raise NotImplementedError
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter and returns its new value."""
+        raise NotImplementedError
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Appends to a key, atomically."""
+        raise NotImplementedError
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Writes a key if it holds what is expected (``""``: is absent). Read the key to see who won."""
+        raise NotImplementedError
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys exist; raises ``DistStoreError`` after the timeout."""
+        raise NotImplementedError
+
+    def check(self, keys: list[str]) -> bool:
+        """Tells whether all keys exist."""
+        raise NotImplementedError
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes a key; tells whether it existed."""
+        raise NotImplementedError
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Reads several keys at once; waits like ``get``."""
+        raise NotImplementedError
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        """Writes several keys at once."""
+        raise NotImplementedError
+
+    def num_keys(self) -> int:
+        """Number of keys in the store."""
+        raise NotImplementedError
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of operations that wait."""
+        raise NotImplementedError
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of operations that wait."""
+        raise NotImplementedError
+
+    def clone(self) -> Self:
+        """Another client of the same store: one a thread, since a client serves one call at a time."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Lets go of the connection. The default has none."""
+
+    def set_patience(self, seconds: float) -> None:
+        """How long to try again when the store cannot be reached. The default does not try again."""
+
+    def is_over(self) -> bool:
+        """Whether waiting on this store has lost its point: its iteration has ended. Never, by default."""
+        return False
+
+    def now(self) -> float:
+        """The observer's own clock, in seconds."""
+        return time.monotonic()
+
+    def new_nonce(self) -> str:
+        """A name that no other proposal has."""
+        return secrets.token_hex(6)
+
+    def try_get(self, key: str) -> str | None:
+        """Reads a key that nobody waits for, without waiting; None if it is absent."""
+        return self.get(key).decode() if self.check([key]) else None
+
+    def wait_for(self, key: str, seconds: float) -> bool:
+        """Waits for a key; tells whether it came in time."""
+        if seconds <= 0:
+            return self.check([key])
+        try:
+            self.wait([key], timedelta(seconds=max(seconds, 0.001)))
+        except DistStoreError:
+            return False
+        return True
+
+    def claim(self, key: str, value: str) -> str:
+        """Writes a register unless it is written; returns what it holds."""
+        # On an absent key some stores answer with what was expected, which says nothing: then it is read.
+        held: str | None = self.compare_set(key, "", value).decode() or self.try_get(key)
+        if held is None:
+            raise StoreError(f"store key {key!r} is gone, though it was written just now")
+        return held
+
+    def log_append(self, key: str, entry: str) -> None:
+        """Adds an entry (one line) to a log."""
+        self.append(key, entry + "\n")
+
+    def log_read(self, key: str) -> list[str]:
+        """Reads a log as it stands; an absent one is empty."""
+        return (self.try_get(key) or "").splitlines()

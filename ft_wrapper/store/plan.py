@@ -1,0 +1,82 @@
+"""Which store a job uses, and who hosts it: never a training process, so that any rank may die."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from .mixin import StoreMixin
+from .tcp import TCPStore, master_port, tcp_address
+
+ANNOUNCED = "FT_WRAPPER_STORE"
+
+
+@dataclasses.dataclass(frozen=True)
+class StorePlan:
+    """How a rank, and its monitor, get at the store.
+
+    Args:
+        connect: makes a client; call it in the process that uses it, never across a fork.
+        port: where the monitor of the job's first slot has to host a server; None if somebody else does.
+        host: the host of that server, as the clients call it.
+        description: what to call it in messages; the same for the same store.
+    """
+
+    connect: Callable[[], StoreMixin]
+    port: int | None
+    host: str
+    description: str
+
+
+def plan_store(
+    factory: Callable[..., StoreMixin], kwargs: Mapping[str, Any] | None, timeout: timedelta
+) -> StorePlan:
+    """Chooses the store.
+
+    In order: what ``ftrun`` announces; what ``store_factory`` and ``store_kwargs`` say; torchrun's own
+    store; a server that the monitor of rank 0 hosts on MASTER_PORT + 1.
+
+    Args:
+        factory: the wrapper's ``store_factory``.
+        kwargs: the wrapper's ``store_kwargs``.
+        timeout: how long to keep trying, unless ``kwargs`` has its own timeout.
+
+    Raises:
+        ValueError: an environment variable that is needed is missing or malformed.
+    """
+    announced = os.environ.get(ANNOUNCED)
+    if announced:
+        return _tcp(*_announced_address(announced), None, {"timeout": timeout})
+    if factory is not TCPStore:
+        return StorePlan(
+            functools.partial(factory, **(kwargs or {})), None, "", f"{factory.__name__}({kwargs})"
+        )
+    if not kwargs and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps its store when it starts the workers again: each attempt is a job of its own.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        host, _ = tcp_address(None, 1)
+        return _tcp(
+            host, master_port(), None, {"timeout": timeout, "namespace": f"ft_wrapper/{run_id}/{attempt}/"}
+        )
+    given = dict(kwargs or {})
+    host, port = tcp_address(given.pop("host_name", None), given.pop("port", None))
+    return _tcp(host, port, port, {"timeout": timeout, **given})
+
+
+def _tcp(host: str, port: int, hosted: int | None, kwargs: dict[str, Any]) -> StorePlan:
+    connect = functools.partial(TCPStore, host, port, **kwargs)
+    return StorePlan(connect, hosted, host, f"TCPStore({host}:{port})")
+
+
+def _announced_address(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if not separator or not host or not port.isdigit():
+        raise ValueError(
+            f"environment variable {ANNOUNCED}={text!r} must be host:port; ftrun sets it, remove it otherwise"
+        )
+    return tcp_address(host, int(port))
