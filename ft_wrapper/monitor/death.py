@@ -1,0 +1,88 @@
+"""Telling the others that a member has ended, until they go on without it."""
+
+from __future__ import annotations
+
+import logging
+
+from ..store import Fault, Member, StoreMixin, View
+from ..store import keys as names
+
+log = logging.getLogger(__name__)
+
+_FIRST_LOOK = 0.1  # seconds between looks whether head has moved, should a wake be lost
+_LONGEST_LOOK = 4.0
+
+
+def report_death(
+    store: StoreMixin, view: View | None, member: Member, fault: Fault, *, active: bool, timeout: float
+) -> None:
+    """Logs a death, ends the iteration if the member was active, and keeps at it.
+
+    A proposal that was under way may not have seen the log, and keep the dead member in the next iteration:
+    then it is logged there too, until head leaves it out.
+
+    Args:
+        store: where to.
+        view: the iteration that the member was last known in; None before the first one.
+        member: who has ended.
+        fault: what is known of it.
+        active: whether it called the function in ``view``; an iteration that nobody has told the caller of
+            is ended in any case.
+        timeout: seconds after which to give up.
+    """
+    deadline = store.now() + timeout
+    told: Fault | None = fault
+    while True:
+        head = store.read_head()
+        if head is None:
+            n = names.BEFORE_FIRST
+            store.log_death(n, member, told, ends=False)
+            kept = member in store.joins_of(n)
+        else:
+            if view is None or head != view.head:
+                view = store.read_view(head)
+                active = True
+                if member not in view.members:
+                    return
+            n = view.n
+            store.log_death(n, member, told, ends=active)
+            store.count_death(view)
+            kept = member in store.arrivals_of(n)
+        told = None
+        # Whoever proposes later reads the log. Only a proposal that was under way may have read it too early,
+        # and it keeps the member only if that had arrived (or joined) before.
+        if not kept:
+            return
+        if not _await_move(store, n, view, deadline):
+            log.info("iteration %d was not followed by another one without %s", n, member)
+            return
+
+
+def await_others(store: StoreMixin, view: View, timeout: float) -> None:
+    """Waits until those who are left have gone on from an iteration, or nobody is left.
+
+    Args:
+        store: where they agree.
+        view: the iteration.
+        timeout: seconds to wait at the longest.
+    """
+    deadline = store.now() + timeout
+    pause = _FIRST_LOOK
+    while store.now() < deadline and not store.deaths_of(view.n).issuperset(view.members):
+        if store.wait_for(names.wake_head(view.n + 1), min(pause, deadline - store.now())):
+            return
+        pause = min(2 * pause, _LONGEST_LOOK)
+
+
+def _await_move(store: StoreMixin, n: int, view: View | None, deadline: float) -> bool:
+    pause = _FIRST_LOOK
+    while store.now() < deadline:
+        if store.wait_for(names.wake_head(n + 1), min(pause, deadline - store.now())):
+            return True
+        if view is not None and store.advance(view, None):
+            return True
+        here = store.joins_of(n) if view is None else set(view.members)
+        if here <= store.deaths_of(n):
+            return False  # nobody is left who could go on
+        pause = min(2 * pause, _LONGEST_LOOK)
+    return False

@@ -1,0 +1,132 @@
+"""The monitor thread in a rank: waits for the end of the iteration, aborts, and frees the main thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from .. import events
+from ..exception import StoreError
+from ..store import StoreMixin
+from ..store.records import FAULT
+from .interrupt import Interrupter
+
+log = logging.getLogger(__name__)
+
+_LONG = 86400.0  # seconds; every iteration's wake key is set when it ends, so this only bounds a lost wake
+
+_ABORT_AGAIN = 0.25  # seconds after which the function, still inside, is aborted again
+
+
+@dataclasses.dataclass
+class Watch:
+    """One iteration that the monitor thread watches.
+
+    Args:
+        n: the iteration.
+        entered: what to do, off the restart's path, while the rank enters it.
+        handled: set once the iteration has ended and, after a fault, the function's thread is free.
+        ended_at: when this rank saw its end, in monotonic seconds; 0.0 before.
+        store_lost: why its end can be seen no more; the function's thread was freed for that reason.
+    """
+
+    n: int
+    entered: Callable[[], None]
+    handled: threading.Event = dataclasses.field(default_factory=threading.Event)
+    ended_at: float = 0.0
+    store_lost: StoreError | None = None
+
+
+class MonitorThread:
+    """Owns one thread, for all iterations of a call.
+
+    Args:
+        store: a client of its own: waiting occupies it.
+        interrupter: stops the thread that runs the function.
+        before_abort: called once the iteration has ended by a fault; its exceptions are logged.
+        abort: frees it from collectives; its exceptions are logged.
+        last_call_wait: seconds to gather further faults before aborting.
+    """
+
+    def __init__(
+        self,
+        store: StoreMixin,
+        interrupter: Interrupter,
+        before_abort: Callable[[], None],
+        abort: Callable[[], None],
+        last_call_wait: float,
+    ) -> None:
+        self._store = store
+        self._interrupter = interrupter
+        self._before_abort = before_abort
+        self._abort = abort
+        self._last_call_wait = last_call_wait
+        self._watches: queue.SimpleQueue[Watch | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ft_wrapper-monitor", daemon=True)
+        self._thread.start()
+
+    def watch(self, n: int, entered: Callable[[], None]) -> Watch:
+        """Watches iteration n from now on.
+
+        Args:
+            n: the iteration.
+            entered: called in this thread first, off the restart's path; its exceptions are logged.
+        """
+        watch = Watch(n, entered)
+        self._watches.put(watch)
+        return watch
+
+    def stop(self, timeout: float) -> bool:
+        """Ends the thread. Its iteration has ended by then, or it stays until that ends; True if it is gone.
+
+        Args:
+            timeout: seconds to wait for it.
+        """
+        self._stopping.set()
+        self._watches.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (watch := self._watches.get()) is not None:
+            try:
+                self._run_logged("reporting the entry", watch.entered)
+                if self._await_end(watch.n) == FAULT:
+                    watch.ended_at = self._store.now()
+                    self._free_main_thread(watch.n)
+            except StoreError as error:
+                log.exception("the store is lost: this rank cannot be told of faults elsewhere, and leaves")
+                watch.store_lost = error
+                self._free_main_thread(watch.n)
+            finally:
+                watch.handled.set()
+        self._store.close()
+
+    def _await_end(self, n: int) -> str | None:
+        while True:
+            outcome = self._store.wait_for_end(n, _LONG)
+            if outcome is not None:
+                return outcome
+
+    def _free_main_thread(self, n: int) -> None:
+        events.emit("end", iteration=n)
+        if self._last_call_wait > 0:
+            self._stopping.wait(self._last_call_wait)
+        self._run_logged("looking where the function is", self._before_abort)
+        # From here on no atomic() block can begin; one that is on is waited for.
+        self._interrupter.request()
+        self._run_logged("abort", self._abort)
+        events.emit("abort", iteration=n)
+        # A group that was being made may have opened connections since.
+        while not self._interrupter.interrupt_until_left(_ABORT_AGAIN):
+            self._run_logged("abort", self._abort)
+
+    def _run_logged(self, what: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            log.exception("%s failed", what)
