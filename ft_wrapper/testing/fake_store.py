@@ -1,0 +1,328 @@
+"""A store in memory, for tests: all operations, a clock that a test turns, faults that a test injects."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import fnmatch
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistNetworkError, DistStoreError
+from typing_extensions import Self
+
+from ..store import StoreMixin
+from .clock import Clock, Waiter
+
+T = TypeVar("T")
+Hook = Callable[[str, str, Sequence[Any]], None]
+
+DEFAULT_TIMEOUT = timedelta(seconds=30)
+
+
+class _When(enum.Enum):
+    BEFORE = enum.auto()
+    AFTER = enum.auto()
+    AGAIN = enum.auto()
+
+
+@dataclasses.dataclass
+class _Fault:
+    when: _When
+    operation: str
+    key: str
+    client: str
+    times: int
+    error: BaseException | None
+
+    def matches(self, client: str, operation: str, keys: Sequence[str]) -> bool:
+        return (
+            self.times > 0
+            and fnmatch.fnmatchcase(operation, self.operation)
+            and fnmatch.fnmatchcase(client, self.client)
+            and any(fnmatch.fnmatchcase(key, self.key) for key in keys or [""])
+        )
+
+
+class _Contents:
+    """What all clients of one store share."""
+
+    def __init__(self, clock: Clock, use_libuv: bool) -> None:
+        self.clock = clock
+        self.use_libuv = use_libuv
+        self.values: dict[str, bytes] = {}
+        self.waiters: list[Waiter] = []
+        self.faults: list[_Fault] = []
+        self.hooks: list[Hook] = []
+
+    def wake(self, key: str) -> None:
+        if not self.waiters:
+            return
+        for waiter in self.waiters:
+            waiter.missing.discard(key)
+            if not waiter.missing:
+                waiter.woken = True
+                self.clock.woke(waiter)
+        self.waiters = [waiter for waiter in self.waiters if not waiter.woken]
+
+
+class FakeStore(Store, StoreMixin):
+    """A store in memory that behaves like torch's TCPStore, its oddities included.
+
+    Time is virtual: a wait for a key that nobody writes lasts until a test turns the clock past its timeout::
+
+        store = FakeStore()
+        store.clock.advance(30.0)
+
+    What it imitates of TCPStore (torch 2.13): ``compare_set`` on an absent key returns the value that was
+    *expected*; with ``use_libuv=False`` a key that ``compare_set`` creates wakes nobody; with
+    ``use_libuv=True`` a failed ``compare_set`` on an absent key wakes those who wait for it, and a ``get``
+    that is woken so returns nothing. A waiter stays woken, even if the key is deleted before it looks.
+
+    Args:
+        clock: what the time is, and who runs next; a new `Clock` when None.
+        use_libuv: which of TCPStore's two servers to imitate.
+        timeout: how long operations that wait do so.
+        client: name of this client, for hooks and faults.
+    """
+
+    # torch's Store has had a method of this name and another meaning since 2.12.
+    barrier = StoreMixin.barrier
+
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        *,
+        use_libuv: bool = True,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        client: str = "",
+    ) -> None:
+        super().__init__()
+        self._contents = _Contents(clock or Clock(), use_libuv)
+        self._timeout = timeout
+        self.client = client
+
+    def __repr__(self) -> str:
+        return f"FakeStore({self.client!r})" if self.client else "FakeStore()"
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that all clients go by."""
+        return self._contents.clock
+
+    def now(self) -> float:
+        return self._contents.clock.now()
+
+    def clone(self, client: str | None = None) -> Self:
+        """Another client of the same store.
+
+        Args:
+            client: its name; this one's when None.
+        """
+        other = type(self).__new__(type(self))
+        Store.__init__(other)
+        other.__dict__.update(self.__dict__)
+        if client is not None:
+            other.client = client
+        return other
+
+    def snapshot(self) -> dict[str, bytes]:
+        """All keys with their values, as they are now. No operation: no step, no hook, no fault."""
+        with self.clock.lock:
+            return dict(self._contents.values)
+
+    # Faults ------------------------------------------------------------------------------------------------
+
+    def on_operation(self, hook: Hook) -> None:
+        """Calls a hook before each operation of any client.
+
+        Args:
+            hook: called with the client's name, the operation's name and its arguments. What it raises, the
+                operation raises, without being carried out.
+        """
+        self._contents.hooks.append(hook)
+
+    def fail(
+        self,
+        operation: str = "*",
+        key: str = "*",
+        *,
+        client: str = "*",
+        times: int = 1,
+        error: BaseException | None = None,
+    ) -> None:
+        """Makes operations fail without being carried out.
+
+        Args:
+            operation: name of the operation (``set``, ``compare_set`` …), with wildcards.
+            key: name of the key, with wildcards.
+            client: name of the client, with wildcards.
+            times: how many operations.
+            error: what is raised; a ``DistNetworkError`` that names operation and key when None.
+        """
+        self._contents.faults.append(_Fault(_When.BEFORE, operation, key, client, times, error))
+
+    def lose_reply(
+        self,
+        operation: str = "*",
+        key: str = "*",
+        *,
+        client: str = "*",
+        times: int = 1,
+        error: BaseException | None = None,
+    ) -> None:
+        """Makes operations fail although they are carried out. Arguments as in `fail`."""
+        self._contents.faults.append(_Fault(_When.AFTER, operation, key, client, times, error))
+
+    def repeat(self, operation: str = "*", key: str = "*", *, client: str = "*", times: int = 1) -> None:
+        """Makes operations be carried out twice: a reply was lost and the client tried again.
+
+        Others may run in between. Arguments as in `fail`.
+        """
+        self._contents.faults.append(_Fault(_When.AGAIN, operation, key, client, times, None))
+
+    # Operations --------------------------------------------------------------------------------------------
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._operate("set", [key], (key, value), lambda: self._write(key, _encode(value)))
+
+    def get(self, key: str) -> bytes:
+        return self._operate("get", [key], (key,), lambda: self._values([key]))[0]
+
+    def add(self, key: str, amount: int) -> int:
+        def act() -> int:
+            before = self._contents.values.get(key, b"0")
+            try:
+                after = int(before) + amount
+            except ValueError:
+                raise DistStoreError(f"add: key {key!r} holds {before!r}, which is no number") from None
+            self._write(key, str(after).encode())
+            return after
+
+        return self._operate("add", [key], (key, amount), act)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        def act() -> None:
+            self._write(key, self._contents.values.get(key, b"") + _encode(value))
+
+        self._operate("append", [key], (key, value), act)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        def act() -> bytes:
+            contents = self._contents
+            before = contents.values.get(key)
+            if before is None and expected:
+                if contents.use_libuv:
+                    contents.wake(key)
+                return _encode(expected)
+            if before is not None and before != _encode(expected):
+                return before
+            contents.values[key] = _encode(desired)
+            if contents.use_libuv:
+                contents.wake(key)
+            return contents.values[key]
+
+        return self._operate("compare_set", [key], (key, expected, desired), act)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        def act() -> None:
+            self._await("wait", list(keys), self._timeout if timeout is None else timeout)
+
+        self._operate("wait", keys, (keys,) if timeout is None else (keys, timeout), act)
+
+    def check(self, keys: list[str]) -> bool:
+        values = self._contents.values
+        return self._operate("check", keys, (keys,), lambda: all(key in values for key in keys))
+
+    def delete_key(self, key: str) -> bool:
+        values = self._contents.values
+        return self._operate("delete_key", [key], (key,), lambda: values.pop(key, None) is not None)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._operate("multi_get", keys, (keys,), lambda: self._values(list(keys)))
+
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
+        def act() -> None:
+            for key, value in zip(keys, values, strict=True):
+                self._write(key, _encode(value))
+
+        self._operate("multi_set", keys, (keys, values), act)
+
+    def num_keys(self) -> int:
+        return self._operate("num_keys", [], (), lambda: len(self._contents.values))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def has_extended_api(self) -> bool:
+        """Tells torch that append, multi_get and multi_set exist."""
+        return True
+
+    # torch's C++ PrefixStore knows these two under its own names.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    # Steps -------------------------------------------------------------------------------------------------
+
+    def _operate(self, operation: str, keys: Sequence[str], args: Sequence[Any], act: Callable[[], T]) -> T:
+        contents = self._contents
+        contents.clock.step(self.client, operation, args)
+        for hook in contents.hooks:
+            hook(self.client, operation, args)
+        with contents.clock.lock:
+            fault = self._take_fault(operation, keys) if contents.faults else None
+            if fault is not None and fault.when is _When.BEFORE:
+                raise fault.error or _injected("failed", operation, keys)
+            result = act()
+        if fault is None:
+            return result
+        if fault.when is _When.AFTER:
+            raise fault.error or _injected("lost its reply", operation, keys)
+        return self._operate(operation, keys, args, act)
+
+    def _take_fault(self, operation: str, keys: Sequence[str]) -> _Fault | None:
+        faults = self._contents.faults
+        fault = next((f for f in faults if f.matches(self.client, operation, keys)), None)
+        if fault is not None:
+            fault.times -= 1
+            if not fault.times:
+                faults.remove(fault)
+        return fault
+
+    def _write(self, key: str, value: bytes) -> None:
+        self._contents.values[key] = value
+        self._contents.wake(key)
+
+    def _values(self, keys: list[str]) -> list[bytes]:
+        self._await("get", keys, self._timeout)
+        # Nothing, if a failed compare_set woke us or the key is gone again: as on TCPStore.
+        return [self._contents.values.get(key, b"") for key in keys]
+
+    def _await(self, operation: str, keys: list[str], timeout: timedelta) -> None:
+        contents = self._contents
+        waiter = Waiter({key for key in keys if key not in contents.values})
+        if not waiter.missing:
+            return
+        contents.waiters.append(waiter)
+        try:
+            woken = contents.clock.block(waiter, contents.clock.now() + timeout.total_seconds())
+        finally:
+            contents.waiters = [other for other in contents.waiters if other is not waiter]
+        if not woken:
+            raise DistStoreError(
+                f"{operation} timed out after {timeout.total_seconds():g} s: keys {sorted(waiter.missing)}"
+            )
+
+
+def _encode(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _injected(what: str, operation: str, keys: Sequence[str]) -> DistNetworkError:
+    return DistNetworkError(f"injected fault: {operation} {', '.join(keys)} {what}")

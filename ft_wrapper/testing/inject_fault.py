@@ -1,0 +1,440 @@
+"""Faults in real processes: now, at a given place of a job, or at random with a seed.
+
+A place is named by the point in the program (`Where`), the rank, the restart iteration and the step. On a
+command line or in the environment variable ``FT_WRAPPER_FAULTS`` a fault reads::
+
+    exception:rank=1:step=10,sigkill:rank=0:step=20,sleep:slot=3:iteration=1:where=initialize
+
+The program asks at each of its points whether something is to happen there::
+
+    injector = Injector.from_env(fired_dir=shared_folder)
+    ...
+    injector.check("step", rank=rank, slot=slot, iteration=call_wrapper.iteration, step=step)
+
+This is for tests, drills and demonstrations: nothing in the wrapper itself imports it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import dataclasses
+import datetime
+import enum
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ft_wrapper import events
+from ft_wrapper.finalize import Finalize
+from ft_wrapper.initialize import Initialize
+from ft_wrapper.state import FrozenState
+
+ENV = "FT_WRAPPER_FAULTS"
+
+# How long a fault lasts that has no end: longer than any job, short enough for every clock's integers.
+_FOREVER = 365 * 24 * 3600.0
+
+
+class InjectedFault(Exception):
+    """What the function raises when the fault is an exception."""
+
+
+class Fault(enum.Enum):
+    """What goes wrong. The value is the name used on command lines."""
+
+    EXCEPTION = "exception"
+    """`InjectedFault` is raised."""
+    EXIT = "exit"
+    """The process ends at once with exit code 1: no exception, no cleaning up (``os._exit``)."""
+    SIGKILL = "sigkill"
+    """The process is killed, as by the kernel when memory runs out."""
+    SIGTERM = "sigterm"
+    """The process gets SIGTERM, as from a scheduler."""
+    SIGSTOP = "sigstop"
+    """The process is stopped: it lives, and none of its threads runs."""
+    SEGFAULT = "segfault"
+    """The process reads address 0."""
+    ABORT = "abort"
+    """The process ends through ``abort(3)``, as CUDA and C++ libraries do on a failed check."""
+    SLEEP = "sleep"
+    """A hang that a signal can interrupt: the calling thread sleeps."""
+    GIL = "gil"
+    """A hang that nothing can interrupt: a C function that never returns and never releases the GIL."""
+    COLLECTIVE = "collective"
+    """A hang in a collective: an all_reduce that this rank enters and its peer never does.
+
+    It is a gloo group of its own with two ranks, both inside this process, of which only one calls. So it
+    needs no process group, works anywhere in the program, and cannot pair up with an operation of the
+    job's own groups, whose next collective its peers meanwhile wait in. Whoever shuts down the gloo
+    connections of the process frees it: the all_reduce then raises a RuntimeError.
+    """
+
+
+class Where(enum.Enum):
+    """Points of a program where a fault can be put."""
+
+    STEP = "step"
+    """In the function, at the begin of a step."""
+    ATOMIC = "atomic"
+    """In the function, inside ``call_wrapper.atomic()``."""
+    INITIALIZE = "initialize"
+    """In the ``initialize`` plug-in, before the function is entered; on spares too."""
+    FINALIZE = "finalize"
+    """In the ``finalize`` plug-in, after the function was left on a fault; on spares too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultSpec:
+    """One fault and the place where it is to happen. What is None matches anything.
+
+    Args:
+        kind: what goes wrong.
+        rank: the active rank in the iteration, as the function sees it. Spares have none.
+        slot: the initial rank, which stays with a process for its life. Excludes ``rank``.
+        iteration: the restart iteration, as the wrapper counts it.
+        step: the step of the function; only with ``where`` ``STEP`` or ``ATOMIC``.
+        where: the point in the program.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a number is negative, or two fields contradict each other.
+    """
+
+    kind: Fault
+    rank: int | None = None
+    slot: int | None = None
+    iteration: int | None = None
+    step: int | None = None
+    where: Where = Where.STEP
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, Fault):
+            raise TypeError(f"kind={self.kind!r} must be a Fault, one of {_names(Fault)}")
+        if not isinstance(self.where, Where):
+            raise TypeError(f"where={self.where!r} must be a Where, one of {_names(Where)}")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} must be an integer or None")
+            if value < 0:
+                raise ValueError(f"{name}={value} must not be negative")
+        if self.rank is not None and self.slot is not None:
+            raise ValueError(f"rank={self.rank} and slot={self.slot} exclude each other: give one of them")
+        if self.step is not None and self.where not in (Where.STEP, Where.ATOMIC):
+            raise ValueError(
+                f"step={self.step} and where={self.where.value} contradict each other: there is no step "
+                "outside the function; leave step out, or choose where=step or where=atomic"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> FaultSpec:
+        """Reads one fault: a kind, then ``field=value`` as often as needed, with colons in between.
+
+        Args:
+            text: for example ``sigkill:rank=0:step=20``.
+
+        Raises:
+            ValueError: the text is malformed; the message names the field, its value and what is allowed.
+        """
+        kind_name, *parts = text.strip().split(":")
+        try:
+            kind = Fault(kind_name.strip().lower())
+        except ValueError:
+            raise ValueError(f"fault {text!r}: kind {kind_name!r} is not one of {_names(Fault)}") from None
+        fields: dict[str, int | Where] = {}
+        for part in parts:
+            name, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or name not in (*_NUMBERS, "where"):
+                raise ValueError(
+                    f"fault {text!r}: {part!r} is not field=value with a field out of "
+                    f"{', '.join((*_NUMBERS, 'where'))}"
+                )
+            if name in fields:
+                raise ValueError(f"fault {text!r}: {name} is given twice")
+            if name == "where":
+                try:
+                    fields[name] = Where(value.lower())
+                except ValueError:
+                    raise ValueError(
+                        f"fault {text!r}: where={value!r} is not one of {_names(Where)}"
+                    ) from None
+            elif value.isdecimal():
+                fields[name] = int(value)
+            else:
+                raise ValueError(f"fault {text!r}: {name}={value!r} is not an integer of at least 0")
+        try:
+            return cls(kind, **fields)  # type: ignore[arg-type]  # the names decide the types, above
+        except ValueError as error:
+            raise ValueError(f"fault {text!r}: {error}") from None
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        numbers = [f"{n}={getattr(self, n)}" for n in _NUMBERS if getattr(self, n) is not None]
+        where = [] if self.where is Where.STEP else [f"where={self.where.value}"]
+        return ":".join([self.kind.value, *numbers, *where])
+
+    def matches(
+        self, where: Where, rank: int | None, slot: int | None, iteration: int | None, step: int | None
+    ) -> bool:
+        """Tells whether the fault belongs to this place."""
+        place = {"rank": rank, "slot": slot, "iteration": iteration, "step": step}
+        return self.where is where and all(getattr(self, n) in (None, place[n]) for n in _NUMBERS)
+
+
+_NUMBERS = ("rank", "slot", "iteration", "step")
+
+
+def parse_faults(text: str) -> tuple[FaultSpec, ...]:
+    """Reads several faults with commas in between; none from an empty text.
+
+    Raises:
+        ValueError: one of them is malformed; see `FaultSpec.parse`.
+    """
+    return tuple(FaultSpec.parse(part) for part in text.split(",") if part.strip())
+
+
+def random_faults(
+    seed: int, kinds: Sequence[Fault], ranks: Sequence[int], steps: Sequence[int], count: int
+) -> tuple[FaultSpec, ...]:
+    """Chooses faults at random, always the same ones for a seed, each at a step of its own.
+
+    Args:
+        seed: of the choice.
+        kinds: dealt like cards: each comes once before any comes again.
+        ranks: active ranks to choose from.
+        steps: steps to choose from.
+        count: how many faults.
+
+    Returns:
+        The faults in the order of their steps.
+
+    Raises:
+        ValueError: there is nothing to choose from, or fewer steps than faults.
+    """
+    for name, choice in (("kinds", kinds), ("ranks", ranks)):
+        if not choice:
+            raise ValueError(f"{name}={choice!r} must not be empty")
+    if not 0 <= count <= len(steps):
+        raise ValueError(f"count={count} must lie in 0..{len(steps)}, the number of steps to choose from")
+    choose = random.Random(seed)
+    deck: list[Fault] = []
+    faults = []
+    for step in sorted(choose.sample(steps, count)):
+        deck = deck or choose.sample(kinds, len(kinds))
+        faults.append(FaultSpec(deck.pop(), rank=choose.choice(ranks), step=step))
+    return tuple(faults)
+
+
+class Injector:
+    """Makes each of its faults happen at most once, at the first place that matches.
+
+    Once per process, unless there is a ``fired_dir``; then once for all processes that share the folder,
+    and all that come after them. A job needs the folder when a rank may meet the same step twice: after a
+    restart other processes may hold the rank.
+
+    Args:
+        specs: the faults.
+        fired_dir: folder for one empty file per fault that happened; made when needed. None: no folder.
+    """
+
+    def __init__(self, specs: Iterable[FaultSpec], fired_dir: str | os.PathLike[str] | None = None) -> None:
+        self.specs = tuple(specs)
+        self._fired_dir = None if fired_dir is None else os.fspath(fired_dir)
+        self._fired: set[int] = set()
+
+    @classmethod
+    def from_env(cls, fired_dir: str | os.PathLike[str] | None = None) -> Injector:
+        """Takes the faults from the environment variable ``FT_WRAPPER_FAULTS``; none when it is not set.
+
+        Raises:
+            ValueError: the variable is malformed.
+        """
+        try:
+            return cls(parse_faults(os.environ.get(ENV, "")), fired_dir)
+        except ValueError as error:
+            raise ValueError(f"environment variable {ENV}: {error}") from None
+
+    def check(
+        self,
+        where: Where | str,
+        *,
+        rank: int | None = None,
+        slot: int | None = None,
+        iteration: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Makes the fault happen that belongs here, if there is one that has not happened yet.
+
+        Args:
+            where: the point in the program, or its name.
+            rank: active rank in this iteration; None on a spare.
+            slot: initial rank.
+            iteration: number of the restart iteration.
+            step: step of the function.
+
+        Raises:
+            InjectedFault: that is the fault.
+            ValueError: ``where`` is not the name of a point.
+        """
+        try:
+            where = Where(where)
+        except ValueError:
+            raise ValueError(f"where={where!r} is not one of {_names(Where)}") from None
+        for index, spec in enumerate(self.specs):
+            if spec.matches(where, rank, slot, iteration, step) and self._claim(index):
+                events.emit(
+                    "inject",
+                    kind=spec.kind.value,
+                    where=where.value,
+                    rank=rank,
+                    slot=slot,
+                    iteration=iteration,
+                    step=step,
+                )
+                inject_fault(spec.kind)
+
+    def _claim(self, index: int) -> bool:
+        # Before the fault, not after it: after most of them there is nobody left to note anything.
+        if index in self._fired:
+            return False
+        self._fired.add(index)
+        if self._fired_dir is None:
+            return True
+        os.makedirs(self._fired_dir, exist_ok=True)
+        try:
+            fd = os.open(
+                os.path.join(self._fired_dir, f"{index}-{self.specs[index]}"),
+                os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC,
+                0o644,
+            )
+        except FileExistsError:
+            return False
+        os.close(fd)
+        return True
+
+
+class InjectInitialize(Initialize):
+    """Plug-in for ``Wrapper(initialize=…)``: the point ``INITIALIZE``.
+
+    Args:
+        injector: asked with the rank, slot and iteration of the state.
+    """
+
+    def __init__(self, injector: Injector) -> None:
+        self.injector = injector
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Asks the injector, then hands the state on."""
+        _check_state(self.injector, Where.INITIALIZE, state)
+        return state
+
+
+class InjectFinalize(Finalize):
+    """Plug-in for ``Wrapper(finalize=…)``: the point ``FINALIZE``.
+
+    Args:
+        injector: asked with the rank, slot and iteration of the state.
+    """
+
+    def __init__(self, injector: Injector) -> None:
+        self.injector = injector
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Asks the injector, then hands the state on."""
+        _check_state(self.injector, Where.FINALIZE, state)
+        return state
+
+
+def _check_state(injector: Injector, where: Where, state: FrozenState) -> None:
+    injector.check(where, rank=state.active_rank, slot=state.initial_rank, iteration=state.iteration)
+
+
+def inject_fault(kind: Fault, duration: float | None = None) -> None:
+    """Does it, to the calling thread or its process, now.
+
+    Returns only after a hang with a duration, after a SIGSTOP that was continued, or when the process
+    handles or ignores SIGTERM.
+
+    Args:
+        kind: what goes wrong.
+        duration: seconds that ``SLEEP``, ``GIL`` and ``COLLECTIVE`` last, None for ever. The others have
+            none.
+
+    Raises:
+        InjectedFault: the kind is ``EXCEPTION``.
+        RuntimeError: the kind is ``COLLECTIVE`` and its group was aborted, or the duration is over.
+    """
+    seconds = _FOREVER if duration is None else duration
+    if kind is Fault.EXCEPTION:
+        raise InjectedFault("injected fault: exception")
+    if kind is Fault.EXIT:
+        os._exit(1)
+    elif kind is Fault.SIGKILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind is Fault.SIGTERM:
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif kind is Fault.SIGSTOP:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind is Fault.SEGFAULT:
+        _no_core_dump()
+        ctypes.string_at(0)
+    elif kind is Fault.ABORT:
+        _no_core_dump()
+        os.abort()
+    elif kind is Fault.SLEEP:
+        time.sleep(seconds)
+    elif kind is Fault.GIL:
+        _hold_gil(seconds)
+    elif kind is Fault.COLLECTIVE:
+        _wait_in_collective(seconds)
+    else:
+        raise TypeError(f"kind={kind!r} must be a Fault, one of {_names(Fault)}")
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+def _hold_gil(seconds: float) -> None:
+    # Locking a mutex twice blocks in C, and unlike sleep(3) a signal does not end it. PyDLL, unlike CDLL,
+    # keeps the GIL during the call. Zeros are PTHREAD_MUTEX_INITIALIZER; 128 bytes hold any platform's.
+    libc = ctypes.PyDLL(None)
+    mutex = (ctypes.c_long * 16)()
+    until = time.time() + seconds
+    deadline = _TimeSpec(int(until), int(until % 1 * 1e9))
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_timedlock(mutex, ctypes.byref(deadline))
+
+
+def _wait_in_collective(seconds: float) -> None:
+    # Imported here: the other faults need no torch.
+    import torch
+    import torch.distributed
+
+    dist: Any = torch.distributed  # its type stubs lack half of what is used here
+    store = dist.HashStore()
+    timeout = datetime.timedelta(seconds=10)
+
+    # The two connect to each other while they are made. Both stay alive here; only one of them calls.
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, timeout), range(2)))
+
+    options = dist.AllreduceOptions()
+    options.timeout = datetime.timedelta(seconds=seconds)
+    groups[0].allreduce([torch.zeros(1)], options).wait()
+
+
+def _no_core_dump() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def _names(kinds: type[enum.Enum]) -> str:
+    return ", ".join(kind.value for kind in kinds)
