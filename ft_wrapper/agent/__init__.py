@@ -1,0 +1,1 @@
+"""Which processes run on this node."""

@@ -1,0 +1,115 @@
+"""How a rank failed, and how that is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+
+from .signals import signal_name
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The end of a rank that did not exit with 0.
+
+    Args:
+        rank: the rank.
+        pid: its process.
+        exitcode: its exit code, or minus the number of the signal that ended it.
+        when: seconds since the epoch: of the exception, if it was recorded, else of the end.
+        error: the first line of what was recorded; empty if nothing was.
+        file: where to read on: a log file or the error file; empty if there is none.
+    """
+
+    rank: int
+    pid: int
+    exitcode: int
+    when: float
+    error: str
+    file: str
+
+    def how(self) -> str:
+        """Says in words how the process ended."""
+        if self.exitcode < 0:
+            return f"killed by {signal_name(-self.exitcode)}"
+        return f"exit code {self.exitcode}"
+
+
+def read_failure(rank: int, pid: int, exitcode: int, error_file: str, logs: Sequence[str]) -> Failure:
+    """Puts together what is known about the end of a rank, right after it.
+
+    Args:
+        rank: the rank.
+        pid: its process, which has ended.
+        exitcode: its exit code, or minus the number of the signal.
+        error_file: where ``torch.distributed.elastic``'s ``record`` would have written its exception.
+        logs: its log files, the one to look at first last.
+    """
+    error, when = "", time.time()
+    files = list(logs)
+    if os.path.isfile(error_file):
+        files.insert(0, error_file)
+        try:
+            message, recorded = _read_record(error_file)
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            # Half a file, for instance, left by a rank that died while it wrote it.
+            log.warning("rank %d: its error file %s cannot be read: %r", rank, error_file, problem)
+        else:
+            error = (message.strip().splitlines() or [""])[0]
+            if 0 < recorded < when:
+                when = recorded
+    return Failure(rank, pid, exitcode, when, error, files[-1] if files else "")
+
+
+def _read_record(error_file: str) -> tuple[str, float]:
+    """Reads an error file as torch's and other handlers write it; returns message and time (0: none)."""
+    with open(error_file, encoding="utf-8") as file:
+        record = json.load(file)
+    message = record["message"]
+    if isinstance(message, dict):
+        return str(message["message"]), float(message["extraInfo"]["timestamp"])
+    return str(message), float(record.get("timestamp", 0))
+
+
+def in_order(failures: Iterable[Failure]) -> list[Failure]:
+    """Sorts failures by time, the first one first; within a second, in which records count, they stay."""
+    return sorted(failures, key=lambda failure: int(failure.when))
+
+
+def report(failures: Sequence[Failure], nproc: int) -> str:
+    """Says who failed, how and where to look.
+
+    Args:
+        failures: in the order of happening.
+        nproc: number of ranks in all.
+
+    Returns:
+        A table of several lines.
+    """
+    rows = [("rank", "pid", "when", "how", "error", "file")]
+    for failure in failures:
+        when = time.strftime("%H:%M:%S", time.localtime(failure.when))
+        rows.append(
+            (
+                str(failure.rank),
+                str(failure.pid),
+                when,
+                failure.how(),
+                failure.error or "-",
+                failure.file or "-",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{len(failures)} of {nproc} ranks failed, the first one first:"]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    if not any(failure.error for failure in failures):
+        lines.append("  (decorate main() with torch.distributed.elastic's @record to see its error here)")
+    return "\n".join(lines)
