@@ -1,0 +1,43 @@
+"""Keeps distributed PyTorch training going through faults, inside the processes that survive them."""
+
+from . import (
+    abort,
+    attribution,
+    completion,
+    exception,
+    finalize,
+    health_check,
+    initialize,
+    nested_restarter,
+    rank_assignment,
+    state,
+    store,
+    terminate,
+)
+from .call_wrapper import CallWrapper
+from .compose import Compose
+from .state import FrozenState, Mode, State
+from .wrapper import Wrapper
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CallWrapper",
+    "Compose",
+    "FrozenState",
+    "Mode",
+    "State",
+    "Wrapper",
+    "abort",
+    "attribution",
+    "completion",
+    "exception",
+    "finalize",
+    "health_check",
+    "initialize",
+    "nested_restarter",
+    "rank_assignment",
+    "state",
+    "store",
+    "terminate",
+]

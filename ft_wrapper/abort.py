@@ -1,0 +1,336 @@
+"""Plug-ins that free a function which is to be left: what it waits for is made to fail.
+
+They run in the wrapper's monitor thread while the function is still inside whatever holds it: a collective, a
+process group being made, a backward pass, or nothing of the kind.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from types import FrameType
+from typing import Any, TypeAlias
+
+import psutil
+
+from ft_wrapper import _gloo_sockets, _sockets
+from ft_wrapper._gloo_sockets import close_aborted_sockets
+from ft_wrapper._process_groups import release_process_groups, wait_for_released_groups
+from ft_wrapper.monitor.frames import current_frames
+from ft_wrapper.state import FrozenState
+
+__all__ = [
+    "Abort",
+    "AbortProcesses",
+    "AbortTorchDistributed",
+    "AbortTransformerEngine",
+    "close_aborted_sockets",
+    "protect_process",
+    "release_process_groups",
+    "wait_for_released_groups",
+]
+
+_logger = logging.getLogger(__name__)
+
+Processes: TypeAlias = Iterable["int | psutil.Process"]
+
+
+class Abort(abc.ABC):
+    """Base of the ``abort`` plug-ins of `Wrapper`: frees the function's thread from what it waits for."""
+
+    @abc.abstractmethod
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Runs in the monitor thread, once an iteration is over and before the function is interrupted.
+
+        It may be called again for the same iteration while the function has not left. It must not wait
+        for the function, nor for other ranks. What it raises is logged, and the restart goes on.
+
+        Args:
+            state: the rank's state in the iteration that is over.
+
+        Returns:
+            The state.
+        """
+
+
+class AbortTorchDistributed(Abort):
+    """Makes every operation of ``torch.distributed`` that is under way in this process fail.
+
+    Frees collectives, point-to-point operations and barriers of gloo and NCCL, on any group, also behind a
+    peer that lives and hangs; and ``init_process_group`` and ``new_group`` that wait for a peer through the
+    store at ``MASTER_ADDR``:``MASTER_PORT``. It shuts down the connections of all gloo groups and those to
+    that store, no other sockets, and aborts the communicators of all NCCL groups together. Groups are not
+    destroyed; `release_process_groups` does that once the function has left. Gloo's connections stay open
+    until `close_aborted_sockets`, so that peers do not stumble over this rank's leaving: each rank is to be
+    aborted by itself.
+
+    Not freed: ``recv`` without a source on gloo; a send on gloo of more than the kernel buffers (megabytes),
+    half-way through to a peer that reads no more, which gloo does not end when that peer is killed either;
+    a group on a store of the user's own that waits for a peer; a store client that cannot reach its server,
+    since it tries again by itself. Also, in about one of thousands of aborts in mid-traffic, gloo loses a
+    send. These end at their own timeout, or at the wrapper's ``hard_timeout``.
+
+    Calling it again costs little and is of use: a group that was being made may have opened connections
+    since.
+    """
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Aborts; see the class. Does next to nothing where ``torch.distributed`` is not in use.
+
+        Args:
+            state: the rank's state. Not read.
+
+        Returns:
+            The state.
+        """
+        c10d = sys.modules.get("torch.distributed.distributed_c10d")
+        if c10d is None:
+            return state
+        # NCCL last: its abort has been known to hang, the other two only touch sockets.
+        for what, step in (
+            ("gloo", lambda: _gloo_sockets.shut_down_gloo_sockets(_size_being_made(c10d))),
+            ("the iteration's store", _abort_store_clients),
+            ("NCCL", lambda: _abort_nccl(c10d)),
+        ):
+            try:
+                step()
+            except Exception:
+                _logger.warning("could not abort %s", what, exc_info=True)
+        return state
+
+
+class AbortTransformerEngine(Abort):
+    """Destroys the communication buffers ("userbuffers") of Transformer Engine.
+
+    Does nothing where Transformer Engine is not installed, or was not imported by the function.
+    """
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Destroys them.
+
+        Args:
+            state: the rank's state. Not read.
+
+        Returns:
+            The state.
+        """
+        # Importing it here would take seconds of the restart, and what was not imported holds no buffers.
+        base: Any = sys.modules.get("transformer_engine.pytorch.module.base")
+        if base is not None:
+            base.destroy_ub()
+        return state
+
+
+class AbortProcesses(Abort):
+    """Ends helper processes of the function: SIGTERM, and SIGKILL after the grace time.
+
+    A hung DataLoader worker, for one, delays the function's unwinding by about 5 s. The processes are ended,
+    not reaped: whoever started them gets their exit status. This process, its parent and the wrapper's
+    monitor process are never ended, whatever ``find`` says.
+
+    Args:
+        find: the processes, by pid or as ``psutil.Process``; or a function without arguments that returns
+            them at each abort. None: this process's DataLoader workers.
+        termination_grace_time: seconds or timedelta between SIGTERM and SIGKILL, and after it.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the grace time is negative.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Processes] | Processes | None = None,
+        termination_grace_time: float | timedelta = 1.0,
+    ) -> None:
+        if isinstance(find, (str, bytes)) or not (
+            find is None or callable(find) or isinstance(find, Iterable)
+        ):
+            raise TypeError(
+                f"find={find!r} must be None, or pids or psutil.Process, "
+                "as an iterable or from a function without arguments"
+            )
+        if isinstance(termination_grace_time, timedelta):
+            termination_grace_time = termination_grace_time.total_seconds()
+        if isinstance(termination_grace_time, bool) or not isinstance(termination_grace_time, (int, float)):
+            raise TypeError(
+                f"termination_grace_time={termination_grace_time!r} must be seconds or a timedelta"
+            )
+        if not termination_grace_time >= 0:
+            raise ValueError(f"termination_grace_time={termination_grace_time!r} must not be negative")
+        self._find: Callable[[], Processes]
+        if find is None:
+            self._find = find_data_loader_workers
+        elif callable(find):
+            self._find = find
+        else:
+            fixed = tuple(find)
+            self._find = lambda: fixed
+        self._grace = float(termination_grace_time)
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Ends the processes.
+
+        Args:
+            state: the rank's state. Not read.
+
+        Returns:
+            The state.
+
+        Raises:
+            TypeError: ``find`` gave something else than pids and ``psutil.Process``.
+        """
+        with contextlib.ExitStack() as stack:
+            running: dict[int, int] = {}  # pidfd: pid. A pid alone may have become another process's.
+            for process in self._find():
+                pid = _pid(process)
+                if pid in _untouchable():
+                    _logger.warning("process %d is not ended: it is not a helper of the function", pid)
+                    continue
+                with contextlib.suppress(ProcessLookupError):
+                    pidfd = os.pidfd_open(pid)
+                    stack.callback(os.close, pidfd)
+                    if isinstance(process, int) or process.is_running():
+                        running[pidfd] = pid
+            for signum in (signal.SIGTERM, signal.SIGKILL):
+                _send(running, signum)
+                _wait_for_end(running, self._grace)
+                if not running:
+                    return state
+        _logger.warning("processes still not ended: %s", ", ".join(map(str, running.values())))
+        return state
+
+
+def find_data_loader_workers() -> list[psutil.Process]:
+    """Returns the worker processes of this process's ``torch.utils.data.DataLoader`` objects."""
+    workers = []
+    # Not this process's children: under the start method "forkserver" these are another process's.
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(child.pid)
+            if process.name() == "pt_data_worker":  # torch gives its workers this name
+                workers.append(process)
+    return workers
+
+
+@contextlib.contextmanager
+def protect_process(pid: int) -> Iterator[None]:
+    """Keeps `AbortProcesses` from ending a process: the wrapper's monitor process, while it runs.
+
+    Args:
+        pid: the process.
+    """
+    with _protected_lock:
+        _protected.append(pid)
+    try:
+        yield
+    finally:
+        with _protected_lock:
+            _protected.remove(pid)
+
+
+_protected: list[int] = []
+_protected_lock = threading.Lock()
+
+
+def _untouchable() -> set[int]:
+    with _protected_lock:
+        # Signals to 0 and -1 go to whole groups of processes.
+        return {-1, 0, 1, os.getpid(), os.getppid(), *_protected}
+
+
+def _pid(process: object) -> int:
+    if isinstance(process, psutil.Process):
+        return int(process.pid)
+    if isinstance(process, int) and not isinstance(process, bool):
+        return process
+    raise TypeError(f"find gave {process!r}; it must give pids or psutil.Process")
+
+
+def _send(running: dict[int, int], signum: signal.Signals) -> None:
+    for pidfd, pid in list(running.items()):
+        try:
+            signal.pidfd_send_signal(pidfd, signum)
+        except ProcessLookupError:
+            del running[pidfd]
+        except PermissionError as error:
+            _logger.warning("process %d cannot be ended: %s", pid, error)
+            del running[pidfd]
+
+
+def _wait_for_end(running: dict[int, int], timeout: float) -> None:
+    """Removes the processes that end within ``timeout`` seconds."""
+    poll = select.poll()
+    for pidfd in running:
+        poll.register(pidfd, select.POLLIN)
+    deadline = time.monotonic() + timeout
+    while running:
+        ended = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not ended:
+            return
+        for pidfd, _ in ended:
+            poll.unregister(pidfd)
+            del running[pidfd]
+
+
+def _size_being_made(c10d: Any) -> int:
+    """Size, at most, of the group that some thread is making; 0 when none does."""
+    for frame in current_frames().values():
+        inner: FrameType | None = frame
+        while inner is not None:
+            code = inner.f_code
+            if code.co_name == "_new_process_group_helper" and code.co_filename == c10d.__file__:
+                size = os.environ.get("WORLD_SIZE", "")
+                default = c10d._world.default_pg
+                return default.size() if default is not None else int(size) if size.isdecimal() else 0
+            inner = inner.f_back
+    return 0
+
+
+def _abort_store_clients() -> None:
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if host and port.isdecimal():
+        _sockets.shut_down_clients(host, int(port))
+
+
+def _abort_nccl(c10d: Any) -> None:
+    if not c10d.is_nccl_available():
+        return
+    with_nccl = []
+    for group, _ in sorted(c10d._world.pg_names.items(), key=lambda item: str(item[1]), reverse=True):
+        backend = _nccl_backend(c10d, group)
+        if backend is not None:
+            with_nccl.append((group, backend))
+    if not with_nccl:
+        return
+    # All within one NCCL group, in the same order on every rank: aborting one communicator may wait for the
+    # abort of another. Between start and end nothing may return early.
+    first = with_nccl[0][1]
+    first._group_start()
+    try:
+        for group, _ in with_nccl:
+            try:
+                group.abort()
+            except Exception:
+                _logger.warning("could not abort NCCL group %r", group, exc_info=True)
+    finally:
+        first._group_end()
+
+
+def _nccl_backend(c10d: Any, group: Any) -> Any:
+    try:
+        backend = group._get_backend(c10d.torch.device("cuda"))
+    except RuntimeError:
+        return None
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    return backend if isinstance(backend, c10d.ProcessGroupNCCL) else None

@@ -1,0 +1,56 @@
+"""Who was interrupted, and by what."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+
+
+class Interruption(enum.Enum):
+    """What ended an iteration on one rank."""
+
+    EXCEPTION = enum.auto()
+    """The wrapped function, or ``initialize``, raised an ``Exception``."""
+    BASE_EXCEPTION = enum.auto()
+    """A ``BaseException`` left the wrapped function, or the rank left the job in order."""
+    SOFT_TIMEOUT = enum.auto()
+    """No progress for ``soft_timeout``."""
+    HARD_TIMEOUT = enum.auto()
+    """No progress for ``hard_timeout``: the process was ended."""
+    TERMINATED = enum.auto()
+    """The process died."""
+    UNRESPONSIVE = enum.auto()
+    """No heartbeat for ``heartbeat_timeout``: its host or network is lost."""
+    MONITOR_PROCESS_EXCEPTION = enum.auto()
+    """The rank's monitor failed, so that its faults would go unnoticed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InterruptionRecord:
+    """One rank's part in the end of an iteration.
+
+    Args:
+        rank: the rank in the iteration that ended.
+        interruption: what happened to it.
+    """
+
+    rank: int
+    interruption: Interruption
+
+
+# The likeliest cause first: a rank that died makes its peers' collectives raise, not the other way round.
+_BLAME = (
+    Interruption.HARD_TIMEOUT,
+    Interruption.TERMINATED,
+    Interruption.SOFT_TIMEOUT,
+    Interruption.MONITOR_PROCESS_EXCEPTION,
+    Interruption.UNRESPONSIVE,
+    Interruption.BASE_EXCEPTION,
+    Interruption.EXCEPTION,
+)
+
+
+def by_blame(records: Iterable[InterruptionRecord]) -> list[InterruptionRecord]:
+    """Sorts records so that the likeliest cause comes first; equal ones keep their order."""
+    return sorted(records, key=lambda record: _BLAME.index(record.interruption))

@@ -1,0 +1,86 @@
+"""Compose: several plug-ins in the place of one."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from typing import Any, TypeVar
+
+P = TypeVar("P")
+
+# Py_TPFLAGS_BASETYPE: plain functions, for example, are instances of a class that has no subclasses.
+_CAN_BE_A_BASE = 1 << 10
+
+
+class Compose:
+    """Calls several plug-ins, the right-most first: ``Compose(a, b, c)(x) == a(b(c(x)))``.
+
+    It is an instance of the nearest common ancestor of its parts, so it goes wherever one part would::
+
+        Wrapper(rank_assignment=Compose(MaxActiveWorldSize(4), ShiftRanks()))
+
+    Args:
+        parts: what to call: plug-ins, or anything else that takes one argument and hands it on.
+
+    Raises:
+        TypeError: there is no part, or one cannot be called.
+    """
+
+    parts: tuple[Any, ...]
+
+    def __new__(cls, *parts: P) -> P:  # type: ignore[misc]
+        """Makes an instance of a class that is a `Compose` and what all parts are."""
+        if not parts:
+            raise TypeError("Compose() needs at least one part; pass the plug-ins to call: Compose(a, b)")
+        for position, part in enumerate(parts):
+            if not callable(part) or isinstance(part, type):
+                hint = (
+                    f"pass an instance: {part.__name__}(...)" if isinstance(part, type) else "pass a plug-in"
+                )
+                raise TypeError(f"part {position} of Compose, {part!r}, is no instance to call; {hint}")
+        body = {
+            "__module__": __name__,
+            "__new__": object.__new__,  # copying calls it without parts
+            "__init__": _keep_parts,  # not the ancestor's, whose arguments are its own
+        }
+        bases = (Compose, _nearest_common_ancestor(parts))
+        made = types.new_class("Compose", bases, exec_body=lambda namespace: namespace.update(body))
+        instance: P = object.__new__(made)
+        return instance
+
+    def __call__(self, argument: Any) -> Any:
+        """Calls the parts; see the class.
+
+        Args:
+            argument: what the right-most part gets.
+
+        Returns:
+            What the left-most part returns.
+        """
+        for part in reversed(self.parts):
+            result = part(argument)
+            if result is None and argument is not None:
+                warnings.warn(
+                    f"{part!r} did not hand its argument on: it returned None; "
+                    "end its __call__ with a return of what it was given",
+                    stacklevel=2,
+                )
+            argument = result
+        return argument
+
+    def __repr__(self) -> str:
+        return f"Compose({', '.join(map(repr, self.parts))})"
+
+
+def _keep_parts(self: Compose, *parts: Any) -> None:
+    self.parts = parts
+
+
+def _nearest_common_ancestor(parts: tuple[Any, ...]) -> type:
+    for ancestor in type(parts[0]).__mro__:
+        # What is nested is a Compose of its own: what it stands for counts.
+        if issubclass(ancestor, Compose):
+            continue
+        if all(isinstance(part, ancestor) for part in parts) and ancestor.__flags__ & _CAN_BE_A_BASE:
+            return ancestor
+    return object

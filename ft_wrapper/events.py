@@ -1,0 +1,67 @@
+"""What happened, as structured records: one JSON line each.
+
+Written when the environment variable ``FT_WRAPPER_EVENTS`` names a file, which all ranks and monitors of
+a host append to. Times of one host may be compared with each other: ``monotonic`` is one clock for all of
+its processes. Times of two hosts may not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from typing import Any
+
+ENV = "FT_WRAPPER_EVENTS"
+
+
+def emit(event: str, **fields: Any) -> None:
+    """Appends one record to the events file, if there is one. Never raises for want of a file.
+
+    Args:
+        event: what happened, one word: ``fault``, ``end``, ``abort``, ``arrive``, ``decide``, ``enter`` …
+        fields: JSON values that belong to it (iteration, rank, slot, incarnation …).
+    """
+    path = os.environ.get(ENV)
+    if not path:
+        return
+    record = {
+        "event": event,
+        **fields,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "monotonic": time.monotonic(),
+        "time": time.time(),
+    }
+    try:
+        # One write of a short line to a file opened for appending is not torn between processes.
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return
+    try:
+        os.write(fd, (json.dumps(record) + "\n").encode())
+    finally:
+        os.close(fd)
+
+
+def read(path: str) -> list[dict[str, Any]]:
+    """Reads an events file, in the order of writing.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: a line is not a JSON object; the message names file and line.
+    """
+    records = []
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number} is not a JSON record: {error}") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}:{number} is not a JSON object")
+            records.append(record)
+    return records

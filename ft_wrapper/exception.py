@@ -1,0 +1,36 @@
+"""Every error that a user can meet."""
+
+
+class RestartError(Exception):
+    """Base of the errors raised by the wrapper itself."""
+
+
+class RestartAbort(BaseException):
+    """Ends the wrapped call on this rank; raised by plug-ins to give up restarting.
+
+    A ``BaseException``, so that an ``except Exception`` in training code does not swallow it.
+    """
+
+
+class RankShouldRestart(BaseException):
+    """Raised inside the wrapped function to make it leave: the iteration is over.
+
+    A ``BaseException``, so that an ``except Exception`` in training code does not swallow it. Let it
+    pass; it never leaves the wrapped call.
+    """
+
+
+class HealthCheckError(RestartError):
+    """A health check failed: this rank leaves the job, the others go on."""
+
+
+class InternalError(RestartError):
+    """Something that must hold does not: a defect in the wrapper or in a plug-in."""
+
+
+class TimeoutError(RestartError):
+    """A wait of the wrapper took longer than its timeout. The message says who was missing."""
+
+
+class StoreError(RestartError):
+    """The store that the ranks agree on failed. The message names its endpoint and the operation."""

@@ -1,0 +1,222 @@
+"""Plug-ins that decide whether a rank may go on."""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ._arguments import as_limit, as_timeout
+from ._threaded import call_with_timeout, cuda_device
+from .exception import HealthCheckError, RestartError
+from .state import FrozenState
+
+_logger = logging.getLogger(__name__)
+
+_TIMEOUT = timedelta(seconds=30)
+
+
+class HealthCheck(abc.ABC):
+    """Base of the ``health_check`` plug-ins of `Wrapper`: lets a rank go on, or not.
+
+    It runs before an iteration and after a fault, once ``finalize`` has run. It looks at this rank only:
+    others may be gone or still in the function. What it raises ends this rank with `HealthCheckError`;
+    the others go on.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Returns if the rank is healthy, else raises.
+
+        Args:
+            state: the rank's state in the iteration that is over.
+
+        Returns:
+            The state.
+        """
+
+
+class CudaHealthCheck(HealthCheck):
+    """Checks that the GPU finishes what it was given, and that the CUDA context still works.
+
+    Does nothing in a process that has not used a GPU. The GPU is the one that ``LOCAL_RANK`` names, else
+    the current one.
+
+    Args:
+        timeout: how long the GPU may take to finish: a ``timedelta`` or seconds.
+
+    Raises:
+        TypeError: ``timeout`` is no duration.
+        ValueError: ``timeout`` is not positive.
+    """
+
+    def __init__(self, timeout: timedelta | float = _TIMEOUT) -> None:
+        self.timeout = as_timeout("timeout", timeout)
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Waits for the GPU.
+
+        Args:
+            state: the rank's state in the iteration that is over.
+
+        Returns:
+            The state.
+
+        Raises:
+            ft_wrapper.exception.TimeoutError: the GPU did not finish in time.
+            RuntimeError: torch's own, where the CUDA context is broken.
+        """
+        device = cuda_device()
+        if device is None:
+            return state
+
+        def synchronize() -> None:
+            try:
+                torch.cuda.synchronize(device)
+            except RuntimeError as ex:
+                # May come from an aborted kernel. A context that is broken says so again.
+                _logger.warning("rank %s: GPU %s: %s", state.rank, device, ex)
+            torch.cuda.synchronize(device)
+
+        call_with_timeout(
+            synchronize,
+            self.timeout,
+            name=f"{type(self).__name__}-{state.rank}",
+            what=f"{type(self).__name__} on rank {state.rank}: torch.cuda.synchronize({device})",
+        )
+        return state
+
+
+class GpuHealthCheck(HealthCheck):
+    """Asks the driver, through NVML, whether the GPU needs to be reset or replaced.
+
+    Unlike `CudaHealthCheck` it needs nothing from the GPU itself. What a GPU or its driver does not know, is
+    not checked. Does nothing in a process that has not used a GPU. The GPU is the one that ``LOCAL_RANK``
+    names, else the current one.
+
+    Args:
+        timeout: how long the driver may take: a ``timedelta`` or seconds.
+
+    Raises:
+        ImportError: the package ``nvidia-ml-py`` is missing.
+        TypeError: ``timeout`` is no duration.
+        ValueError: ``timeout`` is not positive.
+    """
+
+    def __init__(self, timeout: timedelta | float = _TIMEOUT) -> None:
+        self.timeout = as_timeout("timeout", timeout)
+        try:
+            self._nvml: Any = importlib.import_module("pynvml")
+        except ImportError as ex:
+            raise ImportError(
+                f"{type(self).__name__} needs the package nvidia-ml-py: pip install 'ft-wrapper[gpu]'"
+            ) from ex
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Asks the driver.
+
+        Args:
+            state: the rank's state in the iteration that is over.
+
+        Returns:
+            The state.
+
+        Raises:
+            HealthCheckError: the driver wants the GPU reset or replaced.
+            ft_wrapper.exception.TimeoutError: the driver did not answer in time.
+        """
+        device = cuda_device()
+        if device is None:
+            return state
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        problems: list[str] = []
+        call_with_timeout(
+            lambda: problems.extend(_problems(self._nvml, uuid)),
+            self.timeout,
+            name=f"{type(self).__name__}-{state.rank}",
+            what=f"{type(self).__name__} on rank {state.rank}: asking NVML about {uuid}",
+        )
+        if problems:
+            raise HealthCheckError(f"rank {state.rank}: {uuid} is not healthy: {'; '.join(problems)}")
+        return state
+
+
+def _problems(nvml: Any, uuid: str) -> list[str]:
+    nvml.nvmlInit()
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        asked = (_recovery_action, _failed_row_remapping)
+        return [problem for ask in asked if (problem := ask(nvml, handle)) is not None]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _recovery_action(nvml: Any, handle: Any) -> str | None:
+    field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+    if field is None:
+        return None
+    (value,) = nvml.nvmlDeviceGetFieldValues(handle, [field])
+    if value.nvmlReturn != nvml.NVML_SUCCESS or value.value.uiVal == nvml.NVML_GPU_RECOVERY_ACTION_NONE:
+        return None
+    prefix = "NVML_GPU_RECOVERY_ACTION_"
+    names = [n for n in dir(nvml) if n.startswith(prefix) and getattr(nvml, n) == value.value.uiVal]
+    return f"the driver asks for {names[0].removeprefix(prefix) if names else value.value.uiVal}"
+
+
+def _failed_row_remapping(nvml: Any, handle: Any) -> str | None:
+    try:
+        _, _, _, failed = nvml.nvmlDeviceGetRemappedRows(handle)
+    except nvml.NVMLError as ex:
+        if ex.value == nvml.NVML_ERROR_NOT_SUPPORTED:
+            return None
+        raise
+    return "a defective row of its memory could not be remapped" if failed else None
+
+
+class FaultCounterExceeded(RestartError):
+    """This rank's function has failed too often; see `FaultCounter`."""
+
+
+class FaultCounter(HealthCheck):
+    """Lets a rank go whose function fails again and again, while its peers' does not.
+
+    Only faults of this process count: iterations in which the function raised an ``Exception`` on this very
+    rank.
+
+    Args:
+        max_rank_faults: number of faults that are borne; no limit when None.
+
+    Raises:
+        TypeError: ``max_rank_faults`` is no int.
+        ValueError: ``max_rank_faults`` is negative.
+    """
+
+    def __init__(self, max_rank_faults: int | None = None) -> None:
+        self.max_rank_faults = as_limit("max_rank_faults", max_rank_faults, at_least=0)
+        self.faults_count = 0
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Counts the fault, if the iteration ended with one of this rank.
+
+        Args:
+            state: the rank's state in the iteration that is over.
+
+        Returns:
+            The state.
+
+        Raises:
+            FaultCounterExceeded: there were more than ``max_rank_faults``.
+        """
+        if state.fn_exception is None:
+            return state
+        self.faults_count += 1
+        if self.max_rank_faults is not None and self.faults_count > self.max_rank_faults:
+            raise FaultCounterExceeded(
+                f"rank {state.rank} had {self.faults_count} faults, more than "
+                f"max_rank_faults={self.max_rank_faults}; the last one: {state.fn_exception!r}"
+            )
+        return state

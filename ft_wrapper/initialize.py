@@ -1,0 +1,83 @@
+"""Plug-ins that run at the start of every iteration."""
+
+from __future__ import annotations
+
+import abc
+
+from ._arguments import as_int, as_limit
+from .exception import RestartAbort
+from .state import FrozenState
+
+
+class Initialize(abc.ABC):
+    """Base of the ``initialize`` plug-ins of `Wrapper`: runs at the start of every iteration, the first too.
+
+    It runs on every rank, hot spares too. Raising an ``Exception`` restarts all ranks; raising a
+    ``BaseException`` ends the call on this rank.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Prepares the process for the function, or refuses.
+
+        Args:
+            state: the rank's state in the iteration that begins.
+
+        Returns:
+            The state.
+        """
+
+
+class RetryController(Initialize):
+    """Gives up restarting when a limit is passed.
+
+    Args:
+        max_iterations: number of iterations that may be entered; no limit when None. It is compared with
+            ``state.iteration``: with ``use_global_iteration`` that counts all iterations of the job, those of
+            earlier calls too.
+        min_world_size: the fewest ranks, hot spares included, to go on with.
+        min_active_world_size: the fewest active ranks to go on with.
+
+    Raises:
+        TypeError: an argument is no int.
+        ValueError: ``max_iterations`` is below 1, or another one below 0.
+    """
+
+    def __init__(
+        self,
+        max_iterations: int | None = None,
+        min_world_size: int = 1,
+        min_active_world_size: int = 1,
+    ) -> None:
+        self.max_iterations = as_limit("max_iterations", max_iterations, at_least=1)
+        self.min_world_size = as_int("min_world_size", min_world_size, at_least=0)
+        self.min_active_world_size = as_int("min_active_world_size", min_active_world_size, at_least=0)
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Checks the limits.
+
+        Args:
+            state: the rank's state in the iteration that begins.
+
+        Returns:
+            The state.
+
+        Raises:
+            RestartAbort: a limit is passed; the message says which.
+        """
+        reasons = []
+        if self.max_iterations is not None and state.iteration >= self.max_iterations:
+            reasons.append(
+                f"iteration {state.iteration} (they count from 0) is beyond "
+                f"max_iterations={self.max_iterations}"
+            )
+        if state.world_size < self.min_world_size:
+            reasons.append(f"world size {state.world_size} is below min_world_size={self.min_world_size}")
+        active = state.world_size if state.active_world_size is None else state.active_world_size
+        if active < self.min_active_world_size:
+            reasons.append(
+                f"active world size {active} is below min_active_world_size={self.min_active_world_size}"
+            )
+        if reasons:
+            raise RestartAbort(f"no further restart on rank {state.rank}: {'; '.join(reasons)}")
+        return state

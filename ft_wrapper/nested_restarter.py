@@ -1,0 +1,125 @@
+"""Plug-ins that tell an outer restarter, which reads this process' output, what the wrapper is doing.
+
+Each writes one line to standard output, for example::
+
+    [2025-01-31 12:00:00,000] [ALWAYS] [ft_wrapper.nested_restarter] [NestedRestarter] name=[InProcess] ...
+
+whatever the logging of the process is set to. They go through the logger ``ft_wrapper.nested_restarter``;
+replace its handler to send them elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from ._arguments import as_int
+from .abort import Abort
+from .completion import Completion
+from .initialize import Initialize
+from .state import FrozenState
+from .terminate import Terminate
+
+_logger = logging.getLogger(__name__)
+
+
+class _StdoutHandler(logging.Handler):
+    """Writes to what standard output is at the moment, not to what it was at import."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            # One write: the line stays whole among those of other ranks.
+            sys.stdout.write(self.format(record) + "\n")
+            sys.stdout.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def _set_up_logger() -> None:
+    handler = _StdoutHandler()
+    handler.setFormatter(logging.Formatter("[%(asctime)s] [ALWAYS] [%(name)s] %(message)s"))
+    _logger.addHandler(handler)
+    _logger.setLevel(logging.INFO)
+    # The same line a second time, through the root logger, would be a second change of state.
+    _logger.propagate = False
+
+
+_set_up_logger()
+
+
+class _Callback:
+    """Tells a state, and within it perhaps a stage, on one rank.
+
+    Args:
+        special_rank: the initial rank that writes the line.
+
+    Raises:
+        TypeError: ``special_rank`` is no int.
+        ValueError: ``special_rank`` is negative.
+    """
+
+    restarter_state: str
+    restarter_stage: str | None = None
+
+    def __init__(self, special_rank: int = 0) -> None:
+        self.special_rank = as_int("special_rank", special_rank, at_least=0)
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Writes the line on the special rank.
+
+        Args:
+            state: the rank's state.
+
+        Returns:
+            The state.
+        """
+        if state.initial_rank == self.special_rank:
+            stage = "" if self.restarter_stage is None else f" stage={self.restarter_stage}"
+            _logger.info("[NestedRestarter] name=[InProcess] state=%s%s", self.restarter_state, stage)
+        return state
+
+
+class NestedRestarterHandlingCompleted(_Callback, Initialize):
+    """Says ``initialize`` the first time, then ``handling``, stage ``completed``: a restart is done.
+
+    Args:
+        special_rank: the initial rank that writes the line.
+    """
+
+    restarter_state = "initialize"
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        super().__call__(state)
+        self.restarter_state, self.restarter_stage = "handling", "completed"
+        return state
+
+
+class NestedRestarterHandlingStarting(_Callback, Abort):
+    """Says ``handling``, stage ``starting``: a restart begins.
+
+    Args:
+        special_rank: the initial rank that writes the line.
+    """
+
+    restarter_state = "handling"
+    restarter_stage = "starting"
+
+
+class NestedRestarterFinalized(_Callback, Completion):
+    """Says ``finalized``: the wrapped call is done.
+
+    Args:
+        special_rank: the initial rank that writes the line.
+    """
+
+    restarter_state = "finalized"
+
+
+class NestedRestarterAborted(_Callback, Terminate):
+    """Says ``aborted``: this rank leaves before the call is done.
+
+    Args:
+        special_rank: the initial rank that writes the line.
+    """
+
+    restarter_state = "aborted"

@@ -1,0 +1,81 @@
+"""The line that a restart leaves in the log: what failed, where, who took over, how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .attribution import Interruption, by_blame
+from .store import Fault
+
+_SHOWN = 4  # faults and promotions named in a line; the others are counted
+
+
+def restart_line(
+    iteration: int,
+    faults: Sequence[Fault],
+    promoted: Sequence[tuple[int, int]],
+    world_size: int,
+    active_world_size: int,
+    seconds: float,
+) -> str:
+    """Puts a restart into words.
+
+    Args:
+        iteration: the iteration that begins.
+        faults: what ended the one before, in the order of publishing.
+        promoted: (slot, active rank) of each spare that became active.
+        world_size: number of ranks that are left, spares included.
+        active_world_size: how many of them are active.
+        seconds: from the end of the last iteration to everybody's being back in the function.
+    """
+    spares = world_size - active_world_size
+    return (
+        f"restart {iteration}: {_failures(faults)}; {_promotions(promoted)}; "
+        f"{active_world_size} active + {spares} spare {_plural(spares, 'rank')}, "
+        f"back in {1e3 * seconds:.1f} ms"
+    )
+
+
+def _failures(faults: Sequence[Fault]) -> str:
+    if not faults:
+        return "no fault was published"
+    worst = by_blame(fault.record for fault in faults)[0].interruption
+    culprits = [fault for fault in faults if fault.interruption == worst]
+    if worst == Interruption.EXCEPTION:
+        culprits = culprits[:1]  # the others' collectives fail in its wake
+    said: dict[str, list[Fault]] = {}
+    for member in dict.fromkeys(fault.member for fault in culprits):
+        of_member = [fault for fault in culprits if fault.member == member]
+        said.setdefault(" and ".join(sorted(fault.message for fault in of_member)), []).append(of_member[0])
+    # The odd one out first: the others probably wait for it.
+    groups = sorted(said.items(), key=lambda group: len(group[1]))
+    text = "; ".join(f"{_places(group)} {message}" for message, group in groups)
+    others = len({fault.member for fault in faults} - {fault.member for fault in culprits})
+    return text + (f" (and {others} {_plural(others, 'fault')} in its wake)" if others else "")
+
+
+def _places(faults: Sequence[Fault]) -> str:
+    return _joined((_place(fault) for fault in faults), len(faults))
+
+
+def _place(fault: Fault) -> str:
+    rank = "a rank" if fault.rank is None else f"rank {fault.rank}"
+    place = f" on {fault.host} pid {fault.pid}" if fault.pid else ""
+    return f"{rank} (slot {fault.member.slot}{place})"
+
+
+def _promotions(promoted: Sequence[tuple[int, int]]) -> str:
+    if not promoted:
+        return "no spare stepped in"
+    return _joined((f"spare slot {slot} took over as rank {rank}" for slot, rank in promoted), len(promoted))
+
+
+def _joined(parts: Iterable[str], count: int) -> str:
+    shown = [part for part, _ in zip(parts, range(_SHOWN), strict=False)]
+    if count > _SHOWN:
+        shown.append(f"and {count - _SHOWN} more")
+    return ", ".join(shown)
+
+
+def _plural(count: int, noun: str) -> str:
+    return noun if count == 1 else noun + "s"

@@ -1,0 +1,134 @@
+"""What a rank knows about itself: its ranks, its world and its iteration."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Iterable
+
+
+class Mode(enum.Enum):
+    """What a rank does in an iteration."""
+
+    INITIALIZED = enum.auto()
+    """No rank assigned yet."""
+    ACTIVE = enum.auto()
+    """Calls the wrapped function."""
+    INACTIVE = enum.auto()
+    """Waits as hot spare."""
+    TERMINATED = enum.auto()
+    """Has left the job."""
+
+
+@dataclasses.dataclass
+class State:
+    """A rank's state. Rank assignments change it; other plug-ins get the frozen copy.
+
+    Args:
+        rank: index among all ranks of the iteration, spares included; None once terminated.
+        world_size: number of all ranks of the iteration, spares included.
+        active_rank: index among the ranks that call the function; None for spares.
+        active_world_size: number of ranks that call the function.
+        initial_rank: the rank at the start of the job: its slot. Never changes.
+        initial_world_size: number of ranks at the start of the job.
+        iteration: number of the restart iteration, as the user sees it.
+        mode: what the rank does in the iteration.
+        fn_exception: what the function raised on this rank in the iteration that ended, or None.
+        use_global_iteration: whether ``iteration`` is unique for the whole life of the store.
+    """
+
+    rank: int | None
+    world_size: int
+    active_rank: int | None = None
+    active_world_size: int | None = None
+    initial_rank: int | None = None
+    initial_world_size: int | None = None
+    iteration: int = 0
+    mode: Mode = Mode.INITIALIZED
+    fn_exception: Exception | None = None
+    use_global_iteration: bool = False
+
+    def __post_init__(self) -> None:
+        if self.initial_rank is None:
+            self.initial_rank = self.rank
+        if self.initial_world_size is None:
+            self.initial_world_size = self.world_size
+
+    @classmethod
+    def from_env(cls) -> State:
+        """Reads ``RANK`` and ``WORLD_SIZE``; 0 and 1 where neither is set.
+
+        Raises:
+            ValueError: only one of them is set, one is no integer, or the rank is out of range.
+        """
+        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+            return cls(rank=0, world_size=1)
+        rank, world_size = _int_from_env("RANK"), _int_from_env("WORLD_SIZE")
+        if world_size < 1:
+            raise ValueError(
+                f"WORLD_SIZE={world_size} must be at least 1; launchers set it, see docs: launching"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"RANK={rank} must lie in 0..{world_size - 1}, because WORLD_SIZE={world_size}; "
+                "start the script with ftrun or torchrun, which set both"
+            )
+        return cls(rank=rank, world_size=world_size)
+
+    def set_distributed_vars(self) -> None:
+        """Sets ``RANK`` and ``WORLD_SIZE`` for ``torch.distributed``: active rank and active world size."""
+        os.environ["RANK"] = str(self.active_rank)
+        os.environ["WORLD_SIZE"] = str(self.active_world_size)
+
+    def advance(self) -> None:
+        """Goes on to the next iteration number and forgets the last exception."""
+        self.iteration += 1
+        self.fn_exception = None
+
+    def freeze(self) -> FrozenState:
+        """Returns a read-only copy."""
+        return FrozenState(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+
+    def copy_from(self, other: State | FrozenState, fields: Iterable[str] | None = None) -> None:
+        """Copies fields of another state into this one.
+
+        Args:
+            other: where the values come from.
+            fields: names of the fields to copy; all when None.
+        """
+        names = [f.name for f in dataclasses.fields(self)] if fields is None else fields
+        for name in names:
+            setattr(self, name, getattr(other, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenState:
+    """The same fields as `State`, read-only."""
+
+    rank: int | None
+    world_size: int
+    active_rank: int | None = None
+    active_world_size: int | None = None
+    initial_rank: int | None = None
+    initial_world_size: int | None = None
+    iteration: int = 0
+    mode: Mode = Mode.INITIALIZED
+    fn_exception: Exception | None = None
+    use_global_iteration: bool = False
+
+
+def _int_from_env(name: str) -> int:
+    value = os.environ.get(name)
+    if value is None:
+        raise ValueError(
+            f"environment variable {name} is not set, though its companion is; "
+            "start the script with ftrun or torchrun, which set both"
+        )
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(
+            f"environment variable {name}={value!r} is not an integer; "
+            "start the script with ftrun or torchrun, which set it"
+        ) from None
