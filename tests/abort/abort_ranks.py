@@ -1,0 +1,248 @@
+"""Ranks for the tests of abort: real processes with real gloo groups."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from ft_wrapper.abort import AbortTorchDistributed, release_process_groups, wait_for_released_groups
+from ft_wrapper.state import FrozenState
+
+TIMEOUT = 40.0
+"""Seconds after which a wait of these tests counts as a hang."""
+
+
+@dataclasses.dataclass
+class Rank:
+    """What a rank of a test is given."""
+
+    rank: int
+    world_size: int
+    master_ports: list[int]
+    control_port: int
+    aborts: int = 0
+    group: Any = None
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(1)
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        self.control = TCPStore(
+            "127.0.0.1", self.control_port, None, False, timedelta(seconds=TIMEOUT), wait_for_workers=False
+        )
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the rank that hangs."""
+        return self.rank == self.world_size - 1
+
+    def enter(self, iteration: int, world_size: int | None = None) -> None:
+        """Sets the environment as the wrapper does before the function is entered."""
+        os.environ["MASTER_PORT"] = str(self.master_ports[iteration])
+        os.environ["RANK"] = str(self.rank)
+        os.environ["WORLD_SIZE"] = str(world_size or self.world_size)
+
+    def init(self, iteration: int = 0, world_size: int | None = None) -> None:
+        self.enter(iteration, world_size)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=4 * TIMEOUT))
+
+    def hang(self) -> None:
+        """Lives, and does nothing, until the others are through."""
+        self.control.wait(["through"])
+
+    def through(self) -> None:
+        if self.control.add("count", 1) == self.world_size - 1:
+            self.control.set("through", "1")
+
+    def all_have_left(self, iteration: int) -> None:
+        """Waits until every rank has called it."""
+        if self.control.add(f"left {iteration}", 1) == self.world_size:
+            self.control.set(f"all left {iteration}", "1")
+        self.control.wait([f"all left {iteration}"])
+
+    def freed(self, stuck: Callable[[], object], *where: str) -> BaseException:
+        """Calls something that never returns by itself, and aborts once it is stuck.
+
+        Args:
+            stuck: what to call.
+            where: names of the innermost Python functions that it may get stuck in.
+
+        Returns:
+            What it raised.
+        """
+        left = threading.Event()
+        thread = threading.Thread(target=self._abort_until, args=(left, threading.get_ident(), where))
+        thread.start()
+        try:
+            stuck()
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            return error.with_traceback(None)
+        finally:
+            left.set()
+            thread.join()
+        raise AssertionError("it returned, so it was not stuck")
+
+    def _abort_until(self, left: threading.Event, ident: int, where: tuple[str, ...]) -> None:
+        wait_until_stuck(ident, where, left)
+        abort = AbortTorchDistributed()
+        while not left.is_set():
+            abort(FrozenState(rank=self.rank, world_size=self.world_size))
+            self.aborts += 1
+            left.wait(0.5)
+
+
+def wait_until_stuck(ident: int, where: tuple[str, ...], give_up: threading.Event) -> None:
+    """Waits until a thread is in a Python function and has slept there for a while."""
+    native = next(thread.native_id for thread in threading.enumerate() if thread.ident == ident)
+    before = None
+    while not give_up.is_set():
+        frame = sys._current_frames().get(ident)
+        with open(f"/proc/self/task/{native}/stat") as stat:
+            sleeps = stat.read().rpartition(")")[2].split()[0] == "S"
+        now = id(frame) if frame is not None and frame.f_code.co_name in where and sleeps else None
+        if now is not None and now == before:
+            return
+        before = now
+        give_up.wait(0.05)
+
+
+def fds() -> dict[str, str]:
+    """This process's open files."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def leave() -> None:
+    """What the wrapper does once an interrupted function has left."""
+    release_process_groups(aborted=True)
+    c10d = dist.distributed_c10d
+    assert not dist.is_initialized()
+    assert c10d._world.group_count == 0
+    assert not c10d._world.pg_map
+
+
+def _main(
+    connection: Any, body: Callable[[Rank], object], rank: int, world_size: int, ports: list[int]
+) -> None:
+    logging.basicConfig(level=logging.WARNING)
+    try:
+        result = body(Rank(rank, world_size, ports[1:], ports[0]))
+        if not wait_for_released_groups(TIMEOUT):
+            raise AssertionError("groups were not released")
+        connection.send((True, result))
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+
+
+def _serve(connection: Any, count: int) -> None:
+    """Hosts stores until the other end of the connection is closed."""
+    servers = [
+        TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT), wait_for_workers=False)
+        for _ in range(count)
+    ]
+    connection.send([server.port for server in servers])
+    with contextlib.suppress(EOFError):
+        connection.recv()
+
+
+@contextlib.contextmanager
+def _stores(context: Any, count: int) -> Iterator[list[int]]:
+    """Ports of stores in a process of their own: torch's server leaves descriptors behind in its process."""
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, count))
+    process.start()
+    there.close()
+    try:
+        if not here.poll(TIMEOUT):
+            raise AssertionError("no stores")
+        yield here.recv()
+    finally:
+        here.close()
+        process.join(5)
+        process.kill()
+        process.join()
+        process.close()
+
+
+def run_ranks(
+    body: Callable[[Rank], object],
+    world_size: int = 3,
+    iterations: int = 2,
+    lost: int = 0,
+    timeout: float = TIMEOUT,
+) -> list[Any]:
+    """Runs a function in so many processes, each with a `Rank`.
+
+    Args:
+        body: what each rank does.
+        world_size: how many ranks.
+        iterations: how many stores there are for ``Rank.enter``.
+        lost: so many of the last ranks give no answer, and are killed in the end.
+        timeout: seconds for all of it.
+
+    Returns:
+        What each of the others returned.
+
+    Raises:
+        AssertionError: some raised, or did not come to an end; the message says which, and what they said.
+    """
+    context = multiprocessing.get_context("forkserver")
+    ranks = []
+    answers: dict[int, tuple[bool, Any]] = {}
+    with _stores(context, iterations + 1) as ports:
+        try:
+            for rank in range(world_size):
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(target=_main, args=(there, body, rank, world_size, ports))
+                process.start()
+                there.close()
+                ranks.append((process, here))
+            waiting = {here: rank for rank, (_, here) in enumerate(ranks[: world_size - lost])}
+            deadline = time.monotonic() + timeout
+            while waiting and time.monotonic() < deadline:
+                for ready in multiprocessing.connection.wait(list(waiting), deadline - time.monotonic()):
+                    assert isinstance(ready, multiprocessing.connection.Connection)
+                    rank = waiting.pop(ready)
+                    try:
+                        answers[rank] = ready.recv()
+                    except EOFError:
+                        answers[rank] = (False, "ended without an answer")
+                    if not answers[rank][0]:
+                        waiting.clear()
+        finally:
+            for rank, (process, here) in enumerate(ranks):
+                here.close()
+                process.join(5 if rank in answers else 0)
+                process.kill()
+                process.join()
+                process.close()
+    bad = {rank: text for rank, (fine, text) in answers.items() if not fine}
+    silent = [rank for rank in range(world_size - lost) if rank not in answers]
+    if bad or silent:
+        raise AssertionError(
+            "\n".join([f"rank {rank}: {text}" for rank, text in bad.items()]) + f"\nno answer from {silent}"
+        )
+    return [answers[rank][1] for rank in range(world_size - lost)]

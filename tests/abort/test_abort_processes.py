@@ -1,0 +1,144 @@
+"""Helper processes of a function are ended, and no others."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+from abort_ranks import TIMEOUT, Rank, run_ranks
+
+from ft_wrapper.abort import AbortProcesses, AbortTransformerEngine, protect_process
+from ft_wrapper.state import FrozenState
+
+STATE = FrozenState(rank=0, world_size=1)
+READY = "import signal, sys; {}print(flush=True); signal.pause()"
+STUBBORN = READY.format("signal.signal(signal.SIGTERM, signal.SIG_IGN); ")
+
+
+@pytest.fixture
+def helpers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two processes that end on SIGTERM, and one that does not."""
+    processes = []
+    try:
+        for script in (READY.format(""), READY.format(""), STUBBORN):
+            process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+            processes.append(process)
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(TIMEOUT)
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def test_only_what_is_found_is_ended(helpers: list[subprocess.Popen[bytes]]) -> None:
+    first, second, _ = helpers
+    assert AbortProcesses([first.pid])(STATE) is STATE
+    assert first.wait(TIMEOUT) == -15  # its starter still gets its exit status
+    assert second.poll() is None
+
+
+def test_who_ignores_sigterm_is_killed(helpers: list[subprocess.Popen[bytes]]) -> None:
+    AbortProcesses(lambda: [psutil.Process(helpers[2].pid)], timedelta(seconds=0.1))(STATE)
+    assert helpers[2].wait(TIMEOUT) == -9
+
+
+def test_the_monitor_process_is_never_ended(
+    helpers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor, other, _ = helpers
+    abort = AbortProcesses(lambda: [monitor.pid, other.pid, os.getpid(), os.getppid(), 0, -1])
+    with protect_process(monitor.pid), caplog.at_level(logging.WARNING, "ft_wrapper"):
+        abort(STATE)
+    assert other.wait(TIMEOUT) == -15
+    assert monitor.poll() is None
+    assert f"process {monitor.pid} is not ended" in caplog.text
+    abort(STATE)
+    assert monitor.wait(TIMEOUT) == -15
+
+
+def test_a_process_that_is_gone_is_no_error(helpers: list[subprocess.Popen[bytes]]) -> None:
+    gone = psutil.Process(helpers[0].pid)
+    helpers[0].kill()
+    helpers[0].wait(TIMEOUT)
+    AbortProcesses([gone, gone.pid])(STATE)
+
+
+def forked_data_loader_workers(rank: Rank) -> Any:
+    return data_loader_workers("fork")
+
+
+def served_data_loader_workers(rank: Rank) -> Any:
+    return data_loader_workers("forkserver")  # not children of this process
+
+
+def data_loader_workers(method: str) -> Any:
+    import torch.utils.data
+
+    helper = subprocess.Popen([sys.executable, "-c", READY.format("")], stdout=subprocess.PIPE)
+    assert helper.stdout is not None
+    helper.stdout.readline()
+    data: Any = list(range(4))
+    multiprocessing.set_forkserver_preload(["torch.utils.data"])
+    loader = torch.utils.data.DataLoader(
+        data, num_workers=2, persistent_workers=True, multiprocessing_context=method
+    )
+    batches: Any = iter(loader)
+    list(batches)  # both have answered, and wait for the next epoch
+    workers = [psutil.Process(worker.pid) for worker in batches._workers]
+    AbortProcesses()(STATE)
+    ended = [not w.is_running() or w.status() == psutil.STATUS_ZOMBIE for w in workers]
+    lives = helper.poll() is None
+    helper.kill()
+    helper.wait(TIMEOUT)
+    helper.stdout.close()
+    return ended, lives
+
+
+@pytest.mark.parametrize("body", [forked_data_loader_workers, served_data_loader_workers])
+def test_data_loader_workers_are_ended_by_default(body: Callable[[Rank], Any]) -> None:
+    assert run_ranks(body, world_size=1) == [([True, True], True)]
+
+
+@pytest.mark.parametrize("find", ["1234", 1234, b"1"])
+def test_find_of_a_wrong_type(find: Any) -> None:
+    with pytest.raises(TypeError, match="find="):
+        AbortProcesses(find)
+
+
+@pytest.mark.parametrize("found", ["1", True, None, 1.0])
+def test_what_find_gives_of_a_wrong_type(found: Any) -> None:
+    with pytest.raises(TypeError, match="pids or psutil"):
+        AbortProcesses(lambda: [found])(STATE)
+
+
+@pytest.mark.parametrize(
+    ("grace", "error"), [(-1, ValueError), (float("nan"), ValueError), ("1", TypeError), (True, TypeError)]
+)
+def test_a_wrong_grace_time(grace: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="termination_grace_time="):
+        AbortProcesses(termination_grace_time=grace)
+
+
+def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "transformer_engine" not in sys.modules
+    assert AbortTransformerEngine()(STATE) is STATE
+    assert "transformer_engine" not in sys.modules
+    destroyed = []
+    base = types.ModuleType("transformer_engine.pytorch.module.base")
+    base.destroy_ub = lambda: destroyed.append(True)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    AbortTransformerEngine()(STATE)
+    assert destroyed == [True]

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+# The rank processes' harness is that of the wrapper's other tests.
+sys.path.insert(0, str(HERE.parent / "wrapper"))
+
+from rank_harness import Job, Template, running  # noqa: E402
+
+
+@pytest.fixture(scope="package")
+def template() -> Iterator[Template]:
+    """One process imports torch, and all ranks are forked from it; it finds the bodies of this folder."""
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        template = Template()
+    yield template
+    template.close()
+
+
+@pytest.fixture
+def job(template: Template, tmp_path: Path) -> Iterator[Job]:
+    """A job of rank processes."""
+    with running(template, tmp_path) as job:
+        yield job

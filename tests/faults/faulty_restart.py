@@ -1,0 +1,240 @@
+"""Bodies in which something happens to a rank, or to its monitor, that is in the middle of a restart."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fault_job import ACTIVE, Trainer
+from rank_harness import Rank
+
+from ft_wrapper import CallWrapper, FrozenState, Wrapper, job
+from ft_wrapper.abort import AbortTorchDistributed
+from ft_wrapper.compose import Compose
+from ft_wrapper.initialize import Initialize
+from ft_wrapper.monitor import rank_monitor
+from ft_wrapper.rank_assignment import MaxActiveWorldSize, RankAssignment, RankAssignmentCtx, ShiftRanks
+from ft_wrapper.store import StoreMixin, TCPStore, View, global_iteration
+from ft_wrapper.testing.inject_fault import Fault, inject_fault
+
+OPERATIONS = (
+    "set",
+    "get",
+    "add",
+    "append",
+    "compare_set",
+    "wait",
+    "check",
+    "multi_get",
+    "multi_set",
+    "delete_key",
+)
+
+
+def happen(kind: str, folder: str) -> None:
+    """Injects a fault, once in the whole job."""
+    fired = Path(folder, "fired")
+    fired.mkdir(exist_ok=True)
+    try:
+        (fired / "in the restart").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    inject_fault(Fault(kind))
+
+
+class InAbort(AbortTorchDistributed):
+    """Something happens in the monitor thread, before it aborts."""
+
+    def __init__(self, happen: Callable[[], None]) -> None:
+        self.happen = happen
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Lets it happen, then aborts."""
+        self.happen()
+        return super().__call__(state)
+
+
+class InAssignment(RankAssignment):
+    """Something happens in the rank assignment of a restart."""
+
+    def __init__(self, happen: Callable[[], None]) -> None:
+        self.happen = happen
+        self.inner: Any = Compose(MaxActiveWorldSize(ACTIVE), ShiftRanks())
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Lets it happen, then assigns."""
+        if ctx.state.iteration > 0:
+            self.happen()
+        result: RankAssignmentCtx = self.inner(ctx)
+        return result
+
+
+def trains_through_a_bad_restart(
+    rank: Rank, kind: str, point: str, victim: int, folder: str, settings: dict[str, Any]
+) -> int | None:
+    """An exception on rank 1; then, at a point of the restart, something happens to the victim."""
+    trainer = Trainer(rank, "exception:rank=1:step=1", folder)
+    here = rank.slot == victim
+
+    def nothing() -> None:
+        pass
+
+    let_happen = functools.partial(happen, kind, folder) if here else nothing
+    plugins: dict[str, Any] = trainer.settings(**settings)
+    if point == "abort":
+        plugins["abort"] = InAbort(let_happen)
+    elif point == "assignment":
+        plugins.update(active_world_size=None, rank_assignment=InAssignment(let_happen))
+    elif point == "arrived":
+        arrive = StoreMixin.arrive
+
+        def arrive_first(self: StoreMixin, view: View, *args: Any) -> None:
+            if view.n == 0 and not here:
+                rank.hear()
+            arrive(self, view, *args)
+            if view.n == 0 and here:
+                rank.say("arrived")
+                let_happen()
+
+        StoreMixin.arrive = arrive_first  # type: ignore[method-assign]
+    elif point == "decided":
+        go_on = job.Job.go_on
+
+        def then_happen(self: job.Job, *args: Any) -> None:
+            go_on(self, *args)
+            let_happen()
+
+        job.Job.go_on = then_happen  # type: ignore[method-assign]
+
+    @Wrapper(**plugins)
+    def train(call: CallWrapper) -> int:
+        return trainer.train(call)
+
+    return train()
+
+
+# ---- between two operations on the store
+
+
+class Bomb:
+    """Kills a process before the k-th operation on the store that it carries out in a certain function.
+
+    Args:
+        k: counts from 0.
+        folder: notes there that it went off.
+    """
+
+    def __init__(self, k: int, folder: str) -> None:
+        self._left = k
+        self._fired = Path(folder, "fired")
+        self._armed = threading.local()
+        for name in OPERATIONS:
+            setattr(TCPStore, name, self._counted(getattr(TCPStore, name)))
+
+    def _counted(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(operation)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._armed, "now", False):
+                if self._left == 0:
+                    self._fired.mkdir(exist_ok=True)
+                    (self._fired / "the bomb").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self._left -= 1
+            return operation(*args, **kwargs)
+
+        return counted
+
+    def around(self, function: Callable[..., Any], condition: Callable[..., bool]) -> Callable[..., Any]:
+        """The function, in which operations are counted if the condition holds for its arguments."""
+
+        @functools.wraps(function)
+        def armed(*args: Any, **kwargs: Any) -> Any:
+            was = getattr(self._armed, "now", False)
+            self._armed.now = was or condition(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._armed.now = was
+
+        return armed
+
+
+def trains_though_the_proposer_dies(rank: Rank, k: int, folder: str) -> int | None:
+    """An exception on rank 1; slot 2 arrives last, and dies before the k-th step of its proposal."""
+    trainer = Trainer(rank, "exception:rank=1:step=1", folder)
+    if rank.slot == 2:
+        bomb = Bomb(k, folder)
+        StoreMixin.advance = bomb.around(  # type: ignore[method-assign]
+            StoreMixin.advance, lambda self, view, proposer, **_: view.n == 0 and proposer is not None
+        )
+    global_iteration._FIRST_LOOK = 2.0  # none of the others comes forward before it
+    arrive = StoreMixin.arrive
+
+    def arrive_last(self: StoreMixin, view: View, *args: Any) -> None:
+        if view.n == 0 and rank.slot == 2:
+            rank.hear()
+        arrive(self, view, *args)
+        rank.say("arrived")
+
+    StoreMixin.arrive = arrive_last  # type: ignore[method-assign]
+
+    @Wrapper(**trainer.settings())
+    def train(call: CallWrapper) -> int:
+        return trainer.train(call)
+
+    return train()
+
+
+def trains_though_a_monitor_dies(rank: Rank, k: int, victim: int, folder: str) -> int | None:
+    """The victim is killed, and its monitor before its k-th step of telling the others."""
+    trainer = Trainer(rank, f"sigkill:slot={victim}:step=2", folder)
+    if rank.slot == victim:
+        bomb = Bomb(k, folder)
+        rank_monitor.RankMonitor.rank_died = bomb.around(  # type: ignore[method-assign]
+            rank_monitor.RankMonitor.rank_died, lambda *_: True
+        )
+
+    @Wrapper(**trainer.settings(heartbeat_timeout=1.5))
+    def train(call: CallWrapper) -> int:
+        return trainer.train(call)
+
+    return train()
+
+
+# ---- the spare
+
+
+class SaysReady(Initialize):
+    """Says that the rank is about to wait."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Says so."""
+        self.rank.say("ready", n=state.iteration)
+        return state
+
+
+def trains_with_a_lost_spare(rank: Rank, faults: str, folder: str) -> int | None:
+    """All active ranks wait at step 2 of the first iteration until the test has done away with the spare."""
+
+    class Waits(Trainer):
+        def before(self, call: CallWrapper, step: int) -> None:
+            if step == 2 and call.iteration == 0:
+                with call.disable_hang_protection():
+                    rank.say("waiting")
+                    rank.hear()
+
+    trainer = Waits(rank, faults, folder)
+
+    @Wrapper(**trainer.settings(initialize=SaysReady(rank)))
+    def train(call: CallWrapper) -> int:
+        return trainer.train(call)
+
+    return train()

@@ -1,0 +1,81 @@
+"""Every kind of fault in every place, on 4 ranks of which 1 is a spare: the survivors finish.
+
+All of them take minutes: they run when the environment variable FT_WRAPPER_FULL_MATRIX is 1 (`make matrix`).
+Otherwise every kind runs in one place and every place with one kind, and those beyond where the kind and the
+place together decide what happens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fault_job import STEPS, check, start, trains
+from rank_harness import Job
+
+from ft_wrapper.testing.inject_fault import Fault
+
+# What happens, and to which slots.
+PLACES = {
+    "first step": ("{}:rank=0:step=0", {0}),
+    "middle step": (f"{{}}:rank=1:step={STEPS // 2}", {1}),
+    "last step": (f"{{}}:rank=2:step={STEPS - 1}", {2}),
+    "initialize": ("{}:slot=1:iteration=0:where=initialize", {1}),
+    "initialize of a restart": ("exception:rank=2:step=1,{}:rank=0:iteration=1:where=initialize", {0}),
+    "finalize": ("exception:rank=1:step=1,{}:slot=0:where=finalize", {0}),
+    "atomic": (f"{{}}:rank=0:step={STEPS // 2}:where=atomic", {0}),
+    "last atomic": (f"{{}}:rank=1:step={STEPS - 1}:where=atomic", {1}),
+    "two ranks at once": ("{0}:rank=0:step=3,{0}:rank=2:step=3", {0, 2}),
+    "the spare's initialize": ("{}:slot=3:iteration=0:where=initialize", {3}),
+    "the spare's finalize": ("exception:rank=1:step=1,{}:slot=3:where=finalize", {3}),
+}
+# The rank itself survives these, unless they happen where it cannot be interrupted.
+SURVIVED = {Fault.EXCEPTION, Fault.SLEEP, Fault.COLLECTIVE}
+ALWAYS = {
+    (Fault.EXCEPTION, "finalize"),
+    (Fault.EXCEPTION, "last atomic"),
+    (Fault.EXCEPTION, "two ranks at once"),
+    (Fault.SLEEP, "finalize"),
+    (Fault.SLEEP, "atomic"),
+    (Fault.SLEEP, "two ranks at once"),
+    (Fault.SIGSTOP, "two ranks at once"),
+    (Fault.GIL, "atomic"),
+    (Fault.COLLECTIVE, "initialize of a restart"),
+    (Fault.SIGTERM, "initialize"),
+}
+FULL = os.environ.get("FT_WRAPPER_FULL_MATRIX") == "1"
+MATRIX = [
+    pytest.param(kind, place, id=f"{kind.value}-{place}")
+    for kind in Fault
+    for place in PLACES
+    if FULL or place == "middle step" or kind is Fault.SIGKILL or (kind, place) in ALWAYS
+]
+
+
+def ends_the_rank(kind: Fault, place: str) -> bool:
+    if "finalize" in place:
+        return True
+    if "atomic" in place:
+        return kind is not Fault.EXCEPTION
+    return kind not in SURVIVED
+
+
+@pytest.mark.parametrize(("kind", "place"), MATRIX)
+def test_the_survivors_finish(
+    job: Job,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    kind: Fault,
+    place: str,
+) -> None:
+    faults, victims = PLACES[place]
+    start(job, tmp_path, trains, faults.format(kind.value), str(tmp_path))
+    job.wait_for_end()
+    gone = victims if ends_the_rank(kind, place) else set()
+    # A hung spare does not keep the others from finishing before its soft_timeout; then only its end is left.
+    hangs = place == "the spare's initialize" and kind in (Fault.SLEEP, Fault.COLLECTIVE)
+    perhaps = victims if hangs else set()
+    restarts = check(job, tmp_path, gone=gone, perhaps=perhaps, faults=faults.count(",") + 1)
+    record_property("restarts", restarts)

@@ -1,0 +1,1004 @@
+"""Interrupting the function's thread: what is freed, what is left alone, and that nothing comes late."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import multiprocessing
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_wrapper.exception import RankShouldRestart
+from ft_wrapper.monitor.interrupt import Interrupter
+
+LIMIT = 30.0
+
+
+@pytest.fixture(autouse=True)
+def quick_switches() -> Iterator[None]:
+    """Lets the threads alternate quickly, so that races come out in few cycles."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def interrupter() -> Iterator[Interrupter]:
+    with Interrupter() as interrupter:
+        yield interrupter
+
+
+class Monitor:
+    """A monitor thread: once told, it requests the interruption and interrupts until the function left."""
+
+    def __init__(self, interrupter: Interrupter, then: Callable[[], None] | None = None) -> None:
+        self.interrupter = interrupter
+        self.now = threading.Semaphore(0)
+        self.left = False
+        self._then = then
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        if self.now.acquire(timeout=LIMIT) and self.interrupter.request(LIMIT):
+            if self._then is not None:
+                self._then()
+            self.left = self.interrupter.interrupt_until_left(LIMIT)
+
+    def join(self) -> None:
+        self.now.release()
+        self._thread.join(LIMIT)
+        assert not self._thread.is_alive()
+        assert self.left
+
+
+@contextlib.contextmanager
+def monitor(interrupter: Interrupter, then: Callable[[], None] | None = None) -> Iterator[Callable[[], None]]:
+    """Yields what starts the interruption, from the function's thread."""
+    thread = Monitor(interrupter, then)
+    try:
+        yield thread.now.release
+    finally:
+        thread.join()
+
+
+def interrupted(interrupter: Interrupter, fn: Callable[..., Any], *args: Any) -> RankShouldRestart:
+    """Runs the function, interrupts it, and returns what came out."""
+    with monitor(interrupter) as begin:
+
+        def call() -> None:
+            begin()
+            fn(*args)
+
+        with pytest.raises(RankShouldRestart) as caught:
+            interrupter.call(call)
+    return caught.value
+
+
+# ---- what is freed
+
+
+def locked() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def receive() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        left.recv(1)
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def in_a_generator() -> None:
+    def numbers() -> Iterator[int]:
+        while True:
+            yield 1
+
+    for _ in numbers():
+        pass
+
+
+BLOCKING: dict[str, Callable[[], object]] = {
+    "time.sleep": lambda: time.sleep(60),
+    "queue.get": lambda: queue.Queue().get(timeout=60),
+    "queue.get for ever": lambda: queue.Queue().get(),
+    "SimpleQueue.get": lambda: queue.SimpleQueue().get(),
+    "lock.acquire": lambda: locked().acquire(),
+    "with lock": lambda: locked().__enter__(),
+    "Event.wait": lambda: threading.Event().wait(),
+    "Semaphore.acquire": lambda: threading.Semaphore(0).acquire(),
+    "socket.recv": receive,
+    "a Python loop": loop,
+    "a generator": in_a_generator,
+    "Condition.__enter__": lambda: threading.Condition(locked()).__enter__(),  # stuck in a passing frame
+}
+
+
+@pytest.mark.parametrize("what", BLOCKING)
+def test_a_blocked_function_is_freed(interrupter: Interrupter, what: str) -> None:
+    interrupted(interrupter, BLOCKING[what])
+
+
+def test_subprocess_run_is_freed_and_ends_its_child(
+    interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[subprocess.Popen[bytes]] = []
+    communicate = subprocess.Popen.communicate
+    with monitor(interrupter) as begin:
+
+        def once_it_runs(child: subprocess.Popen[bytes], *args: Any, **kwargs: Any) -> Any:
+            children.append(child)
+            begin()
+            return communicate(child, *args, **kwargs)
+
+        monkeypatch.setattr(subprocess.Popen, "communicate", once_it_runs)
+        with pytest.raises(RankShouldRestart):
+            interrupter.call(subprocess.run, ["sleep", "60"], check=False)
+    assert children[0].wait(LIMIT) == -signal.SIGKILL
+
+
+def test_a_function_written_in_c_is_freed(interrupter: Interrupter) -> None:
+    with monitor(interrupter) as begin:
+        begin()
+        with pytest.raises(RankShouldRestart):
+            interrupter.call(time.sleep, 60)
+
+
+def test_a_generators_finally_runs(interrupter: Interrupter) -> None:
+    ended: list[str] = []
+
+    def waiting() -> Iterator[int]:
+        try:
+            time.sleep(60)
+            yield 1
+        finally:
+            ended.append("waiting")
+
+    def suspended() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            time.sleep(0.1)  # several resends long
+            ended.append("suspended")
+
+    def fn() -> None:
+        for _ in suspended():
+            for _ in waiting():
+                pass
+
+    interrupted(interrupter, fn)
+    gc.collect()
+    assert ended == ["waiting", "suspended"]
+
+
+def test_swallowing_it_does_not_help(interrupter: Interrupter) -> None:
+    swallowed: list[RankShouldRestart] = []
+
+    def fn() -> str:
+        while len(swallowed) < 5:
+            try:
+                time.sleep(60)
+            except BaseException as error:
+                swallowed.append(error)  # type: ignore[arg-type]
+        return "returned all the same"
+
+    interrupted(interrupter, fn)
+    assert [type(error) for error in swallowed] == [RankShouldRestart] * 5
+
+
+def test_an_interruption_before_the_function_began(interrupter: Interrupter) -> None:
+    assert interrupter.request(LIMIT)
+    called: list[int] = []
+    with pytest.raises(RankShouldRestart):
+        interrupter.call(called.append, 1)
+    assert not called
+    assert interrupter.interrupt_until_left(LIMIT)
+    interrupter.reset()
+    assert interrupter.call(lambda: 5) == 5
+
+
+# ---- what the function raises
+
+
+def test_arguments_results_and_errors_pass_through(interrupter: Interrupter) -> None:
+    assert interrupter.call(divmod, 7, 2) == (3, 1)
+    assert interrupter.call(dict, fn=1, self=2) == {"fn": 1, "self": 2}
+    with pytest.raises(ZeroDivisionError):
+        interrupter.call(divmod, 7, 0)
+    with pytest.raises(SystemExit):
+        interrupter.call(sys.exit, 3)
+
+
+def test_an_exception_of_an_interrupted_function_becomes_the_cause(interrupter: Interrupter) -> None:
+    def fn() -> None:
+        try:
+            time.sleep(60)
+        except BaseException:
+            raise OSError("the connection was shut down") from None
+
+    error = interrupted(interrupter, fn)
+    assert isinstance(error.__cause__, OSError)
+
+
+def test_a_base_exception_of_an_interrupted_function_stays(interrupter: Interrupter) -> None:
+    with monitor(interrupter) as begin:
+
+        def fn() -> None:
+            begin()
+            try:
+                time.sleep(60)
+            finally:
+                sys.exit(3)
+
+        with pytest.raises(SystemExit):
+            interrupter.call(fn)
+
+
+# ---- what is left alone
+
+
+def test_never_raised_while_an_import_runs(
+    interrupter: Interrupter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = {"begin": threading.Event(), "end": threading.Event()}
+    monkeypatch.setattr(sys, "ft_wrapper_test", shared, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "ft_wrapper_slow_module.py").write_text(
+        "import sys, time\n"
+        "sys.ft_wrapper_test['begin'].set()\n"
+        "assert sys.ft_wrapper_test['end'].wait(30)\n"
+        "for _ in range(20):\n"
+        "    time.sleep(0.005)\n"
+        "value = 42\n"
+    )
+    answers: list[bool] = []
+
+    def end_the_import() -> None:
+        assert shared["begin"].wait(LIMIT)
+        answers.append(interrupter.interrupt_until_left(0.2))
+        shared["end"].set()
+
+    with monitor(interrupter, then=end_the_import) as begin:
+
+        def fn() -> None:
+            begin()
+            import ft_wrapper_slow_module  # type: ignore[import-not-found]
+
+            assert ft_wrapper_slow_module.value == 42
+            loop()
+
+        with pytest.raises(RankShouldRestart) as caught:
+            interrupter.call(fn)
+    assert caught.value.__cause__ is None  # the function reached its loop
+    assert answers == [False]
+    assert sys.modules.pop("ft_wrapper_slow_module").value == 42
+
+
+def test_a_function_called_during_an_import_can_be_interrupted(
+    interrupter: Interrupter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher may import the user's script as a module."""
+
+    def train() -> None:
+        interrupted(interrupter, time.sleep, 60)
+
+    monkeypatch.setattr(sys, "ft_wrapper_test", train, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "ft_wrapper_script.py").write_text("import sys\nsys.ft_wrapper_test()\n")
+    import ft_wrapper_script  # type: ignore[import-not-found]  # noqa: F401
+
+    del sys.modules["ft_wrapper_script"]
+
+
+class Slow:
+    """Takes a while in the methods of a context manager, in their own frames."""
+
+    def __init__(self) -> None:
+        self.entered = self.exited = False
+
+    def __enter__(self) -> None:
+        deadline = time.monotonic() + 0.05
+        while time.monotonic() < deadline:
+            pass
+        self.entered = True
+
+    def __exit__(self, *_: object) -> None:
+        deadline = time.monotonic() + 0.05
+        while time.monotonic() < deadline:
+            pass
+        self.exited = True
+
+
+def test_enter_and_exit_are_not_left_half_way() -> None:
+    # One would have to be stuck for thirty seconds to be interrupted.
+    with Interrupter(resend_interval=10.0) as interrupter:
+        slow = Slow()
+
+        def fn() -> None:
+            with slow:
+                begin()
+            loop()
+
+        with monitor(interrupter) as begin, pytest.raises(RankShouldRestart):
+            begin()
+            interrupter.call(fn)
+            pytest.fail("not interrupted")
+        assert slow.entered == slow.exited
+
+
+def test_exit_is_not_left_half_way() -> None:
+    with Interrupter(resend_interval=10.0) as interrupter:
+        with monitor(interrupter) as begin:
+
+            class Exits(Slow):
+                def __enter__(self) -> None:
+                    pass
+
+                def __exit__(self, *_: object) -> None:
+                    begin()
+                    deadline = time.monotonic() + 0.05
+                    while time.monotonic() < deadline:
+                        pass
+                    self.exited = True
+
+            exits = Exits()
+
+            def fn() -> None:
+                with exits:
+                    pass
+                loop()
+
+            with pytest.raises(RankShouldRestart):
+                interrupter.call(fn)
+        assert exits.exited
+
+
+def test_a_method_of_a_context_manager_that_is_stuck_is_left(interrupter: Interrupter) -> None:
+    waited: list[str] = []
+
+    class Stuck:
+        def __enter__(self) -> None:
+            time.sleep(10)
+            waited.append("to the end")
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def fn() -> None:
+        with Stuck():
+            pass
+
+    interrupted(interrupter, fn)
+    assert not waited
+
+
+def test_a_signal_that_arrives_while_the_last_one_is_handled(
+    interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raising out of the handler itself would leave the frame that the first one spared."""
+
+    def is_stuck(frame: object) -> bool:
+        assert interrupter.signum is not None
+        signal.raise_signal(interrupter.signum)
+        return False
+
+    monkeypatch.setattr(interrupter, "_is_stuck", is_stuck)
+
+    class Sends(Slow):
+        def __enter__(self) -> None:
+            assert interrupter.signum is not None
+            signal.raise_signal(interrupter.signum)
+            self.entered = True
+
+    slow = Sends()
+
+    def fn() -> None:
+        interrupter.request(LIMIT)
+        with slow:
+            pass
+
+    with pytest.raises(RankShouldRestart):
+        interrupter.call(fn)
+    assert slow.entered and slow.exited
+
+
+def test_cleaning_up_after_it_is_not_interrupted() -> None:
+    cleaned: list[str] = []
+
+    class Deleted:
+        def __del__(self) -> None:
+            time.sleep(0.1)
+            cleaned.append("deleted")
+
+    def fn() -> None:
+        held = Deleted()
+        try:
+            try:
+                time.sleep(60)
+            finally:
+                try:
+                    raise KeyError
+                except KeyError:
+                    time.sleep(0.1)  # several resends long
+                cleaned.append("finally")
+        except BaseException:
+            time.sleep(0.1)
+            cleaned.append("except")
+            raise
+        del held
+
+    with Interrupter(cleanup_grace=LIMIT) as interrupter:
+        error = interrupted(interrupter, fn)
+    error.__traceback__ = None
+    del error
+    gc.collect()
+    assert cleaned[:2] == ["finally", "except"]
+    assert cleaned[2:] == ["deleted"]
+
+
+def test_a_destructor_is_not_cut_short() -> None:
+    cleaned: list[str] = []
+
+    class Deleted:
+        def __del__(self) -> None:
+            begin()
+            threading.Event().wait(0.1)  # not the innermost frame
+            cleaned.append("deleted")
+
+    def fn() -> None:
+        Deleted()
+        loop()
+
+    with (
+        Interrupter(cleanup_grace=LIMIT) as interrupter,
+        monitor(interrupter) as begin,
+        pytest.raises(RankShouldRestart),
+    ):
+        interrupter.call(fn)
+    assert cleaned == ["deleted"]
+
+
+def test_cleaning_up_for_ever_is_interrupted() -> None:
+    def fn() -> None:
+        try:
+            time.sleep(60)
+        finally:
+            time.sleep(60)
+
+    with Interrupter(cleanup_grace=0.05) as interrupter:
+        interrupted(interrupter, fn)
+
+
+def leaves_lock(kind: str) -> tuple[Callable[[], None], Callable[[], bool]]:
+    """A loop that takes and gives a lock, and whether that lock is free."""
+    if kind == "condition":
+        condition = threading.Condition(threading.Lock())
+
+        def pass_condition() -> None:
+            while True:
+                with condition:
+                    condition.notify()
+
+        return pass_condition, lambda: condition.acquire(blocking=False)
+    if kind == "condition.wait":
+        condition = threading.Condition(threading.Lock())
+
+        def wait() -> None:
+            while True:
+                with condition:
+                    condition.wait(0)
+
+        return wait, lambda: condition.acquire(blocking=False)
+    if kind == "queue":
+        items: queue.Queue[int] = queue.Queue()
+
+        def pass_queue() -> None:
+            while True:
+                items.put(1)
+                items.get()
+
+        return pass_queue, lambda: items.mutex.acquire(blocking=False)
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            self.format(record)
+
+    handler = Handler()
+    assert handler.lock is not None
+    lock = handler.lock
+    record = logging.makeLogRecord({"msg": "loss"})
+
+    def log() -> None:
+        while True:
+            handler.handle(record)
+
+    def is_free() -> bool:
+        answers: list[bool] = []
+        other = threading.Thread(target=lambda: answers.append(lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+        return answers == [True]
+
+    return log, is_free
+
+
+@pytest.mark.parametrize("kind", ["condition", "condition.wait", "queue", "logging handler"])
+def test_no_lock_is_left_held(interrupter: Interrupter, kind: str) -> None:
+    leaked = 0
+    for _ in range(200):
+        interrupter.reset()
+        fn, is_free = leaves_lock(kind)
+        interrupted(interrupter, fn)
+        leaked += not is_free()
+    assert leaked == 0
+
+
+# ---- atomic
+
+
+def test_atomic_is_waited_for_and_its_end_raises(interrupter: Interrupter) -> None:
+    done: list[str] = []
+    thread = Monitor(interrupter)
+
+    def fn() -> None:
+        with interrupter.atomic():
+            thread.now.release()
+            with interrupter.atomic():
+                assert not interrupter.interrupt_until_left(0.05) if interrupter.requested else True
+                done.append("inner")
+            while not interrupter.requested:
+                time.sleep(0.001)
+            with interrupter.atomic():  # not the beginning of a block
+                time.sleep(0.1)
+            done.append("outer")
+        done.append("after")
+
+    with pytest.raises(RankShouldRestart):
+        interrupter.call(fn)
+    thread.join()
+    assert done == ["inner", "outer"]
+
+
+def test_request_waits_for_the_end_of_an_atomic_block(interrupter: Interrupter) -> None:
+    order: list[str] = []
+    requested, end = threading.Event(), threading.Event()
+
+    def request() -> None:
+        assert not interrupter.request(0.01)
+        assert not interrupter.interrupt_until_left(0.05)
+        requested.set()
+        assert interrupter.request(LIMIT)
+        order.append("outside")
+        assert interrupter.interrupt_until_left(LIMIT)
+        end.set()
+
+    thread = threading.Thread(target=request)
+
+    def fn() -> None:
+        with interrupter.atomic():
+            thread.start()
+            assert requested.wait(LIMIT)
+            order.append("inside")
+
+    with pytest.raises(RankShouldRestart):
+        interrupter.call(fn)
+    thread.join(LIMIT)
+    assert end.is_set()
+    assert order == ["inside", "outside"]
+
+
+def test_request_ends_with_the_block_though_the_function_goes_on(interrupter: Interrupter) -> None:
+    waits, outside = threading.Event(), threading.Event()
+
+    def request() -> None:
+        assert not interrupter.request(0.01)
+        waits.set()
+        assert interrupter.request(LIMIT)
+        outside.set()
+
+    thread = threading.Thread(target=request)
+
+    def fn() -> bool:
+        try:
+            with interrupter.atomic():
+                thread.start()
+                assert waits.wait(LIMIT)
+        except RankShouldRestart:
+            pass
+        if not outside.wait(LIMIT / 3):
+            sys.exit("request() still waits")
+        return True
+
+    with pytest.raises(RankShouldRestart):
+        interrupter.call(fn)
+    thread.join(LIMIT)
+
+
+def test_a_signal_inside_atomic_does_nothing(interrupter: Interrupter) -> None:
+    done: list[str] = []
+
+    def fn() -> None:
+        assert interrupter.signum is not None
+        with interrupter.atomic():
+            interrupter.request(0)
+            signal.raise_signal(interrupter.signum)
+            done.append("block")
+
+    with pytest.raises(RankShouldRestart):
+        interrupter.call(fn)
+    assert done == ["block"]
+
+
+def test_another_exception_on_its_way_out_of_atomic_stays(interrupter: Interrupter) -> None:
+    def fn() -> None:
+        with interrupter.atomic():
+            interrupter.request(0)
+            raise KeyError("checkpoint")
+
+    with pytest.raises(RankShouldRestart) as caught:
+        interrupter.call(fn)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_no_atomic_block_begins_after_the_request(interrupter: Interrupter) -> None:
+    reached: list[str] = []
+
+    def fn() -> None:
+        interrupter.request(LIMIT)
+        for _ in range(2):
+            try:
+                with interrupter.atomic():
+                    reached.append("block")
+            except RankShouldRestart:
+                reached.append("refused")
+
+    with pytest.raises(RankShouldRestart):
+        interrupter.call(fn)
+    assert reached == ["refused", "refused"]
+
+
+def test_atomic_outside_call_never_raises(interrupter: Interrupter) -> None:
+    interrupter.request(LIMIT)
+    with interrupter.atomic():
+        assert not interrupter.request(0)
+    assert interrupter.request(LIMIT)
+
+
+def test_an_atomic_block_that_is_never_left_ends_with_the_function(interrupter: Interrupter) -> None:
+    interrupter.call(interrupter.atomic().__enter__)
+    assert interrupter.request(LIMIT)
+    interrupter.reset()
+    interrupted(interrupter, time.sleep, 60)
+
+
+def test_atomic_is_for_the_functions_thread(interrupter: Interrupter) -> None:
+    errors: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            with interrupter.atomic():
+                pass
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(LIMIT)
+    assert errors == ["atomic() must be called by the thread that called install()"]
+
+
+def test_atomic_blocks_are_whole_under_many_interruptions(interrupter: Interrupter) -> None:
+    for _ in range(200):
+        interrupter.reset()
+        begun = ended = 0
+
+        def fn() -> None:
+            nonlocal begun, ended
+            atomic = interrupter.atomic()
+            while True:
+                with atomic:
+                    begun += 1
+                    sum(range(50))
+                    ended += 1
+
+        interrupted(interrupter, fn)
+        assert begun == ended
+        assert interrupter.request(0)  # the depth is back at none
+
+
+# ---- nothing comes late
+
+
+def hammer(interrupter: Interrupter, cycles: int) -> int:
+    """Interrupts functions that return at that moment; counts how often they were caught before that.
+
+    Runs Python between the cycles, where a late interruption would surface.
+    """
+    random_numbers = random.Random(0)
+    caught = 0
+    for _ in range(cycles):
+        interrupter.reset()
+        thread = Monitor(interrupter)
+        steps = random_numbers.randrange(20_000)
+
+        def fn(begin: Callable[[], None] = thread.now.release, steps: int = steps) -> None:
+            begin()
+            for _ in range(steps):
+                pass
+
+        try:
+            interrupter.call(fn)
+        except RankShouldRestart:
+            caught += 1
+        for _ in range(1000):
+            pass
+        thread.join()
+    return caught
+
+
+def test_nothing_surfaces_after_call(interrupter: Interrupter) -> None:
+    caught = hammer(interrupter, 500)
+    assert 0 < caught < 500, "both sides of the race are wanted"
+
+
+def test_a_signal_after_call_does_nothing(interrupter: Interrupter) -> None:
+    interrupted(interrupter, time.sleep, 60)
+    assert interrupter.signum is not None
+    signal.raise_signal(interrupter.signum)
+
+
+def test_call_waits_for_a_signal_that_is_being_sent(
+    interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it, the handler may be gone, and the signal would end the process."""
+    sending, returned = threading.Event(), threading.Event()
+    early: list[bool] = []
+    send = signal.pthread_kill
+
+    def send_late(thread: int, signum: int) -> None:
+        sending.set()
+        early.append(returned.wait(0.2))
+        send(thread, signum)
+
+    monkeypatch.setattr(signal, "pthread_kill", send_late)
+    with monitor(interrupter) as begin:
+
+        def fn() -> None:
+            begin()
+            sending.wait(LIMIT)
+
+        with pytest.raises(RankShouldRestart):
+            interrupter.call(fn)
+        returned.set()
+    assert early == [False]
+
+
+def in_process(test: Callable[[], None]) -> None:
+    """Runs a test in a forked process: the default action of a real-time signal ends it."""
+    process = multiprocessing.get_context("fork").Process(target=test)
+    process.start()
+    process.join(LIMIT)
+    exitcode = process.exitcode
+    process.kill()
+    process.join(LIMIT)
+    process.close()
+    assert exitcode == 0
+
+
+def test_close_discards_a_signal_on_its_way() -> None:
+    def test() -> None:
+        with Interrupter() as interrupter:
+            assert interrupter.signum is not None
+            signum = interrupter.signum
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+            signal.pthread_kill(threading.get_ident(), signum)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
+
+    in_process(test)
+
+
+def test_closing_while_signals_are_on_their_way() -> None:
+    def test() -> None:
+        for _ in range(300):
+            with Interrupter(resend_interval=0.0001) as interrupter:
+                thread = Monitor(interrupter)
+                with contextlib.suppress(RankShouldRestart):
+                    interrupter.call(thread.now.release)
+            thread.join()
+
+    in_process(test)
+
+
+# ---- the signal
+
+
+def test_the_previous_handler_is_restored() -> None:
+    def previous(signum: int, frame: object) -> None:
+        pass
+
+    for before in (signal.SIG_DFL,):
+        assert signal.getsignal(signal.SIGUSR1) is before
+        interrupter = Interrupter(signal.SIGUSR1)
+        with interrupter:
+            assert interrupter.signum == signal.SIGUSR1
+            assert signal.getsignal(signal.SIGUSR1) is not before
+            interrupted(interrupter, time.sleep, 60)
+            interrupter.reset()
+        assert signal.getsignal(signal.SIGUSR1) is before
+        interrupter.close()
+        with interrupter:  # and once more
+            interrupted(interrupter, time.sleep, 60)
+
+
+def test_a_free_real_time_signal_is_chosen() -> None:
+    with Interrupter() as first, Interrupter() as second:
+        assert first.signum is not None and second.signum is not None
+        assert signal.SIGRTMIN <= first.signum < second.signum <= signal.SIGRTMAX
+        chosen = first.signum
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {chosen})
+    try:
+        with Interrupter() as interrupter:
+            assert interrupter.signum != chosen
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def test_a_handler_that_only_c_knows_of_is_seen() -> None:
+    with Interrupter() as interrupter:
+        chosen = interrupter.signum
+    assert chosen is not None
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    previous = libc.signal(chosen, ctypes.cast(libc.abs, ctypes.c_void_p))
+    try:
+        with Interrupter() as interrupter:
+            assert interrupter.signum != chosen
+        with pytest.raises(ValueError, match=f"signum={chosen} .*C library"):
+            Interrupter(chosen).install()
+    finally:
+        libc.signal(chosen, previous)
+
+
+def test_a_signal_in_use_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"signum=2 \(SIGINT\) has a handler already"):
+        Interrupter(signal.SIGINT).install()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"signum": "SIGUSR1"}, TypeError, "signum='SIGUSR1'"),
+        ({"signum": 0}, ValueError, "signum=0"),
+        ({"signum": 1000}, ValueError, "signum=1000"),
+        ({"signum": int(signal.SIGKILL)}, ValueError, "signum=9"),
+        ({"resend_interval": 0.0}, ValueError, "resend_interval=0.0"),
+        ({"cleanup_grace": -1.0}, ValueError, "cleanup_grace=-1.0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Interrupter(**arguments)
+
+
+def test_the_signal_from_elsewhere_does_nothing(interrupter: Interrupter) -> None:
+    assert interrupter.signum is not None
+    assert interrupter.call(signal.raise_signal, interrupter.signum) is None
+    signal.raise_signal(interrupter.signum)
+
+
+def test_wrong_order_is_refused(interrupter: Interrupter) -> None:
+    with pytest.raises(RuntimeError, match="installed already"):
+        interrupter.install()
+    with pytest.raises(RuntimeError, match=r"before request"):
+        interrupter.interrupt_until_left(LIMIT)
+    with pytest.raises(RuntimeError, match="inside call"):
+        interrupter.call(interrupter.reset)
+    with pytest.raises(RuntimeError, match="inside call"):
+        interrupter.call(interrupter.close)
+    with pytest.raises(RuntimeError, match="inside call"):
+        interrupter.call(interrupter.call, print)
+    with pytest.raises(RuntimeError, match="call install"):
+        Interrupter().call(print)
+    Interrupter().close()
+
+
+def test_nested_calls_of_two_interrupters(interrupter: Interrupter) -> None:
+    """A wrapped function that calls a wrapped function: the outer interruption goes through the inner."""
+    with Interrupter() as inner:
+
+        def fn() -> None:
+            inner.call(time.sleep, 60)
+
+        interrupted(interrupter, fn)
+        assert not inner.requested
+        interrupter.reset()
+
+        def outer() -> str:
+            interrupted(inner, time.sleep, 60)
+            return "goes on"
+
+        assert interrupter.call(outer) == "goes on"
+
+
+# ---- outside the main thread
+
+
+def in_thread(test: Callable[[Interrupter], None]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with Interrupter() as interrupter:
+                assert interrupter.signum is None
+                test(interrupter)
+        except BaseException as error:
+            errors.append(error)
+
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(2 * LIMIT)
+    assert not thread.is_alive()
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+    if errors:
+        raise errors[0]
+
+
+def short_waits() -> None:
+    while True:
+        threading.Event().wait(0.01)
+
+
+@pytest.mark.parametrize("fn", [loop, in_a_generator, short_waits])
+def test_another_thread_is_freed_as_it_runs_python(fn: Callable[[], None]) -> None:
+    def test(interrupter: Interrupter) -> None:
+        interrupted(interrupter, fn)
+
+    in_thread(test)
+
+
+def test_another_threads_atomic_is_waited_for() -> None:
+    def test(interrupter: Interrupter) -> None:
+        for _ in range(50):
+            interrupter.reset()
+            begun = ended = 0
+
+            def fn() -> None:
+                nonlocal begun, ended
+                while True:
+                    with interrupter.atomic():
+                        begun += 1
+                        sum(range(50))
+                        ended += 1
+
+            interrupted(interrupter, fn)
+            assert begun == ended
+
+    in_thread(test)
+
+
+def test_nothing_surfaces_after_call_in_another_thread() -> None:
+    def test(interrupter: Interrupter) -> None:
+        assert 0 < hammer(interrupter, 300) < 300
+
+    in_thread(test)

@@ -1,0 +1,183 @@
+"""The progress watchdog: what its two stamps tell, and that nothing is left behind of it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import sys
+import threading
+import time
+from typing import Any, cast
+
+import pytest
+
+from ft_wrapper.monitor import progress_watchdog
+from ft_wrapper.monitor.progress_watchdog import ProgressWatchdog
+from ft_wrapper.monitor.shared_memory import RankMemory
+
+LIMIT = 30.0
+INTERVAL = 0.01
+
+
+class Recorder:
+    """Stands in for a rank's memory, keeps every stamp, and tells of a number of them."""
+
+    def __init__(self) -> None:
+        self.main: list[float] = []
+        self.gil: list[float] = []
+        self.awaited = sys.maxsize
+        self.reached = threading.Event()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("main_stamp", "gil_stamp"):
+            super().__setattr__(name, value)
+            return
+        (self.main if name == "main_stamp" else self.gil).append(value)
+        if len(self.gil) >= self.awaited:
+            self.reached.set()
+
+    def wait_for_gil_stamps(self, more: int) -> None:
+        """Blocks the calling thread, in C, until so many more came."""
+        self.reached.clear()
+        self.awaited = len(self.gil) + more
+        assert self.reached.wait(LIMIT)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+def watchdog_of(recorder: Recorder, **kwargs: Any) -> ProgressWatchdog:
+    return ProgressWatchdog(cast(RankMemory, recorder), INTERVAL, **kwargs)
+
+
+def run_python_until_main_stamps(recorder: Recorder, count: int) -> None:
+    deadline = time.monotonic() + LIMIT
+    while len(recorder.main) < count:
+        assert time.monotonic() < deadline, "the main thread runs bytecode, but is not stamped"
+
+
+def test_running_python_is_progress(recorder: Recorder) -> None:
+    with watchdog_of(recorder):
+        run_python_until_main_stamps(recorder, 5)
+    assert len(recorder.gil) >= 4
+    assert recorder.main == sorted(recorder.main) and recorder.gil == sorted(recorder.gil)
+
+
+def test_a_blocked_main_thread_is_no_progress_but_the_gil_can_be_had(recorder: Recorder) -> None:
+    with watchdog_of(recorder):
+        recorder.wait_for_gil_stamps(2)  # one pending call may run on the way in
+        stamps = len(recorder.main)
+        recorder.wait_for_gil_stamps(20)
+        assert len(recorder.main) <= stamps + 1
+        run_python_until_main_stamps(recorder, len(recorder.main) + 2)  # and it goes on
+
+
+def test_a_held_gil_stops_both_stamps(recorder: Recorder) -> None:
+    sleep_holding_the_gil = ctypes.PyDLL(None).usleep
+    with watchdog_of(recorder):
+        run_python_until_main_stamps(recorder, 3)
+        begin = time.monotonic()
+        sleep_holding_the_gil(ctypes.c_uint(200_000))
+        end = time.monotonic()
+    # One of each may have come between reading the clock and the call.
+    assert len([stamp for stamp in recorder.gil if begin < stamp < end]) <= 1
+    assert len([stamp for stamp in recorder.main if begin < stamp < end]) <= 1
+
+
+def test_outside_the_main_thread_both_stamps_go_together(recorder: Recorder) -> None:
+    with watchdog_of(recorder, watches_main_thread=False):
+        recorder.wait_for_gil_stamps(20)
+    assert len(recorder.main) >= 20
+
+
+def test_stamps_are_fresh_after_start() -> None:
+    with RankMemory() as memory:
+        memory.gil_stamp = memory.main_stamp = 1.0
+        before = time.monotonic()
+        with ProgressWatchdog(memory, 60.0):  # and a long interval does not delay the stop
+            assert memory.gil_stamp >= before
+            assert memory.main_stamp >= before
+
+
+def test_at_most_one_pending_call_is_outstanding(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[object] = []
+
+    def accept(callback: object, argument: object) -> int:
+        added.append(argument)
+        return 0
+
+    monkeypatch.setattr(ctypes.pythonapi, "Py_AddPendingCall", accept)
+    with watchdog_of(recorder):
+        recorder.wait_for_gil_stamps(10)
+    assert len(added) == 1
+
+
+def test_a_full_queue_of_pending_calls_is_tried_again(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[object] = []
+
+    def refuse(callback: object, argument: object) -> int:
+        tried.append(argument)
+        return -1
+
+    monkeypatch.setattr(ctypes.pythonapi, "Py_AddPendingCall", refuse)
+    with watchdog_of(recorder):
+        recorder.wait_for_gil_stamps(10)
+    assert len(tried) >= 9
+    assert len(recorder.main) == 1  # start's
+
+
+def test_stop_with_a_pending_call_outstanding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, which a write to freed memory may end."""
+    monkeypatch.setattr(progress_watchdog, "_outstanding", [])
+
+    def stop_while_the_main_thread_is_in_c() -> None:
+        cycles = 0
+        while cycles < 50 or not progress_watchdog._outstanding:
+            cycles += 1
+            memory = RankMemory()
+            watchdog = ProgressWatchdog(memory, 0.001)
+            watchdog.start()
+            stopped = threading.Lock()
+            stopped.acquire()
+
+            def stop(watchdog: ProgressWatchdog, memory: RankMemory, stopped: threading.Lock) -> None:
+                watchdog.stop()
+                memory.close()
+                stopped.release()
+
+            thread = threading.Thread(target=stop, args=(watchdog, memory, stopped))
+            thread.start()
+            stopped.acquire()  # in C: what is pending stays so until after the stop
+            thread.join()
+            del watchdog, memory, thread
+            gc.collect(0)
+
+    process = multiprocessing.get_context("fork").Process(target=stop_while_the_main_thread_is_in_c)
+    process.start()
+    process.join(LIMIT)
+    exitcode = process.exitcode
+    process.kill()
+    process.join(LIMIT)
+    process.close()
+    assert exitcode == 0
+
+
+def test_start_and_stop(recorder: Recorder) -> None:
+    watchdog = watchdog_of(recorder)
+    watchdog.stop()
+    watchdog.start()
+    with pytest.raises(RuntimeError, match="started before"):
+        watchdog.start()
+    watchdog.stop()
+    watchdog.stop()
+
+
+@pytest.mark.parametrize("interval", [0, -1.0, float("nan")])
+def test_an_interval_must_be_above_zero(recorder: Recorder, interval: float) -> None:
+    with pytest.raises(ValueError, match="interval="):
+        ProgressWatchdog(cast(RankMemory, recorder), interval)

@@ -1,0 +1,352 @@
+"""A rank's shared memory: real processes die in every way, and every watcher learns of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ft_wrapper.exception import TimeoutError
+from ft_wrapper.monitor import libc
+from ft_wrapper.monitor.shared_memory import Phase, RankMemory
+
+LIMIT = 30.0
+
+
+@pytest.fixture
+def memory() -> Iterator[RankMemory]:
+    with RankMemory() as memory:
+        yield memory
+
+
+class Rank:
+    """A forked process with its own mapping of the memory: does one thing, and another when it is told."""
+
+    def __init__(
+        self, memory: RankMemory, first: Callable[[RankMemory], object], then: Callable[[RankMemory], object]
+    ) -> None:
+        self._first, self._then = first, then
+        self._answers, answers = os.pipe()
+        orders, self._orders = os.pipe()
+        self._process = multiprocessing.get_context("fork").Process(
+            target=self._run, args=(memory.fd, orders, answers)
+        )
+        self._process.start()
+        os.close(answers)
+        os.close(orders)
+        assert os.read(self._answers, 1) == b"."
+
+    def _run(self, fd: int, orders: int, answers: int) -> None:
+        os.close(self._orders)
+        memory = RankMemory.from_fd(fd)
+        self._first(memory)
+        os.write(answers, b".")
+        if os.read(orders, 1):
+            self._then(memory)
+
+    def tell(self) -> None:
+        os.write(self._orders, b".")
+
+    def close(self) -> None:
+        os.close(self._orders)
+        os.close(self._answers)
+        self._process.kill()
+        self._process.join(LIMIT)
+        self._process.close()
+
+
+@pytest.fixture
+def rank(memory: RankMemory) -> Iterator[Callable[..., Rank]]:
+    """Starts a rank on the memory."""
+    with contextlib.ExitStack() as ranks:
+
+        def start(first: Callable[[RankMemory], object], then: Callable[[RankMemory], object]) -> Rank:
+            started = Rank(memory, first, then)
+            ranks.callback(started.close)
+            return started
+
+        yield start
+
+
+def watch(memory: RankMemory, watchers: int) -> tuple[list[threading.Thread], list[bool]]:
+    answers: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(memory.wait_for_death(LIMIT))) for _ in range(watchers)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads, answers
+
+
+def join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+DEATHS: dict[str, Callable[[], object]] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "os._exit": lambda: os._exit(0),
+    "os.abort": os.abort,
+    "segmentation fault": lambda: ctypes.string_at(0),
+    "return without unlocking": lambda: None,
+    "exec": lambda: os.execv("/bin/sleep", ["sleep", "60"]),
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_every_watcher_learns_of_a_death(memory: RankMemory, rank: Callable[..., Rank], death: str) -> None:
+    def die(_: RankMemory) -> None:
+        faulthandler.disable()
+        DEATHS[death]()
+
+    dying = rank(RankMemory.lock_life, die)
+    threads, answers = watch(memory, 3)
+    dying.tell()
+    join(threads)
+    assert answers == [True] * 3
+    assert memory.wait_for_death(LIMIT)  # who comes later, too
+
+
+@pytest.mark.parametrize("end", [RankMemory.unlock_life, RankMemory.close])
+def test_an_end_in_order_is_no_death(
+    memory: RankMemory, rank: Callable[..., Rank], end: Callable[[RankMemory], None]
+) -> None:
+    ending = rank(RankMemory.lock_life, end)
+    threads, answers = watch(memory, 3)
+    ending.tell()
+    join(threads)
+    assert answers == [False] * 3
+    assert not memory.wait_for_death(LIMIT)
+
+
+def test_the_life_can_be_locked_again_by_the_next_call() -> None:
+    with RankMemory() as memory, RankMemory.from_fd(memory.fd) as watcher:
+        for _ in range(2):
+            memory.lock_life()
+            memory.unlock_life()
+            assert not watcher.wait_for_death(LIMIT)
+
+
+def test_a_forked_watcher_sees_its_parent_die() -> None:
+    """The way it is in production: the mutex is taken, then the monitor is forked with the mapping."""
+    answers, answer = os.pipe()
+    orders, order = os.pipe()
+
+    def rank() -> None:
+        os.close(order)
+        memory = RankMemory()
+        memory.lock_life()
+        if os.fork() == 0:
+            os.write(answer, b"w")
+            os.write(answer, b"dead" if memory.wait_for_death(LIMIT) else b"in order")
+            memory.close()
+            os._exit(0)
+        os.read(orders, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
+    process.start()
+    try:
+        os.close(answer)
+        os.close(orders)
+        assert os.read(answers, 1) == b"w"
+        os.write(order, b".")
+        assert os.read(answers, 100) == b"dead"
+        assert os.read(answers, 1) == b""  # the watcher has ended
+    finally:
+        os.close(answers)
+        os.close(order)
+        process.kill()
+        process.join(LIMIT)
+    assert process.exitcode == -signal.SIGKILL
+    process.close()
+
+
+def test_a_watcher_that_dies_is_not_taken_for_the_rank(memory: RankMemory, rank: Callable[..., Rank]) -> None:
+    memory.lock_life()
+    memory.unlock_life()
+    # A watcher killed in the moment in which it has the mutex.
+    watcher = rank(lambda memory: libc.mutex_lock(memory._address), lambda _: None)
+    watcher.tell()
+    assert not memory.wait_for_death(LIMIT)
+    memory.lock_life()
+    memory.unlock_life()
+
+
+def test_the_end_of_the_thread_that_holds_the_life_is_a_death(memory: RankMemory) -> None:
+    holder = threading.Thread(target=memory.lock_life)
+    holder.start()
+    holder.join(LIMIT)
+    with RankMemory.from_fd(memory.fd) as watcher:
+        assert watcher.wait_for_death(LIMIT)
+    memory._owner = None  # as in another process: this one's object remembers that it has locked
+    with pytest.raises(RuntimeError, match="owner of this memory died"):
+        memory.lock_life()
+
+
+def test_life_is_refused_where_it_cannot_work(memory: RankMemory) -> None:
+    with pytest.raises(RuntimeError, match="lock_life"):
+        memory.wait_for_death(LIMIT)
+    with pytest.raises(RuntimeError, match="thread that called lock_life"):
+        memory.unlock_life()
+    memory.lock_life()
+    with pytest.raises(RuntimeError, match="already"):
+        memory.lock_life()
+    with pytest.raises(RuntimeError, match="another process"):
+        memory.wait_for_death(LIMIT)
+    refused: list[str] = []
+
+    def unlock_elsewhere() -> None:
+        try:
+            memory.unlock_life()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    other = threading.Thread(target=unlock_elsewhere)
+    other.start()
+    other.join(LIMIT)
+    assert refused and "thread that called lock_life" in refused[0]
+    with RankMemory.from_fd(memory.fd) as watcher, pytest.raises(TimeoutError, match=r"0\.05 s"):
+        watcher.wait_for_death(0.05)
+    memory.unlock_life()
+
+
+def test_fields_are_seen_by_another_process(memory: RankMemory, rank: Callable[..., Rank]) -> None:
+    memory.iteration, memory.active, memory.hang_protection_disabled = 7, True, 2
+    memory.enter_phase(Phase.WATCHED)
+    before = time.monotonic()
+
+    def answer(seen: RankMemory) -> None:
+        assert (seen.iteration, seen.active, seen.hang_protection_disabled) == (7, True, 2)
+        assert (seen.phase, seen.ping_stamp) == (Phase.WATCHED, 0.0)
+        seen.make_ping()()
+        seen.gil_stamp, seen.iteration = 1.5, -5
+
+    rank(answer, lambda _: None)
+    assert (memory.iteration, memory.gil_stamp) == (-5, 1.5)
+    assert before < memory.ping_stamp < time.monotonic()  # one clock for both
+
+
+def test_a_new_memory_says_idle(memory: RankMemory) -> None:
+    assert (memory.phase, memory.iteration, memory.active) == (Phase.IDLE, -1, False)
+    assert (memory.hang_protection_disabled, memory.ping_stamp) == (0, 0.0)
+    assert 0.0 < memory.main_stamp <= memory.gil_stamp <= time.monotonic()
+
+
+def test_progress_is_the_older_stamp_once_there_was_a_ping(memory: RankMemory) -> None:
+    memory.main_stamp = 5.0
+    assert memory.progress_stamp() == 5.0
+    memory.ping_stamp = 3.0
+    assert memory.progress_stamp() == 3.0
+    memory.ping_stamp = 8.0
+    assert memory.progress_stamp() == 5.0
+
+
+def test_a_phase_begins_with_fresh_stamps(memory: RankMemory) -> None:
+    memory.main_stamp, memory.ping_stamp = 1.0, 2.0
+    before = time.monotonic()
+    memory.enter_phase(Phase.WATCHED)
+    assert before <= memory.progress_stamp() <= time.monotonic()
+    assert (memory.phase, memory.ping_stamp) == (Phase.WATCHED, 0.0)
+
+
+def test_ping_stamps_and_outlives_the_memory() -> None:
+    memory = RankMemory()
+    ping = memory.make_ping()
+    before = time.monotonic()
+    ping()
+    assert before <= memory.ping_stamp <= time.monotonic()
+    memory.close()
+    memory.close()
+    ping()
+    assert memory.fd == -1
+    with pytest.raises(ValueError, match="closed"):
+        memory.wait_for_death()
+
+
+def test_both_sides_close_their_own_descriptor(memory: RankMemory) -> None:
+    other = RankMemory.from_fd(memory.fd)
+    fd = other.fd
+    assert fd != memory.fd and not os.get_inheritable(fd)
+    other.close()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    memory.iteration = 3
+    assert memory.iteration == 3
+
+
+def test_close_waits_for_a_watcher_with_the_mapping(memory: RankMemory) -> None:
+    memory.lock_life()
+    watcher = RankMemory.from_fd(memory.fd)
+    threads, answers = watch(watcher, 1)
+    while (
+        not watcher._watchers
+    ):  # set before the thread blocks; closing earlier would be refused, not waited for
+        threads[0].join(0.001)
+    watcher.close()
+    memory.unlock_life()
+    join(threads)
+    assert answers == [False]
+    with pytest.raises(ValueError, match="released"):
+        _ = watcher.iteration  # and then it went
+
+
+def test_closing_while_another_thread_holds_the_life_keeps_the_mapping() -> None:
+    memory = RankMemory()
+    locked, closed = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        memory.lock_life()
+        locked.set()
+        closed.wait(LIMIT)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert locked.wait(LIMIT)
+    memory.close()
+    closed.set()
+    holder.join(LIMIT)  # the kernel marks the mutex as this thread ends
+    assert memory._ints[memory_life_index()] == 1
+    memory._owner = None
+    memory._release_if_unused()
+
+
+def memory_life_index() -> int:
+    from ft_wrapper.monitor import shared_memory
+
+    return shared_memory._LIFE
+
+
+def test_from_fd_refuses_what_is_no_rank_memory() -> None:
+    with pytest.raises(OSError):
+        RankMemory.from_fd(-1)
+    fd = os.memfd_create("other")
+    try:
+        with pytest.raises(ValueError, match=f"fd={fd} .*0 bytes"):
+            RankMemory.from_fd(fd)
+        os.ftruncate(fd, 4096)
+        with pytest.raises(ValueError, match=f"fd={fd} "):
+            RankMemory.from_fd(fd)
+        os.fstat(fd)  # still the caller's
+    finally:
+        os.close(fd)
+
+
+def test_a_platform_without_the_calls_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    libc._libc.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match="memfd_create"):
+            RankMemory()
+    finally:
+        libc._libc.cache_clear()

@@ -1,0 +1,335 @@
+"""Tree: who takes over from whom, restart after restart, whoever is lost and whoever computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plugin_job import Job
+
+from ft_wrapper.rank_assignment import Layer, LayerFlag, RankDiscarded, Tree
+from ft_wrapper.state import State
+
+RESERVE, BACKFILL = LayerFlag.RESERVE, LayerFlag.BACKFILL
+
+
+def by(size: int) -> Callable[[State], str]:
+    """A key that makes branches of so many neighbouring slots."""
+    return lambda state: f"node {(state.initial_rank or 0) // size}"
+
+
+def tree_job(world_size: int, *layers: Layer, keep: Callable[[int], int] | None = None) -> Job:
+    return Job(world_size, lambda: Tree(layers, keep))
+
+
+def nodes_of_two(world_size: int = 8) -> Job:
+    """Whole nodes of two ranks, three of them active: as large training frameworks use it."""
+    return tree_job(world_size, Layer(max_ranks=6, flag=RESERVE), Layer(2, 2, key_or_fn=by(2), flag=RESERVE))
+
+
+def test_activates_in_depth_first_order_as_far_as_every_branch_allows() -> None:
+    job = tree_job(8, Layer(max_ranks=3), Layer(max_ranks=2, key_or_fn=by(4)))
+    job.enter()
+    job.check()
+    assert job.ranks() == {slot: slot for slot in range(8)}
+    assert job.active() == {0: 0, 1: 1, 4: 2}
+
+
+def test_a_branch_that_is_too_small_is_terminated_whole_and_replaced() -> None:
+    job = nodes_of_two()
+    job.enter()
+    assert job.active() == {slot: slot for slot in range(6)}
+    job.enter(lost={1})
+    job.check()
+    assert "min_ranks=2" in str(job.discarded[0])
+    assert job.ranks() == {2: 0, 3: 1, 4: 2, 5: 3, 6: 4, 7: 5}
+    assert job.active() == {7: 0, 6: 1, 2: 2, 3: 3, 4: 4, 5: 5}
+
+
+def test_without_reserve_left_ranks_shift() -> None:
+    job = nodes_of_two()
+    job.enter()
+    job.enter(lost={1})
+    job.enter(lost={5})
+    job.check()
+    assert job.active() == {7: 0, 6: 1, 2: 2, 3: 3}
+    assert set(job.discarded) == {0, 4}
+
+
+def test_the_nearest_reserve_comes_first_and_the_youngest_of_it() -> None:
+    job = tree_job(8, Layer(flag=RESERVE), Layer(max_ranks=2, key_or_fn=by(4), flag=RESERVE))
+    job.enter()
+    assert job.active() == {0: 0, 1: 1, 4: 2, 5: 3}
+    job.enter(lost={1})
+    assert job.active() == {0: 0, 3: 1, 4: 2, 5: 3}
+    job.enter(lost={0, 3})  # one reserve rank is left on the node, the other comes from the next
+    job.check()
+    assert job.active() == {2: 0, 7: 1, 4: 2, 5: 3}
+
+
+def test_a_reserve_rank_takes_one_place_only() -> None:
+    nodes = "abbcdd"
+    job = tree_job(
+        6,
+        Layer(flag=RESERVE),
+        Layer(max_ranks=1, key_or_fn=lambda s: nodes[s.initial_rank or 0], flag=RESERVE),
+    )
+    job.enter()
+    assert job.active() == {0: 0, 1: 1, 3: 2, 4: 3}
+    job.enter(lost={0, 1, 3})  # 5 from another node, 2 from its own, and nobody is left for the third
+    job.check()
+    assert job.active() == {5: 0, 2: 1, 4: 2}
+
+
+def test_a_layer_without_the_flag_stops_the_search() -> None:
+    outer = tree_job(4, Layer(), Layer(max_ranks=1, key_or_fn=by(2), flag=RESERVE))
+    outer.enter()
+    outer.enter(lost={0})
+    assert outer.active() == {1: 0, 2: 1}
+    outer.enter(lost={1})
+    assert outer.active() == {2: 0}
+
+    inner = tree_job(4, Layer(flag=RESERVE), Layer(max_ranks=1, key_or_fn=by(2)))
+    inner.enter()
+    inner.enter(lost={0})
+    inner.check()
+    assert inner.active() == {2: 0}
+
+
+def test_backfill_takes_the_highest_active_ranks_of_the_branch() -> None:
+    job = tree_job(8, Layer(), Layer(key_or_fn=by(4), flag=BACKFILL))
+    job.enter()
+    job.enter(lost={0})
+    job.check()
+    assert job.ranks() == {1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 5, 7: 6}
+    assert job.active() == {3: 0, 1: 1, 2: 2, 4: 3, 5: 4, 6: 5, 7: 6}
+
+
+def test_backfill_reaches_as_far_as_the_flag_does() -> None:
+    job = tree_job(8, Layer(flag=BACKFILL), Layer(key_or_fn=by(4), flag=BACKFILL))
+    job.enter()
+    job.enter(lost={0, 5})
+    job.check()
+    assert job.active() == {6: 0, 1: 1, 2: 2, 3: 3, 4: 4, 7: 5}
+
+
+def test_the_filter_limits_the_active_ranks_and_its_leavings_are_the_youngest_reserve() -> None:
+    job = tree_job(7, Layer(max_ranks=6, flag=RESERVE), keep=lambda n: n // 4 * 4)
+    job.enter()
+    assert job.active() == {0: 0, 1: 1, 2: 2, 3: 3}
+    job.enter(lost={1})
+    job.check()
+    assert job.active() == {0: 0, 5: 1, 2: 2, 3: 3}
+
+
+def test_who_became_reserve_at_a_restart_is_younger_than_who_was_it_before() -> None:
+    wanted = 3
+    job = tree_job(6, Layer(flag=RESERVE), keep=lambda n: min(n, wanted))
+    job.enter()
+    wanted = 2
+    job.enter()
+    assert job.active() == {0: 0, 1: 1}
+    job.enter(lost={0})
+    assert job.active() == {2: 0, 1: 1}
+    job.enter(lost={2})
+    assert job.active() == {5: 0, 1: 1}
+
+
+def test_below_the_first_layers_minimum_all_are_discarded() -> None:
+    job = tree_job(4, Layer(min_ranks=3))
+    job.enter()
+    assert job.enter(lost={0, 2}) == {}
+    assert set(job.discarded) == {1, 3}
+
+
+def test_small_branches_are_terminated_at_the_first_entry_too() -> None:
+    job = tree_job(5, Layer(flag=RESERVE, max_ranks=3), Layer(2, key_or_fn=lambda s: "ab"[s.rank != 0]))
+    job.enter()
+    job.check()
+    assert set(job.discarded) == {0}
+    # No RESERVE around the lost rank's own branch: the others move up, the reserve stays.
+    assert job.active() == {1: 0, 2: 1}
+
+
+def test_a_restart_without_losses_changes_nothing() -> None:
+    job = nodes_of_two()
+    job.enter()
+    before = job.enter(lost={1})
+    assert job.enter() == before
+
+
+def test_ranks_of_a_branch_become_neighbours_and_the_job_is_warned() -> None:
+    job = tree_job(4, Layer(), Layer(key_or_fn=lambda state: "even" if state.rank % 2 == 0 else "odd"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job.enter()
+        assert {str(w.message).split(" of the job")[0] for w in caught} == {"rank 1", "rank 2"}
+        assert job.ranks() == {0: 0, 2: 1, 1: 2, 3: 3}
+        caught.clear()
+        job.enter(lost={2})
+        assert not caught
+    job.check()
+
+
+def test_a_marked_rank_is_discarded_before_it_takes_part() -> None:
+    job = tree_job(2, Layer())
+    job.enter()
+    ctx: Any = dataclasses.make_dataclass("Ctx", ["state", "store", "terminated_ranks"])(
+        job.states[1], None, {1}
+    )
+    with pytest.raises(RankDiscarded, match="rank 1"):
+        Tree([Layer()])(ctx)
+
+
+def test_a_replaced_process_takes_its_predecessors_place() -> None:
+    job = nodes_of_two()
+    job.enter()
+    job.enter(lost={1})
+    ranks, active = job.ranks(), job.active()
+    job.replace_process(6)
+    job.enter()
+    job.check()
+    assert (job.ranks(), job.active()) == (ranks, active)
+    job.enter(lost={2})
+    job.check()
+    assert set(job.discarded) == {0, 3}
+
+
+def test_a_replaced_process_on_another_node_does_not() -> None:
+    nodes = dict(enumerate("aabbcc"))
+    job = tree_job(
+        6,
+        Layer(max_ranks=4, flag=RESERVE),
+        Layer(key_or_fn=lambda s: nodes[s.initial_rank or 0], flag=RESERVE),
+    )
+    job.enter()
+    nodes[0] = "c"
+    job.replace_process(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job.enter()
+    job.check()
+    assert job.ranks() == {1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 0: 5}
+    assert job.active() == {0: 0, 1: 1, 2: 2, 3: 3}  # it is the youngest reserve, and its old place is free
+
+
+def fails_on_all(job: Job, message: str) -> None:
+    outcomes = job.try_enter()
+    assert len(outcomes) == len(job.states)
+    for outcome in outcomes.values():
+        assert isinstance(outcome, RuntimeError)
+        assert message in str(outcome)
+
+
+def test_different_keys_in_the_first_layer_fail_on_all_ranks() -> None:
+    fails_on_all(tree_job(4, Layer(key_or_fn=by(2))), "['node 0', 'node 1']")
+
+
+@pytest.mark.parametrize("wanted", [5, -1, None, 2.0, True])
+def test_a_filter_that_returns_nonsense_fails_on_all_ranks(wanted: Any) -> None:
+    fails_on_all(tree_job(4, Layer(), keep=lambda n: wanted), f"world_size_filter(4) returned {wanted!r}")
+
+
+def test_a_filter_that_raises_fails_on_all_ranks() -> None:
+    fails_on_all(tree_job(4, Layer(), keep=lambda n: n // 0), "ZeroDivisionError")
+
+
+def test_a_key_that_is_none_fails_and_says_so() -> None:
+    job = tree_job(1, Layer(key_or_fn=lambda state: None))  # type: ignore[arg-type,return-value]
+    (outcome,) = job.try_enter().values()
+    assert isinstance(outcome, TypeError)
+    assert "key_or_fn returned None on rank 0" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Layer(min_ranks=-1), ValueError, "min_ranks=-1"),
+        (lambda: Layer(min_ranks="8"), TypeError, "min_ranks='8'"),
+        (lambda: Layer(max_ranks=0), ValueError, "max_ranks=0"),
+        (lambda: Layer(max_ranks=True), TypeError, "max_ranks=True"),
+        (lambda: Layer(min_ranks=9, max_ranks=8), ValueError, "min_ranks=9 must not exceed max_ranks=8"),
+        (lambda: Layer(key_or_fn=None), TypeError, "key_or_fn=None"),
+        (lambda: Layer(flag="RESERVE"), TypeError, "flag='RESERVE'"),
+        (lambda: Tree([]), ValueError, "layers=[]"),
+        (lambda: Tree(Layer()), TypeError, "layers=Layer("),
+        (lambda: Tree(None), TypeError, "layers=None"),
+        (lambda: Tree([Layer(), "node"]), TypeError, "layers[1]='node'"),
+        (lambda: Tree([Layer()], 8), TypeError, "world_size_filter=8"),
+    ],
+)
+def test_bad_arguments(make: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+@dataclasses.dataclass
+class Scenario:
+    world_size: int
+    layers: list[Layer]
+    keep: Callable[[int], int] | None
+    losses: list[set[int]]
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    world_size = draw(st.integers(1, 9))
+    layers = []
+    for depth in range(draw(st.integers(1, 3))):
+        branch = draw(st.lists(st.integers(0, 2), min_size=world_size, max_size=world_size))
+        min_ranks = draw(st.integers(0, 3))
+        max_ranks = draw(st.none() | st.integers(max(1, min_ranks), 6))
+        flag = draw(st.sampled_from([None, RESERVE, BACKFILL, RESERVE | BACKFILL]))
+        key: Any = "root" if depth == 0 else (lambda state, branch=branch: f"b{branch[state.initial_rank]}")
+        layers.append(Layer(min_ranks, max_ranks, key, flag))
+    keep = draw(st.sampled_from([None, lambda n: n // 2 * 2, lambda n: max(0, n - 1)]))
+    losses = draw(st.lists(st.sets(st.integers(0, world_size - 1), max_size=4), max_size=4))
+    return Scenario(world_size, layers, keep, losses)
+
+
+def play(scenario: Scenario, choose: Callable[[list[int]], int]) -> list[dict[int, State]]:
+    job = Job(scenario.world_size, lambda: Tree(scenario.layers, scenario.keep), choose)
+    history = []
+    for loss in [set(), *scenario.losses]:
+        lost = loss & set(job.states)
+        if lost == set(job.states):
+            break
+        before = job.active()
+        history.append(dict(job.enter(lost)))
+        job.check()
+        check_promises(job, scenario, lost, before)
+    return history
+
+
+def check_promises(job: Job, scenario: Scenario, lost: set[int], before: dict[int, int]) -> None:
+    paths = {
+        slot: [
+            layer.key_or_fn(state) if callable(layer.key_or_fn) else layer.key_or_fn
+            for layer in scenario.layers
+        ]
+        for slot, state in job.states.items()
+    }
+    for depth, layer in enumerate(scenario.layers):
+        branches: dict[tuple[str, ...], int] = {}
+        for path in paths.values():
+            prefix = tuple(path[: depth + 1])
+            branches[prefix] = branches.get(prefix, 0) + 1
+        assert all(size >= layer.min_ranks for size in branches.values())
+    if not lost and scenario.keep is None and before:
+        assert job.active() == before
+    if scenario.keep is None:
+        # Reserve ranks only take the places of lost ones.
+        assert len(job.active()) <= len(before) or not before
+
+
+@settings(deadline=None, max_examples=150)
+@given(scenarios())
+@pytest.mark.filterwarnings("ignore:rank .* is elsewhere")
+def test_ranks_have_no_gaps_and_are_the_same_whoever_computes(scenario: Scenario) -> None:
+    assert play(scenario, min) == play(scenario, max) == play(scenario, lambda ranks: ranks[len(ranks) // 2])

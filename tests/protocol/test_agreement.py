@@ -1,0 +1,336 @@
+"""Barriers, the exchange, the check of rank assignments, the formation: directly, each with its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from ft_wrapper.exception import InternalError, RankShouldRestart, StoreError, TimeoutError
+from ft_wrapper.store import (
+    BarrierOverflow,
+    BarrierTimeout,
+    Decision,
+    Fault,
+    Head,
+    Member,
+    PrefixStore,
+    StoreMixin,
+    keys,
+)
+from ft_wrapper.store.records import FAULT, roster_from_json
+from ft_wrapper.testing import FakeStore, Scheduler, Task
+
+SHORT = timedelta(seconds=10)
+SEEDS = range(40)
+
+
+def run(seed: int, tasks: dict[str, Callable[[StoreMixin], Any]]) -> dict[str, Task]:
+    """Runs functions as simulated processes on one store."""
+    scheduler = Scheduler(seed)
+    store = FakeStore(scheduler, use_libuv=bool(seed % 2))
+    made = {name: scheduler.spawn(name, task, store.clone(name)) for name, task in tasks.items()}
+    scheduler.run()
+    return made
+
+
+def outcome(task: Callable[[], Any]) -> Any:
+    """What a function returns, or the error that it raises."""
+    try:
+        return task()
+    except (RankShouldRestart, Exception) as error:
+        return error
+
+
+# Barriers
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nobody_leaves_a_barrier_before_all_have_come(seed: int) -> None:
+    here: set[int] = set()
+
+    def come(rank: int) -> Callable[[StoreMixin], None]:
+        def task(store: StoreMixin) -> None:
+            here.add(rank)
+            store.barrier([rank], "all", 4, SHORT)
+            assert here == {0, 1, 2, 3}
+
+        return task
+
+    run(seed, {f"rank {rank}": come(rank) for rank in range(4)})
+
+
+def test_one_may_come_for_several_ranks() -> None:
+    run(
+        0,
+        {
+            "node 0": lambda store: store.barrier([0, 1], "all", 3, SHORT),
+            "node 1": lambda store: store.barrier([2], "all", 3, SHORT),
+        },
+    )
+
+
+def test_barrier_names_the_missing_ranks() -> None:
+    def come(rank: int) -> Callable[[StoreMixin], Any]:
+        return lambda store: outcome(lambda: store.barrier([rank], "all", 4, SHORT))
+
+    tasks = run(1, {"rank 0": come(0), "rank 2": come(2)})
+    for task in tasks.values():
+        assert isinstance(task.result, BarrierTimeout)
+        assert "'all'" in str(task.result) and "missing ranks [1, 3] of 4" in str(task.result)
+
+
+def test_barrier_with_too_many_ranks() -> None:
+    def come(rank: int) -> Callable[[StoreMixin], Any]:
+        return lambda store: outcome(lambda: store.barrier([rank], "all", 2, SHORT))
+
+    results = [task.result for task in run(2, {f"rank {rank}": come(rank) for rank in range(3)}).values()]
+    overflows = [result for result in results if isinstance(result, BarrierOverflow)]
+    assert overflows and "rendezvous_count=2 ranks and 3 came" in str(overflows[0])
+
+
+@pytest.mark.parametrize(
+    "name, function",
+    [
+        ("initial", FakeStore.initial_barrier),
+        ("completion", FakeStore.completion_barrier),
+        ("iteration", FakeStore.iteration_barrier),
+        ("termination", FakeStore.termination_barrier),
+    ],
+)
+def test_named_barriers_do_not_meet(name: str, function: Callable[..., None]) -> None:
+    def wrong(store: StoreMixin) -> Any:
+        return outcome(lambda: store.barrier([1], "another", 2, SHORT))
+
+    def named(store: StoreMixin) -> Any:
+        return outcome(lambda: function(store, [0], 2, SHORT))
+
+    tasks = run(3, {"rank 0": named, "rank 1": wrong})
+    assert f"barrier {name!r}" in str(tasks["rank 0"].result)
+    assert "barrier 'another'" in str(tasks["rank 1"].result)
+
+
+def test_barrier_of_an_iteration_that_ends() -> None:
+    def come(store: StoreMixin) -> Any:
+        return outcome(lambda: PrefixStore(5, store).barrier([0], "all", 2, timedelta(hours=1)))
+
+    tasks = run(4, {"rank 0": come, "other": lambda store: store.end_iteration(5, FAULT)})
+    assert isinstance(tasks["rank 0"].result, RankShouldRestart)
+
+
+def test_lost_reply_of_a_barrier_does_no_harm() -> None:
+    for seed in SEEDS:
+        scheduler = Scheduler(seed)
+        store = FakeStore(scheduler)
+        store.repeat("add", client="rank 0")
+        for rank in range(3):
+            scheduler.spawn(f"rank {rank}", store.clone(f"rank {rank}").barrier, [rank], "all", 3, SHORT)
+        scheduler.run()
+
+
+# compute_once
+
+
+def exchange(
+    rank: int, count: int, n: int | None = None, timeout: timedelta = SHORT
+) -> Callable[[StoreMixin], Any]:
+    def double(given: dict[int, str]) -> dict[int, str]:
+        assert sorted(given) == list(range(count))
+        return {peer: f"{peer}:{text}{text}" for peer, text in given.items()}
+
+    def task(store: StoreMixin) -> Any:
+        part = store if n is None else PrefixStore(n, store)
+        return outcome(lambda: part.compute_once("x", rank, f"v{rank}", count, double, timeout))
+
+    return task
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_gets_its_own_result(seed: int) -> None:
+    tasks = run(seed, {f"rank {rank}": exchange(rank, 5) for rank in range(5)})
+    assert [task.result for task in tasks.values()] == [f"{rank}:v{rank}v{rank}" for rank in range(5)]
+
+
+def test_exchange_names_the_missing_ranks() -> None:
+    tasks = run(0, {"rank 1": exchange(1, 3)})
+    assert isinstance(tasks["rank 1"].result, BarrierTimeout)
+    assert "missing ranks [0, 2] of 3" in str(tasks["rank 1"].result)
+
+
+def test_all_or_nobody_gets_a_result() -> None:
+    seen = set()
+    for seed in range(300):
+        names = {f"rank {rank}": exchange(rank, 3, n=7, timeout=timedelta(hours=1)) for rank in range(3)}
+        scheduler = Scheduler(seed)
+        store = FakeStore(scheduler)
+        tasks = [scheduler.spawn(name, task, store.clone(name)) for name, task in names.items()]
+        # The iteration ends at some step, and somebody is stopped for longer than the looks of the others.
+        ender = scheduler.spawn("ender", store.clone("ender").end_iteration, 7, FAULT)
+        scheduler.pause_at(tasks[seed % 3], seed % 13 + 1, 5.0)
+        scheduler.pause_at(ender, 1, (seed % 4) * 1.0)
+        scheduler.run()
+        got = [isinstance(task.result, str) for task in tasks]
+        assert all(got) or not any(got), scheduler.trace()
+        assert all(isinstance(task.result, str | RankShouldRestart) for task in tasks)
+        seen.add(all(got))
+    assert seen == {True, False}
+
+
+# The check of rank assignments
+
+
+def assigned(store: StoreMixin, slot: int, active_rank: int | None, world: int, active: int) -> Any:
+    return outcome(lambda: store.check_assignment(3, Member(slot, 0), active_rank, world, active))
+
+
+def test_assignments_that_agree() -> None:
+    store = FakeStore()
+    assert [assigned(store, slot, rank, 3, 2) for slot, rank in ((0, 1), (1, 0), (2, None))] == [None] * 3
+    assert assigned(store, 0, 1, 3, 2) is None, "a repeated check of the same rank must agree with itself"
+
+
+@pytest.mark.parametrize("world, active", [(4, 2), (3, 3)])
+def test_assignments_with_different_sizes(world: int, active: int) -> None:
+    store = FakeStore()
+    assert assigned(store, 0, 0, 3, 2) is None
+    error = assigned(store, 1, 1, world, active)
+    assert isinstance(error, InternalError)
+    assert "rank_assignment" in str(error) and "slot 1" in str(error)
+    assert f"{world} {active}" in str(error) and "3 2" in str(error)
+
+
+def test_assignments_that_give_a_rank_twice() -> None:
+    store = FakeStore()
+    assert assigned(store, 0, 0, 3, 2) is None
+    error = assigned(store, 2, 0, 3, 2)
+    assert isinstance(error, InternalError)
+    assert "active rank 0" in str(error) and "slot 2" in str(error) and "slot 0" in str(error)
+
+
+# The formation
+
+
+def join(slot: int, slots: range, timeout: float = 10.0) -> Callable[[StoreMixin], Any]:
+    def task(store: StoreMixin) -> Any:
+        member = store.register(slot, "{}")
+        store.join_first(member, slots)
+        return outcome(lambda: store.await_first(member, slots, timeout))
+
+    return task
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_all_form_the_same_world(seed: int) -> None:
+    tasks = run(seed, {f"rank {slot}": join(slot, range(4)) for slot in range(4)})
+    views = {task.result for task in tasks.values()}
+    assert len(views) == 1
+    assert views.pop().members == tuple(Member(slot, 0) for slot in range(4))
+
+
+def test_formation_names_the_missing_ranks() -> None:
+    tasks = run(0, {f"rank {slot}": join(slot, range(5)) for slot in (0, 3)})
+    for task in tasks.values():
+        assert isinstance(task.result, TimeoutError)
+        assert "ranks [1, 2, 4] of 5 are missing" in str(task.result)
+        assert "within 10 s" in str(task.result) and "barrier_timeout" in str(task.result)
+
+
+def test_dead_rank_is_missing_from_the_formation() -> None:
+    store = FakeStore()
+    dead = store.register(1, "{}")
+    store.join_first(dead, range(2))
+    store.log_death(keys.BEFORE_FIRST, dead, None, ends=False)
+    assert not store.form(frozenset(range(2)))
+    alive = store.register(0, "{}")
+    store.join_first(alive, range(2))
+    assert store.read_head() is None
+    error = outcome(lambda: store.await_first(alive, range(2), 0.0))
+    assert isinstance(error, TimeoutError) and "ranks [1] of 2 are missing" in str(error)
+
+
+def test_slot_started_twice_joins_with_its_last_incarnation() -> None:
+    store = FakeStore()
+    for _ in range(2):
+        store.join_first(store.register(0, "{}"), range(2))
+    store.join_first(store.register(1, "{}"), range(2))
+    head = store.read_head()
+    assert head is not None
+    assert store.read_view(head).members == (Member(0, 1), Member(1, 0))
+    assert store.await_first(Member(0, 0), range(2), 1.0) is None
+
+
+# Records
+
+
+@pytest.mark.parametrize("text", ["", "3", "3:", ":1", "a:0", "3:-1", "3:0:1"])
+def test_no_member(text: str) -> None:
+    with pytest.raises(StoreError, match=r"'the/key'.*no member"):
+        Member.parse(text, "the/key")
+
+
+@pytest.mark.parametrize("text", ["", "1:2", "a:1:n", "1:b:n", "1:2:n:m"])
+def test_no_head(text: str) -> None:
+    with pytest.raises(StoreError, match=r"'the/key'.*no head"):
+        Head.parse(text, "the/key")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"member": "1:0"}', "nonsense"])
+@pytest.mark.parametrize("parse", [Fault.from_json, Decision.from_json])
+def test_no_record(parse: Callable[[str, str], Any], text: str) -> None:
+    with pytest.raises(StoreError, match="'the/key'"):
+        parse(text, "the/key")
+
+
+@pytest.mark.parametrize("text", ["", "{}", '["x"]', "[1]"])
+def test_no_roster(text: str) -> None:
+    with pytest.raises(StoreError, match="'the/key'"):
+        roster_from_json(text, "the/key")
+
+
+def test_errors_name_the_key_they_read() -> None:
+    store = FakeStore()
+    store.set(keys.HEAD, "nonsense")
+    with pytest.raises(StoreError, match=keys.HEAD):
+        store.read_head()
+    store.append(keys.faults(4), "nonsense\n")
+    with pytest.raises(StoreError, match=keys.faults(4)):
+        store.faults_of(4)
+    store.append(keys.dead(4), "nonsense\n")
+    with pytest.raises(StoreError, match=keys.dead(4)):
+        store.deaths_of(4)
+
+
+# Deaths
+
+
+def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
+    """The reporter logs the death, finds that the member has not arrived, and leaves it at that."""
+    store = FakeStore(client="proposer")
+    members = [store.register(slot, "{}") for slot in range(2)]
+    for member in members:
+        store.join_first(member, range(2))
+    view = store.await_first(members[0], range(2), 1.0)
+    assert view is not None
+    store.end_iteration(view.n, FAULT)
+    store.log_append(keys.arrived(view.n), f"{members[0]} 0 2")
+    other = store.clone("other")
+    read: list[str] = []
+
+    def between_the_two_reads(client: str, operation: str, args: Any) -> None:
+        key = args[0][0] if isinstance(args[0], list) else args[0]
+        if client != "proposer" or key not in (keys.arrived(view.n), keys.dead(view.n)) or key in read:
+            return
+        read.append(key)
+        if len(read) == 2:
+            other.log_death(view.n, members[1], None, ends=True)
+            assert members[1] not in other.arrivals_of(view.n)
+            other.log_append(keys.arrived(view.n), f"{members[1]} 1 2")
+
+    store.on_operation(between_the_two_reads)
+    assert store.advance(view, members[0])
+    assert len(read) == 2
+    head = store.read_head()
+    assert head is not None
+    assert store.read_view(head).members == (members[0],)

@@ -1,0 +1,224 @@
+"""The operations that the protocol needs, on every kind of store."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed
+from store_helpers import Background
+from torch.distributed import DistStoreError
+
+from ft_wrapper.store import FileStore, PrefixStore, StoreMixin
+from ft_wrapper.testing import FakeStore
+
+SECOND = timedelta(seconds=1)
+
+
+def expect_timeout(store: StoreMixin, function: object) -> DistStoreError:
+    """Runs something that waits in vain; turns the clock where it is virtual."""
+    waiting = Background(function)  # type: ignore[arg-type]
+    inner = store._inner if isinstance(store, PrefixStore) else store
+    if isinstance(inner, FakeStore):
+        inner.clock.wait_for_sleepers(1)
+        inner.clock.advance(60.0)
+    with pytest.raises(DistStoreError) as caught:
+        waiting.join()
+    return caught.value
+
+
+def test_set_and_get(store: StoreMixin) -> None:
+    store.set("a", "text")
+    store.set("b", b"\x00\xff")
+    store.set("empty", "")
+    assert (store.get("a"), store.get("b"), store.get("empty")) == (b"text", b"\x00\xff", b"")
+    store.set("a", "other")
+    assert store.get("a") == b"other"
+
+
+def test_check(store: StoreMixin) -> None:
+    store.set("a", "1")
+    assert store.check(["a"]) and not store.check(["b"]) and not store.check(["a", "b"])
+
+
+def test_add(store: StoreMixin) -> None:
+    assert [store.add("n", amount) for amount in (1, 5, 0, -2)] == [1, 6, 6, 4]
+    assert int(store.get("n")) == 4
+
+
+def test_append(store: StoreMixin) -> None:
+    for text in ("a", b"b", "c"):
+        store.append("log", text)
+    assert store.get("log") == b"abc"
+
+
+def test_compare_set_writes_what_is_absent_or_expected(store: StoreMixin) -> None:
+    assert store.compare_set("k", "", "1") == b"1"
+    store.compare_set("k", "", "2")
+    assert store.get("k") == b"1"
+    assert store.compare_set("k", "wrong", "2") == b"1"
+    assert store.compare_set("k", "1", "2") == b"2"
+    assert store.get("k") == b"2"
+
+
+def test_failed_compare_set_on_an_absent_key_writes_nothing(store: StoreMixin) -> None:
+    store.compare_set("k", "something", "2")
+    assert not store.check(["k"])
+
+
+def test_delete(store: StoreMixin) -> None:
+    store.set("a", "1")
+    assert store.delete_key("a") is True
+    assert store.delete_key("a") is False
+    assert not store.check(["a"])
+
+
+def test_several_at_once(store: StoreMixin) -> None:
+    store.multi_set(["a", "b"], ["1", b"2"])
+    assert store.multi_get(["b", "a"]) == [b"2", b"1"]
+
+
+def test_number_of_keys(store: StoreMixin) -> None:
+    before = store.num_keys()
+    store.set("a", "1")
+    store.set("b", "1")
+    store.set("a", "2")
+    assert store.num_keys() == before + 2
+
+
+def test_timeout_is_kept(store: StoreMixin) -> None:
+    store.set_timeout(timedelta(seconds=7))
+    assert store.timeout == timedelta(seconds=7)
+
+
+@pytest.mark.parametrize("how", ["set", "add", "append", "multi_set"])
+def test_waiter_is_woken(store: StoreMixin, how: str) -> None:
+    waiter = store.clone()
+    waiting = Background(lambda: waiter.get("k"))
+    write = {
+        "set": lambda: store.set("k", "1"),
+        "add": lambda: store.add("k", 1),
+        "append": lambda: store.append("k", "1"),
+        "multi_set": lambda: store.multi_set(["k"], ["1"]),
+    }[how]
+    write()
+    assert waiting.join() == b"1"
+
+
+def test_wait_for_several(store: StoreMixin) -> None:
+    waiter = store.clone()
+    waiting = Background(lambda: waiter.wait(["a", "b"], timedelta(seconds=20)))
+    store.set("a", "1")
+    store.set("b", "1")
+    assert waiting.join() is None
+
+
+def test_wait_in_vain(store: StoreMixin) -> None:
+    waiter = store.clone()
+    error = expect_timeout(store, lambda: waiter.wait(["the key"], SECOND))
+    assert "the key" in str(error)
+
+
+def test_wait_for_tells_whether_it_came(store: StoreMixin) -> None:
+    assert store.wait_for("k", 0.0) is False
+    store.set("k", "1")
+    assert store.wait_for("k", 0.0) is True
+    assert store.wait_for("k", 5.0) is True
+
+
+def test_clone_sees_the_same_and_can_wait_meanwhile(store: StoreMixin) -> None:
+    waiter = store.clone()
+    waiting = Background(lambda: waiter.get("late"))
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    store.set("late", "2")
+    assert waiting.join() == b"2"
+
+
+def test_logs(store: StoreMixin) -> None:
+    assert store.log_read("log") == []
+    store.log_append("log", "one")
+    store.log_append("log", "two")
+    assert store.log_read("log") == ["one", "two"]
+
+
+def test_try_get(store: StoreMixin) -> None:
+    assert store.try_get("k") is None
+    store.set("k", "v")
+    assert store.try_get("k") == "v"
+
+
+def test_threads_lose_nothing(store: StoreMixin) -> None:
+    clients = [store.clone() for _ in range(4)]
+    start = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        start.wait(20.0)
+        for round_ in range(10):
+            clients[number].add("n", 1)
+            clients[number].log_append("log", f"{number}.{round_}")
+
+    for worker in [Background(lambda number=number: work(number)) for number in range(4)]:  # type: ignore[misc]
+        worker.join()
+    assert store.add("n", 0) == 40
+    assert set(store.log_read("log")) == {f"{number}.{round_}" for number in range(4) for round_ in range(10)}
+
+
+def test_only_one_compare_set_wins(store: StoreMixin) -> None:
+    clients = [store.clone() for _ in range(4)]
+    for worker in [
+        Background(lambda i=i: clients[i].compare_set("head", "", f"mine {i}"))
+        for i in range(4)  # type: ignore[misc]
+    ]:
+        worker.join()
+    assert store.get("head").decode() in {f"mine {number}" for number in range(4)}
+
+
+def test_protocol_on_every_store(store: StoreMixin) -> None:
+    """Two members form, one reports a fault, both go on."""
+    first, second = store, store.clone()
+
+    def live(client: StoreMixin, slot: int) -> tuple[int, int]:
+        member = client.register(slot, "{}")
+        client.join_first(member, range(2))
+        view = client.await_first(member, range(2), 20.0)
+        assert view is not None
+        if slot == 0:
+            client.end_iteration(view.n, "fault")
+        assert client.wait_for_end(view.n, 20.0) == "fault"
+        client.arrive(view, member, slot, 2)
+        following = client.await_next(view, member, timeout=20.0, heartbeat_timeout=10.0)
+        assert following is not None
+        return following[1].n, len(following[1].members)
+
+    other = Background(lambda: live(second, 1))
+    assert live(first, 0) == (1, 2)
+    assert other.join() == (1, 2)
+
+
+def test_prefix_store_is_torchs_and_keeps_iterations_apart() -> None:
+    store = FakeStore()
+    one, two = PrefixStore(1, store), PrefixStore(2, store)
+    assert isinstance(one, torch.distributed.PrefixStore)
+    one.set("k", "1")
+    assert not two.check(["k"])
+    assert one.barrier.__func__ is StoreMixin.barrier  # type: ignore[attr-defined]  # torch has one, too
+    seen_by_torch = torch.distributed.PrefixStore("x", two)
+    seen_by_torch.set("k", "2")
+    assert next(key for key, value in store.snapshot().items() if value == b"2").endswith("user/2/x/k")
+
+
+def test_prefix_store_is_over_with_its_iteration() -> None:
+    store = FakeStore()
+    part = PrefixStore(1, store)
+    assert not part.is_over()
+    store.end_iteration(1, "fault")
+    assert part.is_over() and not PrefixStore(2, store).is_over() and not store.is_over()
+
+
+def test_file_store_of_another_process_sees_the_same(tmp_path: Path) -> None:
+    one, two = FileStore(str(tmp_path / "s")), FileStore(str(tmp_path / "s"))
+    one.set("k", "1")
+    assert two.get("k") == b"1"

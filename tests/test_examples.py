@@ -1,0 +1,253 @@
+"""The examples do what they say, as programs that people run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from ft_wrapper import events
+from ft_wrapper.testing.inject_fault import ENV
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FTRUN = (sys.executable, "-m", "ft_wrapper.run")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+FINAL = re.compile(r"^final weights sha256 [0-9a-f]{64}  loss \d+\.\d+$", re.MULTILINE)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return module
+
+
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end, with its output in one piece."""
+    inherited = {name: value for name, value in os.environ.items() if name not in (ENV, events.ENV)}
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        env={**inherited, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=200)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+# train_lm.py -------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, faults: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    options = ["--active", 3, "--steps", 14, "--checkpoint-every", 4, "--checkpoint-dir", folder]
+    if faults:
+        options += ["--faults", faults]
+    return run(*FTRUN, "--nproc-per-node", 4, EXAMPLES / "train_lm.py", *options, **environment)
+
+
+def test_training_ends_with_the_same_weights_whatever_happens(tmp_path: Path) -> None:
+    clean = train(tmp_path / "clean")
+    assert clean.returncode == 0, clean.stdout
+    # One inside the step, one between two checkpoints, one while a checkpoint is about to be written.
+    faults = "exception:rank=1:step=2,sigkill:rank=0:step=6,exception:rank=0:step=11:where=atomic"
+    path = str(tmp_path / "events")
+    faulty = train(tmp_path / "faulty", faults, **{events.ENV: path})
+    assert faulty.returncode == 0, faulty.stdout
+    records = events.read(path)
+    assert [r["kind"] for r in records if r["event"] == "inject"] == ["exception", "sigkill", "exception"]
+    assert {r["iteration"] for r in records if r["event"] == "enter"} == {0, 1, 2, 3}
+    assert len(FINAL.findall(clean.stdout)) == 1, clean.stdout
+    assert FINAL.findall(clean.stdout) == FINAL.findall(faulty.stdout)
+
+
+def test_training_goes_on_where_another_run_stopped(tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    script = (*FTRUN, "--nproc-per-node", 2, EXAMPLES / "train_lm.py", "--checkpoint-dir")
+    run(*script, halves, "--steps", 5)
+    second = run(*script, halves, "--steps", 9)
+    first = run(*script, whole, "--steps", 9)
+    assert "step    0" in first.stdout
+    assert "step    0" not in second.stdout
+    assert len(FINAL.findall(first.stdout)) == 1, first.stdout
+    assert FINAL.findall(first.stdout) == FINAL.findall(second.stdout)
+
+
+def test_a_malformed_fault_is_refused(tmp_path: Path) -> None:
+    result = run(*FTRUN, EXAMPLES / "train_lm.py", "--checkpoint-dir", tmp_path, "--faults", "sigkil:rank=0")
+    assert result.returncode == 1
+    assert "'sigkil' is not one of" in result.stdout
+
+
+train_lm = load("train_lm")
+
+
+def saved(folder: Path) -> list[str]:
+    return [path.name for path in train_lm.checkpoints(folder)]
+
+
+def test_the_last_checkpoints_are_kept_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for step, iteration in [(5, 0), (90, 1), (90, 2), (100, 10), (100, 9)]:
+        train_lm.save_checkpoint(tmp_path, step, iteration, {"step": step})
+    assert saved(tmp_path) == [
+        "step-100-iteration-10.pt",
+        "step-100-iteration-9.pt",
+        "step-90-iteration-2.pt",
+    ]
+    assert train_lm.newest_readable(tmp_path) == "step-100-iteration-10.pt"
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    assert train_lm.newest_readable(tmp_path) is None
+    train_lm.save_checkpoint(tmp_path, 5, 0, {"step": 5})
+    whole = (tmp_path / "step-5-iteration-0.pt").read_bytes()
+    (tmp_path / "step-10-iteration-0.pt").write_bytes(whole[: len(whole) // 2])
+    assert train_lm.newest_readable(tmp_path) == "step-5-iteration-0.pt"
+
+
+def test_a_write_that_is_cut_short_changes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_lm.save_checkpoint(tmp_path, 5, 0, {"step": 5})
+    before = saved(tmp_path)
+
+    def save(checkpoint: object, file: object) -> None:
+        file.write(b"half")  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", save)
+        with pytest.raises(KeyboardInterrupt):
+            train_lm.save_checkpoint(tmp_path, 10, 0, {"step": 10})
+    assert saved(tmp_path) == before
+    assert len(list(tmp_path.iterdir())) == 2
+    train_lm.save_checkpoint(tmp_path, 10, 1, {"step": 10})
+    assert {path.name for path in tmp_path.iterdir()} == {"step-10-iteration-1.pt", *before}
+
+
+def test_random_numbers_depend_on_seed_step_and_rank_alone() -> None:
+    def numbers(*parts: int) -> tuple[float, ...]:
+        train_lm.seed_everything(*parts)
+        return tuple(torch.rand(3).tolist())
+
+    state = torch.get_rng_state()
+    try:
+        assert numbers(0, 1, 2) == numbers(0, 1, 2)
+        assert (
+            len({numbers(0, 1, 2), numbers(0, 2, 1), numbers(1, 1, 2), numbers(0, 12), numbers(0, 1, 3)}) == 5
+        )
+    finally:
+        torch.set_rng_state(state)
+
+
+# minimal.py --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", [FTRUN, TORCHRUN], ids=["ftrun", "torchrun"])
+def test_minimal_survives_its_fault(launcher: tuple[str, ...]) -> None:
+    result = run(*launcher, "--nproc-per-node", 2, EXAMPLES / "minimal.py")
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("the last sum is 18.0") == 2
+    assert "something broke" in result.stdout
+    assert "restart 1" in result.stdout
+
+
+# demo.py -----------------------------------------------------------------------------------------------
+
+demo = load("demo")
+
+
+def a_run(**changes: object) -> object:
+    fields = {"exitcode": 0, "sha256": "a", "loss": "1", "output": ["said this\n"], "events": []}
+    return demo.Run(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"sha256": "b", "loss": "2"}, "the weights differ: loss 2 with faults, 1 without"),
+        ({"sha256": None}, "did not reach its end"),
+        ({"exitcode": 1}, "ftrun ended with exit code 1"),
+        ({"events": [{"event": "inject"}]}, "1 of 0 faults happened"),
+    ],
+)
+def test_the_demo_fails_when_something_is_wrong(
+    changes: dict[str, object], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo.check(a_run(), a_run(), ())
+    with pytest.raises(SystemExit, match=complaint):
+        demo.check(a_run(**changes), a_run(), ())
+    assert "said this" in capsys.readouterr().out
+
+
+def test_the_demo_says_who_took_over() -> None:
+    def event(name: str, at: float, **fields: object) -> dict[str, object]:
+        return {"event": name, "monotonic": at, "iteration": 0, **fields}
+
+    kill = event("inject", 10.0, kind="sigkill", rank=0, slot=0, step=5)
+    records = [
+        *(event("enter", 1.0, rank=rank, slot=rank) for rank in range(3)),
+        kill,
+        event("end", 10.002),
+        event("end", 10.001),
+        *(event("enter", 10.01 + rank, iteration=1, rank=rank, slot=rank + 1) for rank in range(3)),
+    ]
+    assert demo.describe(kill, records) == (
+        "SIGKILL, rank 0, step 5",
+        "1.0 ms",
+        "2.01 s",
+        "slot 1 is rank 0, spare slot 3 is rank 2",
+    )
+    hang = event("inject", 20.0, kind="sleep", rank=2, slot=3, step=9, iteration=1)
+    assert demo.describe(hang, records)[3] == "nobody"
+    records += [event("end", 23.0, iteration=1)]
+    records += [event("enter", 23.1, iteration=2, rank=rank, slot=rank + 1) for rank in range(3)]
+    assert demo.describe(hang, records)[1:] == ("3.00 s", "3.10 s", "nobody: the same process")
+
+
+@pytest.mark.parametrize("arguments", [("--runs", "0", "--seed", "1"), ("--runs", "2")])
+def test_the_demo_refuses_what_makes_no_sense(arguments: tuple[str, ...]) -> None:
+    result = run(sys.executable, EXAMPLES / "demo.py", *arguments)
+    assert result.returncode == 2
+    assert f"--runs {arguments[1]}" in result.stdout
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_demo_that_is_stopped_leaves_nothing_behind(signum: signal.Signals, tmp_path: Path) -> None:
+    """No folder; and no process, which the check after every test sees."""
+    process = subprocess.Popen(
+        [sys.executable, EXAMPLES / "demo.py"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("  step"):
+                process.send_signal(signum)
+                break
+        process.stdout.read()
+    assert process.returncode == 128 + signum
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(("ft-wrapper", "ftrun"))]

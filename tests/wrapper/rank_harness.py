@@ -1,0 +1,580 @@
+"""Jobs of real rank processes for the tests of the wrapper.
+
+All ranks are forked from one template process that has imported torch and ft_wrapper and runs one thread, so
+that a rank starts in milliseconds. A rank runs a module-level function of a test file, its *body*; it talks
+to the test over a socket of its own (`Rank.say`, `Rank.hear`; `Job.expect`, `Job.tell`), so no test has to
+wait for time to pass. Once the body is through, the rank says what it left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+TIMEOUT = 45.0
+"""Seconds after which a wait of these tests counts as a hang."""
+
+# What every wrapped function of these tests gets unless it says otherwise: nothing times out on a busy
+# machine, and missed events are noticed soon.
+SETTINGS: dict[str, Any] = {
+    "soft_timeout": 20.0,
+    "hard_timeout": 25.0,
+    "barrier_timeout": 30.0,
+    "completion_timeout": 30.0,
+    "heartbeat_timeout": 20.0,
+    "heartbeat_interval": 0.2,
+    "monitor_thread_interval": 0.2,
+    "monitor_process_interval": 0.2,
+    "progress_watchdog_interval": 0.2,
+    "termination_grace_time": 0.5,
+}
+
+_NATIVE = ("pt_gloo_runloop", "gloo_tcp_loop", "pt_tcpstore", "pt_nccl")
+
+
+# ---- in the rank --------------------------------------------------------------------------------------
+
+
+class Rank:
+    """What a body is given."""
+
+    def __init__(self, slot: int, line: socket.socket) -> None:
+        self.slot = slot
+        self._line = line
+        self._unread = b""
+
+    def say(self, event: str, **fields: Any) -> None:
+        """Tells the test something."""
+        self._line.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
+
+    def hear(self) -> str:
+        """Waits until the test says something."""
+        while b"\n" not in self._unread:
+            data = self._line.recv(4096)
+            if not data:
+                raise EOFError("the test is gone")
+            self._unread += data
+        word, _, self._unread = self._unread.partition(b"\n")
+        return word.decode()
+
+    def await_word(self) -> None:
+        """Waits until the test has said something, and leaves it unread: for functions that start again."""
+        if not self._unread and not self._line.recv(1, socket.MSG_PEEK):
+            raise EOFError("the test is gone")
+
+    def hang(self) -> NoReturn:
+        """Lives, and does nothing."""
+        while True:
+            time.sleep(1000)
+
+    def train(self) -> NoReturn:
+        """Makes progress for ever."""
+        while True:
+            time.sleep(0.02)
+
+
+@dataclasses.dataclass
+class Things:
+    """What a process has."""
+
+    threads: list[str]
+    native: list[str]
+    descriptors: dict[int, str]
+    children: list[int]
+    handlers: dict[str, str]
+    environment: dict[str, str]
+    hooks: list[str]
+
+    @classmethod
+    def here(cls) -> Things:
+        """Looks."""
+        gc.collect()
+        native, children = [], []
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+                native.append(Path(task, "comm").read_text().strip())
+                children += [int(pid) for pid in Path(task, "children").read_text().split()]
+        descriptors = {}
+        for entry in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{entry}")
+                if target.startswith(("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")):
+                    descriptors[int(entry)] = target
+        handlers = {str(s): str(signal.getsignal(s)) for s in signal.valid_signals()}
+        status = Path("/proc/self/status").read_text().splitlines()
+        handlers.update(
+            {name: value for name, _, value in (line.partition(":") for line in status) if name[:3] == "Sig"}
+        )
+        for pending in ("SigPnd", "SigQ"):
+            handlers.pop(pending, None)
+        return cls(
+            [thread.name for thread in threading.enumerate()],
+            [name for name in native if name.startswith(_NATIVE)],
+            descriptors,
+            children,
+            handlers,
+            {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"},
+            [str(sys.excepthook), str(threading.excepthook), str(os.getcwd())],
+        )
+
+    def beyond(self, before: Things) -> list[str]:
+        """Says what there is now that was not there, or is gone or changed."""
+        left = []
+        for field in dataclasses.fields(self):
+            now, was = getattr(self, field.name), getattr(before, field.name)
+            if isinstance(now, dict):
+                now, was = sorted(now.items()), sorted(was.items())
+            for thing in now:
+                if thing in was:
+                    was = was[: was.index(thing)] + was[was.index(thing) + 1 :]
+                else:
+                    left.append(f"{field.name}: {thing}")
+            left += [f"{field.name}: no more {thing}" for thing in was]
+        return left
+
+
+def _run_rank(request: dict[str, Any], line: socket.socket) -> None:
+    os.environ.clear()
+    os.environ.update(request["env"])
+    out = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    import torch
+
+    torch.distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # what it keeps for good
+    faulthandler.register(signal.SIGTERM, chain=True)  # what a rank was in that its monitor ended
+    SETTINGS["monitor_process_logfile"] = request["output"].replace("slot-", "monitor-of-slot-")
+    rank = Rank(request["slot"], line)
+    body: Any = importlib.import_module(request["module"])
+    for name in request["body"].split("."):
+        body = getattr(body, name)
+    before = Things.here()
+    try:
+        value = body(rank, *request["args"], **request["kwargs"])
+    except BaseException as error:
+        traceback.print_exc()
+        said = {"error": type(error).__name__, "text": str(error)}
+        left = _left(before, error)
+        rank.say("raised", **said, left=left)
+        raise
+    rank.say("returned", value=value, left=_left(before, None))
+
+
+def _left(before: Things, error: BaseException | None) -> list[str]:
+    while error is not None:  # its frames hold what the test's own body holds
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    return Things.here().beyond(before)
+
+
+# ---- the template -------------------------------------------------------------------------------------
+
+
+def template_main(control_fd: int) -> None:
+    """All of the template process; returns in each rank forked from it."""
+    import pytest  # noqa: F401
+    import torch
+    import torch.distributed
+
+    import ft_wrapper
+    import ft_wrapper.testing.inject_fault  # noqa: F401
+
+    torch.set_num_threads(1)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"the template has {threads} threads; a fork of it may hang")
+    gc.collect()
+    gc.freeze()
+    control = socket.socket(fileno=control_fd)
+    control.send(b"{}")
+    ranks: dict[int, int] = {}  # pidfd: pid
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not control:
+                pidfd = int(key.fd)
+                selector.unregister(pidfd)
+                os.close(pidfd)
+                pid = ranks.pop(pidfd)
+                _, status = os.waitpid(pid, 0)
+                control.send(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+                continue
+            data, fds, _, _ = socket.recv_fds(control, 1 << 18, 1)
+            if not data:
+                for pid in ranks.values():
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                return
+            request = json.loads(data)
+            pid = os.fork()
+            if pid == 0:
+                selector.close()
+                for pidfd in ranks:
+                    os.close(pidfd)
+                control.close()
+                _run_rank(request, socket.socket(fileno=fds[0]))
+                return
+            os.close(fds[0])
+            pidfd = os.pidfd_open(pid)
+            ranks[pidfd] = pid
+            selector.register(pidfd, selectors.EVENT_READ)
+            control.send(json.dumps({"started": pid}).encode())
+
+
+class Template:
+    """The test's handle on the template process."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = (
+            "import sys; sys.path.insert(0, sys.argv[1]); import rank_harness;"
+            "rank_harness.template_main(int(sys.argv[2]))"
+        )
+        directory = str(Path(__file__).parent)
+        self.token = f"ranks-of-{os.getpid()}-{id(self)}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, directory, str(there.fileno()), self.token],
+            pass_fds=[there.fileno()],
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        )
+        there.close()
+        self.control = here
+        self.control.settimeout(TIMEOUT)
+        if not self.control.recv(1 << 10):
+            raise RuntimeError("the template process did not start")
+
+    def start(self, request: dict[str, Any], line: socket.socket) -> None:
+        socket.send_fds(self.control, [json.dumps(request).encode()], [line.fileno()])
+
+    def close(self) -> None:
+        self.control.close()
+        self.process.wait(TIMEOUT)
+
+    def descendants(self) -> list[int]:
+        """All processes forked from the template, ranks and monitors, that live."""
+        found = []
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and int(entry) != self.process.pid:
+                with contextlib.suppress(OSError):
+                    if self.token.encode() in Path("/proc", entry, "cmdline").read_bytes():
+                        found.append(int(entry))
+        return found
+
+
+# ---- the job ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Process:
+    """The test's handle on a rank.
+
+    Args:
+        slot: its RANK at the start.
+        line: the socket to it.
+        output: what it and its log said.
+        pid: its process; 0 until it is known.
+        code: its exit code, minus the signal if one ended it; None while it lives.
+        messages: all that it said.
+    """
+
+    slot: int
+    line: socket.socket
+    output: Path
+    pid: int = 0
+    code: int | None = None
+    messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    unread: bytes = b""
+    expected: int = 0
+
+    def said(self, event: str) -> list[dict[str, Any]]:
+        """What it said of that kind."""
+        return [message for message in self.messages if message["event"] == event]
+
+    @property
+    def value(self) -> Any:
+        """What its body returned."""
+        returned = self.said("returned")
+        assert returned, f"slot {self.slot} did not return but {self.messages[-1:]}, exit code {self.code}"
+        return returned[0]["value"]
+
+    @property
+    def error(self) -> str:
+        """Name of the exception that its body raised."""
+        raised = self.said("raised")
+        assert raised, f"slot {self.slot} did not raise but {self.messages[-1:]}, exit code {self.code}"
+        return str(raised[0]["error"])
+
+    @property
+    def text(self) -> str:
+        """The exception's message."""
+        assert self.error
+        return str(self.said("raised")[0]["text"])
+
+    @property
+    def log(self) -> str:
+        """All that it printed and logged."""
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+
+class Job:
+    """Rank processes of one test."""
+
+    def __init__(self, template: Template, directory: Path) -> None:
+        self.ranks: dict[int, Process] = {}
+        self.store_is_elsewhere = False
+        self._template = template
+        self._directory = directory
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(template.control, selectors.EVENT_READ)
+        self._starting: list[Process] = []
+
+    def start(
+        self,
+        world_size: int,
+        body: Callable[..., Any],
+        *args: Any,
+        env: dict[str, str | None] | None = None,
+        slots: list[int] | None = None,
+        **kwargs: Any,
+    ) -> Job:
+        """Starts ranks.
+
+        Args:
+            world_size: what they are told as WORLD_SIZE.
+            body: the module-level function that they run, with a `Rank` and
+            args: these, as JSON.
+            env: further variables; None removes one.
+            slots: which ranks to start; all when None.
+            kwargs: keyword arguments of the body.
+        """
+        if not hasattr(self, "port"):
+            self.port = free_port()
+        for slot in range(world_size) if slots is None else slots:
+            variables: dict[str, str | None] = {
+                **os.environ,
+                "RANK": str(slot),
+                "LOCAL_RANK": str(slot),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.port),
+                "OMP_NUM_THREADS": "1",
+                **(env or {}),
+            }
+            here, there = socket.socketpair()
+            here.setblocking(False)
+            process = Process(slot, here, self._directory / f"slot-{slot}.log")
+            self.ranks[slot] = process
+            self._starting.append(process)
+            request = {
+                "slot": slot,
+                "module": body.__module__,
+                "body": body.__qualname__,
+                "args": args,
+                "kwargs": kwargs,
+                "env": {name: value for name, value in variables.items() if value is not None},
+                "output": str(process.output),
+            }
+            self._template.start(request, there)
+            there.close()
+            self._selector.register(here, selectors.EVENT_READ, process)
+        return self
+
+    def __getitem__(self, slot: int) -> Process:
+        return self.ranks[slot]
+
+    def tell(self, word: str, *slots: int) -> None:
+        """Says something to some ranks, or to all that live."""
+        for slot in slots or self.ranks:
+            with contextlib.suppress(BrokenPipeError):
+                self.ranks[slot].line.sendall(word.encode() + b"\n")
+
+    def send_signal(self, slot: int, signum: int) -> None:
+        """Sends a signal to a rank."""
+        self._turn_until(lambda: self.ranks[slot].pid != 0, f"the start of slot {slot}")
+        os.kill(self.ranks[slot].pid, signum)
+
+    def expect(self, event: str, *slots: int, **fields: Any) -> list[dict[str, Any]]:
+        """Waits until each of some ranks (all of them, if none are named) says something, and returns it.
+
+        Args:
+            event: what.
+            slots: who.
+            fields: what must be in it.
+        """
+        found = []
+        for slot in slots or list(self.ranks):
+            process = self.ranks[slot]
+
+            def came(process: Process = process) -> bool:
+                for position in range(process.expected, len(process.messages)):
+                    message = process.messages[position]
+                    if message["event"] == event and fields.items() <= message.items():
+                        process.expected = position + 1
+                        return True
+                if process.code is not None:
+                    raise AssertionError(f"slot {slot} ended ({process.code}) without {event} {fields}")  # noqa: B023
+                return False
+
+            self._turn_until(came, f"{event} {fields} of slot {slot}")
+            found.append(process.messages[process.expected - 1])
+        return found
+
+    def wait(self, *, killed: tuple[int, ...] = ()) -> list[Any]:
+        """Waits until all ranks have ended; returns what those returned that are not said to be killed.
+
+        Args:
+            killed: slots that end by a signal and say nothing.
+        """
+        self.wait_for_end()
+        for slot in killed:
+            assert self.ranks[slot].code is not None and self.ranks[slot].code < 0, (slot, self.ranks[slot])
+        return [process.value for slot, process in sorted(self.ranks.items()) if slot not in killed]
+
+    def wait_for_end(self, *slots: int, leftovers: bool = True) -> None:
+        """Waits until ranks (all, if none are named) have ended; nothing may be left behind in them."""
+        for slot in slots or list(self.ranks):
+            process = self.ranks[slot]
+            self._turn_until(lambda process=process: process.code is not None, f"the end of slot {slot}")  # type: ignore[misc]
+            for message in process.messages if leftovers else ():
+                left = message.get("left", [])
+                if slot == 0 and message["event"] == "raised" and not self.store_is_elsewhere:
+                    # The monitor of the first slot hosts the store, which the others need: it stays until
+                    # they are through. `nothing_left_behind` sees whether it goes then.
+                    left = [thing for thing in left if not thing.startswith("children: ")]
+                assert not left, f"slot {slot} left behind {left}"
+
+    def monitors(self) -> dict[int, int]:
+        """The monitor processes that live, by slot."""
+        by_rank = {process.pid: slot for slot, process in self.ranks.items()}
+        found = {}
+        for pid in self._template.descendants():
+            with contextlib.suppress(OSError):
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                if parent in by_rank:
+                    found[by_rank[parent]] = pid
+        return found
+
+    def close(self) -> None:
+        """Ends what still runs, and prints everything, for a test that failed."""
+        ended = all(process.code is not None for process in self.ranks.values())
+        for _ in range(0 if ended else 3):
+            for pid in self._template.descendants():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if not ended:
+            with contextlib.suppress(AssertionError):
+                self._turn_until(
+                    lambda: all(process.code is not None for process in self.ranks.values()), "the end"
+                )
+        for slot, process in sorted(self.ranks.items()):
+            print(f"---- slot {slot}, pid {process.pid}, exit code {process.code}")
+            for message in process.messages:
+                print("   ", json.dumps(message))
+            print(process.log)
+            monitor = process.output.with_name(f"monitor-of-{process.output.name}")
+            if monitor.exists():
+                print(f"---- its monitor\n{monitor.read_text(errors='replace')}")
+            process.line.close()
+        self._selector.close()
+
+    def _turn_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while not condition():
+            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise AssertionError(f"{what} did not come within {TIMEOUT:g} s")
+            # The ranks first: what one said before it ended counts.
+            for key, _ in sorted(ready, key=lambda item: item[0].data is None):
+                if key.data is None:
+                    self._read_template()
+                else:
+                    self._read_rank(key.data)
+
+    def _read_template(self) -> None:
+        message = json.loads(self._template.control.recv(1 << 12))
+        if "started" in message:
+            self._starting.pop(0).pid = message["started"]
+            return
+        for process in self.ranks.values():
+            if process.pid == message["ended"]:
+                self._read_rank(process)
+                process.code = message["code"]
+
+    def _read_rank(self, process: Process) -> None:
+        if process.line not in {key.fileobj for key in self._selector.get_map().values()}:
+            return
+        while True:
+            try:
+                data = process.line.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self._selector.unregister(process.line)
+                break
+            process.unread += data
+        *lines, process.unread = process.unread.split(b"\n")
+        process.messages += [json.loads(line) for line in lines]
+
+
+def free_port() -> int:
+    """A port that is free, as is the one behind it."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("", port + 1))
+            except OSError:
+                continue
+            return int(port)
+
+
+def await_end(pid: int, timeout: float = TIMEOUT) -> None:
+    """Waits until a process that is no child of this one has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            ready, _, _ = select.select([pidfd], [], [], timeout)
+            assert ready, f"process {pid} did not end within {timeout:g} s"
+        finally:
+            os.close(pidfd)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def running(template: Template, directory: Path) -> Iterator[Job]:
+    """A job that is ended with the block."""
+    job = Job(template, directory)
+    try:
+        yield job
+    finally:
+        job.close()

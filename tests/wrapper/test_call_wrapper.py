@@ -1,0 +1,251 @@
+"""What the function can do with its CallWrapper, and wrapped calls that follow each other."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import SETTINGS, Job, Rank, free_port
+
+from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.finalize import Finalize
+from ft_wrapper.state import FrozenState
+from ft_wrapper.store import TCPStore, TCPStoreServer
+
+# ---- atomic
+
+
+class SaysWhenItHasLeft(Finalize):
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        self.rank.say("left")
+        return state
+
+
+def is_atomic(rank: Rank, fails: bool) -> Any:
+    settings = {**SETTINGS, "finalize": SaysWhenItHasLeft(rank)}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> int:
+        n = call_wrapper.iteration
+        if n == 1:
+            return n
+        if rank.slot == 1:
+            assert rank.hear() == "fail"
+            raise ValueError
+        with call_wrapper.atomic():
+            with call_wrapper.atomic():
+                rank.say("inside")
+                assert rank.hear() == "go on"
+            rank.say("outside the inner one")
+            assert rank.hear() == "finish"
+            rank.say("written")
+            if fails:
+                raise KeyError
+        return rank.hang()
+
+    return train()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_atomic_is_not_interrupted_half_way(job: Job, fails: bool) -> None:
+    job.start(2, is_atomic, fails)
+    job.expect("inside", 0)
+    job.tell("fail", 1)
+    job.expect("left", 1)
+    job.tell("go on", 0)
+    job.expect("outside the inner one", 0)
+    job.tell("finish", 0)
+    job.expect("written", 0)
+    job.expect("left", 0)
+    assert job.wait() == [1, 1]
+
+
+# ---- hang protection and ping
+
+
+def is_unprotected(rank: Rank) -> Any:
+    settings = {**SETTINGS, "soft_timeout": 1.0, "hard_timeout": 2.0}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> int:
+        if rank.slot == 0:
+            with call_wrapper.disable_hang_protection(), call_wrapper.disable_hang_protection():
+                time.sleep(3.0)  # a hang, were it not announced
+            return call_wrapper.iteration
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:
+            time.sleep(0.02)
+        return call_wrapper.iteration
+
+    return train()
+
+
+def test_hang_protection_can_be_suspended(job: Job) -> None:
+    job.start(2, is_unprotected)
+    assert job.wait() == [0, 0]
+
+
+def stops_pinging(rank: Rank) -> Any:
+    settings = {**SETTINGS, "soft_timeout": 1.5}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        if call_wrapper.iteration == 0:
+            call_wrapper.ping()
+            rank.train()  # runs bytecode, but makes no progress of its own
+        if call_wrapper.iteration == 1:
+            until = time.monotonic() + 3.0
+            while time.monotonic() < until:
+                call_wrapper.ping()
+                time.sleep(0.02)
+        return [call_wrapper.iteration, [r.interruption.name for r in call_wrapper.faults]]
+
+    return train()
+
+
+def test_who_stops_pinging_is_restarted(job: Job) -> None:
+    job.start(1, stops_pinging)
+    assert job.wait() == [[1, ["SOFT_TIMEOUT"]]]
+
+
+# ---- numbers and faults
+
+
+def counts(rank: Rank, use_global_iteration: bool) -> Any:
+    settings = {**SETTINGS, "use_global_iteration": use_global_iteration}
+    seen: list[int] = []
+    kinds: list[Any] = []
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper, faults: int) -> None:
+        first = not seen or len(seen) == 3
+        seen.append(call_wrapper.iteration)
+        assert call_wrapper.state.iteration == seen[-1]
+        kinds.append([[record.rank, record.interruption.name] for record in call_wrapper.faults])
+        if first:
+            entered.append(seen[-1])
+        if seen[-1] - entered[-1] < faults:
+            if os.environ["RANK"] == "1":
+                raise ValueError
+            rank.hang()
+
+    entered: list[int] = []
+    train(faults=2)
+    train(faults=1)
+    return [seen, kinds]
+
+
+@pytest.mark.parametrize("use_global_iteration", [False, True])
+@pytest.mark.parametrize("announced", [False, True])
+def test_the_numbers_of_the_iterations(job: Job, use_global_iteration: bool, announced: bool) -> None:
+    env = {}
+    server = None
+    if announced:
+        server = TCPStoreServer(0)
+        env = {"FT_WRAPPER_STORE": f"127.0.0.1:{server.port}"}
+        job.store_is_elsewhere = True
+    job.start(2, counts, use_global_iteration, env=env)
+    values = job.wait()
+    if server is not None:
+        server.close()
+    # Without a launcher's store each call has a store, and a life of it, of its own.
+    expected = [0, 1, 2, 3, 4] if use_global_iteration and announced else [0, 1, 2, 0, 1]
+    fault = [[1, "EXCEPTION"]]
+    assert values == [[expected, [[], fault, fault, [], fault]]] * 2
+
+
+def is_called_again_by_the_survivors(rank: Rank) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper, dies: int) -> list[int]:
+        if call_wrapper.iteration == 0 and dies >= 0:
+            if rank.slot == dies:
+                os._exit(9)
+            rank.train()
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return [call_wrapper.iteration, int(os.environ["RANK"]), int(total.item())]
+
+    return [train(1), train(-1), train(0), train(-1)]
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_calls_follow_each_other_without_the_lost_ranks(job: Job, announced: bool) -> None:
+    env = {}
+    server = None
+    if announced:
+        server = TCPStoreServer(0)
+        env = {"FT_WRAPPER_STORE": f"127.0.0.1:{server.port}"}
+        job.store_is_elsewhere = True
+    job.start(4, is_called_again_by_the_survivors, env=env)
+    job.wait_for_end()
+    if server is not None:
+        server.close()
+    for rank, slot in enumerate((2, 3)):
+        assert job[slot].value == [[1, rank + 1, 3], [0, rank + 1, 3], [1, rank, 2], [0, rank, 2]]
+
+
+def keeps_a_key(rank: Rank) -> Any:
+    store = TCPStore(os.environ["STORE_HOST"], int(os.environ["STORE_PORT"]))
+    assert store.add("users own", 1) == 1
+    store.close()
+
+    @Wrapper(**SETTINGS, store_kwargs={"host_name": "127.0.0.1", "port": int(os.environ["OWN_PORT"])})
+    def train(call_wrapper: CallWrapper) -> int:
+        return call_wrapper.iteration
+
+    return train()
+
+
+def test_the_store_of_store_kwargs_is_hosted_where_they_say(job: Job) -> None:
+    server = TCPStoreServer(0)
+    port = free_port()
+    env = {"STORE_HOST": "127.0.0.1", "STORE_PORT": str(server.port), "OWN_PORT": str(port)}
+    job.start(1, keeps_a_key, env={**env, "MASTER_PORT": None, "MASTER_ADDR": None})
+    try:
+        assert job.wait() == [0]
+    finally:
+        server.close()
+
+
+# ---- outside the main thread
+
+
+def runs_in_a_thread(rank: Rank) -> Any:
+    settings = {**SETTINGS, "soft_timeout": 2.0, "hard_timeout": 4.0}
+    results: list[Any] = []
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        n = call_wrapper.iteration
+        rank.say("in", n=n)
+        if n == 0:
+            if rank.slot == 1:
+                assert rank.hear() == "fail"
+                raise ValueError
+            rank.train()
+        if n == 1:
+            until = time.monotonic() + 3.0
+            while time.monotonic() < until:  # longer than soft_timeout: the main thread only waits
+                time.sleep(0.02)
+        return [n, threading.current_thread() is threading.main_thread()]
+
+    thread = threading.Thread(target=lambda: results.append(train()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_the_function_may_run_outside_the_main_thread(job: Job) -> None:
+    job.start(2, runs_in_a_thread)
+    job.expect("in", n=0)
+    job.tell("fail", 1)
+    assert job.wait() == [[1, False], [1, False]]

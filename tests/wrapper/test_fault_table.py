@@ -1,0 +1,197 @@
+"""Every kind of fault is noticed by whom it must be, and the others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from rank_harness import SETTINGS, Job, Rank, await_end
+
+from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.testing.inject_fault import Fault, inject_fault
+
+
+def kinds_of(call_wrapper: CallWrapper) -> list[Any]:
+    return [[record.rank, record.interruption.name] for record in call_wrapper.faults]
+
+
+# ---- the death of a process
+
+
+def dies(rank: Rank, kind: str, victim: int) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        if call_wrapper.iteration == 0:
+            if rank.slot == victim:
+                assert rank.hear() == "die"
+                inject_fault(Fault(kind))
+            rank.say("in")
+            rank.train()
+        return [os.getpid(), os.environ["RANK"], os.environ["WORLD_SIZE"], kinds_of(call_wrapper)]
+
+    return train()
+
+
+DEATHS = {"sigkill": -9, "exit": 1, "sigterm": -15, "segfault": -11, "abort": -6}
+
+
+@pytest.mark.parametrize(("kind", "victim"), [*((kind, 1) for kind in DEATHS), ("sigkill", 0)])
+def test_a_dead_process_is_gone_on_without(job: Job, kind: str, victim: int) -> None:
+    job.start(3, dies, kind, victim)
+    others = [slot for slot in range(3) if slot != victim]
+    job.expect("in", *others)
+    job.tell("die", victim)
+    job.wait_for_end()
+    assert job[victim].code == DEATHS[kind]
+    faults = [[victim, "TERMINATED"]]
+    assert [job[slot].value for slot in others] == [
+        [job[slot].pid, str(rank), "2", faults] for rank, slot in enumerate(others)
+    ]
+
+
+def goes_on_alone(rank: Rank) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        rank.say("in", world=os.environ["WORLD_SIZE"])
+        if os.environ["WORLD_SIZE"] == "1":
+            return [call_wrapper.iteration, os.environ["RANK"]]
+        return rank.hang()
+
+    return train()
+
+
+def test_the_last_rank_goes_on_alone(job: Job) -> None:
+    job.start(3, goes_on_alone)
+    job.expect("in", world="3")
+    job.send_signal(0, signal.SIGKILL)
+    job.expect("in", 1, 2, world="2")
+    job.send_signal(1, signal.SIGKILL)
+    assert job.wait(killed=(0, 1)) == [[2, "0"]]
+
+
+# ---- no progress
+
+
+def stands_still(rank: Rank, where: str) -> Any:
+    settings = {**SETTINGS, "soft_timeout": 1.5}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        if call_wrapper.iteration == 0:
+            if rank.slot == 1:
+                if where == "collective":
+                    inject_fault(Fault.COLLECTIVE)
+                rank.hang()
+            rank.train()
+        return [os.getpid(), os.environ["RANK"], os.environ["WORLD_SIZE"], kinds_of(call_wrapper)]
+
+    return train()
+
+
+@pytest.mark.parametrize("where", ["sleep", "collective"])
+def test_no_progress_for_soft_timeout_restarts_everybody_in_their_processes(job: Job, where: str) -> None:
+    job.start(2, stands_still, where)
+    values = job.wait()
+    assert [value[:3] for value in values] == [[job[0].pid, "0", "2"], [job[1].pid, "1", "2"]]
+    assert values[0][3][0] == [1, "SOFT_TIMEOUT"]
+
+
+# ---- host or network lost
+
+
+def is_cut_off(rank: Rank) -> Any:
+    settings = {**SETTINGS, "heartbeat_timeout": 3.0}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        rank.say("in", n=call_wrapper.iteration)
+        if call_wrapper.iteration == 0:
+            rank.train()
+        assert rank.hear() == "finish"
+        return [record.interruption.name for record in call_wrapper.faults]
+
+    return train()
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_silent_rank_is_gone_on_without(job: Job, resumed: bool) -> None:
+    job.start(3, is_cut_off)
+    job.expect("in", n=0)
+    monitor = job.monitors()[2]
+    for pid in (monitor, job[2].pid):
+        os.kill(pid, signal.SIGSTOP if resumed else signal.SIGKILL)
+    job.expect("in", 0, 1, n=1)
+    if resumed:
+        assert job[2].code is None
+        for pid in (job[2].pid, monitor):
+            os.kill(pid, signal.SIGCONT)
+        job.wait_for_end(2)
+        assert job[2].error == "RankDiscarded"
+        await_end(monitor)
+    job.tell("finish", 0, 1)
+    job.wait_for_end()
+    assert job[0].value == job[1].value == ["UNRESPONSIVE"]
+
+
+# ---- the monitor process itself
+
+
+def loses_its_monitor(rank: Rank) -> Any:
+    settings = {**SETTINGS, "soft_timeout": 1.5, "hard_timeout": 3.0, "heartbeat_timeout": 3.0}
+    settings.update(barrier_timeout=5.0)
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        if call_wrapper.iteration == 0:
+            rank.say("in")
+            rank.train()
+        return kinds_of(call_wrapper)
+
+    return train()
+
+
+def test_a_rank_without_its_monitor_leaves(job: Job) -> None:
+    job.start(3, loses_its_monitor)
+    job.expect("in")
+    os.kill(job.monitors()[1], signal.SIGKILL)
+    job.wait_for_end()
+    assert job[1].error == "InternalError"
+    assert "monitor process ended" in job[1].text
+    assert job[0].value == job[2].value == [[1, "MONITOR_PROCESS_EXCEPTION"]]
+
+
+def test_without_the_monitor_that_hosts_the_store_all_ranks_say_so(job: Job) -> None:
+    job.start(2, loses_its_monitor)
+    job.expect("in")
+    os.kill(job.monitors()[0], signal.SIGKILL)
+    job.wait_for_end()
+    assert {job[0].error, job[1].error} <= {"StoreError", "InternalError"}
+    assert job[1].error == "StoreError"
+    assert f"127.0.0.1:{job.port + 1}" in job[1].text
+
+
+# ---- a spare
+
+
+def has_a_spare(rank: Rank) -> Any:
+    settings = {**SETTINGS, "active_world_size": 2}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> int:
+        rank.say("in")
+        assert rank.hear() == "finish"
+        return call_wrapper.iteration
+
+    return train()
+
+
+def test_the_death_of_a_spare_ends_nothing(job: Job) -> None:
+    job.start(3, has_a_spare)
+    job.expect("in", 0, 1)
+    monitor = job.monitors()[2]
+    job.send_signal(2, signal.SIGKILL)
+    await_end(monitor)  # it has told the others
+    job.tell("finish", 0, 1)
+    assert job.wait(killed=(2,)) == [0, 0]

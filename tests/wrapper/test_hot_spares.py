@@ -1,0 +1,216 @@
+"""Hot spares: they wait at no cost, take over, and return None."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_harness import SETTINGS, Job, Rank, cpu_seconds
+
+from ft_wrapper import CallWrapper, FrozenState, Wrapper
+from ft_wrapper.finalize import Finalize
+from ft_wrapper.initialize import Initialize
+
+
+class SaysItsState(Initialize):
+    """Says what the rank is at the begin of each iteration."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        self.rank.say(
+            "state",
+            mode=state.mode.name,
+            n=state.iteration,
+            rank=state.rank,
+            world=state.world_size,
+            active_rank=state.active_rank,
+            active_world=state.active_world_size,
+            initial_rank=state.initial_rank,
+            initial_world=state.initial_world_size,
+        )
+        return state
+
+
+# ---- waiting
+
+
+def is_spared(rank: Rank) -> Any:
+    settings = {**SETTINGS, "active_world_size": 1, "initialize": SaysItsState(rank)}
+
+    @Wrapper(**settings)
+    def train() -> str:
+        rank.say("in")
+        assert rank.hear() == "work"
+        until = time.process_time() + 1.0
+        while time.process_time() < until:
+            torch.ones(100).sum()
+        rank.say("worked")
+        assert rank.hear() == "finish"
+        return "trained"
+
+    return train()
+
+
+def test_a_spare_waits_at_no_cost_and_returns_none(job: Job) -> None:
+    job.start(2, is_spared)
+    job.expect("in", 0)
+    [state] = job.expect("state", 1, mode="INACTIVE")
+    assert (state["rank"], state["world"], state["active_rank"], state["active_world"]) == (1, 2, None, 1)
+    spare = (job[1].pid, job.monitors()[1])
+    before = [cpu_seconds(pid) for pid in spare]
+    job.tell("work", 0)
+    job.expect("worked", 0)
+    used = [cpu_seconds(pid) - was for pid, was in zip(spare, before, strict=True)]
+    # While the rank used a whole second.
+    assert max(used) <= 0.2, used
+    job.tell("finish", 0)
+    assert job.wait() == ["trained", None]
+    assert not job[1].said("in")
+
+
+# ---- taking over
+
+
+def trains_until(rank: Rank, last: int, active: int) -> Any:
+    settings = {**SETTINGS, "active_world_size": active, "initialize": SaysItsState(rank)}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        rank.say("in", n=call_wrapper.iteration)
+        while call_wrapper.iteration < last:
+            dist.all_reduce(torch.ones(1))
+        return [call_wrapper.iteration, int(os.environ["RANK"]), int(total.item())]
+
+    return train()
+
+
+def test_a_spare_takes_the_place_of_rank_0_and_another_one_that_of_the_next(job: Job) -> None:
+    job.start(4, trains_until, 2, 2)
+    job.expect("in", 0, 1, n=0)
+    job.send_signal(0, signal.SIGKILL)
+    job.expect("in", 1, 2, n=1)
+    job.send_signal(1, signal.SIGKILL)
+    job.expect("in", 2, 3, n=2)
+    assert job.wait(killed=(0, 1)) == [[2, 0, 2], [2, 1, 2]]
+    modes = [
+        [
+            (m["mode"], m["rank"], m["world"], m["active_rank"], m["active_world"])
+            for m in job[s].said("state")
+        ]
+        for s in (2, 3)
+    ]
+    assert modes == [
+        [("INACTIVE", 2, 4, None, 2), ("ACTIVE", 1, 3, 1, 2), ("ACTIVE", 0, 2, 0, 2)],
+        [("INACTIVE", 3, 4, None, 2), ("INACTIVE", 2, 3, None, 2), ("ACTIVE", 1, 2, 1, 2)],
+    ]
+    assert {(m["initial_rank"], m["initial_world"]) for m in job[3].said("state")} == {(3, 4)}
+
+
+def test_the_log_says_in_one_line_what_happened(job: Job) -> None:
+    job.start(3, trains_until, 1, 2)
+    job.expect("in", 0, 1, n=0)
+    job.send_signal(0, signal.SIGKILL)
+    job.wait(killed=(0,))
+    lines = [line for slot in range(3) for line in job[slot].log.splitlines() if line.startswith("restart")]
+    [line] = lines
+    assert line.startswith(f"restart 1: rank 0 (slot 0 on {os.uname().nodename} pid {job[0].pid}) died")
+    assert "; spare slot 2 took over as rank 1; 2 active + 0 spare ranks, back in " in line
+
+
+def test_two_ranks_killed_at_once(job: Job) -> None:
+    job.start(5, trains_until, 1, 3)
+    job.expect("in", 0, 1, 2, n=0)
+    job.send_signal(2, signal.SIGSTOP)  # so that one death alone cannot be gone on from
+    job.send_signal(0, signal.SIGKILL)
+    job.send_signal(1, signal.SIGKILL)
+    job.send_signal(2, signal.SIGCONT)
+    values = job.wait(killed=(0, 1))
+    assert [value[1:] for value in values] == [[0, 3], [1, 3], [2, 3]]
+    assert values[0][0] in (1, 2)  # by the processes' speed they go in one restart or in two
+
+
+def finishes_and_dies(rank: Rank, active: int) -> Any:
+    settings = {**SETTINGS, "active_world_size": active}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> str:
+        rank.say("in")
+        word = rank.hear()
+        return f"{word} {os.environ['RANK']}"
+
+    return train()
+
+
+def test_a_rank_that_finished_starts_again_when_another_one_dies(job: Job) -> None:
+    job.start(3, finishes_and_dies, 2)
+    job.expect("in", 0, 1)
+    job.tell("first", 0)
+    job.send_signal(1, signal.SIGKILL)
+    job.expect("in", 0, 2)
+    job.tell("second", 0, 2)
+    assert job.wait(killed=(1,)) == ["second 0", "second 1"]
+
+
+# ---- deaths while the others restart
+
+
+class Dies(Initialize, Finalize):
+    """Kills the process at one place."""
+
+    def __init__(self, rank: Rank, when: str, here: bool) -> None:
+        self.rank, self.when, self.here = rank, when, here
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        if self.here and (self.when == "finalize" or state.iteration == 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return state
+
+
+def dies_while_restarting(rank: Rank, when: str, victims: list[int]) -> Any:
+    settings = {**SETTINGS, "active_world_size": 2, when: Dies(rank, when, rank.slot in victims)}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        if call_wrapper.iteration == 0:
+            if rank.slot == 1:
+                raise ValueError
+            rank.hang()
+        rank.await_word()
+        return [int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])]
+
+    return train()
+
+
+def check_survivors(job: Job, when: str, victims: list[int]) -> None:
+    job.start(4, dies_while_restarting, when, victims)
+    for slot in victims:
+        job.wait_for_end(slot)
+    job.tell("finish", *(slot for slot in range(4) if slot not in victims))
+    values = job.wait(killed=tuple(victims))
+    assert values[:2] == [[0, 2], [1, 2]]
+    assert values[2:] == [None] * (2 - len(victims))
+
+
+def test_a_rank_dies_leaving_the_iteration(job: Job) -> None:
+    check_survivors(job, "finalize", [0])
+
+
+def test_a_spare_and_a_rank_die_leaving_the_iteration(job: Job) -> None:
+    check_survivors(job, "finalize", [1, 3])
+
+
+def test_a_rank_dies_entering_the_next_iteration(job: Job) -> None:
+    check_survivors(job, "initialize", [0])
+
+
+def test_a_spare_and_a_rank_die_entering_the_next_iteration(job: Job) -> None:
+    check_survivors(job, "initialize", [0, 2])
