@@ -1,0 +1,268 @@
+"""Trains a small language model through faults: a byte-level transformer under DistributedDataParallel.
+
+    ftrun --nproc-per-node 4 examples/train_lm.py --active 3
+
+The text is what every machine with Python has: the sources of the standard library. Three things make a
+run end with the same weights, bit for bit, whatever happened on the way:
+
+- A checkpoint is there as a whole or not at all, and every entry of ``train`` resumes from the newest one.
+- Which data a step sees, and every random number in it, depends on the seed, the step and the rank only.
+- As many ranks train after a fault as before it (``--active``); a spare takes a lost rank's place.
+"""
+
+import argparse
+import hashlib
+import logging
+import os
+import random
+import re
+import sysconfig
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ft_wrapper import CallWrapper, Wrapper
+
+TEXT_BYTES = 2_000_000
+CONTEXT = 64  # bytes that the model sees
+WIDTH = 64
+HEADS = 4
+LAYERS = 2
+
+
+def load_text() -> Tensor:
+    """Returns the first bytes of Python's own sources: the same on every rank."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= TEXT_BYTES:
+            break
+    if len(text) <= CONTEXT:
+        raise SystemExit(f"there are no Python sources in {folder} to train on")
+    return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8).long()
+
+
+class Block(nn.Module):
+    """Attention over the bytes so far, then a two-layer network, each added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(batch, length, WIDTH)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.positions = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
+        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.bytes(x) + self.positions)))
+
+
+def loss_of(model: nn.Module, text: Tensor, batch_size: int, device: torch.device) -> Tensor:
+    """Returns the loss on a batch drawn from the text with torch's global random numbers."""
+    starts = torch.randint(len(text) - CONTEXT, (batch_size, 1))
+    batch = text[starts + torch.arange(CONTEXT + 1)].to(device)
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def seed_everything(*parts: object) -> None:
+    """Makes all random numbers that follow depend on these parts alone, and not on what came before."""
+    torch.manual_seed(random.Random(repr(parts)).getrandbits(63))
+
+
+# A checkpoint's name is its step and the restart iteration that wrote it. The iteration is a fencing token: a
+# rank that was given up for dead, and yet lives and writes, cannot touch the file of its successor.
+CHECKPOINT = re.compile(r"step-(\d+)-iteration-(\d+)\.pt")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Returns the checkpoints of a folder, the newest step first."""
+    found = {path: CHECKPOINT.fullmatch(path.name) for path in folder.glob("step-*.pt")}
+    numbers = {path: (int(match[1]), int(match[2])) for path, match in found.items() if match}
+    return sorted(numbers, key=lambda path: numbers[path], reverse=True)
+
+
+def save_checkpoint(folder: Path, step: int, iteration: int, checkpoint: dict, keep: int = 3) -> None:
+    """Writes a checkpoint that is either there as a whole or not at all, then removes old ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step}-iteration-{iteration}.pt"
+    for unfinished in folder.glob("step-*.tmp"):  # of a writer that was killed
+        unfinished.unlink(missing_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    with open(unfinished, "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())  # the data first,
+    os.replace(unfinished, path)  # then the name
+    for old in checkpoints(folder)[keep:]:
+        old.unlink(missing_ok=True)
+
+
+def newest_readable(folder: Path) -> str | None:
+    """Returns the name of the newest checkpoint that can be read."""
+    for path in checkpoints(folder):
+        try:
+            torch.load(path, weights_only=True)
+        except Exception as error:  # whatever a damaged file leads to: take the one before
+            print(f"{path} cannot be read: {error}", flush=True)
+        else:
+            return path.name
+    return None
+
+
+def load_checkpoint(folder: Path) -> dict | None:
+    """Loads, on every rank, the checkpoint that rank 0 finds to be the newest; None if there is none."""
+    choice = [newest_readable(folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(choice)
+    return torch.load(folder / choice[0], weights_only=True) if choice[0] else None
+
+
+def no_fault(where: str, **place: int) -> None:
+    """What happens where a fault could be injected, as long as nobody asks for one."""
+
+
+def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper = None):
+    """Trains from the newest checkpoint on. Entered again, with the same arguments, after every fault.
+
+    Args:
+        args: the command line's.
+        inject: called where a fault can be injected.
+        call_wrapper: filled in by the wrapper.
+
+    Returns:
+        On rank 0 the checksum of the final weights and their loss; elsewhere None.
+    """
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, iteration = dist.get_rank(), call_wrapper.iteration
+    place = {"rank": rank, "slot": call_wrapper.state.initial_rank, "iteration": iteration}
+
+    text = load_text()
+    seed_everything(args.seed)
+    model = LanguageModel().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first_step = 0
+    checkpoint = load_checkpoint(args.checkpoint_dir)
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        first_step = checkpoint["step"]
+
+    ddp = DistributedDataParallel(model)
+    # DDP orders its buckets by the first backward pass, and the order of a sum decides its last bit. With a
+    # pass that does not count, the first step of each entry is summed like every other.
+    loss_of(ddp, text, args.batch_size, device).backward()
+
+    for step in range(first_step, args.steps):
+        call_wrapper.ping()
+        inject("step", step=step, **place)
+        seed_everything(args.seed, step, rank)
+        optimizer.zero_grad()
+        loss = loss_of(ddp, text, args.batch_size, device)
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and step % 10 == 0:
+            print(f"step {step:4}  loss {loss.item():.4f}", flush=True)
+
+        if rank == 0 and ((step + 1) % args.checkpoint_every == 0 or step + 1 == args.steps):
+            checkpoint = {
+                "step": step + 1,
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
+            with call_wrapper.atomic():
+                inject("atomic", step=step, **place)
+                save_checkpoint(args.checkpoint_dir, step + 1, iteration, checkpoint)
+
+    if rank != 0:
+        return None
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.cpu().numpy().tobytes())
+    seed_everything(args.seed, "evaluation")
+    with torch.no_grad():
+        loss = loss_of(model.eval(), text, 64, device)
+    return digest.hexdigest(), loss.item()
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=60, help="steps to train in all, those before a restart included")
+    add("--batch-size", type=int, default=8, help="sequences per rank and step")
+    add("--seed", type=int, default=0, help="decides the weights, the data and all random numbers")
+    add("--checkpoint-dir", type=Path, default=Path("checkpoints"), help="folder that all ranks share")
+    add("--checkpoint-every", type=int, default=5, help="steps from one checkpoint to the next")
+    add("--active", type=int, help="ranks that train; the others are hot spares (default: all train)")
+    add("--soft-timeout", type=float, default=60, help="seconds without progress until all restart")
+    add("--hard-timeout", type=float, default=90, help="seconds without progress until a rank is killed")
+    add("--faults", default=os.environ.get("FT_WRAPPER_FAULTS"), help="such as exception:rank=1:step=10")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Trains under the wrapper, and prints what came out on one rank."""
+    args = parse_args()
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.INFO)
+    # The same sums in the same order on every run.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+
+    inject, plugins = no_fault, {}
+    if args.faults:
+        from ft_wrapper.testing.inject_fault import (
+            InjectFinalize,
+            InjectInitialize,
+            Injector,
+            parse_faults,
+        )
+
+        injector = Injector(parse_faults(args.faults), fired_dir=args.checkpoint_dir / "faults")
+        inject = injector.check
+        plugins = {"initialize": InjectInitialize(injector), "finalize": InjectFinalize(injector)}
+
+    wrapped = Wrapper(
+        active_world_size=args.active,
+        soft_timeout=args.soft_timeout,
+        hard_timeout=args.hard_timeout,
+        use_global_iteration=True,
+        **plugins,
+    )(train)
+    result = wrapped(args, inject)
+    if result:
+        print(f"final weights sha256 {result[0]}  loss {result[1]:.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
