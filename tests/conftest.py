@@ -27,7 +27,8 @@ import psutil
 import pytest
 
 MARK = "FT_WRAPPER_TEST_RUN"
-GRACE = 5.0
+# Longer than termination_grace_time, for which a monitor tries to reach a store that ended with its job.
+GRACE = 15.0
 SHARED_MEMORY = Path("/dev/shm")
 
 # Helpers that Python keeps until its own end.
