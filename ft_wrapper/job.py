@@ -8,15 +8,39 @@ import logging
 import os
 import socket
 import traceback
+from collections.abc import Callable
 
 from . import events
 from .attribution import Interruption
 from .exception import RestartError
 from .monitor.death import await_others, report_death
 from .rank_assignment import RankDiscarded
-from .store import Decision, Fault, Member, StoreMixin, View
+from .store import Decision, Entry, Fault, JoinTerms, Member, StoreMixin, View
 
 log = logging.getLogger(__name__)
+
+FORMATION_SIZE_ENV = "FT_WRAPPER_FORMATION_SIZE"
+
+
+def formation_size(world_size: int) -> int:
+    """The number of ranks that the job begins with: its slots are 0 to one less.
+
+    Args:
+        world_size: WORLD_SIZE. It counts unless FT_WRAPPER_FORMATION_SIZE is set, which says how many of them
+            the job began with.
+
+    Raises:
+        ValueError: FT_WRAPPER_FORMATION_SIZE is no number from 1 to ``world_size``.
+    """
+    text = os.environ.get(FORMATION_SIZE_ENV)
+    if text is None:
+        return world_size
+    if not text.isdecimal() or not 1 <= int(text) <= world_size:
+        raise ValueError(
+            f"environment variable {FORMATION_SIZE_ENV}={text!r} must be an integer in 1..{world_size}, "
+            f"because WORLD_SIZE={world_size}: the number of ranks that the job began with; remove it otherwise"
+        )
+    return int(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +52,20 @@ class Patience:
         heartbeat: until a missing one counts as silent.
         completion: for the others to finish, once this one has.
         min_world_size: fewer members than this do not go on.
+        on_join: what a process that joins a running job causes, see `JoinTerms`.
+        join_window: for further joins, before one ends the iteration that is on.
+        rejoin_wait: in a restart, for replacements that were announced.
+        admits: whether a process may join a running job: only where iteration numbers are global.
     """
 
     barrier: float
     heartbeat: float
     completion: float
     min_world_size: int
+    on_join: str = "degraded"
+    join_window: float = 1.0
+    rejoin_wait: float = 2.0
+    admits: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +73,18 @@ class Remembered:
     """What a process remembers of its last wrapped call, for the next one on the same store.
 
     Args:
-        member: who it was.
+        call: number of the next call.
+        member: who it was; None if the call had completed before it came.
         view: the iteration that ended well.
         rank: its rank there.
         world_size: number of ranks there.
     """
 
-    member: Member
-    view: View
-    rank: int
-    world_size: int
+    call: int
+    member: Member | None = None
+    view: View | None = None
+    rank: int = 0
+    world_size: int = 0
 
 
 class Job:
@@ -61,45 +95,81 @@ class Job:
         slot: the initial rank.
         slots: the slots that the job begins with.
         patience: how long to wait for the others.
+        call: number of the wrapped call.
+        terms: function and settings of the call, which must be the same on all ranks.
+
+    Attributes:
+        on_member: told whenever this process takes another incarnation of its slot, before it joins with it.
     """
 
-    def __init__(self, store: StoreMixin, slot: int, slots: list[int], patience: Patience) -> None:
+    def __init__(
+        self,
+        store: StoreMixin,
+        slot: int,
+        slots: list[int],
+        patience: Patience,
+        call: int = 0,
+        terms: dict[str, object] | None = None,
+    ) -> None:
         self.store = store
         self.slot = slot
         self.slots = slots
+        self.call = call
         self.host = socket.gethostname()
         self.member: Member
         self.view: View
         self.decision: Decision
+        self.on_member: Callable[[Member], None] | None = None
         self._patience = patience
+        self._terms = terms or {}
 
     def register(self) -> None:
         """Takes the slot: this process is its next incarnation.
 
         Raises:
-            RankDiscarded: the job is on already.
+            RankDiscarded: the job is on already, and nobody may join it.
+            ValueError: its function or settings differ from the job's; says which.
         """
+        if not self._patience.admits and self.store.read_head() is not None:
+            raise self._refused()
+        self.check_terms()
         self.member = self.store.register(self.slot, json.dumps({"host": self.host, "pid": os.getpid()}))
-        if self.store.read_head() is not None:
-            raise RankDiscarded(
-                f"slot {self.slot} came as {self.member} when the job was already on; a process that is "
-                "started again cannot join a running job yet: start the whole job again"
-            )
+        if self.on_member is not None:
+            self.on_member(self.member)
 
-    def form(self) -> None:
-        """Takes part in the job's first decision.
+    def check_terms(self) -> None:
+        """Checks that function and settings are the job's.
 
         Raises:
-            TimeoutError: not all slots joined in time.
-            RankDiscarded: another process holds the slot.
+            ValueError: they are not; says which.
         """
-        smallest = self._patience.min_world_size
-        self.store.join_first(self.member, self.slots, smallest)
-        view = self.store.await_first(self.member, self.slots, self._patience.barrier, smallest)
-        if view is None:
-            raise RankDiscarded(f"another process holds slot {self.slot} of this job")
-        assert view.head is not None
-        self.view, self.decision = view, self.store.read_decision(view.head)
+        different = self.store.agree_on_terms(self.call, self._terms)
+        if different:
+            raise ValueError(
+                f"slot {self.slot} cannot take part in the job's call {self.call}: "
+                + ", ".join(
+                    f"{name}={own!r}, the job has {agreed!r}" for name, (own, agreed) in different.items()
+                )
+                + "; start all ranks with the same script and settings"
+            )
+
+    def join(self) -> bool:
+        """Gets into the job: into its first iteration, or into the next one of a job that is running.
+
+        Returns:
+            Whether it is in; False if the call has completed already.
+
+        Raises:
+            TimeoutError: not all slots joined in time, or an iteration was not followed by another one.
+            RankDiscarded: another process holds the slot, or nobody may join.
+        """
+        try:
+            return self._join()
+        except RankDiscarded:
+            raise
+        except BaseException as error:
+            self._withdraw(error)
+            raise
 
     def go_on(self, rank: int, world_size: int) -> None:
         """Says that this member has left the function, and waits for the next decision.
@@ -119,13 +189,11 @@ class Job:
             self.member,
             timeout=self._patience.barrier,
             heartbeat_timeout=self._patience.heartbeat,
+            rejoin_wait=self._patience.rejoin_wait,
         )
         if step is None:
-            raise RankDiscarded(
-                f"slot {self.slot} was left out after iteration {self.view.n}: it was declared dead, or took "
-                f"longer than barrier_timeout={self._patience.barrier:g} s to leave the function"
-            )
-        self.decision, self.view = step
+            raise RankDiscarded(self._left_out())
+        self.view, self.decision = step
         events.emit("decided", iteration=self.view.n, slot=self.slot)
 
     def publish(self, rank: int | None, error: BaseException) -> None:
@@ -177,7 +245,7 @@ class Job:
 
     def remember(self, rank: int, world_size: int) -> Remembered:
         """What the next wrapped call on the same store has to know."""
-        return Remembered(self.member, self.view, rank, world_size)
+        return Remembered(self.call + 1, self.member, self.view, rank, world_size)
 
     def say_goodbye(self) -> None:
         """This process needs the store no more."""
@@ -185,6 +253,72 @@ class Job:
             self.store.say_goodbye(self.member)
         except RestartError:
             log.debug("no goodbye: the store is gone", exc_info=True)
+
+    def _join(self) -> bool:
+        if self.store.read_head() is None and self._join_first():
+            return True
+        if not self._patience.admits:
+            raise self._refused()
+        terms = JoinTerms(
+            self._patience.on_join,
+            self._patience.join_window,
+            self._patience.heartbeat,
+            self._patience.barrier,
+        )
+        while True:
+            entry, view, decision = self.store.await_entry(self.member, self.call, terms)
+            if entry is Entry.DONE:
+                return False
+            if entry is Entry.TAKEN_OVER:
+                raise RankDiscarded(self._taken_over())
+            if entry is Entry.IN:
+                self.view, self.decision = view, decision
+                return True
+            log.warning("%s was passed over for too long, and joins again", self.member)
+            self.register()
+
+    def _withdraw(self, error: BaseException) -> None:
+        """This process gives up before it is in: nobody shall wait for it."""
+        fault = self._raised(None, Interruption.BASE_EXCEPTION, error)
+        try:
+            report_death(self.store, None, self.member, fault, active=True, timeout=0.0)
+        except RestartError:
+            log.debug("the store is gone", exc_info=True)
+
+    def _join_first(self) -> bool:
+        """Takes part in the job's first decision; False if it was made without this member."""
+        smallest = self._patience.min_world_size
+        if self.slot not in self.slots:  # one that the job is to grow by
+            self.store.await_head(self._patience.barrier)
+            return False
+        self.store.join_first(self.member, self.slots, smallest)
+        first = self.store.await_first(self.member, self.slots, self._patience.barrier, smallest)
+        if first is not None:
+            self.view, self.decision = first
+        return first is not None
+
+    def _refused(self) -> RankDiscarded:
+        return RankDiscarded(
+            f"slot {self.slot} came when the job was already on, and cannot join it: iteration numbers are "
+            "not global; use @Wrapper(use_global_iteration=True) on all ranks, or start the whole job again"
+        )
+
+    def _left_out(self) -> str:
+        if self.store.newest_of(self.slot) != self.member:
+            return self._taken_over()
+        return (
+            f"slot {self.slot} was left out after iteration {self.view.n}: it was declared dead, or took "
+            f"longer than barrier_timeout={self._patience.barrier:g} s to leave the function"
+        )
+
+    def _taken_over(self) -> str:
+        newest = self.store.newest_of(self.slot)
+        record = self.store.record_of(newest)
+        return (
+            f"slot {self.slot} was taken over by process {record.get('pid')} on {record.get('host')} "
+            f"({newest}); this is process {os.getpid()} on {self.host} ({self.member}): no slot can be "
+            "held by two processes, so make sure that each RANK is started once"
+        )
 
     def _await_end(self) -> str:
         outcome = None

@@ -40,17 +40,21 @@ def report_death(
             kept = member in store.joins_of(n)
         else:
             if view is None or head != view.head:
-                view = store.read_view(head)
-                active = True
-                if member not in view.members:
-                    return
+                current = store.read_current()
+                assert current is not None
+                view, active = current[0], True
             n = view.n
-            store.log_death(n, member, told, ends=active)
-            store.count_death(view)
-            kept = member in store.arrivals_of(n)
+            if member in view.members:
+                store.log_death(n, member, told, ends=active)
+                store.count_death(view)
+                kept = member in store.arrivals_of(n)
+            else:
+                # It may have asked to be let in. Where n has not ended yet, whoever proposes reads the log.
+                store.log_death(n, member, None, ends=False)
+                kept = store.outcome_of(n) is not None and member in store.joins_of(n)
         told = None
         # Whoever proposes later reads the log. Only a proposal that was under way may have read it too early,
-        # and it keeps the member only if that had arrived (or joined) before.
+        # and it takes the member only if that had arrived (or joined) before.
         if not kept:
             return
         if not _await_move(store, n, view, deadline):
@@ -71,6 +75,8 @@ def await_others(store: StoreMixin, view: View, timeout: float) -> None:
     while store.now() < deadline and not store.deaths_of(view.n).issuperset(view.members):
         if store.wait_for(names.wake_head(view.n + 1), min(pause, deadline - store.now())):
             return
+        if store.read_head() != view.head:
+            return  # long ago: the wake has been deleted
         pause = min(2 * pause, _LONGEST_LOOK)
 
 
@@ -79,6 +85,9 @@ def _await_move(store: StoreMixin, n: int, view: View | None, deadline: float) -
     while store.now() < deadline:
         if store.wait_for(names.wake_head(n + 1), min(pause, deadline - store.now())):
             return True
+        head = store.read_head()
+        if head is not None and head.n > n:
+            return True  # long ago: the wake has been deleted
         if view is not None and store.advance(view, None):
             return True
         here = store.joins_of(n) if view is None else set(view.members)

@@ -28,11 +28,14 @@ class NeighbourWatch:
         self._member = member
         self._timeout = timeout
         self._observer = HeartbeatObserver(store, timeout)
+        self.left_out = False
+        """Whether the others had gone on without the member when this last looked."""
 
     def look(self, view: View) -> frozenset[Member]:
         """Reads the heartbeats; ends the iteration if somebody has fallen silent, and goes on without it.
 
-        Also passes on the end of the iteration, should nobody have woken those who wait for it.
+        Also passes on the end of the iteration, should nobody have woken those who wait for it, and ends it
+        for a member that was left out: what the others did may have been deleted since.
 
         Args:
             view: the iteration that is on.
@@ -40,6 +43,13 @@ class NeighbourWatch:
         Returns:
             The members that are silent in this observer's eyes.
         """
+        head = self._store.read_head()
+        passed = head is not None and head.n > view.n
+        self.left_out = passed and not self._store.lists(self._member)
+        if self.left_out:
+            self._store.end_iteration(view.n, FAULT)
+        if passed:
+            return frozenset()
         self._store.pass_on_end(view.n)
         silent = self._silent(view)
         if silent:

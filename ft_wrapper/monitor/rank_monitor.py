@@ -17,6 +17,7 @@ from ..exception import StoreError
 from ..store import Fault, Member, StoreMixin, View
 from ..store import keys as names
 from .death import await_others, report_death
+from .housekeeper import Housekeeper
 from .neighbours import NeighbourWatch
 from .settings import MonitorSettings
 from .shared_memory import Phase, RankMemory
@@ -129,11 +130,11 @@ class RankMonitor:
         watch = NeighbourWatch(self._store, self.member, self._settings.heartbeat_timeout)
         nobody_since = math.inf
         while True:
-            head = self._store.read_head()
-            if head is None:
+            current = self._store.read_current()
+            if current is None:
                 n, members, silent = names.BEFORE_FIRST, self._store.joined_first(), frozenset[Member]()
             else:
-                view = self._store.read_view(head)
+                view, _ = current
                 n, members, silent = view.n, set(view.members), watch.look(view)
             missing = (members | self._store.joined_first()) - self._store.goodbyes() - {self.member}
             if not missing:
@@ -152,19 +153,20 @@ class RankMonitor:
             log.exception("no heartbeat for %s: the store cannot be reached", self.member)
             return
         watch = NeighbourWatch(store, self.member, self._settings.heartbeat_timeout)
+        house = Housekeeper(store, self._settings.join_window)
         while not self._stop.wait(self._settings.heartbeat_interval):
             try:
                 store.send_heartbeat(self.member)
                 view = self.view
                 if view is not None:
-                    self._look_for_itself(store, view)
                     watch.look(view)
+                    self._note_left_out(watch.left_out)
+                    house.keep(view, self._rank)
             except Exception:
                 log.exception("heartbeat of %s failed", self.member)
 
-    def _look_for_itself(self, store: StoreMixin, view: View) -> None:
-        head = store.read_head()
-        if head is None or head.n <= view.n or self.member in store.read_view(head).members:
+    def _note_left_out(self, left_out: bool) -> None:
+        if not left_out:
             self._left_out_at = math.inf
         elif self._left_out_at == math.inf:
             self._left_out_at = time.monotonic()

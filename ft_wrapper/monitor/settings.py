@@ -18,6 +18,7 @@ class MonitorSettings:
         heartbeat_interval: between two heartbeats.
         heartbeat_timeout: no heartbeat for so long, and a member is silent.
         barrier_timeout: how long to keep at telling the others.
+        join_window: for how long joins are gathered.
     """
 
     soft_timeout: float
@@ -28,3 +29,4 @@ class MonitorSettings:
     heartbeat_interval: float
     heartbeat_timeout: float
     barrier_timeout: float
+    join_window: float = 1.0

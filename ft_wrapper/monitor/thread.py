@@ -29,14 +29,14 @@ class Watch:
         n: the iteration.
         entered: what to do, off the restart's path, while the rank enters it.
         handled: set once the iteration has ended and, after a fault, the function's thread is free.
-        ended_at: when this rank saw its end, in monotonic seconds; 0.0 before.
+        ended_at: when this rank saw its end, in monotonic seconds; None before.
         store_lost: why its end can be seen no more; the function's thread was freed for that reason.
     """
 
     n: int
     entered: Callable[[], None]
     handled: threading.Event = dataclasses.field(default_factory=threading.Event)
-    ended_at: float = 0.0
+    ended_at: float | None = None
     store_lost: StoreError | None = None
 
 

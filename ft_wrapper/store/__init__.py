@@ -4,6 +4,7 @@ from .barrier import BarrierError, BarrierOverflow, BarrierTimeout
 from .file import FileStore
 from .heartbeat import HeartbeatObserver
 from .holding import HoldingStore
+from .joining import Entry, JoinTerms
 from .mixin import StoreMixin
 from .operations import StoreOperations
 from .plan import StorePlan, plan_store
@@ -16,11 +17,13 @@ __all__ = [
     "BarrierOverflow",
     "BarrierTimeout",
     "Decision",
+    "Entry",
     "Fault",
     "FileStore",
     "Head",
     "HeartbeatObserver",
     "HoldingStore",
+    "JoinTerms",
     "Member",
     "Outcome",
     "PrefixStore",

@@ -6,11 +6,12 @@ progress and may be wrong at any time without harm:
 - head moves from n to n+1 only from the exact value read, after n has ended, to a decision that is
   already written;
 - a decision keeps the members of n that have left the function (arrived) and are not dead; at the barrier
-  timeout those that never arrived are dropped;
+  timeout those that never arrived are dropped; it adds who wants in, of each slot the last incarnation;
 - in the usual case the one whose arrival (or logging of a death) is the last proposes at once. If it died
   doing so, the waiting members come forward one after the other.
 
-Nothing here starts a thread or a process, so all of it runs on a fake store with a turned clock.
+How a process gets in, at the start or later, is in `joining`. Nothing here starts a thread or a process, so
+all of it runs on a fake store with a turned clock.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from .. import events
 from ..exception import InternalError, StoreError, TimeoutError
 from . import keys
 from .heartbeat import HeartbeatMixin, HeartbeatObserver
+from .housekeeping import HousekeepingMixin
 from .interruption import InterruptionMixin
 from .records import (
     DONE,
-    FAULT,
     Decision,
-    Fault,
     Head,
     Member,
     Outcome,
@@ -34,6 +34,7 @@ from .records import (
     roster_from_json,
     roster_to_json,
 )
+from .widening import widen
 
 _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it must propose
 _STAGGER = 0.05  # seconds between one member's look and the next one's
@@ -41,20 +42,8 @@ _LAST_STAGGER = 2.0
 _LONGEST_LOOK = 8.0
 
 
-class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin):
-    """The first formation, leaving an iteration, and going on to the next."""
-
-    def register(self, slot: int, record: str) -> Member:
-        """Takes the slot's next incarnation and writes the member's record.
-
-        Args:
-            slot: the initial rank.
-            record: JSON for people: host, pid.
-        """
-        member = Member(slot, self.add(keys.incarnations(slot), 1) - 1)
-        self.set(keys.member(str(member)), record)
-        self.send_heartbeat(member)
-        return member
+class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin):
+    """Leaving an iteration, and going on to the next."""
 
     def read_head(self) -> Head | None:
         """Which iteration is on; None before the first decision."""
@@ -73,84 +62,32 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin):
         decision = self.read_decision(head)
         return View(head.call, head.n, head.nonce, decision.first, members, decision.min_world_size)
 
+    def read_current(self) -> tuple[View, Decision] | None:
+        """The iteration that is on, and the decision that led to it; None before the first one."""
+        head = self.read_head()
+        while head is not None:
+            try:
+                return self.read_view(head), self.read_decision(head)
+            except StoreError:
+                # The reader was paused while head moved on by two, so that what it led to was deleted.
+                last, head = head, self.read_head()
+                if head == last:
+                    raise
+        return None
+
+    def lists(self, member: Member) -> bool:
+        """Whether a member is in the iteration that is on."""
+        current = self.read_current()
+        return current is not None and member in current[0].members
+
     def outcome(self) -> Outcome:
         """How the job stands, seen from outside, by a launcher for instance."""
-        head = self.read_head()
-        if head is None:
+        current = self.read_current()
+        if current is None:
             return Outcome(False, frozenset())
-        members = set(self.read_view(head).members) - self.deaths_of(head.n)
-        return Outcome(self.outcome_of(head.n) == DONE, frozenset(member.slot for member in members))
-
-    # The first formation -------------------------------------------------------------------------------
-
-    def join_first(self, member: Member, slots: Iterable[int], min_world_size: int = 1) -> None:
-        """Joins the first iteration; the last of all slots to come decides it.
-
-        Args:
-            member: who joins.
-            slots: the slots that the job begins with.
-            min_world_size: the job goes on with no fewer members; the same on every rank.
-        """
-        n = keys.BEFORE_FIRST
-        expected = frozenset(slots)
-        self.log_append(keys.join(n), str(member))
-        if self.add(keys.count_gone(n), 1) >= len(expected):
-            self.form(expected, min_world_size)
-
-    def joined_first(self) -> set[Member]:
-        """The members that have joined the first iteration."""
-        return self.joins_of(keys.BEFORE_FIRST)
-
-    def form(self, slots: frozenset[int], min_world_size: int = 1) -> bool:
-        """Decides the first iteration if every slot has joined; tells whether there is a head now."""
-        if self.read_head() is not None:
-            return True
-        joined = self.joins_of(keys.BEFORE_FIRST)
-        dead = self.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
-        latest: dict[int, Member] = {}
-        for member in sorted(joined - dead):
-            latest[member.slot] = member
-        if latest.keys() < slots:
-            return False
-        members = tuple(sorted(latest.values()))
-        n = keys.BEFORE_FIRST + 1
-        return self._decide(None, Decision(0, n, n, (), (), members, len(members), min_world_size), members)
-
-    def await_first(
-        self, member: Member, slots: Iterable[int], timeout: float, min_world_size: int = 1
-    ) -> View | None:
-        """Waits for the first decision.
-
-        Args:
-            member: who waits.
-            slots: the slots that the job begins with.
-            timeout: seconds to wait at the longest.
-            min_world_size: as in `join_first`.
-
-        Returns:
-            The view of the first iteration; None if this member is not in it.
-
-        Raises:
-            TimeoutError: not all slots joined in time; names the missing ones.
-        """
-        expected = frozenset(slots)
-        first = keys.BEFORE_FIRST + 1
-        for remaining in self._looks(keys.wake_head(first), sorted(expected).index(member.slot), timeout):
-            if self.form(expected, min_world_size):
-                head = self.read_head()
-                assert head is not None
-                view = self.read_view(head)
-                return view if member in view.members else None
-            if remaining <= 0:
-                break
-        joined = {
-            joiner.slot for joiner in self.joins_of(keys.BEFORE_FIRST) - self.deaths_of(keys.BEFORE_FIRST)
-        }
-        missing = sorted(expected - joined)
-        raise TimeoutError(
-            f"the job did not form within {timeout:g} s: ranks {missing} of {len(expected)} are missing; "
-            "see whether their processes started and reach the store, or raise barrier_timeout"
-        )
+        view, _ = current
+        members = set(view.members) - self.deaths_of(view.n)
+        return Outcome(self.outcome_of(view.n) == DONE, frozenset(member.slot for member in members))
 
     # Leaving an iteration ------------------------------------------------------------------------------
 
@@ -166,23 +103,6 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin):
         self.log_append(keys.arrived(view.n), f"{member} {rank} {world_size}")
         if self.add(keys.count_gone(view.n), 1) >= len(view.members):
             self.advance(view, member)
-
-    def log_death(self, n: int, member: Member, fault: Fault | None, *, ends: bool) -> None:
-        """Logs, by evidence, that a member of n has ended.
-
-        Args:
-            n: the iteration.
-            member: who has ended.
-            fault: what is known of it, for people; None to keep quiet.
-            ends: whether the iteration ends by it; not by a spare's death.
-        """
-        if fault is not None:
-            self.log_fault(n, fault)
-        # Ended first: observers of silence leave the logged dead alone, so whoever logged one and died
-        # before ending n would have left everybody waiting.
-        if ends:
-            self.end_iteration(n, FAULT)
-        self.log_append(keys.dead(n), str(member))
 
     def joins_of(self, n: int) -> set[Member]:
         """The members that want into the iteration after n."""
@@ -205,14 +125,16 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin):
         *,
         silent: frozenset[Member] = frozenset(),
         drop_missing: bool = False,
+        hold: bool = True,
     ) -> bool:
         """Proposes the next iteration, if nothing stands in its way.
 
         Args:
             view: the iteration that has ended.
-            proposer: an arrived member; None for a monitor that logged a death.
+            proposer: an arrived member; None for a monitor that logged a death, and for one that wants in.
             silent: members that the proposer itself has seen stand still for ``heartbeat_timeout``.
             drop_missing: go on without members that live but have not arrived.
+            hold: wait for replacements that were announced, if fewer ranks than wanted would be left.
 
         Returns:
             Whether head has left ``view`` behind, by this proposal or by another one. Where head had done so
@@ -221,21 +143,35 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin):
         outcome = self.outcome_of(view.n)
         if outcome is None:
             return False
-        # In this order: whoever logs a death first and then finds the member not arrived may be sure that no
-        # proposal will keep it.
+        # Deaths last: whoever logs a death first and then finds that the member has neither arrived nor asked
+        # to join may be sure that no proposal will have it.
         arrived = self._arrivals(view.n)
-        dead = self.deaths_of(view.n)
+        joining = self.joins_of(view.n)
+        dead = self.announced_deaths_of(view.n)
         if proposer is not None and (proposer in dead or proposer not in arrived):
             return False
+        latest = {member.slot: member for member in sorted(joining)}
         kept = tuple(
             member
             for member in view.members
-            if member in arrived and member not in dead and (member not in silent or member == proposer)
+            if member in arrived
+            and member not in dead
+            and (member not in silent or member == proposer)
+            and latest.get(member.slot, member) <= member
         )
-        missing = set(view.members) - arrived.keys() - dead - silent
-        if (missing and not drop_missing) or len(kept) < max(1, view.min_world_size):
+        holders = {member.slot for member in kept}
+        newcomers = tuple(
+            member for slot, member in sorted(latest.items()) if slot not in holders and member not in dead
+        )
+        missing = set(view.members) - arrived.keys() - dead.keys() - silent
+        left = len(kept) + len(newcomers)
+        if (missing and not drop_missing) or left < max(1, view.min_world_size):
             return False
-        return self._decide(view.head, self._next_decision(view, outcome, kept, arrived), kept)
+        announced = {member.slot for member, returns in dead.items() if returns}
+        if hold and announced - {member.slot for member in newcomers} and left < self.wanted():
+            return False
+        decision = self._next_decision(view, outcome, kept, newcomers, arrived)
+        return self._decide(view.head, decision, tuple(sorted(kept + newcomers)))
 
     def await_next(
         self,
@@ -244,7 +180,8 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin):
         *,
         timeout: float,
         heartbeat_timeout: float,
-    ) -> tuple[Decision, View] | None:
+        rejoin_wait: float = 0.0,
+    ) -> tuple[View, Decision] | None:
         """Waits, once arrived, for the decision of the next iteration; proposes it if nobody else does.
 
         Args:
@@ -252,16 +189,17 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin):
             member: who waits.
             timeout: seconds until those that live but have not arrived are left behind.
             heartbeat_timeout: seconds without a heartbeat until a missing member counts as silent.
+            rejoin_wait: seconds to wait for replacements that were announced.
 
         Returns:
-            The decision and the view after it; None if this member is not in it.
+            The view of that iteration and the decision; None if this member is not in it.
 
         Raises:
             TimeoutError: fewer than the job's ``min_world_size`` members were left; names the missing ones.
         """
         observer = HeartbeatObserver(self, heartbeat_timeout)
         position = view.members.index(member)
-        for remaining in self._looks(keys.wake_head(view.n + 1), position, timeout):
+        for remaining in self._looks(keys.wake_head(view.n + 1), position, timeout, rejoin_wait):
             head = self.read_head()
             if head != view.head:
                 return self._follow(view, member, head)
@@ -273,6 +211,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin):
                 member,
                 silent=observer.silent(sorted(missing)),
                 drop_missing=remaining <= 0,
+                hold=timeout - remaining < rejoin_wait,
             )
             head = self.read_head()
             if head != view.head:
@@ -364,13 +303,17 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin):
 
     # Steps ---------------------------------------------------------------------------------------------
 
-    def _looks(self, wake: str, position: int, timeout: float) -> Iterable[float]:
+    def _looks(self, wake: str, position: int, timeout: float, also_after: float = 0.0) -> Iterable[float]:
         """Yields the seconds that remain, once the wake key is set or at growing intervals without it."""
-        deadline = self.now() + timeout
+        start = self.now()
         pause = _FIRST_LOOK + min(position * _STAGGER, _LAST_STAGGER)
         while True:
-            self.wait_for(wake, min(pause, deadline - self.now()))
-            yield deadline - self.now()
+            waited = self.now() - start
+            until = [pause, timeout - waited]
+            if waited < also_after:
+                until.append(also_after - waited)
+            self.wait_for(wake, min(until))
+            yield timeout - (self.now() - start)
             pause = min(2 * pause, _LONGEST_LOOK)
 
     def _arrivals(self, n: int) -> dict[Member, tuple[int, int]]:
@@ -383,26 +326,34 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin):
         return arrivals
 
     def _next_decision(
-        self, view: View, outcome: str, kept: tuple[Member, ...], arrived: dict[Member, tuple[int, int]]
+        self,
+        view: View,
+        outcome: str,
+        kept: tuple[Member, ...],
+        newcomers: tuple[Member, ...],
+        arrived: dict[Member, tuple[int, int]],
     ) -> Decision:
-        ranks = {arrived[member][0] for member in kept}
         sizes = {arrived[member][1] for member in kept}
-        if len(sizes) > 1 or len(ranks) < len(kept):
+        if len(sizes) > 1 or len({arrived[member][0] for member in kept}) < len(kept):
             raise InternalError(
                 f"the ranks of iteration {view.n} do not fit together: "
                 + ", ".join(f"slot {m.slot} is rank {arrived[m][0]} of {arrived[m][1]}" for m in kept)
             )
-        world_size = sizes.pop()
+        size = sizes.pop() if sizes else 0  # nobody is left of that world: a new one of newcomers alone
+        ranks = {member: rank for member, (rank, of) in arrived.items() if of == size}
+        removed = tuple(sorted(set(view.members) - set(kept)))
+        world = widen(size, ranks, kept, removed, newcomers)
         n = view.n + 1
         return Decision(
             call=view.call + (outcome == DONE),
             n=n,
             first=n if outcome == DONE else view.first,
-            removed=tuple(sorted(set(view.members) - set(kept))),
-            # A rank that nobody kept has is one that is gone, whoever had it.
-            ranks=tuple(sorted(set(range(world_size)) - ranks)),
-            joined=(),
-            world_size=world_size,
+            removed=removed,
+            ranks=world.gaps,
+            joined=newcomers,
+            joined_ranks=world.joined_ranks,
+            inserted=world.inserted,
+            world_size=world.size,
             min_world_size=view.min_world_size,
         )
 
@@ -419,12 +370,17 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin):
         self.set(keys.wake_head(proposal.n), "1")
         return True
 
-    def _follow(self, view: View, member: Member, head: Head | None) -> tuple[Decision, View] | None:
+    def _follow(self, view: View, member: Member, head: Head | None) -> tuple[View, Decision] | None:
         if head is None or head.n != view.n + 1:
             return None  # head has passed an iteration in which this member did not arrive: it is out
-        decision = self.read_decision(head)
+        try:
+            decision = self.read_decision(head)
+        except StoreError:
+            if self.read_head() != head:
+                return None  # head has passed this member's iteration meanwhile, without it
+            raise
         after = view.after(decision, head.nonce)
-        return (decision, after) if member in after.members else None
+        return (after, decision) if member in after.members else None
 
     def _written(self, key: str) -> str:
         """Reads a key that has been written before this one is told of it."""

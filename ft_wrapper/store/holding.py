@@ -80,6 +80,12 @@ class HoldingStore(StoreMixin):
     def num_keys(self) -> int:
         return self._do("num_keys", lambda store: store.num_keys())
 
+    def list_keys(self) -> list[str]:
+        if not hasattr(self._store, "list_keys"):
+            return []  # an older torch
+        names: list[str] = self._do("list_keys", lambda store: store.list_keys())
+        return [name[len(self.namespace) :] for name in names if name.startswith(self.namespace)]
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._store.set_timeout(timeout)
 

@@ -6,6 +6,8 @@ from . import keys
 from .operations import StoreOperations
 from .records import DONE, FAULT, Fault, Member
 
+_RETURNS = "returns"
+
 
 class InterruptionMixin(StoreOperations):
     """The end of an iteration."""
@@ -58,8 +60,37 @@ class InterruptionMixin(StoreOperations):
 
     def deaths_of(self, n: int) -> set[Member]:
         """The members of n that have ended, by evidence."""
+        return set(self.announced_deaths_of(n))
+
+    def announced_deaths_of(self, n: int) -> dict[Member, bool]:
+        """The members of n that have ended, each with whether a replacement was announced."""
         key = keys.dead(n)
-        return {Member.parse(line, key) for line in self.log_read(key)}
+        deaths: dict[Member, bool] = {}
+        for line in self.log_read(key):
+            name, _, mark = line.partition(" ")
+            member = Member.parse(name, key)
+            deaths[member] = mark == _RETURNS or deaths.get(member, False)
+        return deaths
+
+    def log_death(
+        self, n: int, member: Member, fault: Fault | None, *, ends: bool, returns: bool = False
+    ) -> None:
+        """Logs, by evidence, that a member of n, or one that wants in after n, has ended.
+
+        Args:
+            n: the iteration.
+            member: who has ended.
+            fault: what is known of it, for people; None to keep quiet.
+            ends: whether the iteration ends by it; not by a spare's death.
+            returns: whether a replacement is on its way, for which a restart may wait a little.
+        """
+        if fault is not None:
+            self.log_fault(n, fault)
+        # Ended first: observers of silence leave the logged dead alone, so whoever logged one and died
+        # before ending n would have left everybody waiting.
+        if ends:
+            self.end_iteration(n, FAULT)
+        self.log_append(keys.dead(n), f"{member} {_RETURNS}" if returns else str(member))
 
     def wait_for_end(self, n: int, seconds: float) -> str | None:
         """Waits for the end of iteration n; None if it is still on after so many seconds."""

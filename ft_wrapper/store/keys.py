@@ -6,12 +6,26 @@ Keys under ``wake/`` and ``count/`` only wake somebody: nothing is concluded fro
 
 from __future__ import annotations
 
-BEFORE_FIRST = -1
-_ROOT = "ft_wrapper/1"
+import re
 
+BEFORE_FIRST = -1
+THIS_VERSION = "1"
+_ROOT = f"ft_wrapper/{THIS_VERSION}"
+
+VERSION = "ft_wrapper/version"
+"""Register, the same in all versions of these names: which of them the store's job uses."""
 LIFE = f"{_ROOT}/life"
 HEAD = f"{_ROOT}/head"
 GOODBYES = f"{_ROOT}/goodbyes"
+WANTED = f"{_ROOT}/wanted"
+"""The most active ranks that any iteration had: with fewer, the job is degraded. A hint."""
+SETTLED = f"{_ROOT}/settled"
+"""The last iteration that was on for a while. A hint."""
+
+
+def terms(call: int) -> str:
+    """Register: function and settings of a wrapped call, on which all ranks have to agree."""
+    return f"{_ROOT}/terms/{call}"
 
 
 def incarnations(slot: int) -> str:
@@ -20,7 +34,7 @@ def incarnations(slot: int) -> str:
 
 
 def member(name: str) -> str:
-    """Record of a member: host, pid."""
+    """Record of a member, for people: host, pid."""
     return f"{_ROOT}/member/{name}"
 
 
@@ -55,7 +69,7 @@ def finished(n: int) -> str:
 
 
 def dead(n: int) -> str:
-    """Log: members of n that have ended, by evidence."""
+    """Log: members of n that have ended, by evidence; marked if a replacement was announced."""
     return f"{_ROOT}/dead/{n}"
 
 
@@ -132,3 +146,37 @@ def count_entered(n: int) -> str:
 def promoted(n: int) -> str:
     """Log, for people: spares that became active in n."""
     return f"{_ROOT}/promoted/{n}"
+
+
+# What people see of the coordinator and of restarts (coordination.py). The protocol reads none of it.
+
+
+def last_iteration(slot: int) -> str:
+    """Register, only ever raised: the last iteration that was recorded for the slot."""
+    return f"{_ROOT}/last_iteration/{slot}"
+
+
+def iteration_of(key: str) -> int | None:
+    """The iteration that a key belongs to; None for keys of a job, a call or a member."""
+    found = _OF_ITERATION.match(key)
+    return None if found is None else int(found[1])
+
+
+def member_of(key: str) -> tuple[int, int] | None:
+    """The slot and incarnation that a key belongs to; None for other keys."""
+    found = _OF_MEMBER.match(key)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def call_of(key: str) -> int | None:
+    """The wrapped call that a key belongs to; None for other keys."""
+    found = _OF_CALL.match(key)
+    return None if found is None else int(found[1])
+
+
+_OF_CALL = re.compile(rf"{_ROOT}/terms/(\d+)$")
+_OF_ITERATION = re.compile(
+    rf"{_ROOT}/(?:decision|roster|end|arrived|finished|dead|join|faults|world|seat|endpoint|user|promoted"
+    r"|count/[a-z]+|wake/(?:end|head|endpoint))/(-?\d+)(?:/|$)"
+)
+_OF_MEMBER = re.compile(rf"{_ROOT}/(?:member|heartbeat|wake/goodbye)/(\d+):(\d+)$")

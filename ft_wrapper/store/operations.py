@@ -63,6 +63,10 @@ class StoreOperations:
         """Number of keys in the store."""
         raise NotImplementedError
 
+    def list_keys(self) -> list[str]:
+        """Names of all keys, for cleaning up; none where a store cannot tell."""
+        raise NotImplementedError
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of operations that wait."""
         raise NotImplementedError

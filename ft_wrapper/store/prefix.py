@@ -8,6 +8,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
 
 from . import keys as names
+from .coordinator import CoordinatorMixin
 from .holding import HoldingStore
 from .mixin import StoreMixin
 
@@ -40,6 +41,10 @@ class PrefixStore(TorchPrefixStore, StoreMixin):
     def is_over(self) -> bool:
         """Whether the iteration has ended."""
         return self._inner.outcome_of(self._iteration) is not None
+
+    @property
+    def _job(self) -> CoordinatorMixin:
+        return self._inner._job
 
     def now(self) -> float:
         return self._inner.now()
@@ -79,6 +84,10 @@ class PrefixStore(TorchPrefixStore, StoreMixin):
 
     def num_keys(self) -> int:
         return self._inner.num_keys()
+
+    def list_keys(self) -> list[str]:
+        prefix = self._full("")
+        return [name[len(prefix) :] for name in self._inner.list_keys() if name.startswith(prefix)]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._inner.set_timeout(timeout)

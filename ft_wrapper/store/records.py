@@ -32,8 +32,8 @@ class Member:
     @classmethod
     def parse(cls, text: str, key: str) -> Member:
         """Reads ``slot:incarnation``; an error names the key it came from."""
-        slot, separator, incarnation = text.partition(":")
-        if not (separator and slot.isdigit() and incarnation.isdigit()):
+        slot, separator, incarnation = str(text).partition(":")
+        if not (separator and slot.isdecimal() and incarnation.isdecimal()):
             raise StoreError(f"store key {key!r} holds {text!r}, which is no member (slot:incarnation)")
         return cls(int(slot), int(incarnation))
 
@@ -125,14 +125,19 @@ class Fault:
 class Decision:
     """What changed from one iteration to the next. Of the size of the change, not of the world.
 
+    Ranks are those of the *widened world*: the world of the iteration that ended, with a place put in for
+    each newcomer that takes nobody's place. The rank assignment then closes the gaps.
+
     Args:
         call: number of the wrapped call.
         n: number of the global iteration that begins.
         first: number of the call's first global iteration.
         removed: members that are no longer in.
-        ranks: the ranks that those had.
+        ranks: the ranks of the widened world that nobody has.
         joined: members that are new.
-        world_size: number of members, before the rank assignment.
+        joined_ranks: the rank of each of them in the widened world.
+        inserted: those of these ranks that did not exist before, in their order.
+        world_size: size of the widened world, its gaps included.
         min_world_size: the job goes on with no fewer members; the same in all of its decisions.
     """
 
@@ -142,8 +147,28 @@ class Decision:
     removed: tuple[Member, ...]
     ranks: tuple[int, ...]
     joined: tuple[Member, ...]
+    joined_ranks: tuple[int, ...]
+    inserted: tuple[int, ...]
     world_size: int
     min_world_size: int = 1
+
+    def rank_after(self, rank: int) -> int:
+        """The rank in the widened world of a member that stays.
+
+        Args:
+            rank: its rank in the iteration that ended.
+        """
+        for inserted in self.inserted:
+            rank += inserted <= rank
+        return rank
+
+    def rank_of(self, member: Member) -> int:
+        """The rank in the widened world of a member that joined.
+
+        Raises:
+            ValueError: it did not join in this decision.
+        """
+        return self.joined_ranks[self.joined.index(member)]
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -155,6 +180,8 @@ class Decision:
                 "removed": [str(member) for member in self.removed],
                 "ranks": self.ranks,
                 "joined": [str(member) for member in self.joined],
+                "joined_ranks": self.joined_ranks,
+                "inserted": self.inserted,
                 "world_size": self.world_size,
                 "min_world_size": self.min_world_size,
             }
@@ -165,17 +192,22 @@ class Decision:
         """Reads `to_json`; an error names the key it came from."""
         record = _json(text, key)
         try:
-            return cls(
-                call=record["call"],
-                n=record["n"],
-                first=record["first"],
+            decision = cls(
+                call=_number(record["call"]),
+                n=_number(record["n"]),
+                first=_number(record["first"]),
                 removed=tuple(Member.parse(name, key) for name in record["removed"]),
-                ranks=tuple(record["ranks"]),
+                ranks=tuple(map(_number, record["ranks"])),
                 joined=tuple(Member.parse(name, key) for name in record["joined"]),
-                world_size=record["world_size"],
-                min_world_size=record["min_world_size"],
+                joined_ranks=tuple(map(_number, record["joined_ranks"])),
+                inserted=tuple(map(_number, record["inserted"])),
+                world_size=_number(record["world_size"]),
+                min_world_size=_number(record["min_world_size"]),
             )
-        except (KeyError, TypeError) as error:
+            if len(decision.joined) != len(decision.joined_ranks):
+                raise ValueError("joined and joined_ranks differ in length")
+            return decision
+        except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"store key {key!r} holds {text!r}, which is no decision: {error!r}") from None
 
 
@@ -242,6 +274,12 @@ def _parse(text: str, key: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise StoreError(f"store key {key!r} holds {text!r}, which is not JSON: {error}") from None
+
+
+def _number(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is no number")
+    return value
 
 
 def _json(text: str, key: str) -> dict[str, Any]:

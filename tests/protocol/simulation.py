@@ -197,7 +197,9 @@ class Job:
         for disturbance in self.scenario.disturbances:
             if disturbance.kind == "deaf" and disturbance.slot == rank.slot:
                 self.scheduler.pause_at(rank.heart, disturbance.step, disturbance.seconds)
-        job.form()
+        if not job.join():
+            rank.fate = "late"
+            return
         try:
             self._loop(rank, job)
         except Leave as error:
@@ -218,6 +220,7 @@ class Job:
                     rank.fate = "done"
                     return
             job.go_on(position, size)
+            position = job.decision.rank_after(position)
             position -= sum(gone < position for gone in job.decision.ranks)
             size = len(job.view.members)
             if job.view.members.index(job.member) != position:
@@ -345,10 +348,11 @@ class Job:
 
         def again() -> None:
             store = self.client(f"again {rank.slot}", rank.slot)
+            never = dataclasses.replace(PATIENCE, admits=False)
             for _ in range(100):
                 self.scheduler.sleep(3.0)
                 with contextlib.suppress(RankDiscarded):
-                    WrapperJob(store, rank.slot, list(self.slots), PATIENCE).register()
+                    WrapperJob(store, rank.slot, list(self.slots), never).register()
 
         self.scheduler.spawn(f"again {rank.slot}", again)
         self.crash(rank, host=True)

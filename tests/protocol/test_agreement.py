@@ -226,7 +226,7 @@ def test_all_form_the_same_world(seed: int) -> None:
     tasks = run(seed, {f"rank {slot}": join(slot, range(4)) for slot in range(4)})
     views = {task.result for task in tasks.values()}
     assert len(views) == 1
-    assert views.pop().members == tuple(Member(slot, 0) for slot in range(4))
+    assert views.pop()[0].members == tuple(Member(slot, 0) for slot in range(4))
 
 
 def test_formation_names_the_missing_ranks() -> None:
@@ -311,8 +311,9 @@ def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
     members = [store.register(slot, "{}") for slot in range(2)]
     for member in members:
         store.join_first(member, range(2))
-    view = store.await_first(members[0], range(2), 1.0)
-    assert view is not None
+    first = store.await_first(members[0], range(2), 1.0)
+    assert first is not None
+    view, _ = first
     store.end_iteration(view.n, FAULT)
     store.log_append(keys.arrived(view.n), f"{members[0]} 0 2")
     other = store.clone("other")

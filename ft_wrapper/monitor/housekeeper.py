@@ -1,0 +1,45 @@
+"""What the monitor of an iteration's rank 0 does for all, off the path of a restart."""
+
+from __future__ import annotations
+
+from ..store import StoreMixin, View
+
+# An iteration that was on for so many join windows is not one of a crash loop.
+SETTLES_AFTER = 4
+
+
+class Housekeeper:
+    """Keeps the store in order while its member is rank 0 of the iteration.
+
+    Args:
+        store: where.
+        join_window: seconds for which joins are gathered.
+    """
+
+    def __init__(self, store: StoreMixin, join_window: float) -> None:
+        self._store = store
+        self._settles_after = SETTLES_AFTER * join_window
+        self._n: int | None = None
+        self._since = 0.0
+        self._size_known = False
+        self._settled = False
+
+    def keep(self, view: View, rank: int | None) -> None:
+        """Does what is due; called with every heartbeat.
+
+        Args:
+            view: the iteration that is on.
+            rank: the member's rank in it.
+        """
+        if view.n != self._n:
+            self._n, self._since = view.n, self._store.now()
+            self._size_known = self._settled = False
+            if rank == 0:
+                self._store.delete_past(view)
+        if rank != 0:
+            return
+        if not self._size_known:
+            self._size_known = self._store.note_wanted(view.n)
+        if not self._settled and self._store.now() - self._since >= self._settles_after:
+            self._store.note_settled(view.n)
+            self._settled = True

@@ -1,0 +1,73 @@
+"""What is done for all members once an iteration is on, by one of them, off the path of a restart.
+
+Nothing here is needed for safety, and whatever is left undone the next one to do it finds.
+"""
+
+from __future__ import annotations
+
+from . import keys
+from .operations import StoreOperations
+from .records import View
+
+
+class HousekeepingMixin(StoreOperations):
+    """Notes for those who join later, and the deletion of past keys (DESIGN.md, I8)."""
+
+    def wanted(self) -> int:
+        """The most active ranks that any iteration had; with fewer the job is degraded. 0: not known yet."""
+        return int(self.try_get(keys.WANTED) or 0)
+
+    def active_in(self, n: int) -> int:
+        """The number of active ranks of n; 0 if nobody has entered it yet."""
+        sizes = self.try_get(keys.world(n))
+        return 0 if sizes is None else int(sizes.split()[1])
+
+    def note_wanted(self, n: int) -> bool:
+        """Raises `wanted` to the active ranks of n; tells whether they are known yet."""
+        active = self.active_in(n)
+        if active > self.wanted():
+            self.set(keys.WANTED, str(active))
+        return active > 0
+
+    def note_settled(self, n: int) -> None:
+        """Says that n has been on for a while: a restart from it is not one of a crash loop."""
+        self.set(keys.SETTLED, str(n))
+
+    def restless(self, n: int) -> int:
+        """How many iterations in a row before n ended before they had been on for a while."""
+        settled = int(self.try_get(keys.SETTLED) or keys.BEFORE_FIRST)
+        return max(0, n - settled - 1)
+
+    def delete_past(self, view: View) -> int:
+        """Deletes the keys of iterations two back and more, of past calls, and of superseded members.
+
+        Who is in ``view`` has left the iteration before it, so nobody who is still in reads anything older.
+        Who is out may write late: a few keys, which the next one to clean up finds.
+
+        Args:
+            view: the iteration that is on.
+
+        Returns:
+            The number of deleted keys.
+        """
+        names = self.list_keys()
+        newest: dict[int, int] = {}
+        for name in names:
+            if member := keys.member_of(name):
+                newest[member[0]] = max(member[1], newest.get(member[0], 0))
+        present = {(member.slot, member.incarnation) for member in view.members}
+        past = [name for name in names if _is_past(name, view, newest, present)]
+        for name in past:
+            self.delete_key(name)
+        return len(past)
+
+
+def _is_past(name: str, view: View, newest: dict[int, int], present: set[tuple[int, int]]) -> bool:
+    n = keys.iteration_of(name)
+    if n is not None:
+        return keys.BEFORE_FIRST < n < view.n - 1
+    member = keys.member_of(name)
+    if member is not None:
+        return member[1] < newest[member[0]] and member not in present
+    call = keys.call_of(name)
+    return call is not None and call < view.call

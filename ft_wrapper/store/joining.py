@@ -1,0 +1,372 @@
+"""How a process gets into the job: into its first iteration, or later into a running one (DESIGN.md 5.3).
+
+Nothing is looked at once and then believed: who wants in looks at head again and again, from the top, until
+it is listed there or knows that it never will be. So no process comes too early or too late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterable
+
+from .. import events
+from ..attribution import Interruption
+from ..exception import StoreError, TimeoutError
+from . import keys
+from .global_iteration import GlobalIterationMixin
+from .heartbeat import HeartbeatObserver
+from .records import DONE, FAULT, Decision, Fault, Member, View
+
+_FIRST_LOOK = 0.5  # seconds until a process that wants in looks at head again, should no wake reach it
+_LONGEST_LOOK = 8.0
+_LONGEST_WINDOW = 6  # doublings of the window
+
+
+class Entry(enum.Enum):
+    """How an attempt to join ended."""
+
+    IN = enum.auto()
+    """Head lists the member."""
+    DONE = enum.auto()
+    """The call that it came for has completed."""
+    TAKEN_OVER = enum.auto()
+    """A newer process holds the slot."""
+    PASSED = enum.auto()
+    """Head went on so far that the member may have been in and left out again: it needs a new incarnation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinTerms:
+    """When a process that wants in ends the iteration that is on.
+
+    Args:
+        on_join: ``next``: never; ``degraded``: if fewer ranks are active than wanted; ``now``: always.
+        window: seconds for which joins are gathered before that; longer in a crash loop.
+        heartbeat_timeout: seconds without a heartbeat until a member counts as silent.
+        patience: seconds to wait for an iteration that has ended to be followed by another one.
+    """
+
+    on_join: str
+    window: float
+    heartbeat_timeout: float
+    patience: float
+
+
+class JoiningMixin(GlobalIterationMixin):
+    """Taking a slot, the first formation, and joining later."""
+
+    def register(self, slot: int, record: str) -> Member:
+        """Takes the slot's next incarnation and writes the member's record.
+
+        Args:
+            slot: the initial rank.
+            record: JSON for people: host, pid.
+
+        Raises:
+            StoreError: the store's job was started by another version of this package.
+        """
+        version = self.claim(keys.VERSION, keys.THIS_VERSION)
+        if version != keys.THIS_VERSION:
+            raise StoreError(
+                f"the store's job uses version {version} of the keys, this process version "
+                f"{keys.THIS_VERSION}; start all processes of a job with the same version of ft_wrapper"
+            )
+        member = Member(slot, self.add(keys.incarnations(slot), 1) - 1)
+        self.set(keys.member(str(member)), record)
+        self.send_heartbeat(member)
+        return member
+
+    def newest_of(self, slot: int) -> Member:
+        """The last member that took the slot."""
+        return Member(slot, self.add(keys.incarnations(slot), 0) - 1)
+
+    def record_of(self, member: Member) -> dict[str, object]:
+        """A member's record: host, pid; empty if it is gone.
+
+        Raises:
+            StoreError: it cannot be read; names the key.
+        """
+        key = keys.member(str(member))
+        text = self.try_get(key)
+        if text is None:
+            return {}
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise StoreError(f"store key {key!r} holds {text!r}, which is not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise StoreError(f"store key {key!r} holds {text!r}, which is no member's record")
+        return record
+
+    def agree_on_terms(self, call: int, terms: dict[str, object]) -> dict[str, tuple[object, object]]:
+        """Says under what terms this process takes part in a call; the first one to say so decides them.
+
+        Args:
+            call: number of the wrapped call.
+            terms: the function and the settings that must be the same on all ranks.
+
+        Returns:
+            What differs: by name, what this process has and what the job has. Empty if it may take part.
+
+        Raises:
+            StoreError: the job's terms cannot be read; names the key.
+        """
+        key = keys.terms(call)
+        text = self.claim(key, json.dumps(terms, sort_keys=True))
+        try:
+            agreed = dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"store key {key!r} holds {text!r}, which are no terms: {error}") from None
+        return {
+            name: (terms.get(name), agreed.get(name))
+            for name in sorted(terms.keys() | agreed.keys())
+            if terms.get(name) != agreed.get(name)
+        }
+
+    # The first formation -------------------------------------------------------------------------------
+
+    def join_first(self, member: Member, slots: Iterable[int], min_world_size: int = 1) -> None:
+        """Joins the first iteration; the last of all slots to come decides it.
+
+        Args:
+            member: who joins.
+            slots: the slots that the job begins with.
+            min_world_size: the job goes on with no fewer members; the same on every rank.
+        """
+        n = keys.BEFORE_FIRST
+        expected = frozenset(slots)
+        self.log_append(keys.join(n), str(member))
+        if self.add(keys.count_gone(n), 1) >= len(expected):
+            self.form(expected, min_world_size)
+
+    def joined_first(self) -> set[Member]:
+        """The members that have joined the first iteration."""
+        return self.joins_of(keys.BEFORE_FIRST)
+
+    def form(self, slots: frozenset[int], min_world_size: int = 1) -> bool:
+        """Decides the first iteration if every slot has joined; tells whether there is a head now."""
+        if self.read_head() is not None:
+            return True
+        joined = self.joins_of(keys.BEFORE_FIRST)
+        dead = self.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
+        latest: dict[int, Member] = {}
+        for member in sorted(joined - dead):
+            latest[member.slot] = member
+        if latest.keys() < slots:
+            return False
+        members = tuple(sorted(latest.values()))
+        n = keys.BEFORE_FIRST + 1
+        ranks = tuple(range(len(members)))
+        decision = Decision(0, n, n, (), (), members, ranks, ranks, len(members), min_world_size)
+        return self._decide(None, decision, members)
+
+    def await_first(
+        self, member: Member, slots: Iterable[int], timeout: float, min_world_size: int = 1
+    ) -> tuple[View, Decision] | None:
+        """Waits for the first decision.
+
+        Args:
+            member: who waits.
+            slots: the slots that the job begins with.
+            timeout: seconds to wait at the longest.
+            min_world_size: as in `join_first`.
+
+        Returns:
+            The first iteration and the decision that led to it; None if this member is not in it.
+
+        Raises:
+            TimeoutError: not all slots joined in time; names the missing ones.
+        """
+        expected = frozenset(slots)
+        first = keys.BEFORE_FIRST + 1
+        for remaining in self._looks(keys.wake_head(first), sorted(expected).index(member.slot), timeout):
+            if self.form(expected, min_world_size):
+                current = self.read_current()
+                assert current is not None
+                # Who was not in the first decision joins the running job; and who sees a later one only has
+                # been paused, and was in the first one if it is in that.
+                return current if member in current[0].members else None
+            if remaining <= 0:
+                break
+        joined = {
+            joiner.slot for joiner in self.joins_of(keys.BEFORE_FIRST) - self.deaths_of(keys.BEFORE_FIRST)
+        }
+        missing = sorted(expected - joined)
+        raise TimeoutError(
+            f"the job did not form within {timeout:g} s: ranks {missing} of {len(expected)} are missing; "
+            "see whether their processes started and reach the store, or raise barrier_timeout"
+        )
+
+    def await_head(self, timeout: float) -> None:
+        """Waits until the job has formed, for one that comes beside those that it forms of.
+
+        Args:
+            timeout: seconds to wait at the longest.
+
+        Raises:
+            TimeoutError: it did not form in time.
+        """
+        first = keys.BEFORE_FIRST + 1
+        for remaining in self._looks(keys.wake_head(first), 0, timeout):
+            if self.read_head() is not None:
+                return
+            if remaining <= 0:
+                raise TimeoutError(
+                    f"the job did not form within {timeout:g} s; see whether the ranks that it begins with "
+                    "started and reach the store, or raise barrier_timeout"
+                )
+
+    # Joining a running job -----------------------------------------------------------------------------
+
+    def await_entry(self, member: Member, call: int, terms: JoinTerms) -> tuple[Entry, View, Decision]:
+        """Asks to be let into the running job until head lists the member, or it is clear that it never will.
+
+        Args:
+            member: who wants in.
+            call: number of the wrapped call that it comes for.
+            terms: when to end the iteration that is on.
+
+        Returns:
+            How it ended; the iteration that head was at, and the decision that led to it.
+
+        Raises:
+            TimeoutError: an iteration had ended and was not followed by another one.
+        """
+        attempt = _Attempt(self, member, terms)
+        while True:
+            current = self.read_current()
+            if current is None:
+                raise StoreError("the store has no head any more; this job cannot go on")
+            view, decision = current
+            if member in view.members:
+                return Entry.IN, view, decision
+            if self.newest_of(member.slot) != member:
+                return Entry.TAKEN_OVER, view, decision
+            if attempt.asked is not None and view.n > attempt.asked + 1:
+                return Entry.PASSED, view, decision
+            outcome = self.outcome_of(view.n)
+            if view.call > call or (view.call == call and outcome == DONE):
+                return Entry.DONE, view, decision
+            attempt.look_at(view)
+            if view.call == call or outcome == DONE:
+                attempt.ask(view)
+                attempt.act(view)
+            else:
+                attempt.wait_for_end(view)
+
+    def supersede(self, view: View, member: Member) -> bool:
+        """Logs the death of an older incarnation of a member's slot; tells whether one was still listed.
+
+        Whether it was active is not known, so the iteration ends by it.
+        """
+        older = [listed for listed in view.members if listed.slot == member.slot and listed < member]
+        if not older or older[0] in self.deaths_of(view.n):
+            return False
+        record = self.record_of(older[0])
+        pid = record.get("pid")
+        fault = Fault(
+            member=older[0],
+            rank=None,
+            interruption=Interruption.TERMINATED,
+            message=f"was superseded by {member}",
+            host=str(record.get("host", "")),
+            pid=pid if isinstance(pid, int) else 0,
+        )
+        self.log_death(view.n, older[0], fault, ends=True)
+        return True
+
+
+class _Attempt:
+    """One process's attempt to get in, over all iterations that it sees."""
+
+    def __init__(self, store: JoiningMixin, member: Member, terms: JoinTerms) -> None:
+        self.view: View | None = None
+        self.asked: int | None = None  # the iteration into whose successor it asked to be let
+        self._store = store
+        self._member = member
+        self._terms = terms
+        self._observer = HeartbeatObserver(store, terms.heartbeat_timeout)
+        self._asked_at = 0.0
+        self._ended_at: float | None = None
+        self._pause = _FIRST_LOOK
+
+    def look_at(self, view: View) -> None:
+        """Begins anew if head has moved."""
+        if self.view is not None and self.view.head == view.head:
+            return
+        self.view = view
+        self._ended_at = None
+        self._pause = _FIRST_LOOK
+
+    def ask(self, view: View) -> None:
+        """Asks to be let into the next iteration, once for each iteration."""
+        if self.asked == view.n:
+            return
+        # The older one's death first: a proposal that lets this one in must not keep that one.
+        counts = self._store.supersede(view, self._member)
+        self._store.log_append(keys.join(view.n), str(self._member))
+        self.asked, self._asked_at = view.n, self._store.now()
+        events.emit("join", iteration=view.n, slot=self._member.slot)
+        if counts:
+            self._store.count_death(view)
+
+    def wait_for_end(self, view: View) -> None:
+        """Waits a little: the job is in an earlier call than the one that the process came for."""
+        self._wait(keys.wake_end(view.n), 0.0)
+
+    def act(self, view: View) -> None:
+        """Does what may bring the next iteration about, then waits a little for it."""
+        store = self._store
+        if store.outcome_of(view.n) is None:
+            due = self._asked_at + self._window(view)
+            if store.now() >= due and self._is_wanted(view):
+                store.end_iteration(view.n, FAULT)
+            else:
+                # Not beyond that moment; and from then on at times, should it be wanted later.
+                self._wait(keys.wake_end(view.n), due - store.now())
+                return
+        self._propose(view)
+        self._wait(keys.wake_head(view.n + 1), 0.0)
+
+    def _window(self, view: View) -> float:
+        again = min(max(0, self._store.restless(view.n) - 1), _LONGEST_WINDOW)
+        return self._terms.window * 2.0**again
+
+    def _is_wanted(self, view: View) -> bool:
+        if self._terms.on_join != "degraded":
+            return self._terms.on_join == "now"
+        return 0 < self._store.active_in(view.n) < self._store.wanted()
+
+    def _propose(self, view: View) -> None:
+        """Proposes, which does nothing unless every member has arrived, is dead or silent."""
+        store = self._store
+        now = store.now()
+        if self._ended_at is None:
+            self._ended_at = now
+        arrived, dead = store.arrivals_of(view.n), store.deaths_of(view.n)
+        missing = set(view.members) - arrived - dead
+        if now - self._ended_at >= self._terms.patience:
+            raise TimeoutError(
+                f"iteration {view.n} was not followed by another one within {self._terms.patience:g} s: "
+                f"slots {sorted(member.slot for member in missing)} have not left it, or fewer than "
+                f"min_world_size={view.min_world_size} ranks are left"
+            )
+        silent = self._observer.silent(sorted(missing))
+        if not arrived - dead and not self._has_gathered(view, now):
+            return
+        store.advance(view, None, silent=silent)
+
+    def _has_gathered(self, view: View, now: float) -> bool:
+        """Where no member is left that could be joined, the first to come back waits for the others."""
+        assert self._ended_at is not None
+        back = {member.slot for member in self._store.joins_of(view.n)}
+        everybody = {member.slot for member in view.members}
+        return everybody <= back or now - max(self._asked_at, self._ended_at) >= self._terms.window
+
+    def _wait(self, wake: str, at_most: float) -> None:
+        pause = min(self._pause, at_most) if at_most > 0 else self._pause
+        if pause == self._pause:
+            self._pause = min(2 * self._pause, _LONGEST_LOOK)
+        self._store.wait_for(wake, pause)

@@ -1,0 +1,83 @@
+"""Where newcomers get their places: a pure function, so that it can be read and tested by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+from .records import Member
+
+
+@dataclasses.dataclass(frozen=True)
+class WidenedWorld:
+    """The world of an iteration that ended, with places for newcomers.
+
+    Args:
+        size: number of places.
+        gaps: the places that nobody has.
+        joined_ranks: the place of each newcomer, in their order.
+        inserted: those of these places that did not exist before.
+    """
+
+    size: int
+    gaps: tuple[int, ...]
+    joined_ranks: tuple[int, ...]
+    inserted: tuple[int, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class _Place:
+    slot: int | None  # whose it was or is; None if that is not known
+    taken: bool
+    new: bool = False
+
+
+def widen(
+    size: int,
+    ranks: Mapping[Member, int],
+    kept: Collection[Member],
+    removed: Iterable[Member],
+    newcomers: Iterable[Member],
+) -> WidenedWorld:
+    """Gives each newcomer its predecessor's place, or one of its own in the order of the slots.
+
+    Args:
+        size: world size of the iteration that ended.
+        ranks: the ranks there, of all kept members and of those others whose rank is known.
+        kept: the members that stay.
+        removed: the members that do not.
+        newcomers: the members that join, by slot.
+    """
+    places = [_Place(None, taken=False) for _ in range(size)]
+    for member in kept:
+        places[ranks[member]] = _Place(member.slot, taken=True)
+    unknown = []
+    for member in sorted(removed):
+        rank = ranks.get(member)
+        if rank is None or places[rank].slot is not None:
+            unknown.append(member.slot)
+        else:
+            places[rank].slot = member.slot
+    # Of those that died without a word only the slots are known. Most assignments keep the slots' order.
+    for place, slot in zip((place for place in places if place.slot is None), unknown, strict=False):
+        place.slot = slot
+    joined = [_place_of(member.slot, places) for member in newcomers]
+    numbers = {id(place): number for number, place in enumerate(places)}
+    return WidenedWorld(
+        size=len(places),
+        gaps=tuple(number for number, place in enumerate(places) if not place.taken),
+        joined_ranks=tuple(numbers[id(place)] for place in joined),
+        inserted=tuple(number for number, place in enumerate(places) if place.new),
+    )
+
+
+def _place_of(slot: int, places: list[_Place]) -> _Place:
+    """Takes the place that the slot has, or puts a new one in."""
+    for place in places:
+        if place.slot == slot and not place.taken:
+            place.taken = True
+            return place
+    behind = (number for number, place in enumerate(places) if place.slot is not None and place.slot > slot)
+    place = _Place(slot, taken=True, new=True)
+    places.insert(next(behind, len(places)), place)
+    return place
