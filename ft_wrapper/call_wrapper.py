@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import socket
 import threading
@@ -18,7 +19,7 @@ from .abort import close_aborted_sockets, protect_process, release_process_group
 from .attribution import Interruption, InterruptionRecord, by_blame
 from .exception import HealthCheckError, InternalError, RankShouldRestart, StoreError
 from .iteration_store import Environment, connect, own_address, point_to
-from .job import Job, Patience, Remembered
+from .job import Job, Patience, Remembered, formation_size
 from .monitor.interrupt import Interrupter
 from .monitor.process import MonitorProcess
 from .monitor.process_main import MonitorFiles
@@ -109,11 +110,13 @@ class Call:
         wrapper: the settings and plug-ins.
         plan: which store, and who hosts it.
         state: this rank's state as the environment has it.
+        function_name: of the wrapped function: it must be the same on all ranks.
     """
 
-    def __init__(self, wrapper: Wrapper, plan: StorePlan, state: State) -> None:
+    def __init__(self, wrapper: Wrapper, plan: StorePlan, state: State, function_name: str) -> None:
         self.wrapper = wrapper
         self.plan = plan
+        self._function_name = function_name
         # Ranks in `base` are those that the last decision speaks of: before this iteration's assignment.
         self.base = state
         self.state = state
@@ -124,7 +127,7 @@ class Call:
         self._completed = False
         self._was_active = True
         self._thread = threading.get_ident()
-        self._ended_at = 0.0
+        self._ended_at: float | None = None
         self._store_lost: StoreError | None = None
 
     # ---- what the call owns
@@ -137,11 +140,12 @@ class Call:
         """
         settings = self.wrapper.monitor_settings()
         slot = self.base.initial_rank or 0
-        remembered = _remembered.pop(self.plan.description, None)
-        slots = list(range(self.base.world_size))
-        if remembered is not None:
+        remembered = _remembered.pop(self.plan.description, Remembered(call=0))
+        if self.plan.port is not None:
+            remembered = dataclasses.replace(remembered, call=0)  # each call has a store of its own
+        slots = list(range(formation_size(self.base.world_size)))
+        if remembered.view is not None:
             slots = [member.slot for member in remembered.view.members]
-        self._hosts = self.plan.port is not None and slot == min(slots)
         with contextlib.ExitStack() as owned:
             owned.callback(Environment().restore)
             self.memory = RankMemory()
@@ -149,17 +153,8 @@ class Call:
             self.memory.lock_life()
             owned.callback(close_aborted_sockets)
             owned.callback(wait_for_released_groups)
-            self.monitor = MonitorProcess(
-                settings,
-                self.plan,
-                hosts=self._hosts,
-                memory=self.memory,
-                files=MonitorFiles(
-                    _filled_in(self.wrapper.monitor_process_logfile, slot),
-                    _filled_in(self.wrapper.monitor_process_pidfile, slot),
-                ),
-                on_lost=self._on_monitor_lost,
-            )
+            self._hosts = self.plan.port is not None and slot == min(slots)
+            self.monitor = self._fork_monitor(settings, slot)
             owned.push(self._end_monitor)
             owned.enter_context(protect_process(self.monitor.pid))
             store = self.plan.connect()
@@ -175,7 +170,9 @@ class Call:
             )
             watchdog.start()
             owned.callback(watchdog.stop)
-            self.job = Job(store, slot, slots, self._patience(settings))
+            terms = self._terms()
+            self.job = Job(store, slot, slots, self._patience(settings), remembered.call, terms)
+            self.job.on_member = self.monitor.join
             owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
             self.thread_client = store.clone()
             self.thread = MonitorThread(
@@ -187,7 +184,7 @@ class Call:
             )
             owned.callback(self.thread.stop, settings.barrier_timeout)
             self.user = CallWrapper(self)
-            self._join(remembered)
+            self._has_come_late = not self._join(remembered)
             self._owned = owned.pop_all()
 
     def close(self, error: BaseException | None) -> None:
@@ -206,21 +203,57 @@ class Call:
             heartbeat=settings.heartbeat_timeout,
             completion=self.wrapper.completion_timeout.total_seconds(),
             min_world_size=self.wrapper.min_world_size,
+            on_join=self.wrapper.on_join,
+            join_window=self.wrapper.join_window.total_seconds(),
+            rejoin_wait=self.wrapper.rejoin_wait.total_seconds(),
+            admits=self.wrapper.use_global_iteration,
         )
 
-    def _join(self, remembered: Remembered | None) -> None:
+    def _terms(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        return {
+            "function": self._function_name,
+            "formation_size": formation_size(self.base.world_size),
+            **self.wrapper.shared_settings(),
+        }
+
+    def _fork_monitor(self, settings: MonitorSettings, slot: int) -> MonitorProcess:
+        files = MonitorFiles(
+            _filled_in(self.wrapper.monitor_process_logfile, slot),
+            _filled_in(self.wrapper.monitor_process_pidfile, slot),
+        )
+        try:
+            return self._monitor_process(settings, files)
+        except StoreError:
+            if not (self._hosts and self.wrapper.use_global_iteration):
+                raise
+            # This process may have been started again: then its predecessor's monitor still has the port.
+            self._hosts = False
+            return self._monitor_process(settings, files)
+
+    def _monitor_process(self, settings: MonitorSettings, files: MonitorFiles) -> MonitorProcess:
+        return MonitorProcess(
+            settings,
+            self.plan,
+            hosts=self._hosts,
+            memory=self.memory,
+            files=files,
+            on_lost=self._on_monitor_lost,
+        )
+
+    def _join(self, remembered: Remembered) -> bool:
+        """Gets into the job; False if the call has completed already."""
         job = self.job
-        if remembered is not None and self.plan.port is None:
+        if remembered.member is not None and remembered.view is not None and self.plan.port is None:
             # The store outlived the last call: its last members go on to the next call's first iteration.
+            job.check_terms()
             job.member, job.view = remembered.member, remembered.view
             self.base.rank, self.base.world_size = remembered.rank, remembered.world_size
             self.monitor.join(job.member)
             job.go_on(remembered.rank, remembered.world_size)
-            return
-        self.base.rank, self.base.world_size = job.slots.index(job.slot), len(job.slots)
+            return True
         job.register()
-        self.monitor.join(job.member)
-        job.form()
+        return job.join()
 
     def _say_goodbye(self) -> None:
         if not hasattr(self.job, "member") or self._store_lost is not None:
@@ -264,8 +297,16 @@ class Call:
             function: the wrapped function with its arguments.
 
         Returns:
-            What the function returned; None on a spare.
+            What the function returned; None on a spare, and where the call had completed already.
         """
+        if self._has_come_late:
+            log.warning(
+                "slot %d came when call %d of the job had completed: there is nothing left to do in it",
+                self.job.slot,
+                self.job.call,
+            )
+            _remembered[self.plan.description] = Remembered(self.job.call + 1)
+            return None
         try:
             while True:
                 outcome, result = self._iterate(function)
@@ -317,11 +358,18 @@ class Call:
         job = self.job
         n, decision = job.view.n, job.decision
         self.memory.active = True  # until it is known: others may be waiting for this rank
+        has_joined = job.member in decision.joined
+        if has_joined:
+            self.base.rank = decision.rank_of(job.member)
+        elif self.base.rank is not None:
+            self.base.rank = decision.rank_after(self.base.rank)
+        self.base.world_size = decision.world_size
+        if decision.joined:
+            self.base.active_world_size = None  # there may be more active ranks again
         fresh = copy.copy(self.base)
         fresh.fn_exception = None
         fresh.iteration = n if self.wrapper.use_global_iteration else n - decision.first
         context = RankAssignmentCtx(fresh, PrefixStore(n, job.store), set(decision.ranks))
-        first = n == decision.first
         self.memory.enter_phase(Phase.WATCHED)  # the others wait for a rank that hangs here
         try:
             self.state = self.wrapper.rank_assignment(context).state
@@ -332,8 +380,10 @@ class Call:
         finally:
             self.memory.enter_phase(Phase.IDLE)
             self.memory.iteration = n
-            self.monitor.enter(job.view, None if first else decision, self.state.rank)
-        self._was_active = first or self.base.mode == Mode.ACTIVE
+            self.monitor.enter(
+                job.view, None if has_joined or n == decision.first else decision, self.state.rank
+            )
+        self._was_active = has_joined or n == decision.first or self.base.mode == Mode.ACTIVE
         self.base = copy.copy(self.state)
         self.memory.active = self.state.mode == Mode.ACTIVE
         return True
@@ -444,7 +494,7 @@ class Call:
             self.wrapper.terminate(self.state.freeze())
 
     def _publish(self, error: Exception) -> None:
-        cause = self._watch is None or not self._watch.ended_at
+        cause = self._watch is None or self._watch.ended_at is None
         self.job.publish(self.state.rank, error)
         if cause:  # and not merely a collective that fails because the iteration is over
             log.warning(
@@ -498,9 +548,10 @@ class Call:
                 state.iteration,
                 store.faults_of(view.n - 1),
                 [(int(slot), int(rank)) for slot, rank in promoted],
+                self.job.decision.joined,
                 state.world_size,
                 active,
-                store.now() - self._ended_at,
+                None if self._ended_at is None else store.now() - self._ended_at,
             )
         )
 

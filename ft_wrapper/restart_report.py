@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .attribution import Interruption, by_blame
-from .store import Fault
+from .store import Fault, Member
 
 _SHOWN = 4  # faults and promotions named in a line; the others are counted
 
@@ -14,9 +14,10 @@ def restart_line(
     iteration: int,
     faults: Sequence[Fault],
     promoted: Sequence[tuple[int, int]],
+    joined: Sequence[Member],
     world_size: int,
     active_world_size: int,
-    seconds: float,
+    seconds: float | None,
 ) -> str:
     """Puts a restart into words.
 
@@ -24,16 +25,20 @@ def restart_line(
         iteration: the iteration that begins.
         faults: what ended the one before, in the order of publishing.
         promoted: (slot, active rank) of each spare that became active.
+        joined: the processes that joined.
         world_size: number of ranks that are left, spares included.
         active_world_size: how many of them are active.
-        seconds: from the end of the last iteration to everybody's being back in the function.
+        seconds: from the end of the last iteration to everybody's being back in the function; None if the one
+            who says so was not there then.
     """
     spares = world_size - active_world_size
-    return (
-        f"restart {iteration}: {_failures(faults)}; {_promotions(promoted)}; "
-        f"{active_world_size} active + {spares} spare {_plural(spares, 'rank')}, "
-        f"back in {1e3 * seconds:.1f} ms"
-    )
+    parts = [_failures(faults)] if faults or not joined else []
+    if joined:
+        parts.append(_joiners(joined))
+    parts.append(_promotions(promoted))
+    size = f"{active_world_size} active + {spares} spare {_plural(spares, 'rank')}"
+    parts.append(size if seconds is None else f"{size}, back in {1e3 * seconds:.1f} ms")
+    return f"restart {iteration}: {'; '.join(parts)}"
 
 
 def _failures(faults: Sequence[Fault]) -> str:
@@ -68,6 +73,11 @@ def _promotions(promoted: Sequence[tuple[int, int]]) -> str:
     if not promoted:
         return "no spare stepped in"
     return _joined((f"spare slot {slot} took over as rank {rank}" for slot, rank in promoted), len(promoted))
+
+
+def _joiners(joined: Sequence[Member]) -> str:
+    names = _joined((str(member.slot) for member in joined), len(joined))
+    return f"{_plural(len(joined), 'slot')} {names} joined"
 
 
 def _joined(parts: Iterable[str], count: int) -> str:

@@ -20,6 +20,7 @@ from .compose import Compose
 from .finalize import Finalize
 from .health_check import HealthCheck
 from .initialize import Initialize
+from .job import formation_size
 from .monitor.settings import MonitorSettings
 from .rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, ShiftRanks
 from .state import State
@@ -41,6 +42,14 @@ _DURATIONS = (
     "barrier_timeout",
     "completion_timeout",
     "termination_grace_time",
+)
+# Those that one rank keeps on behalf of others.
+_SHARED_DURATIONS = (
+    "heartbeat_timeout",
+    "barrier_timeout",
+    "completion_timeout",
+    "join_window",
+    "rejoin_wait",
 )
 _DURATIONS_FROM_ZERO = ("last_call_wait", "join_window", "rejoin_wait")
 # Each must be shorter than the one behind it.
@@ -90,9 +99,10 @@ class Wrapper:
         use_global_iteration: iteration numbers are unique for the whole life of the store.
         active_world_size: so many ranks are active, the rest are hot spares; short for a rank assignment.
         min_world_size: with fewer ranks than this the call fails rather than going on.
-        on_join: what a rank that joins later causes: ``next``, ``degraded`` or ``now``. It and the two below
-            are checked, but have no effect yet: no process can join a running job.
-        join_window: how long joins are gathered.
+        on_join: what a process causes that joins the running job (which needs ``use_global_iteration``): it
+            waits for the ``next`` restart; or it ends the iteration if fewer ranks are active than there were
+            (``degraded``), or in any case (``now``).
+        join_window: how long joins are gathered before that; longer in a crash loop.
         rejoin_wait: how long a restart waits for an announced replacement.
 
     Raises:
@@ -241,7 +251,8 @@ class Wrapper:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             state = self._check_environment()
             plan = plan_store(self.store_factory, self.store_kwargs, self.barrier_timeout)
-            call = Call(self, plan, state)
+            name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+            call = Call(self, plan, state, name)
             call.open()
             error: BaseException | None = None
             try:
@@ -266,11 +277,24 @@ class Wrapper:
             heartbeat_interval=self.heartbeat_interval.total_seconds(),
             heartbeat_timeout=self.heartbeat_timeout.total_seconds(),
             barrier_timeout=self.barrier_timeout.total_seconds(),
+            join_window=self.join_window.total_seconds(),
         )
+
+    def shared_settings(self) -> dict[str, object]:
+        """The settings that must be the same on all ranks, as they are compared."""
+        return {
+            "use_global_iteration": self.use_global_iteration,
+            "active_world_size": self.active_world_size,
+            "min_world_size": self.min_world_size,
+            "on_join": self.on_join,
+            "rank_assignment": _outline(self.rank_assignment),
+            **{name: getattr(self, name).total_seconds() for name in _SHARED_DURATIONS},
+        }
 
     def _check_environment(self) -> State:
         """Everything that must hold before a call starts anything."""
         state = State.from_env()
+        formation_size(state.world_size)
         state.use_global_iteration = self.use_global_iteration
         for name, value in (
             ("active_world_size", self.active_world_size),
@@ -296,6 +320,13 @@ class Wrapper:
 def _default_assignment(active_world_size: int | None) -> RankAssignment:
     active = ActivateAllRanks() if active_world_size is None else MaxActiveWorldSize(active_world_size)
     return cast(RankAssignment, Compose(active, ShiftRanks()))
+
+
+def _outline(plug_in: object) -> str:
+    """The classes that a plug-in is made of."""
+    if isinstance(plug_in, Compose):
+        return f"Compose({', '.join(map(_outline, plug_in.parts))})"
+    return type(plug_in).__name__
 
 
 def _duration(name: str, value: object, *, allow_zero: bool) -> timedelta:

@@ -14,7 +14,7 @@ def test_names_what_failed_where_who_took_over_and_how_long_it_took() -> None:
         fault(1, Interruption.EXCEPTION, "raised RuntimeError: connection closed"),
         fault(0, Interruption.TERMINATED, "died"),
     ]
-    assert restart_line(2, faults, [(3, 2)], 3, 3, 0.0081) == (
+    assert restart_line(2, faults, [(3, 2)], [], 3, 3, 0.0081) == (
         "restart 2: rank 0 (slot 0 on host7 pid 100) died (and 1 fault in its wake); "
         "spare slot 3 took over as rank 2; 3 active + 0 spare ranks, back in 8.1 ms"
     )
@@ -22,7 +22,7 @@ def test_names_what_failed_where_who_took_over_and_how_long_it_took() -> None:
 
 def test_of_several_exceptions_the_first_is_the_cause() -> None:
     faults = [fault(slot, Interruption.EXCEPTION, f"raised E{slot}") for slot in (2, 0, 1)]
-    line = restart_line(1, faults, [], 4, 3, 0.01)
+    line = restart_line(1, faults, [], [], 4, 3, 0.01)
     assert (
         "rank 2 (slot 2 on host7 pid 102) raised E2 (and 2 faults in its wake); no spare stepped in;" in line
     )
@@ -41,7 +41,7 @@ def test_of_a_hang_the_odd_one_out_comes_first() -> None:
         ),
         fault(1, Interruption.SOFT_TIMEOUT, "stood at a.py:7 in train"),
     ]
-    line = restart_line(1, faults, [], 3, 3, 0.01)
+    line = restart_line(1, faults, [], [], 3, 3, 0.01)
     assert line.startswith(
         "restart 1: rank 1 (slot 1 on host7 pid 101) made no progress for soft_timeout=3 s and stood at "
         "a.py:7 in train; rank 0 (slot 0 on host7 pid 100), rank 2 (slot 2 on host7 pid 102) made no "
@@ -51,11 +51,11 @@ def test_of_a_hang_the_odd_one_out_comes_first() -> None:
 
 def test_a_thousand_ranks_fit_in_a_line() -> None:
     faults = [fault(slot, Interruption.TERMINATED, "died") for slot in range(1000)]
-    line = restart_line(1, faults, [(slot, slot) for slot in range(50)], 3, 3, 0.01)
+    line = restart_line(1, faults, [(slot, slot) for slot in range(50)], [], 3, 3, 0.01)
     assert "and 996 more died" in line and "and 46 more" in line and len(line) < 600
 
 
 def test_no_fault_and_no_rank_are_said_so() -> None:
-    assert "no fault was published" in restart_line(1, [], [], 1, 1, 0.01)
+    assert "no fault was published" in restart_line(1, [], [], [], 1, 1, 0.01)
     silent = Fault(Member(4, 0), None, Interruption.UNRESPONSIVE, "sent no heartbeat for 30 s", "", 0)
-    assert "a rank (slot 4) sent no heartbeat for 30 s;" in restart_line(1, [silent], [], 1, 1, 0.01)
+    assert "a rank (slot 4) sent no heartbeat for 30 s;" in restart_line(1, [silent], [], [], 1, 1, 0.01)
