@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from . import events
 from .attribution import Interruption
-from .exception import RestartError
+from .exception import RestartError, TimeoutError
 from .monitor.death import await_others, report_death
 from .rank_assignment import RankDiscarded
 from .store import Decision, Entry, Fault, JoinTerms, Member, StoreMixin, View
@@ -281,6 +281,8 @@ class Job:
         """This process gives up before it is in: nobody shall wait for it."""
         fault = self._raised(None, Interruption.BASE_EXCEPTION, error)
         try:
+            if isinstance(error, TimeoutError) and self.store.read_head() is None:
+                return  # the job did not form: the others name those who did not come, not this one
             report_death(self.store, None, self.member, fault, active=True, timeout=0.0)
         except RestartError:
             log.debug("the store is gone", exc_info=True)
