@@ -6,6 +6,22 @@ import dataclasses
 import enum
 import os
 from collections.abc import Iterable
+from datetime import timedelta
+from typing import Protocol
+
+_TIMEOUT = timedelta(seconds=120)  # the wrapper's default for barrier_timeout
+
+
+class AgreesOnIterations(Protocol):
+    """What a state needs of the store on which the ranks agree; each of the package's stores has it."""
+
+    def coordinate_global_iteration_advance(
+        self, world_size: int, timeout: timedelta, is_coordinator: bool = False
+    ) -> int:
+        """Leaves the iteration that is on; returns the number of the next one."""
+
+    def handle_rank_restart(self, world_size: int, timeout: timedelta, *, rank: int | None = None) -> int:
+        """Joins the job, unless that was done; returns the number of the iteration that the rank is in."""
 
 
 class Mode(enum.Enum):
@@ -81,10 +97,62 @@ class State:
         os.environ["RANK"] = str(self.active_rank)
         os.environ["WORLD_SIZE"] = str(self.active_world_size)
 
-    def advance(self) -> None:
-        """Goes on to the next iteration number and forgets the last exception."""
-        self.iteration += 1
+    def advance(
+        self,
+        store: AgreesOnIterations | None = None,
+        world_size: int | None = None,
+        timeout: timedelta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Goes on to the next iteration number and forgets the last exception.
+
+        With ``use_global_iteration`` the number is the one that all ranks agree on, once they have left the
+        iteration. Otherwise it is one more. In a wrapped function the wrapper does this.
+
+        Args:
+            store: where the ranks agree; the client that `sync_with_global_iteration` was called with.
+            world_size: number of ranks at the start of the job; ``initial_world_size`` when None.
+            timeout: how long to wait for ranks that live but do not come; two minutes when None.
+            is_coordinator: handed on to the store.
+
+        Raises:
+            ValueError: ``use_global_iteration`` without a store. A number counted here might be given twice.
+            RestartError: the ranks went on without this one, or did not agree. The state stays as it was.
+        """
+        if not self.use_global_iteration:
+            self.iteration += 1
+        elif store is None:
+            raise ValueError(
+                "use_global_iteration=True needs store=: the ranks agree there on the next number"
+            )
+        else:
+            self.iteration = store.coordinate_global_iteration_advance(
+                self._size_at_start() if world_size is None else world_size,
+                _TIMEOUT if timeout is None else timeout,
+                is_coordinator,
+            )
         self.fn_exception = None
+
+    def sync_with_global_iteration(self, store: AgreesOnIterations, timeout: timedelta | None = None) -> None:
+        """Takes the number of the iteration that all ranks are in.
+
+        Joins the job first, if this process has not done so with this client: as a new process in its rank's
+        place. Does nothing without ``use_global_iteration``. In a wrapped function the wrapper does this.
+
+        Args:
+            store: where the ranks agree.
+            timeout: how long to wait for the others; two minutes when None.
+
+        Raises:
+            RestartError: the job cannot be joined. The state stays as it was.
+        """
+        if self.use_global_iteration:
+            self.iteration = store.handle_rank_restart(
+                self._size_at_start(), _TIMEOUT if timeout is None else timeout, rank=self.initial_rank
+            )
+
+    def _size_at_start(self) -> int:
+        return self.world_size if self.initial_world_size is None else self.initial_world_size
 
     def freeze(self) -> FrozenState:
         """Returns a read-only copy."""

@@ -1,8 +1,8 @@
 """StoreMixin: everything the ranks do on a store, topic by topic."""
 
 from .barrier import BarrierMixin
-from .global_iteration import GlobalIterationMixin
+from .coordination import CoordinationMixin
 
 
-class StoreMixin(GlobalIterationMixin, BarrierMixin):
+class StoreMixin(CoordinationMixin, BarrierMixin):
     """What a store offers to the wrapper, its plug-ins and its users, beside torch's own operations."""
