@@ -343,7 +343,10 @@ class Job:
 
     def __init__(self, template: Template, directory: Path) -> None:
         self.ranks: dict[int, Process] = {}
+        self.past: list[Process] = []
+        """Processes whose slot was started again."""
         self.store_is_elsewhere = False
+        self._requests: dict[int, dict[str, Any]] = {}
         self._template = template
         self._directory = directory
         self._selector = selectors.DefaultSelector()
@@ -382,24 +385,33 @@ class Job:
                 "OMP_NUM_THREADS": "1",
                 **(env or {}),
             }
-            here, there = socket.socketpair()
-            here.setblocking(False)
-            process = Process(slot, here, self._directory / f"slot-{slot}.log")
-            self.ranks[slot] = process
-            self._starting.append(process)
-            request = {
+            self._requests[slot] = {
                 "slot": slot,
                 "module": body.__module__,
                 "body": body.__qualname__,
                 "args": args,
                 "kwargs": kwargs,
                 "env": {name: value for name, value in variables.items() if value is not None},
-                "output": str(process.output),
             }
-            self._template.start(request, there)
-            there.close()
-            self._selector.register(here, selectors.EVENT_READ, process)
+            self._start(slot)
         return self
+
+    def start_again(self, *slots: int) -> None:
+        """Starts another process of each slot, like the last one, which may still live."""
+        for slot in slots:
+            self.past.append(self.ranks[slot])
+            self._start(slot)
+
+    def _start(self, slot: int) -> None:
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        before = sum(process.slot == slot for process in self.past)
+        process = Process(slot, here, self._directory / f"slot-{slot}{f'.{before}' if before else ''}.log")
+        self.ranks[slot] = process
+        self._starting.append(process)
+        self._template.start({**self._requests[slot], "output": str(process.output)}, there)
+        there.close()
+        self._selector.register(here, selectors.EVENT_READ, process)
 
     def __getitem__(self, slot: int) -> Process:
         return self.ranks[slot]
@@ -478,18 +490,16 @@ class Job:
 
     def close(self) -> None:
         """Ends what still runs, and prints everything, for a test that failed."""
-        ended = all(process.code is not None for process in self.ranks.values())
+        ended = all(process.code is not None for process in self._all())
         for _ in range(0 if ended else 3):
             for pid in self._template.descendants():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         if not ended:
             with contextlib.suppress(AssertionError):
-                self._turn_until(
-                    lambda: all(process.code is not None for process in self.ranks.values()), "the end"
-                )
-        for slot, process in sorted(self.ranks.items()):
-            print(f"---- slot {slot}, pid {process.pid}, exit code {process.code}")
+                self._turn_until(lambda: all(process.code is not None for process in self._all()), "the end")
+        for process in sorted(self._all(), key=lambda process: process.slot):
+            print(f"---- slot {process.slot}, pid {process.pid}, exit code {process.code}")
             for message in process.messages:
                 print("   ", json.dumps(message))
             print(process.log)
@@ -498,6 +508,9 @@ class Job:
                 print(f"---- its monitor\n{monitor.read_text(errors='replace')}")
             process.line.close()
         self._selector.close()
+
+    def _all(self) -> list[Process]:
+        return [*self.past, *self.ranks.values()]
 
     def _turn_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + TIMEOUT
@@ -517,8 +530,8 @@ class Job:
         if "started" in message:
             self._starting.pop(0).pid = message["started"]
             return
-        for process in self.ranks.values():
-            if process.pid == message["ended"]:
+        for process in self._all():
+            if process.pid == message["ended"] and process.code is None:
                 self._read_rank(process)
                 process.code = message["code"]
 

@@ -1,0 +1,173 @@
+"""A small job whose killed processes are started again, and what each of them saw of it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_harness import SETTINGS, Job, Process, Rank
+
+from ft_wrapper import CallWrapper, FrozenState, Wrapper
+from ft_wrapper.initialize import Initialize
+from ft_wrapper.store import TCPStore, TCPStoreServer, keys
+
+
+class SaysItsState(Initialize):
+    """Says what the rank is at the begin of each iteration."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        self.rank.say(
+            "state",
+            mode=state.mode.name,
+            n=state.iteration,
+            rank=state.rank,
+            world=state.world_size,
+            active_rank=state.active_rank,
+            active_world=state.active_world_size,
+        )
+        return state
+
+
+class Trainer:
+    """One rank's part of the job.
+
+    Args:
+        rank: its line to the test.
+        folder: shared by all ranks; a file ``finish`` in it ends the training.
+        settings: of the wrapper, beside the usual ones.
+    """
+
+    def __init__(self, rank: Rank, folder: str, settings: dict[str, Any]) -> None:
+        self.rank = rank
+        self.folder = Path(folder)
+        self.settings: dict[str, Any] = {
+            **SETTINGS,
+            "use_global_iteration": True,
+            "join_window": 0.05,
+            "initialize": SaysItsState(rank),
+            **settings,
+        }
+
+    def train(self, call: CallWrapper) -> list[int]:
+        """What is wrapped: steps that all active ranks do together."""
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        place = [call.iteration, dist.get_rank(), int(total)]
+        self.rank.say("in", n=place[0], rank=place[1], world=place[2])
+        while True:
+            finish = torch.tensor(float((self.folder / "finish").exists()))
+            dist.all_reduce(finish)
+            if finish:
+                return place
+            time.sleep(0.005)
+
+
+def trains(rank: Rank, folder: str, settings: dict[str, Any]) -> list[int] | None:
+    """The body: trains until the test says that it is enough; returns iteration, rank and world size."""
+    trainer = Trainer(rank, folder, settings)
+
+    @Wrapper(**trainer.settings)
+    def train(call_wrapper: CallWrapper) -> list[int]:
+        return trainer.train(call_wrapper)
+
+    return train()
+
+
+class Training:
+    """The test's handle on a job with a store of its own, which outlives all ranks.
+
+    Args:
+        job: which runs its processes.
+        folder: shared by all ranks.
+        server: the store's.
+    """
+
+    def __init__(self, job: Job, folder: Path, server: TCPStoreServer | None) -> None:
+        self.job = job
+        self.folder = folder
+        self.env: dict[str, str | None] = {"RES_OPTIONS": "use-vc timeout:1 attempts:1"}
+        if server is not None:
+            self.store = TCPStore("127.0.0.1", server.port)
+            self.env["FT_WRAPPER_STORE"] = f"127.0.0.1:{server.port}"
+            job.store_is_elsewhere = True
+
+    def start(self, world_size: int, body: Any = trains, **settings: Any) -> None:
+        """Starts all ranks."""
+        self.job.start(world_size, body, str(self.folder), settings, env=self.env)
+
+    def abort(self, *slots: int) -> None:
+        """Ends ranks as ``abort()`` in C does, without cleaning up, and waits for their end."""
+        for slot in slots:
+            self.job.send_signal(slot, signal.SIGABRT)
+        self.job.wait_for_end(*slots)
+        assert [self.job[slot].code for slot in slots] == [-signal.SIGABRT] * len(slots)
+
+    def await_join(self, n: int, *slots: int) -> None:
+        """Waits until new processes of the slots have asked to be let into the iteration after n."""
+        deadline = time.monotonic() + 30.0
+        while not {*slots} <= {member.slot for member in self.store.joins_of(n)}:
+            assert time.monotonic() < deadline, (slots, self.store.joins_of(n))
+            self.store.wait_for(keys.wake_end(10**6), 0.02)  # nothing tells of it
+
+    def finish(self) -> None:
+        """Lets the function return everywhere, and waits until all processes have ended."""
+        (self.folder / "finish").touch()
+        self.job.wait_for_end()
+
+    def saw(self, process: Process) -> list[int]:
+        """The iterations that a process was in."""
+        return [message["n"] for message in process.said("state")]
+
+    def check(self, last: int, first: dict[int, int] | None = None) -> None:
+        """The living saw every iteration from their first to the last one, and each iteration was one.
+
+        Args:
+            last: number of the last iteration.
+            first: numbers of the first iterations that the present processes were in; 0 by default.
+        """
+        first = first or {}
+        for slot, process in self.job.ranks.items():
+            assert self.saw(process) == [*range(first.get(slot, 0), last + 1)], f"slot {slot}"
+        for process in self.job.past:
+            seen = self.saw(process)
+            assert seen == [*range(seen[0], seen[-1] + 1)] if seen else True, f"slot {process.slot}"
+        check_iterations(self.job)
+
+
+def check_iterations(job: Job) -> None:
+    """What all processes saw of an iteration fits together: world sizes, and each rank once."""
+    iterations: dict[int, list[dict[str, Any]]] = {}
+    for process in [*job.past, *job.ranks.values()]:
+        for message in process.said("state"):
+            iterations.setdefault(message["n"], []).append(message)
+    assert sorted(iterations) == [*range(max(iterations) + 1)]
+    for n, states in iterations.items():
+        assert len({(state["world"], state["active_world"]) for state in states}) == 1, (n, states)
+        for name in ("rank", "active_rank"):
+            taken = [state[name] for state in states if state[name] is not None]
+            assert len(taken) == len(set(taken)), (n, states)
+            size = states[0]["world" if name == "rank" else "active_world"]
+            assert all(0 <= rank < size for rank in taken), (n, states)
+
+
+@contextlib.contextmanager
+def training(job: Job, folder: Path, *, external: bool = True) -> Iterator[Training]:
+    """A training whose store ends with the block."""
+    server = TCPStoreServer(0, "127.0.0.1") if external else None
+    made = Training(job, folder, server)
+    try:
+        yield made
+    finally:
+        if server is not None:
+            made.store.close()
+            server.close()
