@@ -38,7 +38,8 @@ def formation_size(world_size: int) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= world_size:
         raise ValueError(
             f"environment variable {FORMATION_SIZE_ENV}={text!r} must be an integer in 1..{world_size}, "
-            f"because WORLD_SIZE={world_size}: the number of ranks that the job began with; remove it otherwise"
+            f"because WORLD_SIZE={world_size}: the number of ranks that the job began with; remove it "
+            "otherwise"
         )
     return int(text)
 
@@ -128,8 +129,10 @@ class Job:
 
         Raises:
             RankDiscarded: the job is on already, and nobody may join it.
+            StoreError: the store's job was started by another version of this package.
             ValueError: its function or settings differ from the job's; says which.
         """
+        self.store.agree_on_version()
         if not self._patience.admits and self.store.read_head() is not None:
             raise self._refused()
         self.check_terms()
@@ -273,6 +276,7 @@ class Job:
                 raise RankDiscarded(self._taken_over())
             if entry is Entry.IN:
                 self.view, self.decision = view, decision
+                events.emit("decided", iteration=view.n, slot=self.slot)
                 return True
             log.warning("%s was passed over for too long, and joins again", self.member)
             self.register()
