@@ -33,6 +33,8 @@ from .records import (
     View,
     roster_from_json,
     roster_to_json,
+    split_entry,
+    to_number,
 )
 from .widening import widen
 
@@ -53,7 +55,13 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
     def read_decision(self, head: Head) -> Decision:
         """The decision behind a head."""
         key = keys.decision(head.n, head.nonce)
-        return Decision.from_json(self._written(key), key)
+        decision = Decision.from_json(self._written(key), key)
+        if (decision.call, decision.n) != (head.call, head.n):
+            raise StoreError(
+                f"store key {key!r} holds a decision on iteration {decision.n} of call {decision.call}, "
+                f"where one on iteration {head.n} of call {head.call} belongs"
+            )
+        return decision
 
     def read_view(self, head: Head) -> View:
         """Everything about a head's iteration: O(world size), for those who come from outside."""
@@ -104,10 +112,24 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         if self.add(keys.count_gone(view.n), 1) >= len(view.members):
             self.advance(view, member)
 
-    def joins_of(self, n: int) -> set[Member]:
-        """The members that want into the iteration after n."""
+    def ask_to_join(self, n: int, member: Member, call: int) -> None:
+        """Asks that a member be let into the iteration after n, if that belongs to the call."""
+        self.log_append(keys.join(n), f"{member} {call}")
+
+    def joins_of(self, n: int, call: int | None = None) -> set[Member]:
+        """The members that want into the iteration after n.
+
+        Args:
+            n: the iteration.
+            call: only those that come for this call; all when None.
+        """
         key = keys.join(n)
-        return {Member.parse(line, key) for line in self.log_read(key)}
+        joins = set()
+        for line in self.log_read(key):
+            name, comes_for = split_entry(line, 2, key)
+            if call is None or to_number(comes_for, key) == call:
+                joins.add(Member.parse(name, key))
+        return joins
 
     def arrivals_of(self, n: int) -> set[Member]:
         """The members that have left the function of n."""
@@ -146,7 +168,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         # Deaths last: whoever logs a death first and then finds that the member has neither arrived nor asked
         # to join may be sure that no proposal will have it.
         arrived = self._arrivals(view.n)
-        joining = self.joins_of(view.n)
+        joining = self.joins_of(view.n, _call_after(view, outcome))
         dead = self.announced_deaths_of(view.n)
         if proposer is not None and (proposer in dead or proposer not in arrived):
             return False
@@ -205,11 +227,10 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
                 return self._follow(view, member, head)
             if member in self.deaths_of(view.n):
                 return None
-            missing = set(view.members) - self._arrivals(view.n).keys() - self.deaths_of(view.n)
             self.advance(
                 view,
                 member,
-                silent=observer.silent(sorted(missing)),
+                silent=self.silent_missing(view, observer),
                 drop_missing=remaining <= 0,
                 hold=timeout - remaining < rejoin_wait,
             )
@@ -223,6 +244,16 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             f"iteration {view.n} was not followed by another one within {timeout:g} s: fewer than "
             f"min_world_size={view.min_world_size} ranks are left; missing slots: {[m.slot for m in absent]}"
         )
+
+    def silent_missing(self, view: View, observer: HeartbeatObserver) -> frozenset[Member]:
+        """The members that have not left an ended iteration and are silent in the observer's eyes.
+
+        Between two calls nobody sends a heartbeat: a member that takes its time there is not silent.
+        """
+        if self.outcome_of(view.n) == DONE:
+            return frozenset()
+        missing = set(view.members) - self._arrivals(view.n).keys() - self.deaths_of(view.n)
+        return observer.silent(sorted(missing))
 
     # Agreement of the rank assignments -----------------------------------------------------------------
 
@@ -279,8 +310,9 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         while True:
             remaining = deadline - self.now()
             if self.wait_for(keys.wake_endpoint(n), min(look_every, remaining)):
-                host, port = self._written(keys.endpoint(n)).split()
-                return host, int(port)
+                key = keys.endpoint(n)
+                host, port = split_entry(self._written(key), 2, key)
+                return host, to_number(port, key)
             if self.outcome_of(n) is not None:
                 return None
             if remaining <= 0:
@@ -321,8 +353,8 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         key = keys.arrived(n)
         arrivals = {}
         for line in self.log_read(key):
-            name, rank, world_size = line.split()
-            arrivals[Member.parse(name, key)] = (int(rank), int(world_size))
+            name, rank, world_size = split_entry(line, 3, key)
+            arrivals[Member.parse(name, key)] = (to_number(rank, key), to_number(world_size, key))
         return arrivals
 
     def _next_decision(
@@ -345,7 +377,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         world = widen(size, ranks, kept, removed, newcomers)
         n = view.n + 1
         return Decision(
-            call=view.call + (outcome == DONE),
+            call=_call_after(view, outcome),
             n=n,
             first=n if outcome == DONE else view.first,
             removed=removed,
@@ -388,3 +420,8 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         if text is None:
             raise StoreError(f"store key {key!r} is gone, though what leads to it is there")
         return text
+
+
+def _call_after(view: View, outcome: str) -> int:
+    """The call that the iteration after an ended one belongs to."""
+    return view.call + (outcome == DONE)

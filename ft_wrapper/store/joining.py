@@ -57,6 +57,19 @@ class JoinTerms:
 class JoiningMixin(GlobalIterationMixin):
     """Taking a slot, the first formation, and joining later."""
 
+    def agree_on_version(self) -> None:
+        """Makes sure that the store's job names its keys as this version of the package does.
+
+        Raises:
+            StoreError: it does not; nothing else of this version has been written then.
+        """
+        version = self.claim(keys.VERSION, keys.THIS_VERSION)
+        if version != keys.THIS_VERSION:
+            raise StoreError(
+                f"the store's job uses version {version} of the keys, this process version "
+                f"{keys.THIS_VERSION}; start all processes of a job with the same version of ft_wrapper"
+            )
+
     def register(self, slot: int, record: str) -> Member:
         """Takes the slot's next incarnation and writes the member's record.
 
@@ -67,12 +80,7 @@ class JoiningMixin(GlobalIterationMixin):
         Raises:
             StoreError: the store's job was started by another version of this package.
         """
-        version = self.claim(keys.VERSION, keys.THIS_VERSION)
-        if version != keys.THIS_VERSION:
-            raise StoreError(
-                f"the store's job uses version {version} of the keys, this process version "
-                f"{keys.THIS_VERSION}; start all processes of a job with the same version of ft_wrapper"
-            )
+        self.agree_on_version()
         member = Member(slot, self.add(keys.incarnations(slot), 1) - 1)
         self.set(keys.member(str(member)), record)
         self.send_heartbeat(member)
@@ -137,7 +145,7 @@ class JoiningMixin(GlobalIterationMixin):
         """
         n = keys.BEFORE_FIRST
         expected = frozenset(slots)
-        self.log_append(keys.join(n), str(member))
+        self.ask_to_join(n, member, 0)
         if self.add(keys.count_gone(n), 1) >= len(expected):
             self.form(expected, min_world_size)
 
@@ -234,12 +242,14 @@ class JoiningMixin(GlobalIterationMixin):
         Raises:
             TimeoutError: an iteration had ended and was not followed by another one.
         """
-        attempt = _Attempt(self, member, terms)
+        attempt = _Attempt(self, member, call, terms)
         while True:
             current = self.read_current()
             if current is None:
                 raise StoreError("the store has no head any more; this job cannot go on")
             view, decision = current
+            if view.call > call:
+                return Entry.DONE, view, decision
             if member in view.members:
                 return Entry.IN, view, decision
             if self.newest_of(member.slot) != member:
@@ -247,14 +257,14 @@ class JoiningMixin(GlobalIterationMixin):
             if attempt.asked is not None and view.n > attempt.asked + 1:
                 return Entry.PASSED, view, decision
             outcome = self.outcome_of(view.n)
-            if view.call > call or (view.call == call and outcome == DONE):
+            if view.call == call and outcome == DONE:
                 return Entry.DONE, view, decision
             attempt.look_at(view)
-            if view.call == call or outcome == DONE:
+            if call == view.call + (outcome == DONE):
                 attempt.ask(view)
                 attempt.act(view)
             else:
-                attempt.wait_for_end(view)
+                attempt.wait_for_end(view, outcome)
 
     def supersede(self, view: View, member: Member) -> bool:
         """Logs the death of an older incarnation of a member's slot; tells whether one was still listed.
@@ -281,11 +291,12 @@ class JoiningMixin(GlobalIterationMixin):
 class _Attempt:
     """One process's attempt to get in, over all iterations that it sees."""
 
-    def __init__(self, store: JoiningMixin, member: Member, terms: JoinTerms) -> None:
+    def __init__(self, store: JoiningMixin, member: Member, call: int, terms: JoinTerms) -> None:
         self.view: View | None = None
         self.asked: int | None = None  # the iteration into whose successor it asked to be let
         self._store = store
         self._member = member
+        self._call = call
         self._terms = terms
         self._observer = HeartbeatObserver(store, terms.heartbeat_timeout)
         self._asked_at = 0.0
@@ -306,22 +317,22 @@ class _Attempt:
             return
         # The older one's death first: a proposal that lets this one in must not keep that one.
         counts = self._store.supersede(view, self._member)
-        self._store.log_append(keys.join(view.n), str(self._member))
+        self._store.ask_to_join(view.n, self._member, self._call)
         self.asked, self._asked_at = view.n, self._store.now()
         events.emit("join", iteration=view.n, slot=self._member.slot)
         if counts:
             self._store.count_death(view)
 
-    def wait_for_end(self, view: View) -> None:
+    def wait_for_end(self, view: View, outcome: str | None) -> None:
         """Waits a little: the job is in an earlier call than the one that the process came for."""
-        self._wait(keys.wake_end(view.n), 0.0)
+        self._wait(keys.wake_end(view.n) if outcome is None else keys.wake_head(view.n + 1), 0.0)
 
     def act(self, view: View) -> None:
         """Does what may bring the next iteration about, then waits a little for it."""
         store = self._store
         if store.outcome_of(view.n) is None:
             due = self._asked_at + self._window(view)
-            if store.now() >= due and self._is_wanted(view):
+            if (store.now() >= due and self._is_wanted(view)) or self._is_deserted(view):
                 store.end_iteration(view.n, FAULT)
             else:
                 # Not beyond that moment; and from then on at times, should it be wanted later.
@@ -339,6 +350,17 @@ class _Attempt:
             return self._terms.on_join == "now"
         return 0 < self._store.active_in(view.n) < self._store.wanted()
 
+    def _is_deserted(self, view: View) -> bool:
+        """Whether no member is left that could end the iteration: all are dead, or silent in this one's eyes.
+
+        Members watch each other; so the others are looked at only if the first of the living stands still.
+        """
+        dead = self._store.deaths_of(view.n)
+        living = [member for member in view.members if member not in dead]
+        if living and self._observer.stillness(living[0]) < self._terms.heartbeat_timeout / 2:
+            return False
+        return len(self._observer.silent(living)) == len(living)
+
     def _propose(self, view: View) -> None:
         """Proposes, which does nothing unless every member has arrived, is dead or silent."""
         store = self._store
@@ -353,7 +375,7 @@ class _Attempt:
                 f"slots {sorted(member.slot for member in missing)} have not left it, or fewer than "
                 f"min_world_size={view.min_world_size} ranks are left"
             )
-        silent = self._observer.silent(sorted(missing))
+        silent = store.silent_missing(view, self._observer)
         if not arrived - dead and not self._has_gathered(view, now):
             return
         store.advance(view, None, silent=silent)
@@ -368,5 +390,5 @@ class _Attempt:
     def _wait(self, wake: str, at_most: float) -> None:
         pause = min(self._pause, at_most) if at_most > 0 else self._pause
         if pause == self._pause:
-            self._pause = min(2 * self._pause, _LONGEST_LOOK)
+            self._pause = min(2 * self._pause, _LONGEST_LOOK, max(_FIRST_LOOK, self._terms.heartbeat_timeout))
         self._store.wait_for(wake, pause)

@@ -74,7 +74,7 @@ def dead(n: int) -> str:
 
 
 def join(n: int) -> str:
-    """Log: members that want into the iteration after n."""
+    """Log: members that want into the iteration after n, each with the call that it comes for."""
     return f"{_ROOT}/join/{n}"
 
 
