@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from . import keys
 from .operations import StoreOperations
-from .records import View
+from .records import View, split_entry, to_number
 
 
 class HousekeepingMixin(StoreOperations):
@@ -15,12 +15,13 @@ class HousekeepingMixin(StoreOperations):
 
     def wanted(self) -> int:
         """The most active ranks that any iteration had; with fewer the job is degraded. 0: not known yet."""
-        return int(self.try_get(keys.WANTED) or 0)
+        return to_number(self.try_get(keys.WANTED) or "0", keys.WANTED)
 
     def active_in(self, n: int) -> int:
         """The number of active ranks of n; 0 if nobody has entered it yet."""
-        sizes = self.try_get(keys.world(n))
-        return 0 if sizes is None else int(sizes.split()[1])
+        key = keys.world(n)
+        sizes = self.try_get(key)
+        return 0 if sizes is None else to_number(split_entry(sizes, 2, key)[1], key)
 
     def note_wanted(self, n: int) -> bool:
         """Raises `wanted` to the active ranks of n; tells whether they are known yet."""
@@ -35,8 +36,9 @@ class HousekeepingMixin(StoreOperations):
 
     def restless(self, n: int) -> int:
         """How many iterations in a row before n ended before they had been on for a while."""
-        settled = int(self.try_get(keys.SETTLED) or keys.BEFORE_FIRST)
-        return max(0, n - settled - 1)
+        settled = self.try_get(keys.SETTLED)
+        last = keys.BEFORE_FIRST if settled is None else to_number(settled, keys.SETTLED)
+        return max(0, n - last - 1)
 
     def delete_past(self, view: View) -> int:
         """Deletes the keys of iterations two back and more, of past calls, and of superseded members.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ..exception import StoreError
 from . import keys
 from .operations import StoreOperations
-from .records import DONE, FAULT, Fault, Member
+from .records import DONE, FAULT, Fault, Member, to_number
 
 _RETURNS = "returns"
 
@@ -26,7 +27,7 @@ class InterruptionMixin(StoreOperations):
         """
         stands = self.claim(keys.end(n), outcome)
         self.set(keys.wake_end(n), "1")
-        return stands
+        return _checked(stands, n)
 
     def pass_on_end(self, n: int) -> None:
         """Wakes everybody again if iteration n has ended.
@@ -38,7 +39,8 @@ class InterruptionMixin(StoreOperations):
 
     def outcome_of(self, n: int) -> str | None:
         """How iteration n ended: ``fault``, ``done``, or None while it is on."""
-        return self.try_get(keys.end(n))
+        outcome = self.try_get(keys.end(n))
+        return None if outcome is None else _checked(outcome, n)
 
     def log_fault(self, n: int, fault: Fault) -> None:
         """Writes down, for people, what happened to a member in iteration n."""
@@ -115,4 +117,11 @@ class InterruptionMixin(StoreOperations):
 
     def finished_in(self, n: int) -> set[int]:
         """The active ranks that have returned from the function of n."""
-        return {int(rank) for rank in self.log_read(keys.finished(n))}
+        key = keys.finished(n)
+        return {to_number(rank, key) for rank in self.log_read(key)}
+
+
+def _checked(outcome: str, n: int) -> str:
+    if outcome not in (DONE, FAULT):
+        raise StoreError(f"store key {keys.end(n)!r} holds {outcome!r}, which is no outcome")
+    return outcome

@@ -99,8 +99,18 @@ class StoreOperations:
         return secrets.token_hex(6)
 
     def try_get(self, key: str) -> str | None:
-        """Reads a key that nobody waits for, without waiting; None if it is absent."""
-        return self.get(key).decode() if self.check([key]) else None
+        """Reads a key that nobody waits for, without waiting; None if it is absent.
+
+        Raises:
+            StoreError: what it holds is no text; names the key.
+        """
+        if not self.check([key]):
+            return None
+        try:
+            value = self.get(key)
+        except DistStoreError:
+            return None  # it was deleted just now
+        return to_text(value, key)
 
     def wait_for(self, key: str, seconds: float) -> bool:
         """Waits for a key; tells whether it came in time."""
@@ -115,7 +125,7 @@ class StoreOperations:
     def claim(self, key: str, value: str) -> str:
         """Writes a register unless it is written; returns what it holds."""
         # On an absent key some stores answer with what was expected, which says nothing: then it is read.
-        held: str | None = self.compare_set(key, "", value).decode() or self.try_get(key)
+        held: str | None = to_text(self.compare_set(key, "", value), key) or self.try_get(key)
         if held is None:
             raise StoreError(f"store key {key!r} is gone, though it was written just now")
         return held
@@ -127,3 +137,11 @@ class StoreOperations:
     def log_read(self, key: str) -> list[str]:
         """Reads a log as it stands; an absent one is empty."""
         return (self.try_get(key) or "").splitlines()
+
+
+def to_text(value: bytes, key: str) -> str:
+    """Decodes what a key holds; an error names the key."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise StoreError(f"store key {key!r} holds {value!r}, which is no text") from None

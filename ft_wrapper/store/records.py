@@ -59,7 +59,7 @@ class Head:
     def parse(cls, text: str, key: str) -> Head:
         """Reads ``call:n:nonce``; an error names the key it came from."""
         parts = text.split(":")
-        if len(parts) != 3 or not (parts[0].isdigit() and parts[1].isdigit()):
+        if len(parts) != 3 or not (parts[0].isdecimal() and parts[1].isdecimal()):
             raise StoreError(f"store key {key!r} holds {text!r}, which is no head (call:n:nonce)")
         return cls(int(parts[0]), int(parts[1]), parts[2])
 
@@ -267,6 +267,21 @@ def roster_from_json(text: str, key: str) -> tuple[Member, ...]:
     if not isinstance(names, list):
         raise StoreError(f"store key {key!r} holds {text!r}, which is no roster")
     return tuple(Member.parse(str(name), key) for name in names)
+
+
+def split_entry(line: str, count: int, key: str) -> list[str]:
+    """The words of a log's entry; an error names the key it came from."""
+    words = line.split()
+    if len(words) != count:
+        raise StoreError(f"store key {key!r} holds the entry {line!r}, which has not {count} words")
+    return words
+
+
+def to_number(text: str, key: str) -> int:
+    """Reads a number that is not negative; an error names the key it came from."""
+    if not text.isdecimal():
+        raise StoreError(f"store key {key!r} holds {text!r}, where a number belongs")
+    return int(text)
 
 
 def _parse(text: str, key: str) -> Any:

@@ -19,6 +19,7 @@ from torch.distributed import DistError, DistNetworkError
 from ..exception import StoreError
 from .holding import HoldingStore
 from .keys import LIFE
+from .operations import to_text
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class TCPStore(HoldingStore):
         # One round trip; check and get take three. A comparison that fails changes nothing and answers with
         # what the key holds, or with the expected value where there is no key.
         value = self.compare_set(key, _NEVER, _NEVER)
-        return None if value == _NEVER.encode() else value.decode()
+        return None if value == _NEVER.encode() else to_text(value, key)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._tell(f"set {key}", lambda store: store.set(self._full(key), value))  # type: ignore[arg-type]
