@@ -250,7 +250,13 @@ class Call:
             job.member, job.view = remembered.member, remembered.view
             self.base.rank, self.base.world_size = remembered.rank, remembered.world_size
             self.monitor.join(job.member)
-            job.go_on(remembered.rank, remembered.world_size)
+            try:
+                job.go_on(remembered.rank, remembered.world_size)
+            except RankDiscarded:
+                raise
+            except BaseException as error:
+                job.leave(remembered.rank, Interruption.BASE_EXCEPTION, error, ends=False)
+                raise
             return True
         job.register()
         return job.join()
@@ -535,6 +541,8 @@ class Call:
     def _report_entry(self) -> None:
         """The last active rank to enter logs the restart's line."""
         view, state, store = self.job.view, self.state, self.thread_client
+        if state.active_rank == 0:
+            store.note_wanted(view.n)  # at once: this rank may be lost before its monitor does so
         if view.n == view.first or state.active_rank is None:
             return
         if not self._was_active:
