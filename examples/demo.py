@@ -1,11 +1,18 @@
-"""A training run survives an exception, a killed rank 0 and a hang, and loses nothing by it.
+"""A training run survives an exception, killed ranks and a hang, and loses nothing by it.
 
-Trains the same model twice, on four processes of which one is a hot spare: once left alone, once with faults
-put in. The final weights are the same, bit for bit.
+Trains the same model three times, on four processes of which one is a hot spare. The final weights are the
+same, bit for bit:
 
-    python examples/demo.py                      three faults, at fixed places
+1. left alone;
+2. with an exception, a killed rank 0 and a hang;
+3. with more killed ranks than there are spares: their processes are started again, and come back into the
+   running job.
+
+The first two run under ``ftrun``. It does not start dead ranks again yet: the third one has a small launcher.
+
+    python examples/demo.py                      faults at fixed places
     python examples/demo.py --seed 7             at places chosen at random
-    python examples/demo.py --seed 0 --runs 10   ten such runs, with seeds 0 to 9
+    python examples/demo.py --seed 0 --runs 10   ten times, with seeds 0 to 9
 """
 
 import argparse
@@ -18,8 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from launcher import Launcher, no_core_dumps
+from table import duration, show_table
 
 from ft_wrapper import events
 from ft_wrapper.testing.inject_fault import Fault, FaultSpec, random_faults
@@ -36,6 +46,11 @@ FAULTS = (
     FaultSpec(Fault.SIGKILL, rank=0, step=30),
     FaultSpec(Fault.SLEEP, rank=2, step=45),
 )
+KILLS = (
+    FaultSpec(Fault.SIGKILL, rank=0, step=20),
+    FaultSpec(Fault.SIGKILL, rank=1, step=40),
+)
+MOST_STARTS = 10  # of dead processes in a run: one that dies at once, again and again, ends the demo
 WORDS = {"exception": "exception", "sigkill": "SIGKILL", "sleep": "sleeping hang"}
 
 RESTART = re.compile(r"ft_wrapper\S*: (restart \d+: .*)")
@@ -48,11 +63,12 @@ class Run:
     """One run of the training.
 
     Args:
-        exitcode: ftrun's.
+        exitcode: ftrun's, or the launcher's.
         sha256: of the final weights; None if the run did not get there.
         loss: of the final weights.
         output: everything the run printed.
         events: what happened, see `ft_wrapper.events`.
+        started: which processes were started again: slot, pid, and when.
     """
 
     exitcode: int
@@ -60,28 +76,74 @@ class Run:
     loss: str | None
     output: list[str]
     events: list[dict]
+    started: list[dict] = dataclasses.field(default_factory=list)
 
 
-def train(folder: Path, faults: tuple[FaultSpec, ...], show_steps: bool) -> Run:
+def train(folder: Path, faults: Sequence[FaultSpec], show_steps: bool) -> Run:
     """Trains under ftrun, and shows each restart when it happens."""
     folder.mkdir()
     command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", str(PROCESSES)]
-    command += [str(TRAIN), "--active", str(ACTIVE), "--steps", str(STEPS), "--checkpoint-dir", str(folder)]
-    command += ["--soft-timeout", str(SOFT_TIMEOUT), "--hard-timeout", str(HARD_TIMEOUT)]
-    command += ["--faults", ",".join(map(str, faults))]
-    events_file = folder / "events"
-    output, final = [], None
-    with started(command, {events.ENV: str(events_file)}) as process:
+    command += training(folder, faults)
+    show = Show(show_steps)
+    with started(command, {events.ENV: str(folder / "events")}) as process:
         for line in process.stdout:
-            output.append(line)
-            if restart := RESTART.match(line):
-                print(f"  {restart[1]}", flush=True)
-            elif show_steps and STEP.match(line):
-                print(f"  {line}", end="", flush=True)
-            final = FINAL.match(line) or final
+            show(line)
         exitcode = process.wait()
-    sha256, loss = final.groups() if final else (None, None)
-    return Run(exitcode, sha256, loss, output, events.read(str(events_file)))
+    return show.run(exitcode, folder)
+
+
+def train_and_start_again(folder: Path, faults: Sequence[FaultSpec]) -> Run:
+    """Trains under a launcher that starts each process again that has died."""
+    folder.mkdir()
+    command = [sys.executable, *training(folder, faults), "--min-ranks", str(ACTIVE)]
+    show = Show(show_steps=False)
+    exitcode = starts = 0
+    with Launcher(command, PROCESSES, {events.ENV: str(folder / "events")}, show) as launcher:
+        for rank in range(PROCESSES):
+            launcher.start(rank)
+        while launcher.running:
+            for ended in launcher.wait(None):
+                if ended.exitcode == 0:
+                    continue
+                starts += 1
+                if starts > MOST_STARTS:
+                    return show.run(ended.exitcode, folder)
+                print(f"  slot {ended.rank}: process {ended.pid} has ended, and is started again", flush=True)
+                pid = launcher.start(ended.rank)
+                show.started.append({"slot": ended.rank, "pid": pid, "monotonic": time.monotonic()})
+    return show.run(exitcode, folder)
+
+
+def training(folder: Path, faults: Sequence[FaultSpec]) -> list[str]:
+    """Returns the training's command line."""
+    options = [str(TRAIN), "--active", str(ACTIVE), "--steps", str(STEPS), "--checkpoint-dir", str(folder)]
+    options += ["--soft-timeout", str(SOFT_TIMEOUT), "--hard-timeout", str(HARD_TIMEOUT)]
+    return [*options, "--faults", ",".join(map(str, faults))]
+
+
+class Show:
+    """Takes the lines that a run prints, and shows those that people want to see."""
+
+    def __init__(self, show_steps: bool) -> None:
+        self.started: list[dict] = []  # processes that were started again: slot, pid, when
+        self._show_steps = show_steps
+        self._output: list[str] = []
+        self._final: tuple[str, str] | None = None
+
+    def __call__(self, line: str) -> None:
+        line = line.rstrip("\n")
+        self._output.append(line + "\n")
+        if restart := RESTART.match(line):
+            print(f"  {restart[1]}", flush=True)
+        elif self._show_steps and STEP.match(line):
+            print(f"  {line}", flush=True)
+        elif final := FINAL.match(line):
+            self._final = final[1], final[2]
+
+    def run(self, exitcode: int, folder: Path) -> Run:
+        """Returns what has become of the run."""
+        sha256, loss = self._final or (None, None)
+        return Run(exitcode, sha256, loss, self._output, events.read(str(folder / "events")), self.started)
 
 
 @contextlib.contextmanager
@@ -136,26 +198,22 @@ def describe(fault: dict, records: list[dict]) -> tuple[str, str, str, str]:
     )
 
 
-def duration(seconds: float) -> str:
-    """Returns a duration as people write it."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+def describe_return(started: dict, records: list[dict]) -> tuple[str, str, str, str]:
+    """Returns a row of the table for a process that was started again."""
+    name = f"slot {started['slot']}'s process is started again"
 
+    def after(event: str) -> str:
+        times = [r["monotonic"] for r in records if r["event"] == event and r["pid"] == started["pid"]]
+        return duration(min(times) - started["monotonic"]) if times else "-"
 
-def show_table(rows: list[tuple[str, ...]]) -> None:
-    """Prints the table, with rich if it is there."""
-    header = ("fault", "detected after", "everyone back after", "who took over")
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        for row in (header, *rows):
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    entered = [r for r in records if r["event"] == "enter" and r["pid"] == started["pid"]]
+    if entered:
+        what = f"it is rank {entered[0]['rank']}"
+    elif any(r["event"] == "decided" and r["pid"] == started["pid"] for r in records):
+        what = "it is a spare"
+    else:
+        what = "it was not needed any more"
+    return name, f"asks to be let in after {after('join')}", f"is in after {after('decided')}", what
 
 
 def check(run: Run, clean: Run, faults: tuple[FaultSpec, ...]) -> None:
@@ -169,7 +227,7 @@ def check(run: Run, clean: Run, faults: tuple[FaultSpec, ...]) -> None:
     elif run.sha256 != clean.sha256:
         wrong.append(f"the weights differ: loss {run.loss} with faults, {clean.loss} without")
     if run.exitcode != 0:
-        wrong.append(f"ftrun ended with exit code {run.exitcode}")
+        wrong.append(f"the run ended with exit code {run.exitcode}")
     if wrong:
         print("\nthe run's output:\n" + "".join(run.output), flush=True)
         sys.exit("this is not as it should be: " + "; ".join(wrong))
@@ -186,23 +244,41 @@ def main() -> None:
     if args.runs > 1 and args.seed is None:
         parser.error(f"--runs {args.runs}: give --seed too, or all runs are the same")
 
+    no_core_dumps()
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="ft-wrapper-demo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ft-wrapper-demo-") as name:
+        folder = Path(name)
         print(f"training without faults: {ACTIVE} active ranks and {PROCESSES - ACTIVE} spare", flush=True)
-        clean = train(Path(folder, "clean"), (), show_steps=True)
+        clean = train(folder / "clean", (), show_steps=True)
         check(clean, clean, ())
         for number in range(args.runs):
-            faults = FAULTS
+            faults, kills = FAULTS, KILLS
             if args.seed is not None:
-                kinds, steps = [fault.kind for fault in FAULTS], range(5, STEPS - 5)
-                faults = random_faults(args.seed + number, kinds, range(ACTIVE), steps, len(kinds))
+                faults, kills = at_random(FAULTS, args.seed + number), at_random(KILLS, args.seed + number)
             print(f"\nthe same with faults: {', '.join(map(str, faults))}", flush=True)
-            run = train(Path(folder, f"faults-{number}"), faults, show_steps=False)
-            show_table([describe(record, run.events) for record in run.events if record["event"] == "inject"])
-            print(f"final weights without faults  sha256 {clean.sha256}")
-            print(f"final weights with faults     sha256 {run.sha256}", flush=True)
-            check(run, clean, faults)
+            faulty = train(folder / f"faults-{number}", faults, show_steps=False)
+            check(faulty, clean, faults)
+            print(f"\nthe same, and the dead come back: {', '.join(map(str, kills))}", flush=True)
+            killed = train_and_start_again(folder / f"kills-{number}", kills)
+            check(killed, clean, kills)
+            rows = [
+                describe(r, run.events)
+                for run in (faulty, killed)
+                for r in run.events
+                if r["event"] == "inject"
+            ]
+            rows += [describe_return(started, killed.events) for started in killed.started]
+            show_table(("fault", "detected after", "everyone back after", "who took over"), rows)
+            print(f"final weights without faults              sha256 {clean.sha256}")
+            print(f"with faults                               sha256 {faulty.sha256}")
+            print(f"with killed ranks that are started again  sha256 {killed.sha256}", flush=True)
     print(f"\nthe same weights, bit for bit, in spite of the faults ({time.monotonic() - begin:.0f} s)")
+
+
+def at_random(faults: Sequence[FaultSpec], seed: int) -> Sequence[FaultSpec]:
+    """Returns the same kinds of faults at places that the seed decides."""
+    kinds = [fault.kind for fault in faults]
+    return random_faults(seed, kinds, range(ACTIVE), range(5, STEPS - 5), len(kinds))
 
 
 if __name__ == "__main__":

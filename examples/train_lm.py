@@ -7,7 +7,8 @@ run end with the same weights, bit for bit, whatever happened on the way:
 
 - A checkpoint is there as a whole or not at all, and every entry of ``train`` resumes from the newest one.
 - Which data a step sees, and every random number in it, depends on the seed, the step and the rank only.
-- As many ranks train after a fault as before it (``--active``); a spare takes a lost rank's place.
+- As many ranks train after a fault as before it (``--active``); a spare takes a lost rank's place, or else
+  the others wait until there are enough again (``--min-ranks``): for a process that is started again.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import os
 import random
 import re
 import sysconfig
+import uuid
 from pathlib import Path
 
 import torch
@@ -93,51 +95,123 @@ def seed_everything(*parts: object) -> None:
     torch.manual_seed(random.Random(repr(parts)).getrandbits(63))
 
 
-# A checkpoint's name is its step and the restart iteration that wrote it. The iteration is a fencing token: a
-# rank that was given up for dead, and yet lives and writes, cannot touch the file of its successor.
-CHECKPOINT = re.compile(r"step-(\d+)-iteration-(\d+)\.pt")
+# A process that was paused for minutes may have been given up for dead, and yet it goes on, and writes. What
+# it writes must neither be believed nor replace anything. Nothing can keep it from writing, but the number of
+# the global iteration is a fencing token: it is used once, and those who came later have higher ones. So
+#
+# - a checkpoint's name says which iteration wrote it, and the newest one of the highest iteration counts;
+# - an iteration puts the checkpoint that it begins with under its own number before anybody trains: whatever
+#   an earlier iteration still writes from then on has a lower number.
+#
+# Numbers are unique in the life of one store. A folder may outlive it: hence the number of the run.
+CHECKPOINT = re.compile(r"run-(\d+)-iteration-(\d+)-step-(\d+)\.(pt|tmp)")
+KEEP = 3
+
+Token = tuple[int, int]  # run, iteration
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints of a folder, the newest step first."""
-    found = {path: CHECKPOINT.fullmatch(path.name) for path in folder.glob("step-*.pt")}
-    numbers = {path: (int(match[1]), int(match[2])) for path, match in found.items() if match}
-    return sorted(numbers, key=lambda path: numbers[path], reverse=True)
+def run_number(folder: Path, run_id: str) -> int:
+    """Returns the run's number among all that ever used the folder; a new run takes the next one."""
+    while True:
+        runs = {
+            int(path.name[4:]): path.read_text() for path in folder.glob("run-*") if path.name[4:].isdecimal()
+        }
+        for number, name in runs.items():
+            if name == run_id:
+                return number
+        whole = folder / f"{uuid.uuid4()}.tmp"
+        whole.write_text(run_id)
+        try:
+            os.link(whole, folder / f"run-{max(runs, default=0) + 1}")  # fails if somebody else was faster
+        except FileExistsError:
+            pass
+        finally:
+            whole.unlink()
 
 
-def save_checkpoint(folder: Path, step: int, iteration: int, checkpoint: dict, keep: int = 3) -> None:
+def checkpoint_path(folder: Path, token: Token, step: int) -> Path:
+    """Returns where the checkpoint of a step is put by an iteration."""
+    return folder / f"run-{token[0]}-iteration-{token[1]}-step-{step}.pt"
+
+
+def written(folder: Path, suffix: str) -> dict[Path, tuple[int, int, int]]:
+    """Returns the checkpoints of a folder with their run, iteration and step, the one that counts first."""
+    found = {path: CHECKPOINT.fullmatch(path.name) for path in folder.iterdir()}
+    numbers = {
+        path: (int(match[1]), int(match[2]), int(match[3]))
+        for path, match in found.items()
+        if match and match[4] == suffix
+    }
+    return dict(sorted(numbers.items(), key=lambda item: item[1], reverse=True))
+
+
+def check_token(folder: Path, token: Token) -> None:
+    """Ends this rank if the folder shows that a later iteration has begun.
+
+    It may begin a moment after this look. What is written then is not believed all the same: it has a lower
+    number. The look keeps a rank that is out from filling the folder, and lets it know.
+    """
+    newest = next(iter(written(folder, "pt").values()), None)
+    if newest is not None and newest[:2] > token:
+        raise SystemExit(
+            f"iteration {token[1]} of run {token[0]} is over: iteration {newest[1]} of run {newest[0]} has "
+            f"begun in {folder}, and nothing may be written there any more; if no other job uses the folder, "
+            "give --run-id a name that was not used before"
+        )
+
+
+def save_checkpoint(folder: Path, token: Token, step: int, checkpoint: dict) -> None:
     """Writes a checkpoint that is either there as a whole or not at all, then removes old ones."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step}-iteration-{iteration}.pt"
-    for unfinished in folder.glob("step-*.tmp"):  # of a writer that was killed
-        unfinished.unlink(missing_ok=True)
+    path = checkpoint_path(folder, token, step)
     unfinished = path.with_suffix(".tmp")
     with open(unfinished, "wb") as file:
         torch.save(checkpoint, file)
         file.flush()
         os.fsync(file.fileno())  # the data first,
-    os.replace(unfinished, path)  # then the name
-    for old in checkpoints(folder)[keep:]:
+    try:
+        check_token(folder, token)
+        os.replace(unfinished, path)  # then the name
+    finally:
+        unfinished.unlink(missing_ok=True)
+    for old in list(written(folder, "pt"))[KEEP:]:
         old.unlink(missing_ok=True)
+    for left, numbers in written(folder, "tmp").items():  # by writers that were killed
+        if numbers[:2] < token:
+            left.unlink(missing_ok=True)
 
 
-def newest_readable(folder: Path) -> str | None:
-    """Returns the name of the newest checkpoint that can be read."""
-    for path in checkpoints(folder):
+def newest_readable(folder: Path) -> Path | None:
+    """Returns the checkpoint that counts: the newest one of the highest iteration that can be read."""
+    for path in written(folder, "pt"):
         try:
             torch.load(path, weights_only=True)
         except Exception as error:  # whatever a damaged file leads to: take the one before
             print(f"{path} cannot be read: {error}", flush=True)
         else:
-            return path.name
+            return path
     return None
 
 
-def load_checkpoint(folder: Path) -> dict | None:
-    """Loads, on every rank, the checkpoint that rank 0 finds to be the newest; None if there is none."""
-    choice = [newest_readable(folder) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(choice)
-    return torch.load(folder / choice[0], weights_only=True) if choice[0] else None
+def begin_with(folder: Path, token: Token) -> str | None:
+    """Puts the checkpoint that counts, if there is one, under this iteration's number; returns its new name.
+
+    Raises:
+        SystemExit: this iteration's number, or a higher one, has been used in the folder.
+    """
+    check_token(folder, (token[0], token[1] - 1))
+    newest = newest_readable(folder)
+    if newest is None:
+        return None
+    own = checkpoint_path(folder, token, written(folder, "pt")[newest][2])
+    os.link(newest, own)  # a copy, on storage that has no links
+    return own.name
+
+
+def rank_0_sees(path: Path, device: torch.device) -> bool:
+    """Tells all ranks whether rank 0 sees a file: so all of them stop after the same step."""
+    seen = torch.tensor([path.exists()], dtype=torch.uint8, device=device)
+    dist.broadcast(seen, 0)
+    return bool(seen.item())
 
 
 def no_fault(where: str, **place: int) -> None:
@@ -153,7 +227,7 @@ def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper =
         call_wrapper: filled in by the wrapper.
 
     Returns:
-        On rank 0 the checksum of the final weights and their loss; elsewhere None.
+        On rank 0 the checksum of the final weights, their loss and the number of steps; elsewhere None.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -168,19 +242,37 @@ def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper =
     seed_everything(args.seed)
     model = LanguageModel().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first_step = 0
-    checkpoint = load_checkpoint(args.checkpoint_dir)
-    if checkpoint:
+    step = 0
+
+    folder, token = args.checkpoint_dir, (0, iteration)
+
+    def save() -> None:
+        state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        with call_wrapper.atomic():
+            if step > 0:
+                inject("atomic", step=step - 1, **place)
+            save_checkpoint(folder, token, step, state)
+
+    choice = [None]
+    if rank == 0:  # chooses for all
+        folder.mkdir(parents=True, exist_ok=True)
+        token = (run_number(folder, args.run_id), iteration)
+        choice = [begin_with(folder, token)]
+        if choice[0] is None:
+            save()
+    dist.broadcast_object_list(choice)
+    if choice[0] is not None:
+        checkpoint = torch.load(folder / choice[0], weights_only=True)
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        first_step = checkpoint["step"]
+        step = checkpoint["step"]
 
     ddp = DistributedDataParallel(model)
     # DDP orders its buckets by the first backward pass, and the order of a sum decides its last bit. With a
     # pass that does not count, the first step of each entry is summed like every other.
     loss_of(ddp, text, args.batch_size, device).backward()
 
-    for step in range(first_step, args.steps):
+    while step < args.steps:
         call_wrapper.ping()
         inject("step", step=step, **place)
         seed_everything(args.seed, step, rank)
@@ -191,15 +283,12 @@ def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper =
         if rank == 0 and step % 10 == 0:
             print(f"step {step:4}  loss {loss.item():.4f}", flush=True)
 
-        if rank == 0 and ((step + 1) % args.checkpoint_every == 0 or step + 1 == args.steps):
-            checkpoint = {
-                "step": step + 1,
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-            }
-            with call_wrapper.atomic():
-                inject("atomic", step=step, **place)
-                save_checkpoint(args.checkpoint_dir, step + 1, iteration, checkpoint)
+        step += 1
+        if step % args.checkpoint_every == 0 or step == args.steps:
+            if rank == 0:
+                save()
+            if args.stop_file and rank_0_sees(args.stop_file, device):
+                break
 
     if rank != 0:
         return None
@@ -209,7 +298,12 @@ def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper =
     seed_everything(args.seed, "evaluation")
     with torch.no_grad():
         loss = loss_of(model.eval(), text, 64, device)
-    return digest.hexdigest(), loss.item()
+    return digest.hexdigest(), loss.item(), step
+
+
+def default_run_id() -> str:
+    """Returns what the launcher calls this run; torchrun starts all ranks anew under the same name."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "") + "-" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -224,8 +318,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--checkpoint-dir", type=Path, default=Path("checkpoints"), help="folder that all ranks share")
     add("--checkpoint-every", type=int, default=5, help="steps from one checkpoint to the next")
     add("--active", type=int, help="ranks that train; the others are hot spares (default: all train)")
+    add("--min-ranks", type=int, default=1, help="with fewer ranks than this the others wait for more")
     add("--soft-timeout", type=float, default=60, help="seconds without progress until all restart")
     add("--hard-timeout", type=float, default=90, help="seconds without progress until a rank is killed")
+    add("--heartbeat-timeout", type=float, default=30, help="seconds of silence until a rank counts as lost")
+    add("--stop-file", type=Path, help="end at the next checkpoint once this file is there")
+    add("--run-id", default=default_run_id(), help="name of this run, new whenever all ranks start anew")
     add("--faults", default=os.environ.get("FT_WRAPPER_FAULTS"), help="such as exception:rank=1:step=10")
     return parser.parse_args(argv)
 
@@ -256,12 +354,14 @@ def main() -> None:
         active_world_size=args.active,
         soft_timeout=args.soft_timeout,
         hard_timeout=args.hard_timeout,
+        heartbeat_timeout=args.heartbeat_timeout,
+        min_world_size=args.min_ranks,
         use_global_iteration=True,
         **plugins,
     )(train)
     result = wrapped(args, inject)
     if result:
-        print(f"final weights sha256 {result[0]}  loss {result[1]:.6f}", flush=True)
+        print(f"final weights sha256 {result[0]}  loss {result[1]:.6f}  steps {result[2]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from ft_wrapper.testing.inject_fault import ENV
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FTRUN = (sys.executable, "-m", "ft_wrapper.run")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-FINAL = re.compile(r"^final weights sha256 [0-9a-f]{64}  loss \d+\.\d+$", re.MULTILINE)
+FINAL = re.compile(r"^final weights sha256 [0-9a-f]{64}  loss \d+\.\d+  steps \d+$", re.MULTILINE)
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -29,11 +30,15 @@ def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    before = set(sys.modules)
     sys.modules[name] = module  # dataclasses look themselves up there
+    sys.path.insert(0, str(EXAMPLES))  # as when it runs as a program
     try:
         spec.loader.exec_module(module)
     finally:
-        del sys.modules[name]
+        sys.path.remove(str(EXAMPLES))
+        for imported in {name, "launcher", "table"} - before:
+            sys.modules.pop(imported, None)
     return module
 
 
@@ -104,46 +109,87 @@ train_lm = load("train_lm")
 
 
 def saved(folder: Path) -> list[str]:
-    return [path.name for path in train_lm.checkpoints(folder)]
+    return [path.name for path in train_lm.written(folder, "pt")]
+
+
+def save(folder: Path, run: int, iteration: int, step: int) -> None:
+    train_lm.save_checkpoint(folder, (run, iteration), step, {"step": step})
 
 
 def test_the_last_checkpoints_are_kept_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    for step, iteration in [(5, 0), (90, 1), (90, 2), (100, 10), (100, 9)]:
-        train_lm.save_checkpoint(tmp_path, step, iteration, {"step": step})
+    for numbers in [(1, 0, 5), (1, 9, 90), (1, 9, 100), (1, 10, 90), (2, 0, 5)]:
+        save(tmp_path, *numbers)
     assert saved(tmp_path) == [
-        "step-100-iteration-10.pt",
-        "step-100-iteration-9.pt",
-        "step-90-iteration-2.pt",
+        "run-2-iteration-0-step-5.pt",
+        "run-1-iteration-10-step-90.pt",
+        "run-1-iteration-9-step-100.pt",
     ]
-    assert train_lm.newest_readable(tmp_path) == "step-100-iteration-10.pt"
+    assert train_lm.newest_readable(tmp_path).name == "run-2-iteration-0-step-5.pt"
+
+
+def test_what_an_iteration_writes_after_the_next_one_has_begun_is_not_believed(tmp_path: Path) -> None:
+    save(tmp_path, 1, 0, 5)
+    assert train_lm.begin_with(tmp_path, (1, 1)) == "run-1-iteration-1-step-5.pt"
+    with pytest.raises(SystemExit, match="iteration 0 of run 1 is over: iteration 1 of run 1 has begun"):
+        save(tmp_path, 1, 0, 10)
+    assert saved(tmp_path) == ["run-1-iteration-1-step-5.pt", "run-1-iteration-0-step-5.pt"]
+    # And if it was paused between its look and its write:
+    (tmp_path / "run-1-iteration-0-step-10.pt").write_bytes(
+        (tmp_path / "run-1-iteration-0-step-5.pt").read_bytes()
+    )
+    assert train_lm.begin_with(tmp_path, (1, 2)) == "run-1-iteration-2-step-5.pt"
+
+
+def test_a_number_is_not_used_twice_in_a_folder(tmp_path: Path) -> None:
+    """As when a second job uses the folder under the same name."""
+    assert train_lm.begin_with(tmp_path, (1, 0)) is None
+    save(tmp_path, 1, 3, 5)
+    for iteration in (0, 3):
+        with pytest.raises(SystemExit, match="give --run-id a name that was not used before"):
+            train_lm.begin_with(tmp_path, (1, iteration))
+    assert train_lm.begin_with(tmp_path, (2, 0)) == "run-2-iteration-0-step-5.pt"
+
+
+def test_runs_are_numbered_in_the_order_in_which_they_come(tmp_path: Path) -> None:
+    assert [train_lm.run_number(tmp_path, name) for name in ("b", "a", "b", "c")] == [1, 2, 1, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-1", "run-2", "run-3"]
+
+
+def test_a_writer_removes_the_unfinished_files_of_earlier_iterations_only(tmp_path: Path) -> None:
+    for iteration in (0, 1, 2):
+        (tmp_path / f"run-1-iteration-{iteration}-step-5.tmp").touch()
+    save(tmp_path, 1, 1, 10)
+    assert sorted(path.name for path in tmp_path.glob("*.tmp")) == [
+        "run-1-iteration-1-step-5.tmp",
+        "run-1-iteration-2-step-5.tmp",
+    ]
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert train_lm.newest_readable(tmp_path) is None
-    train_lm.save_checkpoint(tmp_path, 5, 0, {"step": 5})
-    whole = (tmp_path / "step-5-iteration-0.pt").read_bytes()
-    (tmp_path / "step-10-iteration-0.pt").write_bytes(whole[: len(whole) // 2])
-    assert train_lm.newest_readable(tmp_path) == "step-5-iteration-0.pt"
+    save(tmp_path, 1, 0, 5)
+    whole = (tmp_path / "run-1-iteration-0-step-5.pt").read_bytes()
+    (tmp_path / "run-1-iteration-0-step-10.pt").write_bytes(whole[: len(whole) // 2])
+    assert train_lm.begin_with(tmp_path, (1, 1)) == "run-1-iteration-1-step-5.pt"
 
 
 def test_a_write_that_is_cut_short_changes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_lm.save_checkpoint(tmp_path, 5, 0, {"step": 5})
+    save(tmp_path, 1, 0, 5)
     before = saved(tmp_path)
 
-    def save(checkpoint: object, file: object) -> None:
-        file.write(b"half")  # type: ignore[attr-defined]
+    def die_half_way(*args: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", save)
+        patch.setattr(os, "fsync", die_half_way)
         with pytest.raises(KeyboardInterrupt):
-            train_lm.save_checkpoint(tmp_path, 10, 0, {"step": 10})
+            save(tmp_path, 1, 0, 10)
     assert saved(tmp_path) == before
     assert len(list(tmp_path.iterdir())) == 2
-    train_lm.save_checkpoint(tmp_path, 10, 1, {"step": 10})
-    assert {path.name for path in tmp_path.iterdir()} == {"step-10-iteration-1.pt", *before}
+    save(tmp_path, 1, 1, 10)
+    assert {path.name for path in tmp_path.iterdir()} == {"run-1-iteration-1-step-10.pt", *before}
 
 
 def test_random_numbers_depend_on_seed_step_and_rank_alone() -> None:
@@ -159,6 +205,51 @@ def test_random_numbers_depend_on_seed_step_and_rank_alone() -> None:
         )
     finally:
         torch.set_rng_state(state)
+
+
+launcher = load("launcher")
+
+
+def test_a_rank_that_was_stopped_past_every_timeout_writes_no_checkpoint_any_more(tmp_path: Path) -> None:
+    """Rank 0 is stopped while it saves, and so is its monitor, which would end it: as on a paused host."""
+    folder, stop, lines = tmp_path / "checkpoints", tmp_path / "stop", []
+    command = [sys.executable, EXAMPLES / "train_lm.py", "--active", 2, "--checkpoint-dir", folder]
+    command += ["--steps", 10**9, "--stop-file", stop, "--checkpoint-every", 10]
+    command += ["--soft-timeout", 2, "--hard-timeout", 4, "--heartbeat-timeout", 3]
+    command += ["--faults", "sigstop:rank=0:step=19:where=atomic"]
+    with launcher.Launcher([str(part) for part in command], 3, {}, lines.append) as job:
+        pids = [job.start(rank) for rank in range(3)]
+        exitcodes: dict[int, int] = {}
+
+        def wait_for(text: str) -> None:
+            while not any(text in line for line in lines):
+                assert not exitcodes, lines
+                exitcodes.update((ended.rank, ended.exitcode) for ended in job.wait(60))
+
+        # By the rank's own hand, in the midst of saving step 20.
+        assert os.waitid(os.P_PID, pids[0], os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED
+        (monitor,) = psutil.Process(pids[0]).children()
+        monitor.suspend()
+        wait_for("step   40")  # which only those who went on without it can have reached
+        before = train_lm.written(folder, "pt")
+        assert max(before.values())[1] > 0
+
+        os.kill(pids[0], signal.SIGCONT)
+        wait_for("(slot 0) leaves the job")
+        monitor.resume()
+        while 0 in job.running:
+            exitcodes.update((ended.rank, ended.exitcode) for ended in job.wait(60))
+        assert exitcodes.pop(0) != 0
+        stop.touch()
+        while job.running:
+            exitcodes.update((ended.rank, ended.exitcode) for ended in job.wait(60))
+    output = "\n".join(lines)
+    assert exitcodes == {1: 0, 2: 0}, output
+    # It went on in the midst of saving, and did not write.
+    assert "leaves the job: SystemExit('iteration 0 of run 1 is over" in output, output
+    assert not [p for p, numbers in train_lm.written(folder, "pt").items() if numbers[1] == 0], output
+    assert not train_lm.written(folder, "tmp"), output
+    assert len(FINAL.findall(output)) == 1, output
 
 
 # minimal.py --------------------------------------------------------------------------------------------
@@ -188,7 +279,7 @@ def a_run(**changes: object) -> object:
     [
         ({"sha256": "b", "loss": "2"}, "the weights differ: loss 2 with faults, 1 without"),
         ({"sha256": None}, "did not reach its end"),
-        ({"exitcode": 1}, "ftrun ended with exit code 1"),
+        ({"exitcode": 1}, "the run ended with exit code 1"),
         ({"events": [{"event": "inject"}]}, "1 of 0 faults happened"),
     ],
 )
