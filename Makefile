@@ -12,10 +12,11 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test matrix lint format docs bench clean distclean
+.PHONY: help install demo soak test matrix lint format docs bench clean distclean
 
 help:
-	@echo "make demo       a real training run survives an exception, a killed rank and a hang"
+	@echo "make demo       a real training run survives an exception, killed ranks and a hang; the dead come back"
+	@echo "make soak       ranks are killed and stopped, and started again, for ten minutes"
 	@echo "make test       lint, documentation and all tests"
 	@echo "make matrix     every fault in every place, of which make test runs a part"
 	@echo "make lint       ruff and mypy alone"
@@ -37,6 +38,9 @@ $(INSTALLED): pyproject.toml
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py
+
+soak: $(INSTALLED)
+	@$(BIN)/python examples/kill_and_rejoin.py --ranks 6 --minutes 10 --every 2.5
 
 test: lint docs
 	$(BIN)/python -m pytest
