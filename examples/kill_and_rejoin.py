@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -46,7 +46,7 @@ HARD_TIMEOUT = 6.0
 HEARTBEAT_TIMEOUT = 4.0
 FOREVER = 10**9  # steps
 FINISH = 180.0  # seconds that the training gets to finish, once nobody is killed any more
-SAMPLE_EVERY = 1.0
+SAMPLE_EVERY = 2.0
 # What may be there in the last minute beyond what was there in the first: allocators and caches fill slowly.
 MORE_MEMORY = 24e6  # bytes
 MORE_FDS = 4
@@ -55,15 +55,16 @@ MORE_KEYS = 60
 
 # What happens, and how often by comparison.
 KINDS = {
-    "SIGKILL": 5,
-    "SIGABRT": 3,
-    "SIGSEGV": 3,
-    "SIGKILL of rank and monitor": 2,  # as if the host were lost: only its heartbeat is missed
+    "SIGKILL": 6,
+    "SIGABRT": 4,
+    "SIGSEGV": 4,
+    "SIGKILL, monitor too": 2,  # as if the host were lost: only its heartbeat is missed
     "SIGKILL of the monitor": 1,
-    "SIGSTOP for a moment": 3,  # shorter than any timeout
-    "SIGSTOP past all timeouts": 1,  # its monitor ends it
-    "SIGSTOP of rank and monitor past all timeouts": 2,  # a zombie: the others have gone on when it resumes
+    "SIGSTOP, short": 2,  # shorter than any timeout
+    "SIGSTOP, long": 1,  # longer than every timeout; its monitor ends it
+    "SIGSTOP, long, monitor too": 2,  # when it resumes, the others have gone on without it
 }
+OUTRIGHT = ("SIGKILL", "SIGABRT", "SIGSEGV")
 
 
 @dataclasses.dataclass
@@ -87,12 +88,12 @@ class Strike:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What a process had at a moment: bytes of memory (its proportional share), descriptors, threads."""
+    """What a process had at a moment: memory in bytes (its proportional share), descriptors, threads."""
 
     at: float
-    pss: int
-    fds: int
-    threads: int
+    pss: float
+    fds: float
+    threads: float
 
 
 class Run:
@@ -168,27 +169,33 @@ class Run:
 
 
 class Samples:
-    """What the processes that live through it all have, and the store: a sample a second or so."""
+    """What the processes have, and the store: a sample every other second.
+
+    Of those that are killed and started again it is the median of all that are there.
+    """
 
     def __init__(self, run: Run, spared: int) -> None:
-        process = psutil.Process(run.launcher.running[spared].pid)
-        self.of = {
-            f"rank {spared}, never touched": process,
-            "its monitor": process.children()[0],
-            "the store's server, and this program": psutil.Process(),
-        }
-        self.taken: dict[str, list[Sample]] = {name: [] for name in self.of}
-        self.keys: list[tuple[float, int]] = []
+        self._run = run
+        self._spared = spared
         self._store = TCPStore(HOST, run.launcher.port)
+        self._keys: list[tuple[float, int]] = []
+        self._taken: dict[str, list[Sample]] = collections.defaultdict(list)
 
     def take(self) -> None:
         """Takes one of each."""
-        now = time.monotonic()
-        self.keys.append((now, self._store.num_keys()))
-        for name, process in self.of.items():
-            with process.oneshot():
-                memory = process.memory_full_info().pss
-                self.taken[name].append(Sample(now, memory, process.num_fds(), process.num_threads()))
+        self._keys.append((time.monotonic(), self._store.num_keys()))
+        self._note("store and launcher", [psutil.Process()])
+        ranks, monitors = [], []
+        for slot, process in self._run.launcher.running.items():
+            monitor = children(process.pid)
+            if slot == self._spared:
+                self._note(f"spared rank {slot}", [psutil.Process(process.pid)])
+                self._note("its monitor", monitor)
+            elif monitor:
+                ranks.append(psutil.Process(process.pid))
+                monitors += monitor
+        self._note("other ranks", ranks)
+        self._note("their monitors", monitors)
 
     def close(self) -> None:
         """Closes the connection to the store."""
@@ -196,29 +203,35 @@ class Samples:
 
     def growth(self) -> tuple[list[list[str]], list[str]]:
         """Returns rows of a table, first minute against last, and what has grown."""
-        begin, end = self.keys[0][0], self.keys[-1][0]
-        span = min(60.0, (end - begin) / 3)
-
-        def halves(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-            first = [value for at, value in pairs if at <= begin + span]
-            last = [value for at, value in pairs if at >= end - span]
-            return statistics.median(first), statistics.median(last)
-
         rows, grown = [], []
 
-        def compare(what: str, pairs: Sequence[tuple[float, float]], more: float, unit: Callable) -> None:
-            first, last = halves(pairs)
-            rows.append([what, unit(first), unit(last), unit(max(value for _, value in pairs))])
+        def compare(what: str, values: Sequence[tuple[float, float]], more: float, unit: str) -> None:
+            begin, end = self._keys[0][0], self._keys[-1][0]
+            span = min(60.0, (end - begin) / 3)
+            first = statistics.median([value for at, value in values if at <= begin + span] or [0])
+            last = statistics.median([value for at, value in values if at >= end - span] or [0])
+            most = max(value for _, value in values)
+            rows.append([what, *(unit.format(value) for value in (first, last, most))])
             if last > first + more:
-                grown.append(f"{what} grew from {unit(first)} to {unit(last)}")
+                grown.append(f"{what} grew from {unit.format(first)} to {unit.format(last)}")
 
-        compare("keys in the store", self.keys, MORE_KEYS, "{:.0f}".format)
-        for name, samples in self.taken.items():
-            memory = [(s.at, s.pss / 1e6) for s in samples]
-            compare(f"{name}: PSS", memory, MORE_MEMORY / 1e6, "{:.1f} MB".format)
-            compare(f"{name}: descriptors", [(s.at, s.fds) for s in samples], MORE_FDS, "{:.0f}".format)
-            compare(f"{name}: threads", [(s.at, s.threads) for s in samples], MORE_THREADS, "{:.0f}".format)
+        compare("store: keys", self._keys, MORE_KEYS, "{:.0f}")
+        for name, samples in self._taken.items():
+            compare(f"{name}: PSS", [(s.at, s.pss / 1e6) for s in samples], MORE_MEMORY / 1e6, "{:.1f} MB")
+            compare(f"{name}: descriptors", [(s.at, s.fds) for s in samples], MORE_FDS, "{:.0f}")
+            compare(f"{name}: threads", [(s.at, s.threads) for s in samples], MORE_THREADS, "{:.0f}")
         return rows, grown
+
+    def _note(self, name: str, processes: Sequence[psutil.Process]) -> None:
+        found = []
+        for process in processes:
+            try:
+                found.append((process.memory_full_info().pss, process.num_fds(), process.num_threads()))
+            except psutil.Error:
+                continue  # it has just ended
+        if found:
+            pss, fds, threads = (statistics.median(values) for values in zip(*found, strict=True))
+            self._taken[name].append(Sample(time.monotonic(), pss, fds, threads))
 
 
 class Hammer:
@@ -264,16 +277,16 @@ class Hammer:
         strike = self._run.strike(kind, slot)
         if kind == "SIGKILL of the monitor":
             targets = monitors
-        elif "and monitor" in kind:
+        elif "monitor too" in kind:
             targets = [*monitors, pid]
         else:
             targets = [pid]
         for target in targets:
-            send(target, signal.SIGSTOP if lasting else getattr(signal, kind.split()[0]))
+            send(target, signal.SIGSTOP if lasting else getattr(signal, kind[:7]))
         print(f"  {kind}, slot {slot}, pid {pid}", flush=True)
         if lasting:
             past = HARD_TIMEOUT + HEARTBEAT_TIMEOUT + 3.0
-            length = 0.1 + seconds if kind == "SIGSTOP for a moment" else past + 2.0 * seconds
+            length = 0.1 + seconds if kind == "SIGSTOP, short" else past + 2.0 * seconds
             heapq.heappush(self._later, (strike.at + length, next(self._serial), targets))
             self._stopped.add(pid)
 
@@ -363,13 +376,8 @@ def used_twice(records: Sequence[dict]) -> list[str]:
     return wrong
 
 
-def times_back(run: Run, active: int) -> tuple[list[float], list[float], list[float]]:
-    """Returns how long it took, in seconds, for all strikes where it applies.
-
-    Returns:
-        From a strike that hit an active rank until as many as before were back in the function; from the
-        start of a process until it asked to be let in; and from there until it was in.
-    """
+def times_back(run: Run, active: int) -> list[list[str]]:
+    """Returns rows of a table: how long it took, where the events tell."""
     records = events.read(str(run.folder / "events"))
     enters = [r for r in records if r["event"] == "enter"]
     by_iteration: dict[int, list[dict]] = {}
@@ -377,7 +385,7 @@ def times_back(run: Run, active: int) -> tuple[list[float], list[float], list[fl
         by_iteration.setdefault(r["iteration"], []).append(r)
     complete = {n: max(r["monotonic"] for r in rs) for n, rs in by_iteration.items() if len(rs) == active}
     active_in = {(r["pid"], r["iteration"]) for r in enters}
-    back = []
+    back: dict[bool, list[float]] = {True: [], False: []}
     for strike in run.strikes:
         on = max((n for n, at in complete.items() if at <= strike.at), default=None)
         began = [r["monotonic"] for n, rs in by_iteration.items() for r in rs if on is not None and n > on]
@@ -385,14 +393,19 @@ def times_back(run: Run, active: int) -> tuple[list[float], list[float], list[fl
             continue  # a restart was under way already
         later = [at for n, at in complete.items() if n > on]
         if (strike.pid, on) in active_in and strike.ended is not None and later:
-            back.append(min(later) - strike.at)
+            back[strike.kind in OUTRIGHT].append(min(later) - strike.at)
 
     asked = {r["pid"]: r["monotonic"] for r in reversed(records) if r["event"] == "join"}
     taken_in = {r["pid"]: r["monotonic"] for r in reversed(records) if r["event"] == "decided"}
     first = set(list(run.starts)[: run.launcher.size])
     ready = [at - run.starts[pid][1] for pid, at in asked.items() if pid not in first]
     waited = [taken_in[pid] - at for pid, at in asked.items() if pid in taken_in]
-    return back, ready, waited
+    return [
+        ["active rank killed: all back after", *middle_and_most(back[True])],
+        ["active rank stopped, or its monitor lost: all back after", *middle_and_most(back[False])],
+        ["process started again: wants in after", *middle_and_most(ready)],
+        ["and is in with a restart after another", *middle_and_most(waited)],
+    ]
 
 
 def fail(run: Run, what: str) -> None:
@@ -402,13 +415,11 @@ def fail(run: Run, what: str) -> None:
     sys.exit(f"this is not as it should be: {what}")
 
 
-def middle_and_most(seconds: Sequence[float]) -> str:
-    """Returns median and maximum in words."""
+def middle_and_most(seconds: Sequence[float]) -> tuple[str, str, str]:
+    """Returns how many there are, their median and the longest, in words."""
     if not seconds:
-        return "-"
-    return (
-        f"median {duration(statistics.median(seconds))}, longest {duration(max(seconds))} (of {len(seconds)})"
-    )
+        return "0", "-", "-"
+    return str(len(seconds)), duration(statistics.median(seconds)), duration(max(seconds))
 
 
 def main() -> None:
@@ -481,28 +492,16 @@ def show(args: argparse.Namespace, folder: Path) -> None:
     kinds = collections.Counter(strike.kind for strike in faulty.strikes)
     ended = collections.Counter(strike.kind for strike in faulty.strikes if strike.ended is not None)
     show_table(
-        ("what happened", "times", "processes ended by it"),
+        ("what happened", "times", "ended the process"),
         [[kind, str(kinds[kind]), str(ended[kind])] for kind in KINDS],
     )
-    back, ready, waited = times_back(faulty, args.active)
-    iterations = [r["iteration"] for r in entered(faulty)]
-    show_table(
-        ("", ""),
-        [
-            ["processes started again", str(len(faulty.starts) - args.ranks)],
-            ["processes that ended unasked", str(len(faulty.unasked))],
-            [
-                "iterations",
-                f"0 to {max(iterations)}, none used twice" if not used_twice(entered(faulty)) else "?",
-            ],
-            ["restarts of all ranks", str(faulty.restarts)],
-            ["an active rank was lost: all back in the function after", middle_and_most(back)],
-            ["a process is started again: it asks to be let in after", middle_and_most(ready)],
-            ["and is in the job after another", middle_and_most(waited)],
-            ["steps trained", str(steps)],
-        ],
-    )
+    show_table(("", "times", "median", "longest"), times_back(faulty, args.active))
     show_table(("", "first minute", "last minute", "most"), rows)
+    iterations = max(r["iteration"] for r in entered(faulty)) + 1
+    print(
+        f"{len(faulty.starts) - args.ranks} processes were started again, {len(faulty.unasked)} of them had "
+        f"ended though nobody touched them; {iterations} iterations, {steps} steps"
+    )
     print(f"final weights without faults  sha256 {clean.final[0]}  loss {clean.final[1]}")
     print(f"final weights with faults     sha256 {sha256}  loss {loss}", flush=True)
     if wrong:
