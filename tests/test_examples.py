@@ -8,8 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
-from types import ModuleType
 
 import psutil
 import pytest
@@ -26,7 +26,7 @@ FINAL = re.compile(r"^final weights sha256 [0-9a-f]{64}  loss \d+\.\d+  steps \d
 pytestmark = pytest.mark.timeout(240)
 
 
-def load(name: str) -> ModuleType:
+def load(name: str) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -317,6 +317,26 @@ def test_the_demo_says_who_took_over() -> None:
     assert demo.describe(hang, records)[1:] == ("3.00 s", "3.10 s", "nobody: the same process")
 
 
+def test_the_demo_says_what_became_of_a_process_that_was_started_again() -> None:
+    started = {"slot": 1, "pid": 7, "monotonic": 10.0}
+    row = ["slot 1's process is started again"]
+    assert list(demo.describe_return(started, [])) == [
+        *row,
+        "asks to be let in after -",
+        "is in after -",
+        "it was not needed any more",
+    ]
+    records = [
+        {"event": "join", "pid": 7, "monotonic": 12.0},
+        {"event": "join", "pid": 7, "monotonic": 13.0},
+        {"event": "decided", "pid": 7, "monotonic": 13.5},
+    ]
+    expected = [*row, "asks to be let in after 2.00 s", "is in after 3.50 s"]
+    assert list(demo.describe_return(started, records)) == [*expected, "it is a spare"]
+    records.append({"event": "enter", "pid": 7, "monotonic": 13.6, "rank": 2})
+    assert list(demo.describe_return(started, records)) == [*expected, "it is rank 2"]
+
+
 @pytest.mark.parametrize("arguments", [("--runs", "0", "--seed", "1"), ("--runs", "2")])
 def test_the_demo_refuses_what_makes_no_sense(arguments: tuple[str, ...]) -> None:
     result = run(sys.executable, EXAMPLES / "demo.py", *arguments)
@@ -342,3 +362,60 @@ def test_a_demo_that_is_stopped_leaves_nothing_behind(signum: signal.Signals, tm
         process.stdout.read()
     assert process.returncode == 128 + signum
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("ft-wrapper", "ftrun"))]
+
+
+# kill_and_rejoin.py ------------------------------------------------------------------------------------
+
+kill_and_rejoin = load("kill_and_rejoin")
+
+
+def test_ranks_that_are_killed_and_come_back_lose_nothing(tmp_path: Path) -> None:
+    """Short: `make soak` does it for ten minutes."""
+    options = ["--ranks", 4, "--active", 2, "--minutes", 0.1, "--every", 2, "--seed", 3]
+    result = run(sys.executable, EXAMPLES / "kill_and_rejoin.py", *options)
+    assert result.returncode == 0, result.stdout
+    assert "the same weights, bit for bit" in result.stdout
+    again = re.search(r"^(\d+) processes were started again", result.stdout, re.MULTILINE)
+    assert again and int(again[1]) > 0, result.stdout
+
+
+def test_a_number_that_is_used_twice_is_found() -> None:
+    def enter(iteration: int, rank: int, slot: int, pid: int) -> dict[str, int]:
+        return {"iteration": iteration, "rank": rank, "slot": slot, "pid": pid}
+
+    good = [enter(0, 0, 0, 10), enter(0, 1, 1, 11), enter(2, 0, 1, 11), enter(2, 1, 0, 12)]
+    assert kill_and_rejoin.used_twice(good) == []
+    assert kill_and_rejoin.used_twice([*good, enter(2, 1, 2, 13)]) == ["rank 1 entered iteration 2 2 times"]
+    assert kill_and_rejoin.used_twice([*good, enter(2, 2, 0, 13)]) == ["slot 0 entered iteration 2 2 times"]
+    assert kill_and_rejoin.used_twice([*good, enter(1, 0, 0, 12)]) == ["process 12 entered 1 after 2"]
+
+
+def test_what_grows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        def __init__(self, *_: object) -> None:
+            self.keys = 0
+
+        def num_keys(self) -> int:
+            self.keys += 1
+            return self.keys
+
+        def close(self) -> None:
+            pass
+
+    class Job:
+        port, running = 0, {}
+
+    class Training:
+        launcher = Job()
+
+    monkeypatch.setattr(kill_and_rejoin, "TCPStore", Store)
+    clock = types.SimpleNamespace(monotonic=iter(range(1000)).__next__)
+    monkeypatch.setattr(kill_and_rejoin, "time", clock)
+    samples = kill_and_rejoin.Samples(Training(), 0)
+    for _ in range(9):
+        samples.take()
+    assert samples.growth()[1] == []
+    monkeypatch.setattr(kill_and_rejoin, "MORE_KEYS", 4)
+    rows, grown = samples.growth()
+    assert rows[0] == ["store: keys", "2", "8", "9"]
+    assert grown == ["store: keys grew from 2 to 8"]
