@@ -172,8 +172,9 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
         process.wait()
 
 
-def describe(fault: dict, records: list[dict]) -> tuple[str, str, str, str]:
+def describe(fault: dict, run: Run) -> tuple[str, str, str, str]:
     """Returns a row of the table: fault, detected after, everyone back after, who took over."""
+    records = run.events
     name = f"{WORDS[fault['kind']]}, rank {fault['rank']}, step {fault['step']}"
     before = fault["iteration"]
     ends = [r["monotonic"] for r in records if r["event"] == "end" and r["iteration"] == before]
@@ -184,12 +185,15 @@ def describe(fault: dict, records: list[dict]) -> tuple[str, str, str, str]:
     entered = [r for r in enters if r["iteration"] == after]
     now = {r["rank"]: r["slot"] for r in entered}
     spares = {r["slot"] for r in entered} - {r["slot"] for r in enters if r["iteration"] == before}
+    again = {process["pid"] for process in run.started}
+    returned = {r["slot"] for r in entered if r["pid"] in again}
     successor = now.get(fault["rank"])
     if successor == fault["slot"]:
         who = "nobody: the same process"
     else:
         changed = [(r, s) for r, s in sorted(now.items()) if r == fault["rank"] or s in spares]
-        who = ", ".join(f"{'spare ' if s in spares else ''}slot {s} is rank {r}" for r, s in changed)
+        words = {s: "returned " if s in returned else "spare " for s in spares}
+        who = ", ".join(f"{words.get(s, '')}slot {s} is rank {r}" for r, s in changed)
     return (
         name,
         duration(min(ends) - fault["monotonic"]),
@@ -199,21 +203,21 @@ def describe(fault: dict, records: list[dict]) -> tuple[str, str, str, str]:
 
 
 def describe_return(started: dict, records: list[dict]) -> tuple[str, str, str, str]:
-    """Returns a row of the table for a process that was started again."""
-    name = f"slot {started['slot']}'s process is started again"
+    """Returns a row of the other table: process, wants in after, is in after, what it does then."""
+    own = [record for record in records if record["pid"] == started["pid"]]
 
     def after(event: str) -> str:
-        times = [r["monotonic"] for r in records if r["event"] == event and r["pid"] == started["pid"]]
+        times = [record["monotonic"] for record in own if record["event"] == event]
         return duration(min(times) - started["monotonic"]) if times else "-"
 
-    entered = [r for r in records if r["event"] == "enter" and r["pid"] == started["pid"]]
-    if entered:
-        what = f"it is rank {entered[0]['rank']}"
-    elif any(r["event"] == "decided" and r["pid"] == started["pid"] for r in records):
-        what = "it is a spare"
+    ranks = [record["rank"] for record in own if record["event"] == "enter"]
+    if ranks:
+        does = f"is rank {ranks[0]}"
+    elif after("decided") != "-":
+        does = "is a spare"
     else:
-        what = "it was not needed any more"
-    return name, f"asks to be let in after {after('join')}", f"is in after {after('decided')}", what
+        does = "nothing: it came when the training was over"
+    return f"slot {started['slot']}, pid {started['pid']}", after("join"), after("decided"), does
 
 
 def check(run: Run, clean: Run, faults: tuple[FaultSpec, ...]) -> None:
@@ -261,14 +265,14 @@ def main() -> None:
             print(f"\nthe same, and the dead come back: {', '.join(map(str, kills))}", flush=True)
             killed = train_and_start_again(folder / f"kills-{number}", kills)
             check(killed, clean, kills)
-            rows = [
-                describe(r, run.events)
-                for run in (faulty, killed)
-                for r in run.events
-                if r["event"] == "inject"
-            ]
-            rows += [describe_return(started, killed.events) for started in killed.started]
-            show_table(("fault", "detected after", "everyone back after", "who took over"), rows)
+            show_table(
+                ("fault", "detected after", "everyone back after", "who took over"),
+                [describe(r, run) for run in (faulty, killed) for r in run.events if r["event"] == "inject"],
+            )
+            show_table(
+                ("process started again", "wants in after", "is in after", "and then"),
+                [describe_return(started, killed.events) for started in killed.started],
+            )
             print(f"final weights without faults              sha256 {clean.sha256}")
             print(f"with faults                               sha256 {faulty.sha256}")
             print(f"with killed ranks that are started again  sha256 {killed.sha256}", flush=True)

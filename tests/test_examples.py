@@ -294,7 +294,7 @@ def test_the_demo_fails_when_something_is_wrong(
 
 def test_the_demo_says_who_took_over() -> None:
     def event(name: str, at: float, **fields: object) -> dict[str, object]:
-        return {"event": name, "monotonic": at, "iteration": 0, **fields}
+        return {"event": name, "monotonic": at, "iteration": 0, "pid": fields.get("slot", 0), **fields}
 
     kill = event("inject", 10.0, kind="sigkill", rank=0, slot=0, step=5)
     records = [
@@ -304,37 +304,34 @@ def test_the_demo_says_who_took_over() -> None:
         event("end", 10.001),
         *(event("enter", 10.01 + rank, iteration=1, rank=rank, slot=rank + 1) for rank in range(3)),
     ]
-    assert demo.describe(kill, records) == (
+    assert demo.describe(kill, a_run(events=records)) == (
         "SIGKILL, rank 0, step 5",
         "1.0 ms",
         "2.01 s",
         "slot 1 is rank 0, spare slot 3 is rank 2",
     )
+    back = a_run(events=records, started=[{"pid": 3}])
+    assert demo.describe(kill, back)[3] == "slot 1 is rank 0, returned slot 3 is rank 2"
     hang = event("inject", 20.0, kind="sleep", rank=2, slot=3, step=9, iteration=1)
-    assert demo.describe(hang, records)[3] == "nobody"
+    assert demo.describe(hang, a_run(events=records))[3] == "nobody"
     records += [event("end", 23.0, iteration=1)]
     records += [event("enter", 23.1, iteration=2, rank=rank, slot=rank + 1) for rank in range(3)]
-    assert demo.describe(hang, records)[1:] == ("3.00 s", "3.10 s", "nobody: the same process")
+    assert demo.describe(hang, a_run(events=records))[1:] == ("3.00 s", "3.10 s", "nobody: the same process")
 
 
 def test_the_demo_says_what_became_of_a_process_that_was_started_again() -> None:
     started = {"slot": 1, "pid": 7, "monotonic": 10.0}
-    row = ["slot 1's process is started again"]
-    assert list(demo.describe_return(started, [])) == [
-        *row,
-        "asks to be let in after -",
-        "is in after -",
-        "it was not needed any more",
-    ]
+    over = "nothing: it came when the training was over"
+    assert demo.describe_return(started, []) == ("slot 1, pid 7", "-", "-", over)
     records = [
         {"event": "join", "pid": 7, "monotonic": 12.0},
         {"event": "join", "pid": 7, "monotonic": 13.0},
         {"event": "decided", "pid": 7, "monotonic": 13.5},
     ]
-    expected = [*row, "asks to be let in after 2.00 s", "is in after 3.50 s"]
-    assert list(demo.describe_return(started, records)) == [*expected, "it is a spare"]
+    row = ("slot 1, pid 7", "2.00 s", "3.50 s")
+    assert demo.describe_return(started, records) == (*row, "is a spare")
     records.append({"event": "enter", "pid": 7, "monotonic": 13.6, "rank": 2})
-    assert list(demo.describe_return(started, records)) == [*expected, "it is rank 2"]
+    assert demo.describe_return(started, records) == (*row, "is rank 2")
 
 
 @pytest.mark.parametrize("arguments", [("--runs", "0", "--seed", "1"), ("--runs", "2")])
