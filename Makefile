@@ -63,6 +63,7 @@ docs: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/restart_latency.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/scale.py
 
 clean:
 	rm -rf build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
