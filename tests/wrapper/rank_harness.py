@@ -399,10 +399,16 @@ class Job:
     def start_again(self, *slots: int) -> None:
         """Starts another process of each slot, like the last one, which may still live."""
         for slot in slots:
-            self.past.append(self.ranks[slot])
             self._start(slot)
 
+    def forget(self, *slots: int) -> None:
+        """Counts the slots' processes among the past ones: nobody takes their places."""
+        for slot in slots:
+            self.past.append(self.ranks.pop(slot))
+
     def _start(self, slot: int) -> None:
+        if slot in self.ranks:
+            self.forget(slot)
         here, there = socket.socketpair()
         here.setblocking(False)
         before = sum(process.slot == slot for process in self.past)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,13 @@ class Trainer:
 
     Args:
         rank: its line to the test.
-        folder: shared by all ranks; a file ``finish`` in it ends the training.
+        folder: shared by all ranks; a file in it ends the training.
         settings: of the wrapper, beside the usual ones.
     """
 
     def __init__(self, rank: Rank, folder: str, settings: dict[str, Any]) -> None:
         self.rank = rank
-        self.folder = Path(folder)
+        self.finish = Path(folder, "finish")
         self.settings: dict[str, Any] = {
             **SETTINGS,
             "use_global_iteration": True,
@@ -65,7 +66,7 @@ class Trainer:
         place = [call.iteration, dist.get_rank(), int(total)]
         self.rank.say("in", n=place[0], rank=place[1], world=place[2])
         while True:
-            finish = torch.tensor(float((self.folder / "finish").exists()))
+            finish = torch.tensor(float(self.finish.exists()))
             dist.all_reduce(finish)
             if finish:
                 return place
@@ -101,9 +102,9 @@ class Training:
             self.env["FT_WRAPPER_STORE"] = f"127.0.0.1:{server.port}"
             job.store_is_elsewhere = True
 
-    def start(self, world_size: int, body: Any = trains, **settings: Any) -> None:
+    def start(self, world_size: int, body: Any = trains, *args: Any, **settings: Any) -> None:
         """Starts all ranks."""
-        self.job.start(world_size, body, str(self.folder), settings, env=self.env)
+        self.job.start(world_size, body, str(self.folder), settings, *args, env=self.env)
 
     def abort(self, *slots: int) -> None:
         """Ends ranks as ``abort()`` in C does, without cleaning up, and waits for their end."""
@@ -114,10 +115,42 @@ class Training:
 
     def await_join(self, n: int, *slots: int) -> None:
         """Waits until new processes of the slots have asked to be let into the iteration after n."""
+        self._await(
+            lambda: {*slots} <= {member.slot for member in self.store.joins_of(n)}, f"joins of {slots}"
+        )
+
+    def await_arrivals(self, n: int, *slots: int) -> None:
+        """Waits until members of the slots have left iteration n."""
+        self._await(
+            lambda: {*slots} <= {member.slot for member in self.store.arrivals_of(n)}, f"arrivals of {slots}"
+        )
+
+    def await_heartbeats(self, slot: int, count: int) -> None:
+        """Waits until the newest process of a slot has sent some more heartbeats."""
+        member = self.store.newest_of(slot)
+        before = self.store.get_heartbeat(member)
+        self._await(lambda: self.store.get_heartbeat(member) >= before + count, f"heartbeats of {member}")
+
+    def await_end_of(self, process: Process) -> None:
+        """Waits until a process has ended whose slot may have been started again."""
+        self.job._turn_until(lambda: process.code is not None, f"the end of process {process.pid}")
+
+    def settled_keys(self, n: int) -> list[str]:
+        """The keys that are left once iteration n is on and everything past was deleted; without numbers."""
+
+        def is_clean() -> bool:
+            iterations = {keys.iteration_of(key) for key in self.store.list_keys()}
+            return iterations <= {None, keys.BEFORE_FIRST, n - 1, n, n + 1}
+
+        self._await(is_clean, "the deletion of past keys")
+        return sorted(re.sub(r"/[0-9a-f]{12}$|\d+", "#", key) for key in self.store.list_keys())
+
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
+        """Looks at the store again and again: nothing tells of what is awaited here."""
         deadline = time.monotonic() + 30.0
-        while not {*slots} <= {member.slot for member in self.store.joins_of(n)}:
-            assert time.monotonic() < deadline, (slots, self.store.joins_of(n))
-            self.store.wait_for(keys.wake_end(10**6), 0.02)  # nothing tells of it
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not come"
+            time.sleep(0.01)
 
     def finish(self) -> None:
         """Lets the function return everywhere, and waits until all processes have ended."""

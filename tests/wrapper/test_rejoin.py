@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rank_harness import Job
-from rejoin_job import Training, training
+from rank_harness import Job, Rank
+from rejoin_job import Training, training, trains
+
+from ft_wrapper.store import StoreMixin, TCPStore, View, keys
 
 
 @pytest.fixture
@@ -54,3 +59,171 @@ def test_killed_ranks_come_back_before_the_others_go_on(run: Training, job: Job,
     run.finish()
     run.check(1, dict.fromkeys(victims, 1))
     assert [job[slot].value for slot in range(4)] == [[1, 0, 3], [1, 1, 3], [1, 2, 3], None]
+
+
+# ---- the proposer dies
+
+
+def dies_proposing(rank: Rank, folder: str, settings: dict[str, Any], after: bool) -> Any:
+    """Slot 2 leaves iteration 0 last, so it proposes; it dies right before or after it moves head."""
+    if rank.slot == 2:
+        compare_set, arrive = TCPStore.compare_set, StoreMixin.arrive
+
+        def dies(store: TCPStore, key: str, expected: str, desired: str) -> bytes:
+            is_it = key == keys.HEAD and desired.startswith("0:1:")
+            if is_it and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            held = compare_set(store, key, expected, desired)
+            if is_it:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return held
+
+        def arrives_last(store: StoreMixin, view: View, *args: Any) -> None:
+            if view.n == 0:
+                rank.hear()
+            arrive(store, view, *args)
+
+        TCPStore.compare_set = dies  # type: ignore[method-assign]
+        StoreMixin.arrive = arrives_last  # type: ignore[method-assign]
+    return trains(rank, folder, settings)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_the_proposer_is_killed_while_it_advances_and_comes_back(
+    run: Training, job: Job, after: bool
+) -> None:
+    run.start(4, dies_proposing, after, active_world_size=3, on_join="now", join_window=0.2)
+    job.expect("in", 0, 1, 2, n=0)
+    run.abort(1)
+    run.await_arrivals(0, 0, 3)
+    job.tell("arrive", 2)
+    job.wait_for_end(2)
+    # Killed after it had moved head, it is a member of iteration 1, which ends by that.
+    gone = 2 if after else 1
+    job.expect("in", 0, 3, n=gone, world=2)
+    job.start_again(1, 2)
+    job.expect("in", 0, 1, 2, n=gone + 1, world=3)
+    run.finish()
+    run.check(gone + 1, {1: gone + 1, 2: gone + 1})
+
+
+# ---- paused processes
+
+PAUSE = {
+    "heartbeat_interval": 0.1,
+    "heartbeat_timeout": 1.5,
+    "monitor_process_interval": 0.1,
+    "active_world_size": 3,
+    "on_join": "now",
+}
+EVERY_TIMEOUT = {
+    "soft_timeout": 2.0,
+    "hard_timeout": 2.5,
+    "barrier_timeout": 3.0,
+    "monitor_thread_interval": 0.1,
+    "progress_watchdog_interval": 0.1,
+}
+
+
+@pytest.mark.parametrize(("is_replaced", "hard"), [(False, False), (True, False), (True, True)])
+def test_a_paused_host_never_comes_back_as_what_it_was(
+    run: Training, job: Job, is_replaced: bool, hard: bool
+) -> None:
+    run.start(4, **PAUSE, **(EVERY_TIMEOUT if hard else {}))
+    job.expect("in", 0, 1, 2, n=0)
+    paused, monitor = job[1], job.monitors()[1]
+    for pid in (monitor, paused.pid):
+        os.kill(pid, signal.SIGSTOP)
+    since = time.monotonic()
+    job.expect("in", 0, 2, 3, n=1, world=3)
+    if is_replaced:
+        job.start_again(1)
+        job.expect("in", 0, 1, 2, n=2, world=3)
+    else:
+        job.forget(1)
+    if hard:
+        time.sleep(max(0.0, since + EVERY_TIMEOUT["hard_timeout"] + 0.1 - time.monotonic()))
+    for pid in (monitor, paused.pid):
+        os.kill(pid, signal.SIGCONT)
+    run.await_end_of(paused)
+    assert run.saw(paused) == [0]
+    if not hard:
+        assert paused.error == "RankDiscarded"
+        host = os.uname().nodename
+        assert (f"taken over by process {job[1].pid} on {host}" if is_replaced else "left out") in paused.text
+    # It has ended no iteration of the others: they have been in the same one ever since.
+    run.finish()
+    run.check(2 if is_replaced else 1, {1: 2})
+
+
+# ---- what a newcomer causes
+
+
+def test_on_join_next_waits_for_the_next_restart(run: Training, job: Job) -> None:
+    run.start(4, on_join="next", join_window=0.0)
+    job.expect("in", 0, 1, 2, 3, n=0)
+    run.abort(1)
+    job.expect("in", 0, 2, 3, n=1, world=3)
+    job.start_again(1)
+    run.await_join(1, 1)
+    run.await_heartbeats(1, 3)
+    run.abort(3)
+    job.expect("in", 0, 1, 2, n=2, world=3)
+    run.finish()
+    job.forget(3)
+    run.check(2, {1: 2})
+    assert job[1].value == [2, 1, 3]
+
+
+def test_on_join_degraded_ends_an_iteration_that_lacks_ranks(run: Training, job: Job) -> None:
+    run.start(4)
+    job.expect("in", 0, 1, 2, 3, n=0)
+    run.abort(1)
+    job.expect("in", 0, 2, 3, n=1, world=3)
+    job.start_again(1)
+    job.expect("in", 0, 1, 2, 3, n=2, world=4)
+    run.finish()
+    run.check(2, {1: 2})
+
+
+def test_on_join_degraded_leaves_an_iteration_alone_that_lacks_none(run: Training, job: Job) -> None:
+    run.start(4, active_world_size=3, join_window=0.0)
+    job.expect("in", 0, 1, 2, n=0)
+    run.abort(1)
+    job.expect("in", 0, 2, 3, n=1, world=3)
+    job.start_again(1)
+    run.await_join(1, 1)
+    run.await_heartbeats(1, 3)
+    run.abort(0)
+    job.expect("in", 1, 2, 3, n=2, world=3)
+    run.finish()
+    job.forget(0)
+    run.check(2, {1: 2})
+
+
+def test_ranks_that_come_back_together_cause_one_restart(run: Training, job: Job) -> None:
+    run.start(5, join_window=0.6)
+    job.expect("in", 0, 1, 2, 3, 4, n=0)
+    job.send_signal(0, signal.SIGSTOP)
+    run.abort(1, 3, 4)
+    job.send_signal(0, signal.SIGCONT)
+    job.expect("in", 0, 2, n=1, world=2)
+    job.start_again(4)
+    run.await_join(1, 4)
+    job.start_again(1, 3)
+    job.expect("in", 0, 1, 2, 3, 4, n=2, world=5)
+    run.finish()
+    run.check(2, {1: 2, 3: 2, 4: 2})
+
+
+def test_the_restart_says_who_joined(run: Training, job: Job) -> None:
+    run.start(3, join_window=0.3)
+    job.expect("in", 0, 1, 2, n=0)
+    run.abort(1)
+    job.expect("in", 0, 2, n=1)
+    job.start_again(1)
+    job.expect("in", 0, 1, 2, n=2)
+    run.finish()
+    lines = [line for process in job.ranks.values() for line in process.log.splitlines()]
+    [line] = [line for line in lines if line.startswith("restart 2: ")]
+    assert line.startswith("restart 2: slot 1 joined; no spare stepped in; 3 active + 0 spare ranks")

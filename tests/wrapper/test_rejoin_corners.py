@@ -1,0 +1,329 @@
+"""Processes that come late, in numbers, twice, or by mistake; and what a store keeps of many restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_harness import Job, Rank
+from rejoin_job import Trainer, Training, training, trains
+
+from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.compose import Compose
+from ft_wrapper.rank_assignment import (
+    ActivateAllRanks,
+    ActiveWorldSizeDivisibleBy,
+    FillGaps,
+    Layer,
+    LayerFlag,
+    ShiftRanks,
+    Tree,
+)
+from ft_wrapper.store import keys
+
+
+@pytest.fixture
+def run(job: Job, tmp_path: Path) -> Iterator[Training]:
+    """A training that nothing has been started of."""
+    with training(job, tmp_path) as run:
+        yield run
+
+
+# ---- several calls
+
+
+def calls_twice(rank: Rank, folder: str, settings: dict[str, Any]) -> list[Any]:
+    trainer = Trainer(rank, folder, settings)
+
+    @Wrapper(**trainer.settings)
+    def train(call_wrapper: CallWrapper, finish: str) -> list[int]:
+        trainer.finish = Path(folder, finish)
+        return trainer.train(call_wrapper)
+
+    first = train("first")
+    rank.say("between", value=first)
+    rank.hear()
+    return [first, train("second")]
+
+
+def test_who_comes_after_a_call_takes_part_in_the_next_one(run: Training, job: Job) -> None:
+    run.start(3, calls_twice)
+    job.expect("in", 0, 1, 2, n=0)
+    run.abort(2)
+    job.expect("in", 0, 1, n=1, world=2)
+    (run.folder / "first").touch()
+    job.expect("between", 0, 1)
+    # Too late for the first call, and the first one in the second.
+    job.start_again(2)
+    job.expect("between", 2, value=None)
+    assert "slot 2 came when call 0 of the job had completed" in job[2].log
+    job.tell("go on", 2)
+    run.await_join(1, 2)
+    job.tell("go on", 0, 1)
+    job.expect("in", 0, 1, 2, n=2, world=3)
+    # And one that comes while the second call is on.
+    run.abort(1)
+    job.expect("in", 0, 2, n=3, world=2)
+    job.start_again(1)
+    job.expect("between", 1, value=None)
+    job.tell("go on", 1)
+    job.expect("in", 0, 1, 2, n=4, world=3)
+    (run.folder / "second").touch()
+    job.wait_for_end()
+    run.check(4, {1: 4, 2: 2})
+    assert [job[slot].value for slot in range(3)] == [
+        [[1, 0, 2], [4, 0, 3]],
+        [None, [4, 1, 3]],
+        [None, [4, 2, 3]],
+    ]
+
+
+def test_who_asked_in_a_call_that_then_completed_is_not_taken_into_the_next_one(
+    run: Training, job: Job
+) -> None:
+    run.start(3, calls_twice, on_join="next")
+    job.expect("in", 0, 1, 2, n=0)
+    run.abort(2)
+    job.expect("in", 0, 1, n=1, world=2)
+    job.start_again(2)
+    run.await_join(1, 2)
+    (run.folder / "first").touch()
+    job.expect("between", 0, 1)
+    job.expect("between", 2, value=None)
+    job.tell("go on", 0, 1)
+    job.expect("in", 0, 1, n=2, world=2)
+    (run.folder / "second").touch()
+    job.wait_for_end(0, 1)
+    job.tell("go on", 2)
+    job.wait_for_end()
+    assert [job[slot].value for slot in range(3)] == [
+        [[1, 0, 2], [2, 0, 2]],
+        [[1, 1, 2], [2, 1, 2]],
+        [None, None],
+    ]
+
+
+# ---- all, more, none
+
+
+@pytest.mark.parametrize("with_monitors", [False, True])
+def test_all_processes_die_and_come_back(run: Training, job: Job, with_monitors: bool) -> None:
+    run.start(3, join_window=5.0)
+    job.expect("in", 0, 1, 2, n=0)
+    for pid in job.monitors().values() if with_monitors else ():
+        os.kill(pid, signal.SIGKILL)
+    for slot in range(3):
+        job.send_signal(slot, signal.SIGKILL)
+    job.wait_for_end()
+    job.start_again(0, 1, 2)
+    job.expect("in", 0, 1, 2, n=1, world=3)
+    run.finish()
+    run.check(1, {0: 1, 1: 1, 2: 1})
+    assert [job[slot].value for slot in range(3)] == [[1, 0, 3], [1, 1, 3], [1, 2, 3]]
+
+
+def test_a_job_grows_beyond_the_ranks_that_it_began_with(run: Training, job: Job) -> None:
+    run.start(2, on_join="now")
+    job.expect("in", 0, 1, n=0)
+    env = {**run.env, "FT_WRAPPER_FORMATION_SIZE": "2"}
+    job.start(4, trains, str(run.folder), {"on_join": "now", "join_window": 0.5}, slots=[3], env=env)
+    job.wait_for_end(3)
+    assert job[3].error == "ValueError"
+    assert "join_window=0.5, the job has 0.05" in job[3].text
+    job.start(4, trains, str(run.folder), {"on_join": "now"}, slots=[3], env=env)
+    job.expect("in", 0, 1, 3, n=1, world=3)
+    run.finish()
+    run.check(1, {3: 1})
+    assert [job[slot].value for slot in (0, 1, 3)] == [[1, 0, 3], [1, 1, 3], [1, 2, 3]]
+
+
+def test_only_global_iterations_admit_a_process_that_was_started_again(run: Training, job: Job) -> None:
+    run.start(3, use_global_iteration=False)
+    job.expect("in", 0, 1, 2, n=0)
+    run.abort(1)
+    job.expect("in", 0, 2, n=1, world=2)
+    job.start_again(1)
+    job.wait_for_end(1)
+    assert job[1].error == "RankDiscarded"
+    assert "use @Wrapper(use_global_iteration=True) on all ranks" in job[1].text
+    job.forget(1)
+    run.finish()
+    run.check(1)
+
+
+# ---- a store that rank 0's monitor hosts
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_comes_back_to_a_store_that_the_job_hosts(job: Job, tmp_path: Path, victim: int) -> None:
+    with training(job, tmp_path, external=False) as run:
+        run.start(3)
+        job.expect("in", 0, 1, 2, n=0)
+        run.abort(victim)
+        job.expect("in", *{0, 1, 2} - {victim}, n=1, world=2)
+        job.start_again(victim)
+        job.expect("in", 0, 1, 2, n=2, world=3)
+        # Again: its predecessor's monitor may have been the host.
+        run.abort(victim)
+        job.expect("in", *{0, 1, 2} - {victim}, n=3, world=2)
+        job.start_again(victim)
+        job.expect("in", 0, 1, 2, n=4, world=3)
+        run.finish()
+        run.check(4, {victim: 4})
+
+
+# ---- mistakes
+
+
+def test_two_processes_claim_one_slot(run: Training, job: Job) -> None:
+    run.start(3)
+    job.expect("in", 0, 1, 2, n=0)
+    older = job[1]
+    job.start_again(1)
+    job.expect("in", 0, 1, 2, n=1, world=3)
+    run.await_end_of(older)
+    assert older.error == "RankDiscarded"
+    host = os.uname().nodename
+    for pid, member in ((older.pid, "1:0"), (job[1].pid, "1:1")):
+        assert f"process {pid} on {host} ({member})" in older.text
+    run.finish()
+    run.check(1, {1: 1})
+
+
+def has_another_function(rank: Rank, folder: str, settings: dict[str, Any]) -> Any:
+    trainer = Trainer(rank, folder, settings)
+
+    @Wrapper(**trainer.settings)
+    def evaluate(call_wrapper: CallWrapper) -> list[int]:
+        return trainer.train(call_wrapper)
+
+    return evaluate()
+
+
+@pytest.mark.parametrize(
+    ("body", "settings", "env", "said"),
+    [
+        (has_another_function, {}, {}, "has_another_function.<locals>.evaluate', the job has '"),
+        (trains, {"on_join": "now"}, {}, "on_join='now', the job has 'degraded'"),
+        (trains, {"active_world_size": 2}, {}, "active_world_size=2, the job has None"),
+        (trains, {}, {"FT_WRAPPER_FORMATION_SIZE": "2"}, "formation_size=2, the job has 3"),
+    ],
+)
+def test_who_differs_from_the_job_is_refused(
+    run: Training, job: Job, body: Any, settings: dict[str, Any], env: dict[str, str], said: str
+) -> None:
+    run.start(3)
+    job.expect("in", 0, 1, 2, n=0)
+    # Its slot is taken, too; but its mistake shall cost the job nothing.
+    job.start(3, body, str(run.folder), settings, slots=[1], env={**run.env, **env})
+    refused = job[1]
+    job.wait_for_end(1)
+    assert refused.error == "ValueError"
+    assert said in refused.text
+    job.ranks[1] = job.past.pop()
+    run.finish()
+    run.check(0)
+
+
+def test_keys_of_an_unknown_version_are_left_alone(run: Training, job: Job) -> None:
+    run.store.set(keys.VERSION, "999")
+    before = set(run.store.list_keys())
+    run.start(1)
+    job.wait_for_end()
+    assert job[0].error == "StoreError"
+    assert "version 999 of the keys, this process version 1" in job[0].text
+    # The monitor's clients write nothing, either.
+    assert set(run.store.list_keys()) == before
+
+
+def test_a_head_that_nobody_can_read(run: Training, job: Job) -> None:
+    run.start(3)
+    job.expect("in", 0, 1, 2, n=0)
+    run.store.set(keys.HEAD, "garbage")
+    run.abort(1)
+    job.forget(1)
+    job.wait_for_end()
+    for process in job.ranks.values():
+        assert process.error == "StoreError"
+        assert f"store key {keys.HEAD!r} holds 'garbage'" in process.text
+        assert run.saw(process) == [0]
+
+
+# ---- rank assignments
+
+ASSIGNMENTS: dict[str, Any] = {
+    "FillGaps": lambda: Compose(ActivateAllRanks(), FillGaps()),
+    "Tree": lambda: Tree([Layer(1, 3, flag=LayerFlag.RESERVE)]),
+    "divisible": lambda: Compose(ActiveWorldSizeDivisibleBy(2), ShiftRanks()),
+}
+
+
+def trains_assigned(rank: Rank, folder: str, settings: dict[str, Any], assignment: str) -> Any:
+    return trains(rank, folder, {**settings, "rank_assignment": ASSIGNMENTS[assignment]()})
+
+
+@pytest.mark.parametrize(
+    ("assignment", "early", "places"),
+    [
+        # Rank 3 fills the gap, and goes on behind the newcomer, which is put in by its slot.
+        ("FillGaps", False, [[0, 1, 2, 3], [0, None, 2, 1], [0, 1, 3, 2]]),
+        ("FillGaps", True, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+        ("Tree", False, [[0, 1, 2, None], [0, None, 2, 1], [0, None, 2, 1]]),
+        ("Tree", True, [[0, 1, 2, None], [0, 1, 2, None]]),
+        ("divisible", False, [[0, 1, 2, 3], [0, None, 1, None], [0, 1, 2, 3]]),
+    ],
+)
+def test_rank_assignments_with_newcomers(
+    run: Training, job: Job, assignment: str, early: bool, places: list[list[int | None]]
+) -> None:
+    run.start(4, trains_assigned, assignment, on_join="now")
+    job.expect("in", 0, 1, 2, n=0)
+    if early:
+        job.send_signal(2, signal.SIGSTOP)
+    run.abort(1)
+    if early:
+        job.start_again(1)
+        run.await_join(0, 1)
+        job.send_signal(2, signal.SIGCONT)
+    else:
+        job.expect("state", 0, 2, 3, n=1, world=3)
+        job.start_again(1)
+    last = len(places) - 1
+    job.expect("state", 0, 1, 2, 3, n=last, world=4)
+    job.expect("in", 0, 2, n=last)
+    run.finish()
+    run.check(last, {1: last})
+    seen: list[list[int | None]] = [[None] * 4 for _ in places]
+    for process in [*job.past, *job.ranks.values()]:
+        for state in process.said("state"):
+            seen[state["n"]][process.slot] = state["active_rank"]
+    assert seen == places
+
+
+# ---- many restarts
+
+
+def test_a_store_keeps_as_many_keys_after_many_restarts_as_after_few(run: Training, job: Job) -> None:
+    run.start(3, join_window=0.0, heartbeat_interval=0.02, on_join="now")
+    job.expect("in", 0, 1, 2, n=0)
+    kept = []
+    n = 0
+    for kill in range(1, 41):
+        victim = kill % 3
+        job.send_signal(victim, signal.SIGKILL)
+        job.wait_for_end(victim)
+        job.start_again(victim)
+        [entry] = job.expect("in", victim, world=3)
+        assert entry["n"] > n
+        n = entry["n"]
+        job.expect("in", *{0, 1, 2} - {victim}, n=n, world=3)
+        if kill in (10, 40):
+            kept.append(run.settled_keys(n))
+    run.finish()
+    check = {slot: run.saw(job[slot])[0] for slot in range(3)}
+    run.check(n, check)
+    assert kept[0] == kept[1], set(kept[0]) ^ set(kept[1])
