@@ -47,8 +47,8 @@ HEARTBEAT_TIMEOUT = 4.0
 FOREVER = 10**9  # steps
 FINISH = 180.0  # seconds that the training gets to finish, once nobody is killed any more
 SAMPLE_EVERY = 2.0
-# What may be there in the last minute beyond what was there in the first. A spare that becomes active has a model
-# then; the monitor of one that becomes rank 0 hosts two stores from then on, the iteration's and the next one's.
+# What may be there in the last minute beyond what was there in the first. A spare that becomes active has a
+# model then; the monitor of one that becomes rank 0 hosts two stores, the iteration's and the next one's.
 MORE_MEMORY = 40e6  # bytes
 MORE_FDS = 24
 MORE_THREADS = 4

@@ -145,23 +145,19 @@ def written(folder: Path, suffix: str) -> dict[Path, tuple[int, int, int]]:
     return dict(sorted(numbers.items(), key=lambda item: item[1], reverse=True))
 
 
-def check_token(folder: Path, token: Token) -> None:
-    """Ends this rank if the folder shows that a later iteration has begun.
-
-    It may begin a moment after this look. What is written then is not believed all the same: it has a lower
-    number. The look keeps a rank that is out from filling the folder, and lets it know.
-    """
-    newest = next(iter(written(folder, "pt").values()), None)
-    if newest is not None and newest[:2] > token:
-        raise SystemExit(
-            f"iteration {token[1]} of run {token[0]} is over: iteration {newest[1]} of run {newest[0]} has "
-            f"begun in {folder}, and nothing may be written there any more; if no other job uses the folder, "
-            "give --run-id a name that was not used before"
-        )
+def newest_token(folder: Path) -> Token:
+    """Returns the run and iteration that came last to the folder; (-1, -1) if there was none."""
+    run, iteration, _ = next(iter(written(folder, "pt").values()), (-1, -1, -1))
+    return run, iteration
 
 
 def save_checkpoint(folder: Path, token: Token, step: int, checkpoint: dict) -> None:
-    """Writes a checkpoint that is either there as a whole or not at all, then removes old ones."""
+    """Writes a checkpoint that is either there as a whole or not at all, then removes old ones.
+
+    Raises:
+        SystemExit: a later iteration has begun in the folder. It may begin a moment after the look; what is
+            written then does not count all the same. The look keeps a rank that is out from leaving files.
+    """
     path = checkpoint_path(folder, token, step)
     unfinished = path.with_suffix(".tmp")
     with open(unfinished, "wb") as file:
@@ -169,7 +165,8 @@ def save_checkpoint(folder: Path, token: Token, step: int, checkpoint: dict) -> 
         file.flush()
         os.fsync(file.fileno())  # the data first,
     try:
-        check_token(folder, token)
+        if (newest := newest_token(folder)) > token:
+            raise SystemExit(f"(run, iteration) {token} is over: {newest} has begun in {folder}")
         os.replace(unfinished, path)  # then the name
     finally:
         unfinished.unlink(missing_ok=True)
@@ -198,12 +195,16 @@ def begin_with(folder: Path, token: Token) -> str | None:
     Raises:
         SystemExit: this iteration's number, or a higher one, has been used in the folder.
     """
-    check_token(folder, (token[0], token[1] - 1))
-    newest = newest_readable(folder)
-    if newest is None:
+    if (newest := newest_token(folder)) >= token:
+        raise SystemExit(
+            f"(run, iteration) {token} cannot begin in {folder}: {newest} has begun there before; if no "
+            "other job uses the folder, give --run-id a name that was not used before"
+        )
+    chosen = newest_readable(folder)
+    if chosen is None:
         return None
-    own = checkpoint_path(folder, token, written(folder, "pt")[newest][2])
-    os.link(newest, own)  # a copy, on storage that has no links
+    own = checkpoint_path(folder, token, written(folder, "pt")[chosen][2])
+    os.link(chosen, own)  # a copy, on storage that has no links
     return own.name
 
 

@@ -130,7 +130,7 @@ def test_the_last_checkpoints_are_kept_in_the_order_of_their_numbers(tmp_path: P
 def test_what_an_iteration_writes_after_the_next_one_has_begun_is_not_believed(tmp_path: Path) -> None:
     save(tmp_path, 1, 0, 5)
     assert train_lm.begin_with(tmp_path, (1, 1)) == "run-1-iteration-1-step-5.pt"
-    with pytest.raises(SystemExit, match="iteration 0 of run 1 is over: iteration 1 of run 1 has begun"):
+    with pytest.raises(SystemExit, match=r"\(1, 0\) is over: \(1, 1\) has begun"):
         save(tmp_path, 1, 0, 10)
     assert saved(tmp_path) == ["run-1-iteration-1-step-5.pt", "run-1-iteration-0-step-5.pt"]
     # And if it was paused between its look and its write:
@@ -246,7 +246,7 @@ def test_a_rank_that_was_stopped_past_every_timeout_writes_no_checkpoint_any_mor
     output = "\n".join(lines)
     assert exitcodes == {1: 0, 2: 0}, output
     # It went on in the midst of saving, and did not write.
-    assert "leaves the job: SystemExit('iteration 0 of run 1 is over" in output, output
+    assert "leaves the job: SystemExit('(run, iteration) (1, 0) is over" in output, output
     assert not [p for p, numbers in train_lm.written(folder, "pt").items() if numbers[1] == 0], output
     assert not train_lm.written(folder, "tmp"), output
     assert len(FINAL.findall(output)) == 1, output
