@@ -387,26 +387,34 @@ def times_back(run: Run, active: int) -> list[list[str]]:
         by_iteration.setdefault(r["iteration"], []).append(r)
     complete = {n: max(r["monotonic"] for r in rs) for n, rs in by_iteration.items() if len(rs) == active}
     active_in = {(r["pid"], r["iteration"]) for r in enters}
-    back: dict[bool, list[float]] = {True: [], False: []}
+    asked = {r["pid"]: r["monotonic"] for r in reversed(records) if r["event"] == "join"}
+    back: dict[str, list[float]] = {"killed": [], "killed, nobody left": [], "other": []}
     for strike in run.strikes:
         on = max((n for n, at in complete.items() if at <= strike.at), default=None)
         began = [r["monotonic"] for n, rs in by_iteration.items() for r in rs if on is not None and n > on]
         if on is None or min(began, default=strike.at) < strike.at:
             continue  # a restart was under way already
-        later = [at for n, at in complete.items() if n > on]
-        if (strike.pid, on) in active_in and strike.ended is not None and later:
-            back[strike.kind in OUTRIGHT].append(min(later) - strike.at)
+        later = min(((at, n) for n, at in complete.items() if n > on), default=None)
+        if (strike.pid, on) not in active_in or strike.ended is None or later is None:
+            continue
+        if strike.kind not in OUTRIGHT:
+            how = "other"
+        elif any(asked.get(r["pid"], 0.0) > strike.at for r in by_iteration[later[1]]):
+            how = "killed, nobody left"
+        else:
+            how = "killed"
+        back[how].append(later[0] - strike.at)
 
-    asked = {r["pid"]: r["monotonic"] for r in reversed(records) if r["event"] == "join"}
     taken_in = {r["pid"]: r["monotonic"] for r in reversed(records) if r["event"] == "decided"}
     first = set(list(run.starts)[: run.launcher.size])
     ready = [at - run.starts[pid][1] for pid, at in asked.items() if pid not in first]
     waited = [taken_in[pid] - at for pid, at in asked.items() if pid in taken_in]
     return [
-        ["active rank killed: all back after", *middle_and_most(back[True])],
-        ["active rank stopped, or its monitor lost: all back after", *middle_and_most(back[False])],
+        ["active rank killed: all back after", *middle_and_most(back["killed"])],
+        ["the same, no spare left: a process had to start", *middle_and_most(back["killed, nobody left"])],
+        ["active rank stopped, or its monitor killed", *middle_and_most(back["other"])],
         ["process started again: wants in after", *middle_and_most(ready)],
-        ["and is in with a restart after another", *middle_and_most(waited)],
+        ["and is in, by the next restart, after another", *middle_and_most(waited)],
     ]
 
 
