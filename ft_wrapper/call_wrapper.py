@@ -336,7 +336,8 @@ class Call:
             return FAULT, None
         self.interrupter.reset()
         self.memory.enter_phase(Phase.WATCHED)
-        self._watch = self.thread.watch(self.job.view.n, self._report_entry)
+        is_spare = self.state.mode == Mode.INACTIVE
+        self._watch = self.thread.watch(self.job.view.n, self._report_entry, may_be_done=is_spare)
         try:
             result = self.interrupter.call(self._body, function)
         except HealthCheckError:
@@ -351,6 +352,7 @@ class Call:
         if error is None:
             self.memory.enter_phase(Phase.IDLE)
             active = self.state.active_world_size or 0
+            self._watch.may_be_done = True
             if self.job.await_completion(self.state.active_rank, active) == DONE:
                 return DONE, result
             self.memory.enter_phase(Phase.WATCHED)

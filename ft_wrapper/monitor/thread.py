@@ -28,6 +28,7 @@ class Watch:
     Args:
         n: the iteration.
         entered: what to do, off the restart's path, while the rank enters it.
+        may_be_done: whether it can end well: not before this rank, if it is active, says that it finished.
         handled: set once the iteration has ended and, after a fault, the function's thread is free.
         ended_at: when this rank saw its end, in monotonic seconds; None before.
         store_lost: why its end can be seen no more; the function's thread was freed for that reason.
@@ -35,6 +36,7 @@ class Watch:
 
     n: int
     entered: Callable[[], None]
+    may_be_done: bool
     handled: threading.Event = dataclasses.field(default_factory=threading.Event)
     ended_at: float | None = None
     store_lost: StoreError | None = None
@@ -69,14 +71,15 @@ class MonitorThread:
         self._thread = threading.Thread(target=self._run, name="ft_wrapper-monitor", daemon=True)
         self._thread.start()
 
-    def watch(self, n: int, entered: Callable[[], None]) -> Watch:
+    def watch(self, n: int, entered: Callable[[], None], *, may_be_done: bool) -> Watch:
         """Watches iteration n from now on.
 
         Args:
             n: the iteration.
             entered: called in this thread first, off the restart's path; its exceptions are logged.
+            may_be_done: False on an active rank, until it sets the watch's before saying that it finished.
         """
-        watch = Watch(n, entered)
+        watch = Watch(n, entered, may_be_done)
         self._watches.put(watch)
         return watch
 
@@ -95,7 +98,7 @@ class MonitorThread:
         while (watch := self._watches.get()) is not None:
             try:
                 self._run_logged("reporting the entry", watch.entered)
-                if self._await_end(watch.n) == FAULT:
+                if self._await_end(watch) == FAULT:
                     watch.ended_at = self._store.now()
                     self._free_main_thread(watch.n)
             except StoreError as error:
@@ -106,9 +109,9 @@ class MonitorThread:
                 watch.handled.set()
         self._store.close()
 
-    def _await_end(self, n: int) -> str | None:
+    def _await_end(self, watch: Watch) -> str | None:
         while True:
-            outcome = self._store.wait_for_end(n, _LONG)
+            outcome = self._store.wait_for_end(watch.n, _LONG, lambda: watch.may_be_done)
             if outcome is not None:
                 return outcome
 

@@ -42,6 +42,8 @@ _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it mus
 _STAGGER = 0.05  # seconds between one member's look and the next one's
 _LAST_STAGGER = 2.0
 _LONGEST_LOOK = 8.0
+_LOOKOUTS = 16  # members that look who is missing
+_LOOKS_OF_FEW = 4  # looks after which more of them do
 
 
 class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin):
@@ -221,18 +223,23 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         """
         observer = HeartbeatObserver(self, heartbeat_timeout)
         position = view.members.index(member)
-        for remaining in self._looks(keys.wake_head(view.n + 1), position, timeout, rejoin_wait):
+        # The first to give up on the missing goes on without them: all at once would have a lot to read.
+        limit = timeout + min(position * _STAGGER, _LAST_STAGGER)
+        looks = self._looks(keys.wake_head(view.n + 1), position, limit, rejoin_wait)
+        for look, remaining in enumerate(looks):
             head = self.read_head()
             if head != view.head:
                 return self._follow(view, member, head)
             if member in self.deaths_of(view.n):
                 return None
+            if remaining > 0 and not _keeps_lookout(position, len(view.members), look):
+                continue
             self.advance(
                 view,
                 member,
                 silent=self.silent_missing(view, observer),
                 drop_missing=remaining <= 0,
-                hold=timeout - remaining < rejoin_wait,
+                hold=limit - remaining < rejoin_wait,
             )
             head = self.read_head()
             if head != view.head:
@@ -420,6 +427,16 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         if text is None:
             raise StoreError(f"store key {key!r} is gone, though what leads to it is there")
         return text
+
+
+def _keeps_lookout(position: int, size: int, look: int) -> bool:
+    """Whether a waiting member reads who is missing, which costs O(size), at one of its looks.
+
+    A few do for all, spread over the world, so that a straggler does not cost O(size²). Should none of them
+    be left to do so, they become twice as many with every look.
+    """
+    stride = max(1, size // _LOOKOUTS) >> max(0, look - _LOOKS_OF_FEW)
+    return position % max(1, stride) == 0
 
 
 def _call_after(view: View, outcome: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..exception import StoreError
 from . import keys
 from .operations import StoreOperations
@@ -94,9 +96,22 @@ class InterruptionMixin(StoreOperations):
             self.end_iteration(n, FAULT)
         self.log_append(keys.dead(n), f"{member} {_RETURNS}" if returns else str(member))
 
-    def wait_for_end(self, n: int, seconds: float) -> str | None:
-        """Waits for the end of iteration n; None if it is still on after so many seconds."""
-        self.wait_for(keys.wake_end(n), seconds)
+    def wait_for_end(
+        self, n: int, seconds: float, may_be_done: Callable[[], bool] = lambda: True
+    ) -> str | None:
+        """Waits for the end of iteration n.
+
+        Args:
+            n: the iteration.
+            seconds: how long to wait.
+            may_be_done: asked after the wait; False for an active rank that has not said that it finished:
+                then n can only have ended by a fault, and need not be read.
+
+        Returns:
+            How it ended; None if it is still on.
+        """
+        if self.wait_for(keys.wake_end(n), seconds) and not may_be_done():
+            return FAULT
         return self.outcome_of(n)
 
     def finish(self, n: int, active_rank: int, active_world_size: int) -> None:
