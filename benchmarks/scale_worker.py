@@ -150,7 +150,7 @@ class Ranks:
             store, member = self._stores[i], self._members[i]
             outcome = None
             while outcome is None:
-                outcome = store.wait_for_end(view.n, _NEVER)
+                outcome = store.wait_for_end(view.n, _NEVER, lambda: False)
             store.stamps.woken = time.monotonic()
             rank = view.members.index(member)
             store.arrive(view, member, rank, len(view.members))
