@@ -1,13 +1,18 @@
 """How Sphinx builds the documentation: `make docs`."""
 
+import pathlib
+import sys
+
 import ft_wrapper
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # for the sequence diagrams
 
 project = "ft_wrapper"
 author = "the ft_wrapper authors"
 copyright = author
 version = release = ft_wrapper.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sequence"]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
