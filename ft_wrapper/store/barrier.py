@@ -159,11 +159,14 @@ class BarrierMixin(StoreOperations):
                 raise BarrierTimeout(f"exchange {name!r} timed out after {timeout}: {_missing(count, here)}")
         except (RankShouldRestart, BarrierTimeout):
             self.compare_set(verdict_key, "", "abandoned")
-            if self.get(verdict_key) != b"computed":
+            if self.try_get(verdict_key) != "computed":
                 raise
-        if self.get(verdict_key) != b"computed":
+        result = None
+        if self.try_get(verdict_key) == "computed":
+            result = self.try_get(keys.barrier(name, f"result/{rank}"))
+        if result is None:  # or deleted since, with all else of an iteration that is long over
             raise RankShouldRestart(f"exchange {name!r} was abandoned by a rank: its iteration has ended")
-        return self.get(keys.barrier(name, f"result/{rank}")).decode()
+        return result
 
     def _wait_unless_over(self, key: str, seconds: float, chunk: float) -> bool:
         deadline = self.now() + seconds
