@@ -15,7 +15,7 @@ from .attribution import Interruption
 from .exception import RestartError, TimeoutError
 from .monitor.death import await_others, report_death
 from .rank_assignment import RankDiscarded
-from .store import Decision, Entry, Fault, JoinTerms, Member, StoreMixin, View
+from .store import Decision, Entry, Fault, JoinTerms, Member, StoreMixin, View, keys
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +199,23 @@ class Job:
         self.view, self.decision = step
         events.emit("decided", iteration=self.view.n, slot=self.slot)
 
+    def await_endpoint(self, rank: int | None, look_every: float) -> tuple[str, int] | None:
+        """Waits until the iteration's rank 0 says where ``torch.distributed`` meets.
+
+        Args:
+            rank: this member's rank.
+            look_every: seconds between looks whether the iteration has ended.
+
+        Returns:
+            Host and port; None if the iteration has ended, also because rank 0 took too long: then the others
+            go on without it.
+        """
+        try:
+            return self.store.await_endpoint(self.view.n, self._patience.barrier, look_every)
+        except TimeoutError as error:
+            self.publish(rank, error)
+            return None
+
     def publish(self, rank: int | None, error: BaseException) -> None:
         """Publishes an exception of this member and ends the iteration, if it is still on."""
         events.emit("fault", iteration=self.view.n, slot=self.slot, kind=Interruption.EXCEPTION.name)
@@ -258,10 +275,13 @@ class Job:
             log.debug("no goodbye: the store is gone", exc_info=True)
 
     def _join(self) -> bool:
-        if self.store.read_head() is None and self._join_first():
+        is_early = self.store.read_head() is None
+        if is_early and self._join_first():
             return True
         if not self._patience.admits:
             raise self._refused()
+        if is_early:
+            self._renew_if_passed()
         terms = JoinTerms(
             self._patience.on_join,
             self._patience.join_window,
@@ -281,12 +301,25 @@ class Job:
             log.warning("%s was passed over for too long, and joins again", self.member)
             self.register()
 
+    def _renew_if_passed(self) -> None:
+        """If this process was paused while the job formed, it may have been in and been left out again."""
+        head = self.store.read_head()
+        if head is not None and head.n > keys.BEFORE_FIRST + 1 and self._holds_its_slot():
+            log.warning("%s was passed over while the job formed, and joins again", self.member)
+            self.register()
+
+    def _holds_its_slot(self) -> bool:
+        return self.store.newest_of(self.slot) == self.member
+
     def _withdraw(self, error: BaseException) -> None:
         """This process gives up before it is in: nobody shall wait for it."""
         fault = self._raised(None, Interruption.BASE_EXCEPTION, error)
         try:
             if isinstance(error, TimeoutError) and self.store.read_head() is None:
-                return  # the job did not form: the others name those who did not come, not this one
+                # The others name those who did not come, not this one.
+                self.store.give_up(keys.BEFORE_FIRST, self.member)
+                if self.store.read_head() is None:
+                    return
             report_death(self.store, None, self.member, fault, active=True, timeout=0.0)
         except RestartError:
             log.debug("the store is gone", exc_info=True)
@@ -310,7 +343,7 @@ class Job:
         )
 
     def _left_out(self) -> str:
-        if self.store.newest_of(self.slot) != self.member:
+        if not self._holds_its_slot():
             return self._taken_over()
         return (
             f"slot {self.slot} was left out after iteration {self.view.n}: it was declared dead, or took "

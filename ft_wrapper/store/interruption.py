@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..exception import StoreError
 from . import keys
@@ -10,6 +10,7 @@ from .operations import StoreOperations
 from .records import DONE, FAULT, Fault, Member, to_number
 
 _RETURNS = "returns"
+_GAVE_UP = "gave_up"
 
 
 class InterruptionMixin(StoreOperations):
@@ -68,13 +69,18 @@ class InterruptionMixin(StoreOperations):
 
     def announced_deaths_of(self, n: int) -> dict[Member, bool]:
         """The members of n that have ended, each with whether a replacement was announced."""
-        key = keys.dead(n)
         deaths: dict[Member, bool] = {}
-        for line in self.log_read(key):
-            name, _, mark = line.partition(" ")
-            member = Member.parse(name, key)
+        for member, mark in self._deaths(n):
             deaths[member] = mark == _RETURNS or deaths.get(member, False)
         return deaths
+
+    def give_up(self, n: int, member: Member) -> None:
+        """Says that a member waits no more for the iteration after n, and must not be reckoned with."""
+        self.log_append(keys.dead(n), f"{member} {_GAVE_UP}")
+
+    def gave_up(self, n: int) -> set[Member]:
+        """Those who said so."""
+        return {member for member, mark in self._deaths(n) if mark == _GAVE_UP}
 
     def log_death(
         self, n: int, member: Member, fault: Fault | None, *, ends: bool, returns: bool = False
@@ -134,6 +140,14 @@ class InterruptionMixin(StoreOperations):
         """The active ranks that have returned from the function of n."""
         key = keys.finished(n)
         return {to_number(rank, key) for rank in self.log_read(key)}
+
+    def _deaths(self, n: int) -> Iterator[tuple[Member, str]]:
+        key = keys.dead(n)
+        for line in self.log_read(key):
+            name, _, mark = line.partition(" ")
+            if mark not in ("", _RETURNS, _GAVE_UP):
+                raise StoreError(f"store key {key!r} holds the entry {line!r}, which is no member's death")
+            yield Member.parse(name, key), mark
 
 
 def _checked(outcome: str, n: int) -> str:

@@ -198,10 +198,10 @@ class JoiningMixin(GlobalIterationMixin):
                 return current if member in current[0].members else None
             if remaining <= 0:
                 break
-        joined = {
-            joiner.slot for joiner in self.joins_of(keys.BEFORE_FIRST) - self.deaths_of(keys.BEFORE_FIRST)
-        }
-        missing = sorted(expected - joined)
+        joins, dead = self.joins_of(keys.BEFORE_FIRST), self.deaths_of(keys.BEFORE_FIRST)
+        came = {joiner.slot for joiner in joins - (dead - self.gave_up(keys.BEFORE_FIRST))}
+        # Who gave up because of the missing ones is none of them. To one that comes later it is.
+        missing = sorted(expected - came or expected - {joiner.slot for joiner in joins - dead})
         raise TimeoutError(
             f"the job did not form within {timeout:g} s: ranks {missing} of {len(expected)} are missing; "
             "see whether their processes started and reach the store, or raise barrier_timeout"
