@@ -1,0 +1,102 @@
+"""Notes for those who join, and the deletion of past keys."""
+
+from __future__ import annotations
+
+import pytest
+from store_jobs import formed, go_on
+
+from ft_wrapper.exception import StoreError
+from ft_wrapper.monitor.housekeeper import SETTLES_AFTER, Housekeeper
+from ft_wrapper.store import StoreMixin, keys
+from ft_wrapper.testing import FakeStore
+
+
+def test_the_wanted_size_is_the_largest_that_any_iteration_had() -> None:
+    store = FakeStore()
+    assert store.wanted() == 0
+    assert not store.note_wanted(0)  # nobody has entered it
+    for n, (world, active) in enumerate([(4, 3), (3, 2), (5, 4)]):
+        store.set(keys.world(n), f"{world} {active}")
+        assert store.note_wanted(n)
+    assert store.wanted() == 4
+    assert store.active_in(1) == 2
+    store.note_wanted(0)
+    assert store.wanted() == 4
+
+
+def test_iterations_that_ended_early_are_counted() -> None:
+    store = FakeStore()
+    assert [store.restless(n) for n in range(3)] == [0, 1, 2]
+    store.note_settled(1)
+    assert [store.restless(n) for n in range(1, 5)] == [0, 0, 1, 2]
+
+
+def test_an_iteration_settles_after_some_join_windows() -> None:
+    store, view, _ = formed([0])
+    house = Housekeeper(store, join_window=1.0)
+    house.keep(view, 0)
+    store.clock.advance(SETTLES_AFTER - 0.1)
+    house.keep(view, 0)
+    assert store.restless(5) == 5
+    store.clock.advance(0.2)
+    house.keep(view, 1)  # not rank 0's affair
+    assert store.restless(5) == 5
+    house.keep(view, 0)
+    assert store.restless(5) == 4
+
+
+def test_keys_do_not_grow_with_the_iterations(store: StoreMixin) -> None:
+    counts = []
+    _, view, members = formed([0, 1, 2], store)
+    for _ in range(6):
+        for rank in range(3):
+            store.set(keys.endpoint(view.n), "host 1")
+            store.check_assignment(view.n, members[rank], rank, 3, 3)
+            store.finish(view.n, rank, 99)
+            store.set(keys.iteration_prefix(view.n) + "/a user's", "1")
+        view, _ = go_on(store, view, members)
+        if store.list_keys():
+            store.delete_past(view)
+        counts.append(store.num_keys())
+    if not store.list_keys():
+        pytest.skip("this store cannot list its keys")
+    assert counts[2] == counts[-1]
+    left = {keys.iteration_of(key) for key in store.list_keys()}
+    # That of the present one, of the one before, whose faults people read; and the first formation.
+    assert left == {None, keys.BEFORE_FIRST, view.n - 1, view.n}
+    assert store.read_current() is not None
+
+
+def test_the_keys_of_superseded_members_and_past_calls_go() -> None:
+    store, view, members = formed([0, 1])
+    store.agree_on_terms(0, {})
+    newer = store.register(1, "{}")
+    newest = store.register(1, "{}")
+    store.say_goodbye(newer)
+    store.delete_past(view)
+    # 1:0 is in the iteration; 1:2 is the newest.
+    kept = {name for name in map(keys.member_of, store.list_keys()) if name}
+    assert kept == {(0, 0), (1, 0), (1, 2)}
+    assert store.record_of(newest) == {} and store.try_get(keys.member(str(newest))) == "{}"
+    assert store.try_get(keys.terms(0)) is not None
+    store.end_iteration(view.n, "done")
+    view, _ = go_on(store, view, members, outcome="done")
+    store.delete_past(view)
+    assert store.try_get(keys.terms(0)) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "read"),
+    [
+        (keys.WANTED, StoreMixin.wanted),
+        (keys.world(3), lambda store: store.active_in(3)),
+        (keys.SETTLED, lambda store: store.restless(3)),
+        (keys.finished(3), lambda store: store.finished_in(3)),
+    ],
+)
+@pytest.mark.parametrize("garbage", ["x y z", "-1", b"\xff"])
+def test_garbage_is_an_error_that_names_the_key(key: str, read: object, garbage: str | bytes) -> None:
+    store = FakeStore()
+    store.set(key, garbage)
+    with pytest.raises(StoreError, match=key):
+        read(store)  # type: ignore[operator]

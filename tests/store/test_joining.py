@@ -1,0 +1,315 @@
+"""Joining a running job, on a fake store: who gets in, when, and who never does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+from store_jobs import Script, formed, go_on
+
+from ft_wrapper.exception import StoreError, TimeoutError
+from ft_wrapper.store import Entry, HeartbeatObserver, JoinTerms, Member, View, keys
+from ft_wrapper.testing import FakeStore
+
+TERMS = JoinTerms("now", window=1.0, heartbeat_timeout=10.0, patience=60.0)
+
+
+NEXT = JoinTerms("next", window=1.0, heartbeat_timeout=1e6, patience=60.0)
+
+
+def at(store: FakeStore, when: float, action: Callable[[], Any]) -> None:
+    """Lets something happen at a time of the store's clock."""
+    cast(Script, store.clock).at(when, action)
+
+
+def ends(store: FakeStore, n: int) -> list[float]:
+    """When somebody ends iteration n."""
+    times: list[float] = []
+
+    def note(client: str, operation: str, args: Sequence[Any]) -> None:
+        if operation == "compare_set" and args[0] == keys.end(n):
+            times.append(store.now())
+
+    store.on_operation(note)
+    return times
+
+
+def test_who_comes_now_ends_the_iteration_after_the_window() -> None:
+    store, view, members = formed([0, 1])
+    newcomer = store.register(2, "{}")
+    ended = ends(store, 0)
+    at(store, 1.5, lambda: go_on(store, view, members))
+    entry, entered, decision = store.await_entry(newcomer, 0, TERMS)
+    assert ended[0] == 1.0
+    assert (entry, entered.n, decision.joined, decision.joined_ranks) == (Entry.IN, 1, (newcomer,), (2,))
+
+
+@pytest.mark.parametrize(("active", "lacks"), [(2, True), (3, False)])
+def test_who_comes_degraded_ends_it_only_if_ranks_lack(active: int, lacks: bool) -> None:
+    store, view, members = formed([0, 1, 2])
+    store.set(keys.WANTED, "3")
+    store.set(keys.world(0), f"3 {active}")
+    ended = ends(store, 0)
+    at(store, 50.0, lambda: go_on(store, view, members))
+    newcomer = store.register(3, "{}")
+    assert store.await_entry(newcomer, 0, JoinTerms("degraded", 1.0, 1e6, 60.0))[0] is Entry.IN
+    assert ended[0] == (1.0 if lacks else 50.0)
+
+
+def test_the_window_grows_in_a_crash_loop() -> None:
+    store, view, members = formed([0, 1])
+    for _ in range(4):
+        view, _ = go_on(store, view, members)
+    newcomer = store.register(2, "{}")
+    ended = ends(store, 4)
+    at(store, 50.0, lambda: go_on(store, view, members))
+    store.await_entry(newcomer, 0, JoinTerms("now", 1.0, 1e6, 60.0))
+    assert ended[0] == 8.0
+
+
+def test_a_joiner_takes_its_predecessors_place_at_once_and_ends_the_iteration() -> None:
+    store, view, members = formed([0, 1])
+    newer = store.register(0, "{}")
+
+    def look() -> None:
+        assert store.deaths_of(0) == {members[0]}
+        assert store.outcome_of(0) == "fault"
+        [fault] = store.faults_of(0)
+        assert fault.message == "was superseded by 0:1"
+        store.arrive(view, members[0], 0, 2)  # the older one still runs, and is not believed
+        store.arrive(view, members[1], 1, 2)
+
+    at(store, 0.1, look)
+    entry, entered, decision = store.await_entry(newer, 0, NEXT)
+    assert (entry, entered.members) == (Entry.IN, (newer, members[1]))
+    assert (decision.removed, decision.joined_ranks, decision.world_size) == ((members[0],), (0,), 2)
+
+
+def test_an_older_process_of_the_slot_is_told() -> None:
+    store, _, _ = formed([0, 1])
+    older, newer = store.register(2, "{}"), store.register(2, "{}")
+    assert store.await_entry(older, 0, TERMS)[0] is Entry.TAKEN_OVER
+    assert store.newest_of(2) == newer
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_completed_call_lets_nobody_in(late: bool) -> None:
+    store, view, members = formed([0, 1])
+    newcomer = store.register(2, "{}")
+    if late:
+        go_on(store, view, members, outcome="done")
+        assert store.await_entry(newcomer, 0, TERMS)[0] is Entry.DONE
+    else:
+        # It asks in time, the call completes nevertheless: the next one is not the one that it asked for.
+        at(store, 0.1, lambda: go_on(store, view, members, outcome="done"))
+        entry, current, decision = store.await_entry(newcomer, 0, NEXT)
+        assert entry is Entry.DONE
+        assert newcomer in store.joins_of(0)
+        assert (current.call, current.members, decision.joined) == (1, tuple(members), ())
+
+
+def test_who_comes_for_the_next_call_is_in_it() -> None:
+    store, view, members = formed([0, 1])
+    store.end_iteration(0, "done")
+    newcomer = store.register(2, "{}")
+    at(store, 5.0, lambda: go_on(store, view, members, outcome="done"))
+    entry, current, decision = store.await_entry(newcomer, 1, TERMS)
+    assert (entry, decision.joined) == (Entry.IN, (newcomer,))
+    assert (current.call, current.first) == (1, 1)
+
+
+def test_members_that_take_their_time_between_calls_are_not_silent() -> None:
+    store, view, members = formed([0, 1])
+    store.end_iteration(0, "done")
+    at(store, 45.0, lambda: store.arrive(view, members[1], 1, 2))  # four times heartbeat_timeout
+    step = await_next(store, view, members[0], timeout=100.0)
+    assert step is not None and step[0].members == tuple(members)
+
+
+def await_next(store: FakeStore, view: View, member: Member, **how: Any) -> Any:
+    store.arrive(view, member, view.members.index(member), len(view.members))
+    return store.await_next(view, member, heartbeat_timeout=10.0, **how)
+
+
+def test_who_was_passed_over_needs_a_new_incarnation() -> None:
+    store, view, members = formed([0, 1])
+    newcomer = store.register(2, "{}")
+
+    def two_decisions() -> None:
+        # It sleeps meanwhile; in the first one it is in, and is found dead.
+        current, _ = go_on(store, view, members)
+        assert current.members == (*members, newcomer)
+        store.log_death(1, newcomer, None, ends=True)
+        store.count_death(current)
+        go_on(store, current, members)
+
+    at(store, 0.1, two_decisions)
+    entry, current, _ = store.await_entry(newcomer, 0, NEXT)
+    assert (entry, current.n) == (Entry.PASSED, 2)
+
+
+def test_a_job_whose_members_all_died_goes_on_with_those_who_come_back() -> None:
+    store, _, members = formed([0, 1])
+    for member in members:
+        store.log_death(0, member, None, ends=True)
+    back = [store.register(slot, "{}") for slot in (0, 1)]
+    terms = JoinTerms("degraded", 30.0, 1e6, 60.0)
+    entries = []
+    at(store, 0.1, lambda: entries.append(store.await_entry(back[1], 0, terms)))
+    entries.append(store.await_entry(back[0], 0, terms))
+    for entry, view, _ in entries:
+        assert (entry, view.n, view.members) == (Entry.IN, 1, tuple(back))
+    assert store.now() < 1.0  # no window: everybody is back
+
+
+def test_who_comes_back_alone_waits_for_the_others_and_goes_on_then() -> None:
+    store, _, members = formed([0, 1])
+    for member in members:
+        store.log_death(0, member, None, ends=True)
+    back = store.register(0, "{}")
+    entry, view, _ = store.await_entry(back, 0, JoinTerms("degraded", 5.0, 1e6, 60.0))
+    assert (entry, view.members) == (Entry.IN, (back,))
+    assert store.now() >= 5.0
+
+
+@pytest.mark.parametrize("beats", [False, True])
+def test_members_that_fell_silent_all_together_are_given_up_by_who_wants_in(beats: bool) -> None:
+    store, view, members = formed([0, 1, 2])
+    store.log_death(0, members[1], None, ends=False)  # a spare
+    store.count_death(view)
+    newcomer = store.register(3, "{}")
+    ended = ends(store, 0)
+    if beats:
+        for second in range(100):
+            at(store, second, lambda: store.send_heartbeat(members[2]))
+        at(store, 80.0, lambda: go_on(store, view, [members[0], members[2]]))
+    entry, view, _ = store.await_entry(newcomer, 0, JoinTerms("next", 1.0, 10.0, 100.0))
+    assert entry is Entry.IN
+    assert ended[0] == 80.0 if beats else 10.0 <= ended[0] <= 40.0
+    assert beats or view.members == (newcomer,)
+
+
+# ---- waiting for announced replacements
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_restart_waits_a_little_for_an_announced_replacement(comes: bool) -> None:
+    store, view, members = formed([0, 1])
+    store.set(keys.WANTED, "2")
+    store.log_death(0, members[1], None, ends=True, returns=True)
+    store.add(keys.count_gone(0), 1)
+    back = store.register(1, "{}")
+    if comes:
+        at(store, 1.0, lambda: store.await_entry(back, 0, TERMS))
+    step = await_next(store, view, members[0], timeout=100.0, rejoin_wait=2.0)
+    assert step is not None and step[0].members == ((members[0], back) if comes else (members[0],))
+    assert store.now() == (1.0 if comes else 2.0)
+
+
+def test_no_restart_waits_for_a_replacement_that_nobody_lacks() -> None:
+    store, view, members = formed([0, 1, 2])
+    store.set(keys.WANTED, "2")  # and a spare
+    store.log_death(0, members[1], None, ends=True, returns=True)
+    store.count_death(view)
+    current, _ = go_on(store, view, [members[0], members[2]])
+    assert current.members == (members[0], members[2])
+
+
+# ---- terms, versions, garbage
+
+
+def test_terms_that_differ_are_named() -> None:
+    store = FakeStore()
+    assert store.agree_on_terms(0, {"function": "f", "size": 3}) == {}
+    assert store.agree_on_terms(0, {"function": "f", "size": 3}) == {}
+    assert store.agree_on_terms(0, {"function": "f", "size": 4}) == {"size": (4, 3)}
+    assert store.agree_on_terms(0, {"function": "f"}) == {"size": (None, 3)}
+    assert store.agree_on_terms(1, {"function": "g"}) == {}
+
+
+def test_another_version_is_refused() -> None:
+    store = FakeStore()
+    store.set(keys.VERSION, "0")
+    with pytest.raises(StoreError, match="version 0 of the keys, this process version 1"):
+        store.register(0, "{}")
+    assert set(store.snapshot()) == {keys.VERSION}
+
+
+def _decision_key(view: View) -> str:
+    return keys.decision(view.n, view.nonce)
+
+
+GARBAGE: dict[str, tuple[Callable[[View], str], Callable[[FakeStore, View], Any]]] = {
+    "head": (lambda view: keys.HEAD, lambda store, view: store.read_head()),
+    "decision": (_decision_key, lambda store, view: store.read_decision(view.head)),
+    "roster": (lambda view: keys.roster(view.n, view.nonce), lambda store, view: store.read_view(view.head)),
+    "end": (lambda view: keys.end(0), lambda store, view: store.outcome_of(0)),
+    "member": (lambda view: keys.member("0:0"), lambda store, view: store.record_of(Member(0, 0))),
+    "terms": (lambda view: keys.terms(0), lambda store, view: store.agree_on_terms(0, {})),
+    "joins": (lambda view: keys.join(0), lambda store, view: store.joins_of(0)),
+    "deaths": (lambda view: keys.dead(0), lambda store, view: store.deaths_of(0)),
+    "arrivals": (lambda view: keys.arrived(0), lambda store, view: store.arrivals_of(0)),
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+@pytest.mark.parametrize("garbage", ["nonsense", '["x"]', "1:2 x y", b"\xff\xfe"])
+def test_garbage_is_an_error_that_names_the_key(what: str, garbage: str | bytes) -> None:
+    store, view, _ = formed([0, 1])
+    key, read = GARBAGE[what]
+    store.set(key(view), garbage)
+    with pytest.raises(StoreError) as caught:
+        read(store, view)
+    assert repr(key(view)) in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["joins", "deaths", "arrivals"])
+def test_nobody_goes_on_over_garbage(what: str) -> None:
+    store, view, members = formed([0, 1])
+    store.end_iteration(0, "fault")
+    store.append(GARBAGE[what][0](view), "garbage\n")
+    with pytest.raises(StoreError, match="garbage"):
+        for rank, member in enumerate(members):
+            store.arrive(view, member, rank, 2)
+    assert store.read_head() == view.head
+
+
+def test_a_decision_on_another_iteration_is_none() -> None:
+    store, view, members = formed([0, 1])
+    other, _ = go_on(store, view, members)
+    store.set(_decision_key(other), store.get(_decision_key(view)))
+    with pytest.raises(StoreError, match="holds a decision on iteration 0"):
+        store.read_decision(other.head)
+
+
+# ---- a job that does not form
+
+
+def test_nobody_forms_a_job_with_those_who_gave_up() -> None:
+    store = FakeStore()
+    early, late = (store.register(slot, "{}") for slot in (0, 1))
+    store.join_first(early, [0, 1])
+    store.give_up(keys.BEFORE_FIRST, early)
+    store.join_first(late, [0, 1])
+    assert store.read_head() is None
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] of 2 are missing"):
+        store.await_first(late, [0, 1], 0.0)
+
+
+def test_who_gave_up_is_not_the_reason_for_it() -> None:
+    store = FakeStore()
+    for member in [store.register(slot, "{}") for slot in (0, 2)]:
+        store.join_first(member, [0, 1, 2])
+    store.give_up(keys.BEFORE_FIRST, Member(0, 0))
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 3 are missing"):
+        store.await_first(Member(2, 0), [0, 1, 2], 0.0)
+
+
+def test_an_observer_judges_no_silence_between_calls() -> None:
+    store, view, _ = formed([0, 1])
+    observer = HeartbeatObserver(store, 10.0)
+    store.end_iteration(0, "done")
+    assert store.silent_missing(view, observer) == frozenset()
+    store.clock.advance(20.0)
+    assert store.silent_missing(view, observer) == frozenset()
