@@ -13,7 +13,7 @@ copyright = author
 version = release = ft_wrapper.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sequence"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "mistakes.md"]  # the latter is a part of agreement.md
 
 html_theme = "furo"
 html_title = f"{project} {release}"

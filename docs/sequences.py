@@ -103,7 +103,7 @@ PROPOSER_LOST = Sequence(
         Row("rank 2", "and is lost before it moves `head`", (), ends=True),
         Pause("0.5 s"),
         Row("rank 0", "looks first, by rank order: `head` has not moved, so it proposes"),
-        Row("rank 0", _READS + ": `2:0` arrived and is not dead: it stays"),
+        Row("rank 0", _READS.lower() + ": `2:0` arrived and is not dead: it stays"),
         Row("rank 0", "writes `decision/8/y`, `roster/8/y`; `head`: `0:7:w` → `0:8:y`; `wake/head/8`"),
         Row(("rank 0", "rank 1"), "enter 8, in which `2:0` is still listed"),
         Pause("`heartbeat_timeout` after its last heartbeat"),
