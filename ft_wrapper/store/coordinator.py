@@ -46,6 +46,15 @@ class CoordinatorMixin(JoiningMixin):
         """The store with the job's own keys, where this one has those of one iteration."""
         return self
 
+    def get_global_iteration(self) -> int:
+        """The number of the iteration that is on: head's.
+
+        Before the first decision 0, the number that it will give; `wait_for_global_iteration_ready` tells the
+        two apart.
+        """
+        head = self._job.read_head()
+        return 0 if head is None else head.n
+
     def wait_for_global_iteration_ready(self, timeout: timedelta, iteration: int = 0) -> int:
         """Waits until an iteration has been decided.
 

@@ -41,7 +41,9 @@ class FileStore(HoldingStore):
         return f"FileStore({self.file_name})"
 
     def clone(self) -> FileStore:
-        return FileStore(self.file_name, timeout=self.timeout)
+        other = FileStore(self.file_name, timeout=self.timeout)
+        other._place = self._place
+        return other
 
     def _do(self, what: str, operation: Callable[[Store], T]) -> T:
         try:

@@ -91,6 +91,7 @@ class TCPStore(HoldingStore):
         other._patience, other._life = self._patience, self._life
         other._unanswered = []
         other.namespace = self.namespace
+        other._place = self._place
         other._store = self._store.clone()  # type: ignore[attr-defined]
         return other
 

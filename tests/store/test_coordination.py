@@ -5,15 +5,17 @@ Each process is a task of the scheduler with a client of its own, as in a user's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from store_helpers import Background
 from torch.distributed import DistNetworkError
 
 from ft_wrapper.exception import RestartError, StoreError, TimeoutError
-from ft_wrapper.store import Member, PrefixStore, keys
+from ft_wrapper.store import Member, PrefixStore, StoreMixin, TCPStore, TCPStoreServer, keys
 from ft_wrapper.store.records import DONE, FAULT
 from ft_wrapper.testing import FakeStore, Scheduler, Task
 
@@ -37,6 +39,9 @@ class Job:
     Args:
         seed: of the interleaving.
         world_size: number of ranks that join it.
+
+    Attributes:
+        heads: every value that head has had since the ranks joined.
     """
 
     def __init__(self, seed: int = 0, world_size: int = WORLD_SIZE) -> None:
@@ -47,6 +52,14 @@ class Job:
         for rank in range(world_size):
             self.new_process(rank)
         assert set(self.each(range(world_size), self.join).values()) == {0}
+        self.heads = [self.store.snapshot()[keys.HEAD]]
+        self.scheduler.after_each_step(self.watch_head)
+
+    def watch_head(self) -> None:
+        """Notes where head has moved."""
+        head = self.store.snapshot()[keys.HEAD]
+        if head != self.heads[-1]:
+            self.heads.append(head)
 
     def new_process(self, rank: int) -> SkewedStore:
         """A rank's process, started (again), with a clock hours away from the others'."""
@@ -66,7 +79,7 @@ class Job:
         """Goes on whenever the iteration ends, until somebody else is in."""
         client, n = self.clients[rank], self.join(rank)
         while not client.lists(member):
-            client.wait_for_end(n, seconds=1000.0)
+            assert client.wait_for_end(n, seconds=1000.0), "whoever wants in ends the iteration"
             n = self.advance(rank)
         return n
 
@@ -251,7 +264,7 @@ def test_increments_by_several_ranks_move_the_number_once(seed: int) -> None:
     job = Job(seed)
     job.all_but_propose(range(4))
     numbers = job.each(range(4), lambda rank: job.clients[rank].increment_global_iteration())
-    assert set(numbers.values()) == {1}
+    assert set(numbers.values()) == {1} and len(job.heads) == 2
     assert job.each(range(4), job.join) == dict.fromkeys(range(4), 1)  # and all of them are in it
 
 
@@ -492,6 +505,7 @@ def test_two_that_elect_at_once_never_both_move_the_number(seed: int) -> None:
     results = job.each([1, 2], take_over)
     assert {results[1][0], results[2][0]} == {1, 2}
     assert results[1][1] == results[2][1] == 1
+    assert len(job.heads) == 2  # though both have proposed, for most seeds
     assert job.store.get_current_coordinator() == 1
     assert [member.slot for member in job.members()] == [1, 2]
 
@@ -648,6 +662,30 @@ def test_process_whose_rank_a_newer_one_takes_while_it_waits() -> None:
     assert isinstance(first.result, RestartError) and "1:1 cannot join: a newer process" in str(first.result)
 
 
+@pytest.mark.parametrize("pause", [60.0, 200.0])
+def test_process_that_is_paused_until_the_others_have_given_it_up(pause: float) -> None:
+    """It wanted in and was let in, but was left out again before it knew: it needs another incarnation."""
+    job = Job()
+    job.new_process(1)
+    back = job.start(1, job.join)
+
+    def pause_it(client: str, operation: str, args: Sequence[Any]) -> None:
+        if operation == "append" and args[0] == keys.join(0):
+            job.scheduler.pause(back, pause)
+
+    job.store.on_operation(pause_it)
+
+    def go_on(rank: int) -> int:
+        assert [job.advance(rank), job.advance(rank)] == [1, 2]  # with 1:1, then without it
+        return job.train_until_in(rank, Member(1, 2)) if pause < TIMEOUT.total_seconds() else 2
+
+    numbers = set(job.each([0, 2, 3], go_on).values())
+    if pause < TIMEOUT.total_seconds():
+        assert numbers == {3} == {back.result}
+    else:
+        assert isinstance(back.result, TimeoutError) and "the others went on too fast" in str(back.result)
+
+
 def test_nothing_to_catch_up_with() -> None:
     store = FakeStore()
     with pytest.raises(RestartError, match="there is no job to catch up with yet: call handle_rank_restart"):
@@ -676,6 +714,64 @@ def test_others_that_do_not_leave_their_iteration_are_named() -> None:
     job.new_process(1)
     error = job.one(1, job.join)
     assert isinstance(error, TimeoutError) and "slots [0, 2, 3] have not left it" in str(error)
+    assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)  # nobody waits for the one gone
+    assert [member.slot for member in job.members()] == [0, 2, 3]
+
+
+def joins(scheduler: Scheduler, store: FakeStore, rank: int, seconds: float = 5.0) -> Task:
+    """A process that takes part in a job of three ranks; its number, or the error that it met."""
+
+    def task() -> Any:
+        try:
+            return store.handle_rank_restart(3, timedelta(seconds=seconds), rank=rank)
+        except (RestartError, DistNetworkError, ConnectionError) as error:
+            return error
+
+    return scheduler.spawn(f"rank {rank}", task)
+
+
+def test_who_gave_up_while_the_job_formed_is_not_in_it() -> None:
+    scheduler = Scheduler()
+    store = FakeStore(scheduler)
+    clients = [store.clone(f"rank {rank}") for rank in range(3)]
+    for ranks, missing in (([0, 1], "[2]"), ([2], "[0, 1]")):
+        tasks = [joins(scheduler, clients[rank], rank) for rank in ranks]
+        scheduler.run()
+        for task in tasks:
+            assert isinstance(task.result, TimeoutError) and f"ranks {missing} of 3 are" in str(task.result)
+    assert store.read_head() is None
+    tasks = [joins(scheduler, client, rank) for rank, client in enumerate(clients)]
+    scheduler.run()
+    assert [task.result for task in tasks] == [0, 0, 0]
+    assert store.get_active_ranks_for_coordination(3, TIMEOUT) == {0, 1, 2}
+
+
+def test_who_fails_once_it_is_in_leaves_the_job() -> None:
+    scheduler = Scheduler()
+    store = FakeStore(scheduler)
+    clients = [store.clone(f"rank {rank}") for rank in range(3)]
+    store.fail("get", keys.roster(0, "*"), client="rank 1")
+    tasks = [joins(scheduler, client, rank) for rank, client in enumerate(clients)]
+    scheduler.run()
+    assert [tasks[0].result, tasks[2].result] == [0, 0]
+    assert isinstance(tasks[1].result, DistNetworkError)
+    assert store.outcome_of(0) == FAULT
+    assert store.get_active_ranks_for_coordination(3, TIMEOUT) == {0, 2}
+
+
+def test_error_is_the_first_one_where_the_store_is_gone() -> None:
+    scheduler = Scheduler()
+    store = FakeStore(scheduler)
+    errors = [ConnectionError("first"), ConnectionError("second")]
+
+    def cut(client: str, operation: str, args: Sequence[Any]) -> None:
+        if store.snapshot().get(keys.join(keys.BEFORE_FIRST)) and errors:
+            raise errors.pop(0)
+
+    store.on_operation(cut)
+    task = joins(scheduler, store, 0)
+    scheduler.run()
+    assert isinstance(task.result, ConnectionError) and str(task.result) == "first" and not errors
 
 
 def test_process_that_has_joined_gets_the_number_that_is_on() -> None:
@@ -684,6 +780,16 @@ def test_process_that_has_joined_gets_the_number_that_is_on() -> None:
     job.each(range(4), job.advance)
     assert job.join(2) == 1
     assert job.member(2) == Member(2, 0)  # and was not joined once more
+
+
+@pytest.mark.parametrize("store", ["fake", "tcp", "file"], indirect=True)
+def test_clone_is_the_same_process(store: StoreMixin) -> None:
+    assert store.handle_rank_restart(1, TIMEOUT, rank=0) == 0
+    assert store.coordinate_global_iteration_advance(1, TIMEOUT) == 1
+    clone = store.clone()
+    assert clone.handle_rank_restart(1, TIMEOUT, rank=0) == 1
+    assert store.newest_of(0) == Member(0, 0)
+    clone.close()
 
 
 def test_rank_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -701,6 +807,40 @@ def test_rank_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     again = job.scheduler.spawn("again", process.handle_rank_restart, 1, TIMEOUT)
     job.scheduler.run()
     assert again.result == 1 and job.members() == (Member(0, 1),)
+
+
+def test_over_a_real_store() -> None:
+    """Threads with a connection each: rank 1 is killed, comes back, and takes its place."""
+    with contextlib.ExitStack() as exits:
+        server = TCPStoreServer(0)
+        exits.callback(server.close)
+
+        def connect() -> TCPStore:
+            client = TCPStore("localhost", server.port, timeout=TIMEOUT)
+            exits.callback(client.close)
+            return client
+
+        clients = {rank: connect() for rank in range(3)}
+
+        def join(rank: int) -> Callable[[], int]:
+            return lambda: clients[rank].handle_rank_restart(3, TIMEOUT, rank=rank)
+
+        def advance(rank: int) -> Callable[[], int]:
+            return lambda: clients[rank].coordinate_global_iteration_advance(3, TIMEOUT, rank == 0)
+
+        def each(*acts: Callable[[], int]) -> list[int]:
+            threads = [Background(act) for act in acts]
+            return [thread.join() for thread in threads]
+
+        assert each(join(0), join(1), join(2)) == [0, 0, 0]
+        assert each(advance(0), advance(1), advance(2)) == [1, 1, 1]
+        clients[1] = connect()
+        assert each(advance(0), join(1), advance(2)) == [2, 2, 2]
+        assert clients[0].elect_coordinator(3, TIMEOUT) == clients[1].get_current_coordinator() == 0
+        assert clients[2].get_active_ranks_for_coordination(3, TIMEOUT) == {0, 1, 2}
+        assert clients[2].get_iteration_for_rank(1) == clients[2].get_global_iteration() == 2
+        clients[0].update_coordinator_heartbeat()
+        assert clients[1].is_coordinator_alive() and clients[1].get_coordinator_heartbeat() > 1
 
 
 # Which iteration a rank was in
@@ -734,6 +874,22 @@ def test_the_highest_of_records_made_at_once_stays(seed: int) -> None:
         job.each(range(4), job.advance)
     job.store.delete_key(keys.last_iteration(0))
     job.each(range(4), lambda rank: job.clients[rank].record_iteration_for_rank(0, rank))
+    assert job.store.get_iteration_for_rank(0) == 3
+
+
+def test_record_that_another_one_comes_before() -> None:
+    job = Job()
+    for _ in range(3):
+        job.each(range(4), job.advance)
+    job.store.delete_key(keys.last_iteration(0))
+    job.store.record_iteration_for_rank(0, 0)
+
+    def come_before(client: str, operation: str, args: Sequence[Any]) -> None:
+        if client == "rank 3" and operation == "compare_set" and args[1] == "0":
+            job.store.record_iteration_for_rank(0, 2)
+
+    job.store.on_operation(come_before)
+    job.clients[3].record_iteration_for_rank(0, 3)
     assert job.store.get_iteration_for_rank(0) == 3
 
 
