@@ -413,11 +413,7 @@ class Call:
         job.store.check_assignment(
             n, job.member, state.active_rank, state.world_size, state.active_world_size
         )
-        endpoint = job.store.await_endpoint(
-            n,
-            self.wrapper.barrier_timeout.total_seconds(),
-            self.wrapper.monitor_thread_interval.total_seconds(),
-        )
+        endpoint = job.await_endpoint(state.rank, self.wrapper.monitor_thread_interval.total_seconds())
         if endpoint is not None:
             point_to(*endpoint)
         return endpoint is not None
