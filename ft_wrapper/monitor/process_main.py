@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
@@ -23,8 +24,11 @@ from ..store import Decision, Member, StorePlan, TCPStoreServer, View, serve
 from .rank_monitor import RankMonitor
 from .settings import MonitorSettings
 from .shared_memory import RankMemory
+from .stepping_back import may_step_forward, step_back_for_good, stepping_back
 
 log = logging.getLogger(__name__)
+
+_RESTART = 0.1  # seconds in which others restart, mostly; so long a dead rank's memory is freed behind them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +159,8 @@ class _MonitorLoop:
         self._answer({})
         pidfd = os.pidfd_open(self._rank_pid)
         deaths, told = os.pipe()
-        threading.Thread(target=self._await_death, args=(told,), daemon=True).start()
+        death = threading.Thread(target=self._await_death, args=(told, pidfd), daemon=True)
+        death.start()
         selector = selectors.DefaultSelector()
         selector.register(self._control, selectors.EVENT_READ)
         for fd in (pidfd, deaths):
@@ -173,18 +178,26 @@ class _MonitorLoop:
             return
         if not self._bye:
             self._monitor.rank_died()
+            # Freeing this process's memory takes a CPU for as long as freeing the rank's.
+            _wait(pidfd, self._settings.termination_grace_time)
+            death.join(_RESTART)
             if self._iteration_stores.serving:
                 self._monitor.await_next()  # peers may yet connect to the store of this iteration
         if self._host_server is not None:
             self._monitor.await_goodbyes()
         self._monitor.close()
+        if not self._bye:
+            step_back_for_good()
 
     def _pause(self) -> float:
         return self._settings.interval if self._monitor is None else self._monitor.pause()
 
-    def _await_death(self, told: int) -> None:
+    def _await_death(self, told: int, pidfd: int) -> None:
+        allowed = may_step_forward()
         if self._memory.wait_for_death():
-            os.write(told, b"!")
+            with stepping_back(self._rank_pid, allowed):
+                os.write(told, b"!")
+                _wait(pidfd, _RESTART)
 
     def _answer(self, answer: dict[str, Any]) -> None:
         self._control.sendall(json.dumps(answer).encode() + b"\n")
@@ -235,6 +248,13 @@ class _MonitorLoop:
         call, n, first, min_world_size = message["view"]
         members = tuple(Member.parse(name, "view") for name in message["members"])
         return View(call, n, message["nonce"], first, members, min_world_size)
+
+
+def _wait(pidfd: int, seconds: float) -> None:
+    """Waits for the end of a process, for so many seconds at the most."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(seconds * 1000)
 
 
 def _drop(store: TCPStore | None) -> None:
