@@ -73,21 +73,22 @@ def runs(rank: Rank) -> Any:
         rank.say(
             "plug-in", name="function", n=n, mode="ACTIVE", active_rank=int(os.environ["RANK"]), error=None
         )
-        if n == 0 and rank.slot == 1:
-            raise ValueError
-        if n == 0:
+        if n == 2:
+            return n
+        if rank.slot != 1:
             rank.hang()
-        if n == 1 and rank.slot == 1:
-            raise SystemExit(5)
-        if n == 1:
-            rank.hang()
-        return n
+        rank.hear()  # that the others are where the test wants them
+        raise (ValueError() if n == 0 else SystemExit(5))
 
     return train()
 
 
 def test_the_order_and_the_states(job: Job) -> None:
     job.start(3, runs)
+    for n in range(2):
+        job.expect("plug-in", 0, name="function", n=n)
+        job.expect("plug-in", 2, name="health_check", n=n)
+        job.tell("fail", 1)
     job.wait_for_end()
     assert (job[0].value, job[1].code, job[2].value) == (2, 5, 2)
 
