@@ -280,16 +280,17 @@ class Job:
             return True
         if not self._patience.admits:
             raise self._refused()
-        if is_early:
-            self._renew_if_passed()
         terms = JoinTerms(
             self._patience.on_join,
             self._patience.join_window,
             self._patience.heartbeat,
-            self._patience.barrier,
+            # Longer than the members', who go on without a straggler, and with this one, when theirs ends.
+            self._patience.barrier + self._patience.heartbeat,
+            self._patience.rejoin_wait,
         )
+        asked = keys.BEFORE_FIRST if is_early else None
         while True:
-            entry, view, decision = self.store.await_entry(self.member, self.call, terms)
+            entry, view, decision = self.store.await_entry(self.member, self.call, terms, asked)
             if entry is Entry.DONE:
                 return False
             if entry is Entry.TAKEN_OVER:
@@ -299,13 +300,7 @@ class Job:
                 events.emit("decided", iteration=view.n, slot=self.slot)
                 return True
             log.warning("%s was passed over for too long, and joins again", self.member)
-            self.register()
-
-    def _renew_if_passed(self) -> None:
-        """If this process was paused while the job formed, it may have been in and been left out again."""
-        head = self.store.read_head()
-        if head is not None and head.n > keys.BEFORE_FIRST + 1 and self._holds_its_slot():
-            log.warning("%s was passed over while the job formed, and joins again", self.member)
+            asked = None
             self.register()
 
     def _holds_its_slot(self) -> bool:

@@ -222,6 +222,8 @@ class _MonitorLoop:
     def _carry_out(self, message: dict[str, Any]) -> None:
         if message["type"] == "join":
             member = Member.parse(message["member"], "join")
+            if self._monitor is not None:
+                self._monitor.close()  # the rank has taken another incarnation of its slot
             self._monitor = RankMonitor(
                 self._plan.connect, member, self._memory, self._rank_pid, self._settings
             )

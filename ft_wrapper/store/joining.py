@@ -46,12 +46,14 @@ class JoinTerms:
         window: seconds for which joins are gathered before that; longer in a crash loop.
         heartbeat_timeout: seconds without a heartbeat until a member counts as silent.
         patience: seconds to wait for an iteration that has ended to be followed by another one.
+        rejoin_wait: seconds of these to wait for replacements that were announced.
     """
 
     on_join: str
     window: float
     heartbeat_timeout: float
     patience: float
+    rejoin_wait: float = 0.0
 
 
 class JoiningMixin(GlobalIterationMixin):
@@ -228,13 +230,17 @@ class JoiningMixin(GlobalIterationMixin):
 
     # Joining a running job -----------------------------------------------------------------------------
 
-    def await_entry(self, member: Member, call: int, terms: JoinTerms) -> tuple[Entry, View, Decision]:
+    def await_entry(
+        self, member: Member, call: int, terms: JoinTerms, asked: int | None = None
+    ) -> tuple[Entry, View, Decision]:
         """Asks to be let into the running job until head lists the member, or it is clear that it never will.
 
         Args:
             member: who wants in.
             call: number of the wrapped call that it comes for.
             terms: when to end the iteration that is on.
+            asked: the iteration after which the member has asked before to be let in: `BEFORE_FIRST` for one
+                that took part in the first formation.
 
         Returns:
             How it ended; the iteration that head was at, and the decision that led to it.
@@ -242,7 +248,7 @@ class JoiningMixin(GlobalIterationMixin):
         Raises:
             TimeoutError: an iteration had ended and was not followed by another one.
         """
-        attempt = _Attempt(self, member, call, terms)
+        attempt = _Attempt(self, member, call, terms, asked)
         while True:
             current = self.read_current()
             if current is None:
@@ -291,9 +297,11 @@ class JoiningMixin(GlobalIterationMixin):
 class _Attempt:
     """One process's attempt to get in, over all iterations that it sees."""
 
-    def __init__(self, store: JoiningMixin, member: Member, call: int, terms: JoinTerms) -> None:
+    def __init__(
+        self, store: JoiningMixin, member: Member, call: int, terms: JoinTerms, asked: int | None
+    ) -> None:
         self.view: View | None = None
-        self.asked: int | None = None  # the iteration into whose successor it asked to be let
+        self.asked = asked  # the iteration into whose successor it asked to be let
         self._store = store
         self._member = member
         self._call = call
@@ -378,7 +386,8 @@ class _Attempt:
         silent = store.silent_missing(view, self._observer)
         if not arrived - dead and not self._has_gathered(view, now):
             return
-        store.advance(view, None, silent=silent)
+        hold = now - self._ended_at < self._terms.rejoin_wait
+        store.advance(view, None, silent=silent, hold=hold)
 
     def _has_gathered(self, view: View, now: float) -> bool:
         """Where no member is left that could be joined, the first to come back waits for the others."""

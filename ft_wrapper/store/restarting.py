@@ -53,6 +53,7 @@ class RestartingMixin(CoordinatorMixin):
             return self._still_in(self._place)
         slot, slots = self._slot(rank), range(world_size)
         member = self._register(slot)
+        asked = None
         if self.read_head() is None and slot not in slots:
             self.await_head(timeout.total_seconds())
         elif self.read_head() is None:
@@ -61,7 +62,8 @@ class RestartingMixin(CoordinatorMixin):
                 first = self.await_first(member, slots, timeout.total_seconds())
             if first is not None:
                 return self._enter(Place(member, first[0]))
-        return self._get_in(member, timeout)
+            asked = keys.BEFORE_FIRST
+        return self._get_in(member, timeout, asked)
 
     def catch_up_restarting_rank(self, timeout: timedelta, *, rank: int | None = None) -> int:
         """Joins a job that is on as its rank's next process, and waits until it is in.
@@ -130,7 +132,7 @@ class RestartingMixin(CoordinatorMixin):
             raise RestartError("the job runs under the wrapper: call the wrapped function to join it")
         return self.register(slot, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
 
-    def _get_in(self, member: Member, timeout: timedelta) -> int:
+    def _get_in(self, member: Member, timeout: timedelta, asked: int | None = None) -> int:
         seconds = timeout.total_seconds()
         terms = JoinTerms("now", _JOIN_WINDOW, heartbeat_timeout=SILENT_AFTER, patience=seconds)
         deadline = self.now() + seconds
@@ -138,7 +140,7 @@ class RestartingMixin(CoordinatorMixin):
             head = self.read_head()
             assert head is not None, "head is never deleted"
             with self._withdrawn_unless_in(member):
-                entry, view, _ = self.await_entry(member, head.call, terms)
+                entry, view, _ = self.await_entry(member, head.call, terms, asked)
             if entry is Entry.IN:
                 return self._enter(Place(member, view))
             if entry is not Entry.PASSED:
@@ -146,7 +148,7 @@ class RestartingMixin(CoordinatorMixin):
                 raise RestartError(f"{member} cannot join: {why}")
             if self.now() >= deadline:
                 raise TimeoutError(f"{member} did not get in within {timeout}: the others went on too fast")
-            member = self._register(member.slot)
+            member, asked = self._register(member.slot), None
 
     @contextlib.contextmanager
     def _withdrawn_unless_in(self, member: Member) -> Iterator[None]:
