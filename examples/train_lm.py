@@ -46,7 +46,7 @@ def load_text() -> Tensor:
             break
     if len(text) <= CONTEXT:
         raise SystemExit(f"there are no Python sources in {folder} to train on")
-    return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8).long()
+    return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8)
 
 
 class Block(nn.Module):
@@ -86,7 +86,7 @@ class LanguageModel(nn.Module):
 def loss_of(model: nn.Module, text: Tensor, batch_size: int, device: torch.device) -> Tensor:
     """Returns the loss on a batch drawn from the text with torch's global random numbers."""
     starts = torch.randint(len(text) - CONTEXT, (batch_size, 1))
-    batch = text[starts + torch.arange(CONTEXT + 1)].to(device)
+    batch = text[starts + torch.arange(CONTEXT + 1)].to(device, torch.long)
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
