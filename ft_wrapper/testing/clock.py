@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -15,10 +15,12 @@ class Waiter:
     Args:
         missing: keys that must still come.
         woken: whether all have come. Stays true, even where a key is deleted again meanwhile.
+        task: whose it is, if a scheduler runs it.
     """
 
     missing: set[str]
     woken: bool = False
+    task: Any = None
 
 
 class Clock:
@@ -37,6 +39,11 @@ class Clock:
     def lock(self) -> threading.Condition:
         """Held while a store carries out an operation."""
         return self._turned
+
+    @property
+    def aside(self) -> bool:
+        """Whether the present look at a store is no part of what is simulated. Never, by default."""
+        return False
 
     def now(self) -> float:
         """The time that it shows, in seconds."""
@@ -79,6 +86,12 @@ class Clock:
 
     def step(self, client: str, operation: str, args: Sequence[Any]) -> None:
         """Comes before each operation of a store. Does nothing here; a scheduler lets others go first."""
+
+    def observe(self, result: Any) -> None:
+        """Comes after each operation of a store. Does nothing here; a scheduler notes what was learned."""
+
+    def add_state(self, state: Callable[[], object]) -> None:
+        """Says what a store holds. Does nothing here; a scheduler tells states apart by it."""
 
     def block(self, waiter: Waiter, deadline: float) -> bool:
         """Blocks until the waiter is woken; False if its deadline passed first."""

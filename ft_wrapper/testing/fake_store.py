@@ -56,6 +56,23 @@ class _Contents:
         self.waiters: list[Waiter] = []
         self.faults: list[_Fault] = []
         self.hooks: list[Hook] = []
+        self.essence: Callable[[str, Any], Any] = _as_it_is
+        self._digest = 0
+        clock.add_state(lambda: self._digest)
+
+    def put(self, key: str, value: bytes) -> None:
+        self._forget(key)
+        self._digest ^= hash((key, self.essence(key, value)))
+        self.values[key] = value
+
+    def remove(self, key: str) -> bool:
+        self._forget(key)
+        return self.values.pop(key, None) is not None
+
+    def _forget(self, key: str) -> None:
+        before = self.values.get(key)
+        if before is not None:
+            self._digest ^= hash((key, self.essence(key, before)))
 
     def wake(self, key: str) -> None:
         if not self.waiters:
@@ -101,6 +118,8 @@ class FakeStore(Store, StoreMixin):
     ) -> None:
         super().__init__()
         self._contents = _Contents(clock or Clock(), use_libuv)
+        if type(self).essence is not FakeStore.essence:
+            self._contents.essence = self.essence
         self._timeout = timeout
         self.client = client
 
@@ -127,6 +146,18 @@ class FakeStore(Store, StoreMixin):
         if client is not None:
             other.client = client
         return other
+
+    def essence(self, key: str, value: Any) -> Any:
+        """What of a value can make a difference: all of it. For searches that see each state once.
+
+        Args:
+            key: the key, the first one of several.
+            value: what it holds, or the result of an operation on it.
+
+        Returns:
+            Something hashable, the same for all values that nobody tells apart.
+        """
+        return value
 
     def snapshot(self) -> dict[str, bytes]:
         """All keys with their values, as they are now. No operation: no step, no hook, no fault."""
@@ -214,12 +245,12 @@ class FakeStore(Store, StoreMixin):
             contents = self._contents
             before = contents.values.get(key)
             if before is None and expected:
-                if contents.use_libuv:
+                if contents.use_libuv and not contents.clock.aside:
                     contents.wake(key)
                 return _encode(expected)
             if before is not None and before != _encode(expected):
                 return before
-            contents.values[key] = _encode(desired)
+            contents.put(key, _encode(desired))
             if contents.use_libuv:
                 contents.wake(key)
             return contents.values[key]
@@ -237,8 +268,7 @@ class FakeStore(Store, StoreMixin):
         return self._operate("check", keys, (keys,), lambda: all(key in values for key in keys))
 
     def delete_key(self, key: str) -> bool:
-        values = self._contents.values
-        return self._operate("delete_key", [key], (key,), lambda: values.pop(key, None) is not None)
+        return self._operate("delete_key", [key], (key,), lambda: self._contents.remove(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self._operate("multi_get", keys, (keys,), lambda: self._values(list(keys)))
@@ -252,6 +282,9 @@ class FakeStore(Store, StoreMixin):
 
     def num_keys(self) -> int:
         return self._operate("num_keys", [], (), lambda: len(self._contents.values))
+
+    def list_keys(self) -> list[str]:
+        return self._operate("list_keys", [], (), lambda: sorted(self._contents.values))
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -271,20 +304,27 @@ class FakeStore(Store, StoreMixin):
     # Steps -------------------------------------------------------------------------------------------------
 
     def _operate(self, operation: str, keys: Sequence[str], args: Sequence[Any], act: Callable[[], T]) -> T:
-        contents = self._contents
-        contents.clock.step(self.client, operation, args)
+        contents, clock = self._contents, self._contents.clock
+        if clock.aside:
+            return act()
+        clock.step(self.client, operation, args)
         for hook in contents.hooks:
             hook(self.client, operation, args)
-        with contents.clock.lock:
-            fault = self._take_fault(operation, keys) if contents.faults else None
-            if fault is not None and fault.when is _When.BEFORE:
-                raise fault.error or _injected("failed", operation, keys)
-            result = act()
-        if fault is None:
-            return result
-        if fault.when is _When.AFTER:
-            raise fault.error or _injected("lost its reply", operation, keys)
-        return self._operate(operation, keys, args, act)
+        try:
+            with clock.lock:
+                fault = self._take_fault(operation, keys) if contents.faults else None
+                if fault is not None and fault.when is _When.BEFORE:
+                    raise fault.error or _injected("failed", operation, keys)
+                result = act()
+            if fault is not None and fault.when is _When.AFTER:
+                raise fault.error or _injected("lost its reply", operation, keys)
+        except Exception as error:
+            clock.observe(type(error).__name__)
+            raise
+        clock.observe(contents.essence(keys[0], result) if keys else result)
+        if fault is not None:
+            return self._operate(operation, keys, args, act)
+        return result
 
     def _take_fault(self, operation: str, keys: Sequence[str]) -> _Fault | None:
         faults = self._contents.faults
@@ -296,7 +336,7 @@ class FakeStore(Store, StoreMixin):
         return fault
 
     def _write(self, key: str, value: bytes) -> None:
-        self._contents.values[key] = value
+        self._contents.put(key, value)
         self._contents.wake(key)
 
     def _values(self, keys: list[str]) -> list[bytes]:
@@ -318,6 +358,10 @@ class FakeStore(Store, StoreMixin):
             raise DistStoreError(
                 f"{operation} timed out after {timeout.total_seconds():g} s: keys {sorted(waiter.missing)}"
             )
+
+
+def _as_it_is(key: str, value: Any) -> Any:
+    return value
 
 
 def _encode(value: str | bytes) -> bytes:

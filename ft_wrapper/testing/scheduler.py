@@ -1,8 +1,8 @@
 """A deterministic scheduler: the real store code of many processes, step by step, in one thread.
 
-Each simulated process is a task. A task runs until its next store operation, then the scheduler chooses,
-from a seed, who goes on; so a seed is an interleaving, and the same seed is the same interleaving. Time is
-virtual: it passes when nobody can run, and then it jumps to the earliest deadline::
+Each simulated process is a task. A task runs until its next store operation, then the scheduler chooses, by
+default from a seed, who goes on; so a seed is an interleaving, and the same seed is the same interleaving.
+Time is virtual: it passes when nobody can run, and then it jumps to the earliest deadline::
 
     scheduler = Scheduler(seed=7)
     store = FakeStore(scheduler)
@@ -15,14 +15,18 @@ The code that runs so must not wait on anything but the store and `Scheduler.sle
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
+import heapq
 import math
-import random
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .clock import Clock, Waiter
+from .policies import Policy, RandomPolicy, ReplayPolicy
+from .trace import Step, show
 
 try:
     import greenlet
@@ -31,10 +35,19 @@ except ImportError:  # said when a scheduler is made: the rest of this package n
 
 _TRACE_LINES = 200
 _NO_LOCK = contextlib.nullcontext()
+_NOTHING: tuple[Any, ...] = ()
 
 
 class SchedulerError(AssertionError):
-    """A run went wrong. The message tells the seed, who did what, and how to replay it."""
+    """A run went wrong. The message tells the seed, who did what, and how to replay it.
+
+    Attributes:
+        what: what went wrong, one line.
+    """
+
+    def __init__(self, what: str, report: str = "") -> None:
+        super().__init__(report or what)
+        self.what = what
 
 
 class Deadlock(SchedulerError):
@@ -56,7 +69,10 @@ class Task:
     Args:
         name: shown in the trace.
         daemon: whether a run ends without waiting for it.
+        number: how many were spawned before it.
         steps: steps taken so far: store operations and sleeps.
+        upcoming: operation and arguments of the step that it is about to take, if it has come to one.
+        ready: whether it can run.
         done: whether it has returned, failed or crashed.
         crashed: whether it was killed.
         result: what its function returned.
@@ -64,7 +80,10 @@ class Task:
 
     name: str
     daemon: bool
+    number: int
     steps: int = 0
+    upcoming: tuple[str, Sequence[Any]] | None = None
+    ready: bool = True
     done: bool = False
     crashed: bool = False
     result: Any = None
@@ -73,6 +92,8 @@ class Task:
     _deadline: float = math.inf
     _paused_until: float = 0.0
     _plan: dict[int, list[Callable[[], None]]] = dataclasses.field(default_factory=dict)
+    _step: Step | None = None
+    _history: int = 0
 
     def wakes_at(self, now: float) -> float:
         """The time from which it can run, as things stand."""
@@ -80,28 +101,56 @@ class Task:
         return max(ready, self._paused_until)
 
 
+@dataclasses.dataclass(eq=False)
+class Event:
+    """Something that may happen between any two steps, once. Made by `Scheduler.add_event`.
+
+    Args:
+        name: shown in the trace.
+        action: what happens.
+        allowed: whether it may happen now.
+    """
+
+    name: str
+    action: Callable[[], None]
+    allowed: Callable[[], bool]
+
+
+_NUMBER = operator.attrgetter("number")
+
+
 class Scheduler(Clock):
     """Runs tasks in an order chosen from a seed, in virtual time.
 
     Args:
         seed: what the order is chosen from.
-        choices: the first choices, as `choices` of an earlier run told them; then the seed goes on. A choice
-            is the index among the tasks that can run, in the order of spawning.
+        choices: the first choices, as `choices` of an earlier run told them; then the policy goes on. A
+            choice is an index among the tasks that can run, in the order of spawning.
+        policy: who goes on; at random, from the seed, when None.
         max_steps: more steps than this are an error.
         max_time: more virtual seconds than this are an error.
 
     Attributes:
-        choices: the choices made so far.
-        options: among how many tasks each of them was made, for tests that try all of them.
+        choices: the choices made so far, where there was more than one possibility.
+        options: among how many each of them was made, for tests that try all of them.
         tasks: all tasks, in the order of spawning.
         current: the task that runs, or ran last.
+        steps: the steps taken so far, by all tasks.
+        trace_steps: these steps, one by one.
+        last_step: the step since the last check; None if there was none.
 
     Raises:
         ImportError: greenlet is not installed.
     """
 
     def __init__(
-        self, seed: int = 0, choices: Sequence[int] = (), *, max_steps: int = 50_000, max_time: float = 3600.0
+        self,
+        seed: int = 0,
+        choices: Sequence[int] = (),
+        *,
+        policy: Policy | None = None,
+        max_steps: int = 50_000,
+        max_time: float = 3600.0,
     ) -> None:
         if greenlet is None:
             raise ImportError("Scheduler needs greenlet: pip install 'ft-wrapper[testing]'")
@@ -111,15 +160,23 @@ class Scheduler(Clock):
         self.options: list[int] = []
         self.tasks: list[Task] = []
         self.current: Task | None = None
-        self._replay = list(choices)
-        self._random = random.Random(seed)
-        # Some runs switch at each step, some let a task run on for long: other defects show.
-        self._stay = self._random.choice((0.0, 0.0, 0.5, 0.9))
+        self.steps = 0
+        self.trace_steps: list[Step] = []
+        self.last_step: Step | None = None
+        self._policy = policy or RandomPolicy(seed)
+        if choices:
+            self._policy = ReplayPolicy(choices, self._policy)
         self._max_steps = max_steps
         self._max_time = max_time
-        self._trace: list[tuple[float, str, str, Sequence[Any]]] = []
         self._checks: list[Callable[[], None]] = []
+        self._last_checks: list[Callable[[], None]] = []
+        self._events: list[Event] = []
+        self._states: list[Callable[[], object]] = []
+        self._ready: list[Task] = []
+        self._wakes: list[tuple[float, int, Task]] = []
+        self._required = 0  # tasks that are left and are no daemons
         self._hub: Any = None
+        self._aside = False
 
     # Tasks -------------------------------------------------------------------------------------------------
 
@@ -135,13 +192,20 @@ class Scheduler(Clock):
             **kwargs: handed to the function.
             daemon: whether the run ends without waiting for it.
         """
-        task = Task(name, daemon)
+        task = Task(name, daemon, len(self.tasks))
 
         def body() -> None:
-            task.result = function(*args, **kwargs)
+            try:
+                task.result = function(*args, **kwargs)
+            except Killed:
+                pass
+            finally:
+                self._end(task)
 
-        task._greenlet = greenlet.greenlet(body)
+        task._greenlet = greenlet.greenlet(body, self._hub)
         self.tasks.append(task)
+        self._ready.append(task)  # the highest number so far
+        self._required += not daemon
         return task
 
     def crash(self, task: Task) -> None:
@@ -149,20 +213,23 @@ class Scheduler(Clock):
         if task.done:
             return
         self._note(task, "crashes")
-        task.done = task.crashed = True
+        task.crashed = True
+        self._end(task)
         if task is self.current:
             raise Killed
         if task._greenlet:  # begun: unwind its stack, so that what it holds is let go
             outer, self.current = self.current, task
             task._greenlet.parent = greenlet.getcurrent()
-            with contextlib.suppress(Killed):
-                task._greenlet.throw(Killed)
+            task._greenlet.throw(Killed)
             self.current = outer
 
     def pause(self, task: Task, seconds: float) -> None:
         """Stops a task for so many virtual seconds, as SIGSTOP or a lost network would."""
+        if task.done:
+            return
         self._note(task, f"is paused for {seconds:g} s")
         task._paused_until = self._now + seconds
+        self._unready(task)
 
     def at_step(self, task: Task, step: int, action: Callable[[], None]) -> None:
         """Plans something for just before a task's step.
@@ -182,9 +249,30 @@ class Scheduler(Clock):
         """Stops a task for so many virtual seconds just before its step of this number, from 1."""
         self.at_step(task, step, lambda: self.pause(task, seconds))
 
+    def add_event(
+        self, name: str, action: Callable[[], None], allowed: Callable[[], bool] | None = None
+    ) -> Event:
+        """Offers the policy something that may happen between any two steps, once.
+
+        Args:
+            name: shown in the trace.
+            action: what happens: crash or pause a task, spawn one, make the store fail ...
+            allowed: whether it may happen now; always when None.
+        """
+        event = Event(name, action, allowed or _always)
+        self._events.append(event)
+        return event
+
     def after_each_step(self, check: Callable[[], None]) -> None:
-        """Calls a check after each step, between the tasks; what it raises ends the run."""
+        """Calls a check after each step, between the tasks; what it raises ends the run.
+
+        Its own operations on the store are no steps, and meet no faults.
+        """
         self._checks.append(check)
+
+    def at_end(self, check: Callable[[], None]) -> None:
+        """Calls a check once the run is over, before daemons are killed."""
+        self._last_checks.append(check)
 
     # Running -----------------------------------------------------------------------------------------------
 
@@ -197,14 +285,22 @@ class Scheduler(Clock):
             SchedulerError: a task or a check raised; the cause is chained.
         """
         self._hub = greenlet.getcurrent()
+        for task in self.tasks:
+            task._greenlet.parent = self._hub
         try:
-            while any(not task.done and not task.daemon for task in self.tasks):
-                self._run_one()
+            while (chosen := self._next()) is not None:
+                chosen._greenlet.switch()  # comes back when a task has ended
+            self.current = None
+            for check in self._last_checks:
+                check()
         except (SchedulerError, KeyboardInterrupt):
             raise
+        except Stop:
+            pass
         except BaseException as error:
             who = "" if self.current is None else f" in {self.current.name!r}"
-            raise SchedulerError(self._report(f"{type(error).__name__}{who}: {error}")) from error
+            what = f"{type(error).__name__}{who}: {error}"
+            raise SchedulerError(what, self._report(what)) from error
         finally:
             self.current = None
             for task in self.tasks:
@@ -212,8 +308,7 @@ class Scheduler(Clock):
 
     def trace(self, last: int | None = None) -> str:
         """Who did what, one line a step; the last so many lines."""
-        lines = self._trace if last is None else self._trace[-last:]
-        return "\n".join(f"{time:10.3f}  {name:<12} {what} {_show(args)}" for time, name, what, args in lines)
+        return show(self.trace_steps if last is None else self.trace_steps[-last:])
 
     # What tasks call ---------------------------------------------------------------------------------------
 
@@ -222,85 +317,216 @@ class Scheduler(Clock):
         """Nothing to lock: one task runs at a time, and changes hands only between operations."""
         return _NO_LOCK
 
+    @property
+    def aside(self) -> bool:
+        """Whether a check looks at the store, or a test outside of a run: no step, no hook, no fault."""
+        return self._aside
+
     def step(self, client: str, operation: str, args: Sequence[Any]) -> None:
         """Lets others go first; called by the store before each operation."""
         task = self.current
-        if task is None or self._hub is greenlet.getcurrent():
+        if task is None or self._aside:
             return  # a check, or a test before the run
         if task.crashed:
             raise Killed
-        self._hub.switch()
+        task.upcoming = (operation, args)
+        self._give_way(task)
+        task.upcoming = None
         task.steps += 1
-        for action in task._plan.pop(task.steps, ()):
-            action()
-            while task._paused_until > self._now:
-                self._hub.switch()
-        self._note(task, operation, args)
+        if task._plan:
+            for action in task._plan.pop(task.steps, ()):
+                action()
+                if not task.ready:
+                    self._give_way(task)
+        task._step = self.last_step = self._note(task, operation, args)
+
+    def observe(self, result: Any) -> None:
+        """Says what the current task has learned: the result of its operation, or of any other look.
+
+        What a task does next follows from what it has learned so far. So this tells states apart, for a
+        search that wants to see each of them once; whoever lets tasks share more than the store has to call
+        this with what a task reads there.
+        """
+        task = self.current
+        if task is None or self._aside:
+            return
+        if task._step is not None:
+            task._step.result = result
+        try:
+            task._history = hash((task._history, self._now, result))
+        except TypeError:
+            task._history = hash((task._history, self._now, repr(result)))
 
     def block(self, waiter: Waiter, deadline: float) -> bool:
         """Waits until the waiter is woken; False if its deadline passed first."""
         task = self.current
-        if task is None:
+        if task is None or self._aside:
             raise RuntimeError("only a task of the scheduler can wait")
         if task.crashed:
             raise Killed
         task._waiter, task._deadline = waiter, deadline
+        waiter.task = task
+        self._unready(task)
         try:
-            self._hub.switch()
+            self._give_way(task)
         finally:
             task._waiter, task._deadline = None, math.inf
         return waiter.woken
 
     def woke(self, waiter: Waiter) -> None:
-        """A waiter was woken; it is looked at before each choice."""
+        """A waiter was woken: its task can run, unless it is paused."""
+        task = waiter.task
+        if task is not None and not task.ready and not task.done:
+            if task._paused_until > self._now:
+                self._wake_later(task)
+            else:
+                self._make_ready(task)
 
     def sleep(self, seconds: float) -> None:
         """Sleeps for so many virtual seconds. A step of the current task."""
         self.step("", "sleep", (seconds,))
         super().sleep(seconds)
+        self.observe(None)
 
     def advance(self, seconds: float) -> None:
         """Not to be turned by hand: time passes when nobody can run."""
         raise RuntimeError("a scheduler turns its clock itself; use sleep() in a task")
 
+    # States ------------------------------------------------------------------------------------------------
+
+    def forget(self, task: Task, known: Any) -> None:
+        """Says that from here on nothing counts of what a task has learned so far but this.
+
+        Args:
+            task: the task.
+            known: everything that decides what the task does from here on.
+        """
+        task._history = hash(known)
+
+    def add_state(self, state: Callable[[], object]) -> None:
+        """Adds to what tells one state from another: something hashable of all that tasks share."""
+        self._states.append(state)
+
+    def state(self) -> int:
+        """A hash of everything that decides what can happen from here on.
+
+        That is what each task has learned so far (`observe`), who can run, what the tasks share
+        (`add_state`; a `FakeStore` says itself what it holds), and the time.
+        """
+        current = self.current
+        running = current.name if current is not None and current.ready else None
+        learned = 0
+        for task in self.tasks:
+            learned ^= hash((task.name, task._history, task.ready, task.crashed, task.done))
+        return hash((self._now, running, learned, *(state() for state in self._states)))
+
     # Steps -------------------------------------------------------------------------------------------------
 
-    def _run_one(self) -> None:
-        left = [task for task in self.tasks if not task.done]
-        ready = [task for task in left if task.wakes_at(self._now) <= self._now]
-        if not ready:
-            soonest = min(task.wakes_at(self._now) for task in left)
-            if soonest == math.inf:
-                waiting = "; ".join(f"{t.name} for {sorted(t._waiter.missing)}" for t in left if t._waiter)
-                raise Deadlock(self._report(f"deadlock: nobody can run. Waiting: {waiting}"))
-            self._now = soonest
-            if self._now > self._max_time:
-                raise TooLong(self._report(f"more than {self._max_time:g} virtual seconds"))
-            ready = [task for task in left if task.wakes_at(self._now) <= self._now]
-        if len(self.choices) >= self._max_steps:
-            raise TooLong(self._report(f"more than {self._max_steps} steps"))
-        task = self.current = ready[self._choose(ready)]
-        task._greenlet.parent = self._hub  # where it returns to; its spawner may be another task
-        with contextlib.suppress(Killed):
-            task._greenlet.switch()
-        if task._greenlet.dead:
-            task.done = True
-        for check in self._checks:
-            check()
+    def _give_way(self, task: Task) -> None:
+        """Comes back when the task is chosen."""
+        try:
+            following = self._next()
+        except (Exception, Stop) as error:
+            self._hub.throw(error)
+            raise
+        if following is None:
+            self._hub.throw(Stop())
+        elif following is not task:
+            following._greenlet.switch()
 
-    def _choose(self, ready: list[Task]) -> int:
-        if len(self.choices) < len(self._replay):
-            choice = self._replay[len(self.choices)] % len(ready)
-        elif self._stay and self.current in ready and self._random.random() < self._stay:
-            choice = ready.index(self.current)
-        else:
-            choice = int(self._random.random() * len(ready))
+    def _next(self) -> Task | None:
+        """Who goes on; None when the run is over."""
+        while True:
+            if self._checks:
+                self._aside = True
+                try:
+                    for check in self._checks:
+                        check()
+                finally:
+                    self._aside = False
+                    self.last_step = None
+            if self.steps >= self._max_steps:
+                what = f"more than {self._max_steps} steps"
+                raise TooLong(what, self._report(what))
+            over = self._required == 0
+            tasks: Sequence[Task] = _NOTHING if over else self._ready
+            events = [event for event in self._events if event.allowed()] if self._events else _NOTHING
+            index = self._choose(tasks, events) if events or len(tasks) > 1 else 0
+            first_event = len(tasks) or 1
+            if index >= first_event:
+                self._happen(events[index - first_event])
+            elif over:
+                return None
+            elif tasks:
+                self.steps += 1
+                task = self.current = tasks[index]
+                return task
+            else:
+                self._pass_time()
+
+    def _choose(self, tasks: Sequence[Task], events: Sequence[Event]) -> int:
+        self._aside = True
+        try:
+            choice = self._policy.choose(tasks, events, self.current)
+        finally:
+            self._aside = False
         self.choices.append(choice)
-        self.options.append(len(ready))
+        self.options.append((len(tasks) or 1) + len(events))
         return choice
 
-    def _note(self, task: Task, what: str, args: Sequence[Any] = ()) -> None:
-        self._trace.append((self._now, task.name, what, args))
+    def _happen(self, event: Event) -> None:
+        self._events.remove(event)
+        self.trace_steps.append(Step(self._now, "", event.name, _NOTHING))
+        event.action()
+
+    def _pass_time(self) -> None:
+        while self._wakes:
+            time = self._wakes[0][0]
+            if time > self._max_time:
+                what = f"more than {self._max_time:g} virtual seconds"
+                raise TooLong(what, self._report(what))
+            while self._wakes and self._wakes[0][0] <= time:
+                task = heapq.heappop(self._wakes)[2]
+                # Those that were woken or paused meanwhile have another entry, or none.
+                if not task.ready and not task.done and task.wakes_at(time) <= time:
+                    self._make_ready(task)
+            if self._ready:
+                self._now = time
+                return
+        left = [task for task in self.tasks if not task.done]
+        waiting = "; ".join(
+            f"{task.name} for {sorted(task._waiter.missing)}" for task in left if task._waiter
+        )
+        what = f"deadlock: nobody can run. Waiting: {waiting}"
+        raise Deadlock(what, self._report(what))
+
+    def _unready(self, task: Task) -> None:
+        if task.ready:
+            task.ready = False
+            self._ready.remove(task)
+        self._wake_later(task)
+
+    def _wake_later(self, task: Task) -> None:
+        time = task.wakes_at(self._now)
+        if time < math.inf:
+            heapq.heappush(self._wakes, (time, task.number, task))
+
+    def _make_ready(self, task: Task) -> None:
+        task.ready = True
+        bisect.insort(self._ready, task, key=_NUMBER)
+
+    def _end(self, task: Task) -> None:
+        if not task.done:
+            task.done = True
+            self._required -= not task.daemon
+            if task.ready:
+                task.ready = False
+                self._ready.remove(task)
+
+    def _note(self, task: Task, what: str, args: Sequence[Any] = _NOTHING) -> Step:
+        step = Step(self._now, task.name, what, args)
+        self.trace_steps.append(step)
+        return step
 
     def _report(self, what: str) -> str:
         return (
@@ -309,5 +535,9 @@ class Scheduler(Clock):
         )
 
 
-def _show(args: Sequence[Any]) -> str:
-    return ", ".join(arg if isinstance(arg, str) else repr(arg) for arg in args)
+class Stop(BaseException):
+    """Ends a run early without an error: raised by a policy that has seen enough."""
+
+
+def _always() -> bool:
+    return True
