@@ -284,6 +284,8 @@ class Call:
     def _on_monitor_lost(self) -> None:
         """In a thread of its own: nobody would notice this rank's faults any more, so it leaves the job."""
         self._monitor_lost.set()
+        if not (hasattr(self, "job") and hasattr(self.job, "view")):
+            return  # not in yet: the rank finds out when it wants to tell the monitor that it is
         try:
             store = self.plan.connect()
         except StoreError:

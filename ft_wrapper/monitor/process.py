@@ -152,11 +152,16 @@ class MonitorProcess:
         self._leaving = True
         try:
             self._send({"type": "bye"})
-        except OSError:
+        except InternalError:
             log.debug("the monitor process %d ended before it was told to", self.pid)
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise InternalError(
+                f"the monitor process {self.pid} of this rank ended; see monitor_process_logfile"
+            ) from error
 
     def _answer(self, what: str) -> dict[str, Any]:
         line = b""

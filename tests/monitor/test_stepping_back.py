@@ -18,9 +18,7 @@ PRIORITY = os.sched_param(0)
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
     """A process with two threads that does nothing; `dead` makes it die."""
-    script = (
-        "import sys, threading; threading.Thread(target=input).start(); print(); input()"
-    )
+    script = "import sys, threading; threading.Thread(target=input).start(); print(); input()"
     process = subprocess.Popen([sys.executable, "-uc", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
