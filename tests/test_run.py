@@ -359,7 +359,7 @@ def test_a_failure_that_the_job_finished_without_is_forgiven(
         store = TCPStore(host, int(port))
         me = Member(rank, 0)
         store.join_first(me, [0, 2])
-        view = store.await_first(me, [0, 2], 30)
+        view, _ = store.await_first(me, [0, 2], 30)
         store.end_iteration(view.n, sys.argv[1])
         sys.exit(9 if rank == 2 and sys.argv[2] == "member fails" else 0)
     """)
