@@ -246,7 +246,18 @@ class Job:
 
         Returns:
             ``done`` or ``fault``.
+
+        Raises:
+            RankDiscarded: the others have gone on without this member meanwhile.
         """
+        outcome = self._await_outcome(active_rank, active_world_size)
+        head = self.store.read_head()
+        # Its keys may have been deleted by then, and what stands there be this member's own late word.
+        if head is not None and head.n > self.view.n + 1:
+            raise RankDiscarded(self._left_out())
+        return outcome
+
+    def _await_outcome(self, active_rank: int | None, active_world_size: int) -> str:
         n = self.view.n
         if active_rank is None:
             return self._await_end()

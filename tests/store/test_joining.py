@@ -9,6 +9,8 @@ import pytest
 from store_jobs import Script, formed, go_on
 
 from ft_wrapper.exception import StoreError, TimeoutError
+from ft_wrapper.job import Job, Patience
+from ft_wrapper.rank_assignment import RankDiscarded
 from ft_wrapper.store import Entry, HeartbeatObserver, JoinTerms, Member, View, keys
 from ft_wrapper.testing import FakeStore
 
@@ -281,6 +283,29 @@ def test_a_decision_on_another_iteration_is_none() -> None:
     store.set(_decision_key(other), store.get(_decision_key(view)))
     with pytest.raises(StoreError, match="holds a decision on iteration 0"):
         store.read_decision(other.head)
+
+
+# ---- a member that was paused
+
+
+@pytest.mark.parametrize("active_rank", [0, None])
+def test_who_wakes_in_an_iteration_whose_keys_are_gone_is_told_nothing_of_it(active_rank: int | None) -> None:
+    store, view, members = formed([0, 1])
+    job = Job(store, 0, [0, 1], Patience(60.0, 10.0, 60.0, 1))
+    job.member, job.view = members[0], view
+    store.log_death(0, members[0], None, ends=True)
+    store.count_death(view)
+    store.arrive(view, members[1], 1, 2)
+    for _ in range(2):
+        current = store.read_current()
+        assert current is not None
+        view, _ = go_on(store, current[0], [members[1]])
+    store.delete_past(view)
+    if active_rank is None:
+        at(store, 1.0, lambda: store.end_iteration(0, "fault"))  # as its monitor does
+    # It is the only active rank that it knows of: all have finished.
+    with pytest.raises(RankDiscarded, match="slot 0 was left out after iteration 0"):
+        job.await_completion(active_rank, 1)
 
 
 # ---- a job that does not form
