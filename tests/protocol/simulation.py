@@ -7,7 +7,6 @@ crashed, a task that reports the death. Every client has a clock of its own, far
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
 from collections.abc import Callable
@@ -348,11 +347,9 @@ class Job:
 
         def again() -> None:
             store = self.client(f"again {rank.slot}", rank.slot)
-            never = dataclasses.replace(PATIENCE, admits=False)
             for _ in range(100):
                 self.scheduler.sleep(3.0)
-                with contextlib.suppress(RankDiscarded):
-                    WrapperJob(store, rank.slot, list(self.slots), never).register()
+                store.register(rank.slot, "{}")
 
         self.scheduler.spawn(f"again {rank.slot}", again)
         self.crash(rank, host=True)

@@ -182,12 +182,12 @@ class ReusedList(Job):
 
 
 class LocalNumberStore(SkewedStore):
-    def await_next(self, view: View, member: Member, **how: Any) -> tuple[Decision, View] | None:
+    def await_next(self, view: View, member: Member, **how: Any) -> tuple[View, Decision] | None:
         following = super().await_next(view, member, **how)
         if following is not None:
             return following
         after = dataclasses.replace(view, n=view.n + 1)
-        return Decision(view.call, after.n, view.first, (), (), (), len(view.members)), after
+        return after, Decision(view.call, after.n, view.first, (), (), (), (), (), len(view.members))
 
 
 class LocalNumber(Job):
@@ -293,7 +293,7 @@ class SuspectsLogged(Job):
 
 
 class UnboundedStore(SkewedStore):
-    def await_next(self, view: View, member: Member, **how: Any) -> tuple[Decision, View] | None:
+    def await_next(self, view: View, member: Member, **how: Any) -> tuple[View, Decision] | None:
         deadline = self.now() + how["timeout"]
         while not self.wait_for(keys.wake_head(view.n + 1), 1.0):
             if self.read_head() == view.head:
@@ -393,7 +393,7 @@ MISTAKES = [
     Mistake(
         "counter as truth",
         Counter,
-        each_step("repeat", range(20, 50), range(20), exceptions=((0, 1),), members=2, steps=5),
+        each_step("repeat", range(26, 36), range(60), slots=[0], exceptions=((0, 1),), members=2, steps=5),
         "I12",
     ),
     Mistake(
