@@ -16,7 +16,7 @@ from rank_harness import SETTINGS, Job, Process, Rank
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.initialize import Initialize
-from ft_wrapper.store import TCPStore, TCPStoreServer, keys
+from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer, View, keys
 
 
 class SaysItsState(Initialize):
@@ -73,9 +73,30 @@ class Trainer:
             time.sleep(0.005)
 
 
+def hold(rank: Rank) -> None:
+    """Lets a rank leave the first iteration only once the test has told it something.
+
+    So nobody goes on before. To stop its process would do so, too; but gloo may lose a write to a peer that
+    was killed meanwhile, and hang.
+    """
+    arrive = StoreMixin.arrive
+
+    def arrives_when_told(store: StoreMixin, view: View, *args: Any) -> None:
+        if view.n == 0:
+            rank.hear()
+        arrive(store, view, *args)
+
+    StoreMixin.arrive = arrives_when_told  # type: ignore[method-assign]
+
+
 def trains(rank: Rank, folder: str, settings: dict[str, Any]) -> list[int] | None:
-    """The body: trains until the test says that it is enough; returns iteration, rank and world size."""
-    trainer = Trainer(rank, folder, settings)
+    """The body: trains until the test says that it is enough; returns iteration, rank and world size.
+
+    The slot ``held`` in the settings leaves the first iteration only once the test has told it something.
+    """
+    if settings.get("held") == rank.slot:
+        hold(rank)
+    trainer = Trainer(rank, folder, {name: value for name, value in settings.items() if name != "held"})
 
     @Wrapper(**trainer.settings)
     def train(call_wrapper: CallWrapper) -> list[int]:

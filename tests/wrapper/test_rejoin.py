@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from rank_harness import Job, Rank
-from rejoin_job import Training, training, trains
+from rejoin_job import Training, hold, training, trains
 
-from ft_wrapper.store import StoreMixin, TCPStore, View, keys
+from ft_wrapper.store import TCPStore, keys
 
 
 @pytest.fixture
@@ -30,12 +30,11 @@ def run(job: Job, tmp_path: Path) -> Iterator[Training]:
 def test_killed_ranks_come_back_after_the_others_have_gone_on(
     run: Training, job: Job, victims: list[int]
 ) -> None:
-    run.start(4, active_world_size=3, on_join="now", join_window=0.3)
-    job.expect("in", 0, 1, 2, n=0)
     # Held, so that two deaths make one restart.
-    job.send_signal(2, signal.SIGSTOP)
+    run.start(4, active_world_size=3, on_join="now", join_window=0.3, held=2)
+    job.expect("in", 0, 1, 2, n=0)
     run.abort(*victims)
-    job.send_signal(2, signal.SIGCONT)
+    job.tell("go on", 2)
     left = [slot for slot in range(4) if slot not in victims]
     job.expect("in", *left, n=1, world=len(left))
     job.start_again(*victims)
@@ -48,13 +47,12 @@ def test_killed_ranks_come_back_after_the_others_have_gone_on(
 
 @pytest.mark.parametrize("victims", [[1], [0], [0, 1]])
 def test_killed_ranks_come_back_before_the_others_go_on(run: Training, job: Job, victims: list[int]) -> None:
-    run.start(4, active_world_size=3)
+    run.start(4, active_world_size=3, held=2)
     job.expect("in", 0, 1, 2, n=0)
-    job.send_signal(2, signal.SIGSTOP)
     run.abort(*victims)
     job.start_again(*victims)
     run.await_join(0, *victims)
-    job.send_signal(2, signal.SIGCONT)
+    job.tell("go on", 2)
     job.expect("in", 0, 1, 2, n=1, world=3)
     run.finish()
     run.check(1, dict.fromkeys(victims, 1))
@@ -67,7 +65,8 @@ def test_killed_ranks_come_back_before_the_others_go_on(run: Training, job: Job,
 def dies_proposing(rank: Rank, folder: str, settings: dict[str, Any], after: bool) -> Any:
     """Slot 2 leaves iteration 0 last, so it proposes; it dies right before or after it moves head."""
     if rank.slot == 2:
-        compare_set, arrive = TCPStore.compare_set, StoreMixin.arrive
+        hold(rank)
+        compare_set = TCPStore.compare_set
 
         def dies(store: TCPStore, key: str, expected: str, desired: str) -> bytes:
             is_it = key == keys.HEAD and desired.startswith("0:1:")
@@ -78,13 +77,7 @@ def dies_proposing(rank: Rank, folder: str, settings: dict[str, Any], after: boo
                 os.kill(os.getpid(), signal.SIGKILL)
             return held
 
-        def arrives_last(store: StoreMixin, view: View, *args: Any) -> None:
-            if view.n == 0:
-                rank.hear()
-            arrive(store, view, *args)
-
         TCPStore.compare_set = dies  # type: ignore[method-assign]
-        StoreMixin.arrive = arrives_last  # type: ignore[method-assign]
     return trains(rank, folder, settings)
 
 
@@ -202,11 +195,10 @@ def test_on_join_degraded_leaves_an_iteration_alone_that_lacks_none(run: Trainin
 
 
 def test_ranks_that_come_back_together_cause_one_restart(run: Training, job: Job) -> None:
-    run.start(5, join_window=0.6)
+    run.start(5, join_window=0.6, held=0)
     job.expect("in", 0, 1, 2, 3, 4, n=0)
-    job.send_signal(0, signal.SIGSTOP)
     run.abort(1, 3, 4)
-    job.send_signal(0, signal.SIGCONT)
+    job.tell("go on", 0)
     job.expect("in", 0, 2, n=1, world=2)
     job.start_again(4)
     run.await_join(1, 4)

@@ -280,15 +280,13 @@ def trains_assigned(rank: Rank, folder: str, settings: dict[str, Any], assignmen
 def test_rank_assignments_with_newcomers(
     run: Training, job: Job, assignment: str, early: bool, places: list[list[int | None]]
 ) -> None:
-    run.start(4, trains_assigned, assignment, on_join="now")
+    run.start(4, trains_assigned, assignment, on_join="now", held=2 if early else None)
     job.expect("in", 0, 1, 2, n=0)
-    if early:
-        job.send_signal(2, signal.SIGSTOP)
     run.abort(1)
     if early:
         job.start_again(1)
         run.await_join(0, 1)
-        job.send_signal(2, signal.SIGCONT)
+        job.tell("go on", 2)
     else:
         job.expect("state", 0, 2, 3, n=1, world=3)
         job.start_again(1)
