@@ -12,13 +12,14 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo soak test matrix lint format docs bench clean distclean
+.PHONY: explore help install demo soak test matrix lint format docs bench clean distclean
 
 help:
 	@echo "make demo       a real training run survives an exception, killed ranks and a hang; the dead come back"
 	@echo "make soak       ranks are killed and stopped, and started again, for ten minutes"
 	@echo "make test       lint, documentation and all tests"
 	@echo "make matrix     every fault in every place, of which make test runs a part"
+	@echo "make explore    simulated jobs with random faults, and all schedules of a small one"
 	@echo "make lint       ruff and mypy alone"
 	@echo "make format     ruff puts the code in order"
 	@echo "make docs       the documentation, in docs/_build/html"
@@ -47,6 +48,10 @@ test: lint docs
 
 matrix: $(INSTALLED)
 	FT_WRAPPER_FULL_MATRIX=1 $(BIN)/python -m pytest tests/faults
+
+explore: $(INSTALLED)
+	$(BIN)/python -m ft_wrapper.testing.explore --random 100000 --processes 2
+	$(BIN)/python -m ft_wrapper.testing.explore --exhaustive --processes 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -2,7 +2,8 @@
 
 By default a task runs on until it has to wait, and the next one in a fixed order goes on. The bound is the
 number of places where a schedule departs from that, as in M. Emmi, S. Qadeer, Z. Rakamarić: Delay-bounded
-scheduling, POPL 2011. Events (a crash, a respawn) are not counted: they happen wherever they can.
+scheduling, POPL 2011. Events (a crash, a respawn) are not counted: they happen wherever they can, and after
+one of them anybody may go on.
 
 Two schedules that differ only in the order of operations that do not depend on each other lead to the same
 state. A state that was gone into before with as many departures left is not gone into again: all that can
@@ -18,6 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from .policies import Policy, run_on
 from .scheduler import Event, Stop, Task
 
 if TYPE_CHECKING:
@@ -74,16 +76,18 @@ class Search:
     Attributes:
         count: how much was tried.
         parts: the branches that were put aside.
+        choices: those of the last run.
     """
 
     def __init__(
         self,
-        make: Callable[[SearchPolicy], Simulation],
+        make: Callable[[Policy], Simulation],
         departures: int,
         split_at: Callable[[Event], str | None] | None = None,
     ) -> None:
         self.count = Count()
         self.parts: dict[str, list[Branch]] = collections.defaultdict(list)
+        self.choices: Sequence[int] = ()
         self.seen: dict[int, int] = {}
         self.pending: list[Branch] = []
         self._make = make
@@ -108,6 +112,7 @@ class Search:
             try:
                 simulation.run()
             finally:
+                self.choices = simulation.scheduler.choices
                 self.count.schedules += 1
                 self.count.complete += simulation.finished
                 self.count.steps += simulation.scheduler.steps
@@ -131,6 +136,7 @@ class SearchPolicy:
         self._branch = branch
         self._left = branch.left
         self._made = 0
+        self._free = False  # something has just happened: anybody may go on
         self._simulation: Simulation
         self._store: StoreMixin
 
@@ -140,33 +146,43 @@ class SearchPolicy:
         self._store = simulation.connect("search", 0)
 
     def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
-        scheduler = self._simulation.scheduler
         place, self._made = self._made, self._made + 1
         choices = self._branch.choices
         if place < len(choices):
-            if place == len(choices) - 1 and scheduler.state() != self._branch.state:
+            if place == len(choices) - 1 and self._state() != self._branch.state:
                 raise RuntimeError("the same choices led to another state: something in it is not simulated")
-            return choices[place]
-        state = scheduler.state()
+            choice = choices[place]
+        else:
+            choice = self._look(tasks, events, current)
+        self._free = choice >= (len(tasks) or 1)
+        return choice
+
+    def _state(self) -> int:
+        return hash((self._simulation.scheduler.state(), self._free))
+
+    def _look(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
+        scheduler = self._simulation.scheduler
+        state = self._state()
         if self._search.seen.get(state, -1) >= self._left:
             raise Stop
         self._search.seen[state] = self._left
         made = bytes(scheduler.choices)
         for number, event in enumerate(events, len(tasks) or 1):
             self._search.add(Branch(made + bytes((number,)), self._left, state), event)
-        default = _default(tasks, current)
-        if self._left and not (current is not None and current.ready and self._is_neutral(current)):
+        default = run_on(tasks, current)
+        cost = 0 if self._free else 1
+        if self._left >= cost and (self._free or not self._is_neutral(current)):
             for number in range(len(tasks)):
                 if number != default:
-                    self._search.add(Branch(made + bytes((number,)), self._left - 1, state))
+                    self._search.add(Branch(made + bytes((number,)), self._left - cost, state))
         return default
 
-    def _is_neutral(self, task: Task) -> bool:
+    def _is_neutral(self, task: Task | None) -> bool:
         """Whether a task's next step can be taken before or after anything that others do, all the same.
 
         Then it makes no difference whether others go first now or after that step.
         """
-        if task.upcoming is None:
+        if task is None or not task.ready or task.upcoming is None:
             return False
         operation, args = task.upcoming
         if operation == "sleep":
@@ -186,10 +202,3 @@ _ON_ONE_KEY = ("set", "get", "check", "compare_set", "append", "add")
 _NOBODY_ELSES = re.compile(r"ft_wrapper/1/(?:member|faults)/|ft_wrapper/(?:version|1/terms)")
 # Once they are there they never change, and nothing that is done to them changes anything.
 _WRITTEN_ONCE = re.compile(r"ft_wrapper/1/(?:end|world|seat|decision|roster|wake/end|wake/head)/")
-
-
-def _default(tasks: Sequence[Task], current: Task | None) -> int:
-    """The current task if it can go on, otherwise the next one in the order of spawning."""
-    if current is None:
-        return 0
-    return next((number for number, task in enumerate(tasks) if task.number >= current.number), 0)

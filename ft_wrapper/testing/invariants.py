@@ -21,8 +21,7 @@ _SLACK = 10.0
 _MOST_DOUBLINGS = 6
 
 # After these only silence tells what happened, or somebody is waited for.
-_SLOW = ("host", "pause", "freeze", "deaf", "mute", "reporter", "outage", "error")
-_LOST = ("crash", "leave", "host", "doom", "error", "reporter")
+_SLOW = ("host", "pause", "freeze", "deaf", "mute", "reporter", "outage", "error", "loop")
 
 _KEY = re.compile(
     r"ft_wrapper/1/(?P<name>head|(?P<kind>end|decision|roster|member|heartbeat|arrived|dead|join|finished"
@@ -63,7 +62,7 @@ class Invariants:
         self._ever: set[Member] = set()
         self._owners: dict[Member, SimulatedProcess] = {}
         self._changes = 0
-        self.patience = _patience(simulation)
+        self._untold = 0.0
         self._scheduler.add_state(lambda: self._changes)
 
     # After every step --------------------------------------------------------------------------------------
@@ -176,9 +175,11 @@ class Invariants:
             raise Violation(f"I8: {match[0]} was deleted while head is {_last(self.heads)}")
 
     def _check_pace(self, what: str, since: float) -> None:
-        if not any(process.alive and not process.disturbed for process in self.simulation.processes):
+        processes = self.simulation.processes
+        there = [process.started_at for process in processes if process.alive and not process.disturbed]
+        if not there:
             return  # nobody was there to go on
-        took = self._scheduler.now() - since
+        took = self._scheduler.now() - max(since, min(there))
         if took > self.patience:
             raise Violation(f"{what} after {took:.1f} s, more than {self.patience:g} s")
 
@@ -248,9 +249,22 @@ class Invariants:
         process.completed.append(view.n)
 
     def nobody_tells(self) -> None:
-        """A process ended before it was in, or between two calls: only its silence tells."""
+        """A process ended before it was in, or between two calls: it is waited for in vain."""
         scenario = self.simulation.scenario
-        self.patience += 2 * scenario.heartbeat_timeout + _LONGEST_LOOK
+        self._untold += scenario.barrier_timeout + scenario.heartbeat_timeout + _LONGEST_LOOK
+
+    @property
+    def patience(self) -> float:
+        """The longest that an iteration which has ended may last, in virtual seconds."""
+        scenario = self.simulation.scenario
+        lost = sum(process.fate not in ("running", "done", "late") for process in self.simulation.processes)
+        patience = (1 + lost) * _QUICK + scenario.join_window + scenario.between + self._untold
+        if any(scenario.of(*_SLOW)):
+            patience += (1 + lost) * (scenario.heartbeat_timeout + _LONGEST_LOOK)
+            patience += scenario.barrier_timeout + _SLACK
+            # Two that are stopped or lost at once may be each other's only observers.
+            patience += sum(disturbance.seconds for disturbance in scenario.disturbances)
+        return patience
 
     # At the end --------------------------------------------------------------------------------------------
 
@@ -274,20 +288,6 @@ class Invariants:
                 raise Violation(
                     f"{process.name} is {process.fate}, though nothing was done to it: {process.error}"
                 )
-
-
-def _patience(simulation: Simulation) -> float:
-    """The longest that an iteration which has ended may last."""
-    scenario = simulation.scenario
-    lost = sum(1 for _ in scenario.of(*_LOST))
-    patience = (1 + lost) * _QUICK + scenario.join_window
-    if any(scenario.of(*_SLOW)):
-        patience += (
-            (1 + lost) * (scenario.heartbeat_timeout + _LONGEST_LOOK) + scenario.barrier_timeout + _SLACK
-        )
-        # Two that are stopped or lost at once may be each other's only observers.
-        patience += sum(disturbance.seconds for disturbance in scenario.disturbances)
-    return patience
 
 
 def _last(heads: list[Head]) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
+
+from .trace import describe
 
 if TYPE_CHECKING:
     from .scheduler import Event, Task
@@ -48,10 +51,17 @@ class RandomPolicy:
 
 
 class RunOnPolicy:
-    """The current task for as long as it can run, then the first that can: the least switches; no event."""
+    """The current task for as long as it can run, then the next in the order of spawning; no event."""
 
     def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
-        return tasks.index(current) if tasks and current is not None and current.ready else 0
+        return run_on(tasks, current)
+
+
+def run_on(tasks: Sequence[Task], current: Task | None) -> int:
+    """What `RunOnPolicy` chooses."""
+    if current is None:
+        return 0
+    return next((number for number, task in enumerate(tasks) if task.number >= current.number), 0)
 
 
 class ReplayPolicy:
@@ -71,3 +81,82 @@ class ReplayPolicy:
         if choice is None:
             return self._after.choose(tasks, events, current)
         return choice % (max(1, len(tasks)) + len(events))
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """A place where a schedule departs from `RunOnPolicy`.
+
+    Args:
+        task: who ran last; empty at the start.
+        step: how many steps it had taken.
+        to: who goes on instead, or what happens.
+        before: the step that it was about to take, for people.
+    """
+
+    task: str
+    step: int
+    to: str
+    before: str = dataclasses.field(default="", compare=False)
+
+    def __str__(self) -> str:
+        if not self.task:
+            return f"{self.to} begins"
+        place = (
+            f"before its step {self.step + 1}, {self.before}" if self.before else f"after step {self.step}"
+        )
+        return f"{self.to} goes on while {self.task} is {place}"
+
+
+class RecordingPolicy:
+    """Notes where another policy departs from `RunOnPolicy`.
+
+    Args:
+        policy: the other one.
+
+    Attributes:
+        switches: where it did.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.switches: list[Switch] = []
+        self._policy = policy
+
+    def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
+        choice = self._policy.choose(tasks, events, current)
+        if choice != run_on(tasks, current):
+            first_event = len(tasks) or 1
+            to = tasks[choice].name if choice < first_event else events[choice - first_event].name
+            upcoming = None if current is None or not current.ready else current.upcoming
+            self.switches.append(
+                Switch(
+                    task="" if current is None else current.name,
+                    step=0 if current is None else current.steps,
+                    to=to,
+                    before="" if upcoming is None else describe(*upcoming),
+                )
+            )
+        return choice
+
+
+class SwitchPolicy:
+    """Runs on but for some switches. Those for which there is no occasion are passed over.
+
+    Args:
+        switches: where to depart, and to whom.
+    """
+
+    def __init__(self, switches: Sequence[Switch]) -> None:
+        self._left: dict[tuple[str, int], list[str]] = {}
+        for switch in switches:
+            self._left.setdefault((switch.task, switch.step), []).append(switch.to)
+
+    def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
+        place = ("", 0) if current is None else (current.name, current.steps)
+        wanted = self._left.get(place)
+        if wanted:
+            names = [task.name for task in tasks] or [""]
+            names += [event.name for event in events]
+            if wanted[0] in names:
+                return names.index(wanted.pop(0))
+        return run_on(tasks, current)

@@ -52,6 +52,7 @@ class SimulatedProcess:
         error: why it failed.
         disturbed: whether something was done to it, so that it may be left out.
         told: whether it told the others that it leaves.
+        monitored: whether it has a monitor: it has none before it has registered, and between calls.
         started_at: when it began, died_at: when it ended, in virtual seconds.
         wants_since: when it took its incarnation, in order to join.
         entered: number of iterations that it entered.
@@ -74,11 +75,13 @@ class SimulatedProcess:
     error: BaseException | None = None
     disturbed: bool = False
     told: bool = False
+    monitored: bool = False
     started_at: float = 0.0
     died_at: float = 0.0
     wants_since: float = 0.0
     entered: int = 0
     completed: list[int] = dataclasses.field(default_factory=list)
+    _monitors: int = 0
 
     def __post_init__(self) -> None:
         self.name = process_name(self.slot, self.life)
@@ -114,26 +117,38 @@ class SimulatedProcess:
 
     def _all_calls(self, store: StoreMixin) -> None:
         scenario = self.simulation.scenario
-        job: Job | None = None
+        last: Job | None = None
         state = State(0, 1)
         for call in range(scenario.calls):
-            if job is None:
-                joining = Job(store, self.slot, list(range(scenario.members)), self._patience(), call)
-                joining.on_member = self._on_member
-                joining.register()
-                if not joining.join():
+            job = Job(store, self.slot, list(range(scenario.members)), self._patience(), call)
+            job.on_member = self._on_member
+            if last is None:
+                job.register()
+                if not job.join():
+                    self._between_calls()
                     continue
-                job = joining
                 state = self._first_state(job)
             else:
                 # The store outlived the last call: its members go on to the next one's first iteration.
+                job.check_terms()
+                job.member, job.view = last.member, last.view
+                self._begin_monitor()
                 try:
                     self._go_on(job, state)
                 except BaseException as error:
                     self._leave(job, state, error, ends=False)
                     raise
             state = self._call(job, state)
-        self._ends("late" if job is None else "done")
+            last = job
+            if call < scenario.calls - 1:
+                self._between_calls()
+        self._ends("late" if last is None else "done")
+
+    def _between_calls(self) -> None:
+        """The program does something else; nobody watches."""
+        self.monitored = False
+        if self.simulation.scenario.between > 0:
+            self.simulation.scheduler.sleep(self.simulation.scenario.between)
 
     def _patience(self) -> Patience:
         scenario = self.simulation.scenario
@@ -153,10 +168,16 @@ class SimulatedProcess:
         self.member, self.view = member, None
         self.wants_since = simulation.scheduler.now()
         simulation.invariants.registered(self)
-        if self.heart is None:
-            heart = f"heart {self.name[5:]}"
-            self.heart = simulation.scheduler.spawn(heart, self._beat, heart, daemon=True)
-            simulation.heart_began(self)
+        if not self.monitored:
+            self._begin_monitor()
+
+    def _begin_monitor(self) -> None:
+        simulation = self.simulation
+        self.monitored, self.view = True, None
+        self._monitors += 1
+        name = f"heart {self.name[5:]}" + "'" * (self._monitors - 1)
+        self.heart = simulation.scheduler.spawn(name, self._beat, name, self._monitors, daemon=True)
+        simulation.heart_began(self)
 
     def _first_state(self, job: Job) -> State:
         members = self.simulation.scenario.members
@@ -211,7 +232,7 @@ class SimulatedProcess:
         if scenario.endpoint and active_rank == 0:
             store.publish_endpoint(n, "host", 1)
         store.check_assignment(n, job.member, active_rank, state.world_size, active)
-        if scenario.endpoint and store.await_endpoint(n, scenario.barrier_timeout, 1.0) is None:
+        if scenario.endpoint and job.await_endpoint(state.rank, 1.0) is None:
             return FAULT, state
         simulation.invariants.entered(self, job.view, state)
         self.entered += 1
@@ -240,14 +261,14 @@ class SimulatedProcess:
 
     # Its monitor -------------------------------------------------------------------------------------------
 
-    def _beat(self, name: str) -> None:
-        """The monitor's heartbeat thread: as long as the rank lives."""
+    def _beat(self, name: str, number: int) -> None:
+        """The monitor's heartbeat thread: as long as the rank lives and is in a call."""
         simulation, scenario = self.simulation, self.simulation.scenario
         store = simulation.connect(name, self.slot)
         member: Member | None = None
         while True:
             simulation.scheduler.sleep(scenario.heartbeat_interval)
-            if not self._observed(self.alive):
+            if not self._observed(self.alive and self.monitored and self._monitors == number):
                 return
             if member is None or self._observed(self.member) != member:
                 assert self.member is not None
@@ -263,7 +284,7 @@ class SimulatedProcess:
 
     def _observed(self, value: Any) -> Any:
         """What the monitor reads in the memory that it shares with the rank."""
-        self.simulation.scheduler.observe(value)
+        self.simulation.scheduler.learn(value)
         return value
 
     def report(self, name: str, interruption: Interruption) -> None:

@@ -16,6 +16,7 @@ KINDS: dict[str, str] = {
     "deaf": "the monitor stands still for so many seconds, from its own step of this number on",
     "mute": "the heartbeats are lost for so many seconds, from this second on",
     "outage": "nobody reaches the store for so many seconds",
+    "loop": "process and monitor are lost, and the slot is taken again every so many seconds, for nothing",
     "error": "an operation of the process on the store fails for good",
     "repeat": "the reply to an operation is lost, and it is carried out again",
     "exception": "the function raises when it is entered for the time of this number",
@@ -23,6 +24,8 @@ KINDS: dict[str, str] = {
     "respawn": "another process is started for the slot, so many seconds later, though the old one may live",
 }
 """What can happen to a process."""
+
+_LASTING = ("pause", "freeze", "deaf", "mute", "outage", "respawn", "loop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Disturbance:
 
     def __str__(self) -> str:
         whose = process_name(self.slot, self.life)
-        lasting = f" ({self.seconds:g} s)" if self.seconds else ""
+        lasting = f" ({self.seconds:g} s)" if self.seconds and self.kind in _LASTING else ""
         return f"{self.kind} of {whose} at {self.step}{lasting}"
 
 
@@ -63,6 +66,7 @@ class Scenario:
         steps: in so many parts an active rank spends its time in the function.
         step_seconds: virtual seconds of each part.
         calls: number of wrapped calls, one after the other.
+        between: virtual seconds between two calls.
         min_world_size: fewer members than this do not go on.
         on_join: as for the wrapper: ``next``, ``degraded`` or ``now``.
         exchange: whether ranks talk to each other while they are assigned.
@@ -81,6 +85,7 @@ class Scenario:
     steps: int = 3
     step_seconds: float = 0.1
     calls: int = 1
+    between: float = 0.0
     min_world_size: int = 1
     on_join: str = "degraded"
     exchange: bool = False
@@ -127,6 +132,7 @@ class Scenario:
             steps=choose.randint(0, 4),
             step_seconds=choose.choice((0.1, 0.5, 3.0, 10.0)),
             calls=choose.choice((1, 1, 2)),
+            between=choose.choice((0.0, 0.0, 5.0, 20.0)),
             on_join=choose.choice(("degraded", "degraded", "now", "next")),
             exchange=choose.random() < 0.2,
             endpoint=choose.random() < 0.2,

@@ -109,11 +109,13 @@ class Event:
         name: shown in the trace.
         action: what happens.
         allowed: whether it may happen now.
+        task: whom it is about.
     """
 
     name: str
     action: Callable[[], None]
     allowed: Callable[[], bool]
+    task: Task | None = None
 
 
 _NUMBER = operator.attrgetter("number")
@@ -250,7 +252,11 @@ class Scheduler(Clock):
         self.at_step(task, step, lambda: self.pause(task, seconds))
 
     def add_event(
-        self, name: str, action: Callable[[], None], allowed: Callable[[], bool] | None = None
+        self,
+        name: str,
+        action: Callable[[], None],
+        allowed: Callable[[], bool] | None = None,
+        task: Task | None = None,
     ) -> Event:
         """Offers the policy something that may happen between any two steps, once.
 
@@ -258,8 +264,9 @@ class Scheduler(Clock):
             name: shown in the trace.
             action: what happens: crash or pause a task, spawn one, make the store fail ...
             allowed: whether it may happen now; always when None.
+            task: whom it is about.
         """
-        event = Event(name, action, allowed or _always)
+        event = Event(name, action, allowed or _always, task)
         self._events.append(event)
         return event
 
@@ -273,6 +280,11 @@ class Scheduler(Clock):
     def at_end(self, check: Callable[[], None]) -> None:
         """Calls a check once the run is over, before daemons are killed."""
         self._last_checks.append(check)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no task can run: time is about to pass."""
+        return not self._ready
 
     # Running -----------------------------------------------------------------------------------------------
 
@@ -341,21 +353,30 @@ class Scheduler(Clock):
         task._step = self.last_step = self._note(task, operation, args)
 
     def observe(self, result: Any) -> None:
-        """Says what the current task has learned: the result of its operation, or of any other look.
-
-        What a task does next follows from what it has learned so far. So this tells states apart, for a
-        search that wants to see each of them once; whoever lets tasks share more than the store has to call
-        this with what a task reads there.
-        """
+        """Notes the result of the current task's operation; called by the store after it."""
         task = self.current
         if task is None or self._aside:
             return
         if task._step is not None:
             task._step.result = result
+        self._learn(task, result)
+
+    def learn(self, value: Any) -> None:
+        """Says what the current task has learned otherwise than from the store.
+
+        What a task does next follows from what it has learned so far. So this tells states apart, for a
+        search that goes into each of them once: whoever lets tasks share more than the store has to call it
+        with what a task reads there.
+        """
+        task = self.current
+        if task is not None and not self._aside:
+            self._learn(task, value)
+
+    def _learn(self, task: Task, value: Any) -> None:
         try:
-            task._history = hash((task._history, self._now, result))
+            task._history = hash((task._history, self._now, value))
         except TypeError:
-            task._history = hash((task._history, self._now, repr(result)))
+            task._history = hash((task._history, self._now, repr(value)))
 
     def block(self, waiter: Waiter, deadline: float) -> bool:
         """Waits until the waiter is woken; False if its deadline passed first."""
@@ -410,7 +431,7 @@ class Scheduler(Clock):
     def state(self) -> int:
         """A hash of everything that decides what can happen from here on.
 
-        That is what each task has learned so far (`observe`), who can run, what the tasks share
+        That is what each task has learned so far (`observe`, `learn`), who can run, what the tasks share
         (`add_state`; a `FakeStore` says itself what it holds), and the time.
         """
         current = self.current
@@ -483,7 +504,7 @@ class Scheduler(Clock):
         while self._wakes:
             time = self._wakes[0][0]
             if time > self._max_time:
-                what = f"more than {self._max_time:g} virtual seconds"
+                what = f"more than {self._max_time:g} virtual seconds; {self._who_waits()}"
                 raise TooLong(what, self._report(what))
             while self._wakes and self._wakes[0][0] <= time:
                 task = heapq.heappop(self._wakes)[2]
@@ -493,12 +514,16 @@ class Scheduler(Clock):
             if self._ready:
                 self._now = time
                 return
-        left = [task for task in self.tasks if not task.done]
-        waiting = "; ".join(
-            f"{task.name} for {sorted(task._waiter.missing)}" for task in left if task._waiter
-        )
-        what = f"deadlock: nobody can run. Waiting: {waiting}"
+        what = f"deadlock: nobody can run; {self._who_waits()}"
         raise Deadlock(what, self._report(what))
+
+    def _who_waits(self) -> str:
+        waits = [
+            f"{task.name} waits for {', '.join(sorted(task._waiter.missing))}"
+            for task in self.tasks
+            if not task.done and task._waiter is not None and task._waiter.missing
+        ]
+        return "; ".join(waits) or "nobody waits"
 
     def _unready(self, task: Task) -> None:
         if task.ready:

@@ -25,14 +25,15 @@ from .invariants import Invariants, Violation
 from .policies import Policy
 from .process import Leave, SimulatedProcess
 from .scenario import Disturbance, Scenario
-from .scheduler import Scheduler
+from .scheduler import Deadlock, Scheduler, TooLong
 
 Connect = Callable[[str], StoreMixin]
 StoreFactory = Callable[[Scheduler, Scenario], Connect]
 """Makes the shared contents for one run, and returns what connects a client, by its name, to them."""
 
+LOOPS = 40
 MAX_STEPS = 60_000
-MAX_TIME = 3_000.0
+MAX_TIME = 1_500.0
 _EXCHANGE_TIMEOUT = timedelta(seconds=10_000)
 
 
@@ -118,7 +119,11 @@ class Simulation:
         Raises:
             SchedulerError: an invariant does not hold, somebody waits for ever, or something raised.
         """
-        self.scheduler.run()
+        try:
+            self.scheduler.run()
+        except (Deadlock, TooLong) as error:
+            error.what = f"I10: not everybody comes to an end: {error.what}"
+            raise
         return self
 
     @property
@@ -182,7 +187,9 @@ class Simulation:
         process.disturbed = True
         if host and process.heart is not None:
             self.scheduler.crash(process.heart)
-        if not host and not reported and process.member is not None:
+        if not process.monitored:
+            self.invariants.nobody_tells()
+        elif not host and not reported:
             self._report(process, Interruption.TERMINATED)
         self._respawn(process)
         self.scheduler.crash(task)
@@ -229,6 +236,7 @@ class Simulation:
             "host": lambda: self.crash(process, host=True),
             "leave": lambda: _leave(process),
             "doom": lambda: self._doom(process),
+            "loop": lambda: self._crash_loop(process, seconds),
             "pause": lambda: self.scheduler.pause(task, seconds),
             "freeze": lambda: self._freeze(process, seconds),
             "outage": lambda: self._outage(seconds),
@@ -250,7 +258,7 @@ class Simulation:
 
     def _doom(self, process: SimulatedProcess) -> None:
         """The monitor gives the process up and reports its death; it lives on until it is killed."""
-        if not process.alive or process.member is None:
+        if not process.alive or not process.monitored:
             return
         self._report(process, Interruption.HARD_TIMEOUT)
 
@@ -259,6 +267,19 @@ class Simulation:
             self.crash(process, reported=True)
 
         self.scheduler.spawn(f"kill {process.name[5:]}", kill)
+
+    def _crash_loop(self, process: SimulatedProcess, seconds: float) -> None:
+        """The host is lost, and the slot is taken again elsewhere, over and over, without success."""
+        name = f"again {process.name[5:]}"
+
+        def again() -> None:
+            store = self.connect(name, process.slot)
+            for _ in range(LOOPS):
+                self.scheduler.sleep(seconds)
+                store.register(process.slot, "{}")
+
+        self.scheduler.spawn(name, again)
+        self.crash(process, host=True)
 
     def _freeze(self, process: SimulatedProcess, seconds: float) -> None:
         assert process.task is not None

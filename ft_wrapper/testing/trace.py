@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
+
+UNKNOWN = object()
+"""The result of a step that has none, or not yet."""
+
+_ROOT = "ft_wrapper/1/"
+_LONGEST = 100
 
 
 class Step:
@@ -29,25 +36,44 @@ class Step:
         self.result: Any = UNKNOWN
 
 
-UNKNOWN = object()
-
-
 def show(steps: Sequence[Step]) -> str:
-    """The steps, one a line."""
-    return "\n".join(f"{s.time:10.3f}  {s.task:<12} {s.what} {_list(s.args)}{_result(s)}" for s in steps)
+    """The steps, one a line: when, who, what, and what came of it."""
+    return "\n".join(
+        f"{step.time:10.3f}  {step.task:<12} {describe(step.what, step.args)}{_result(step)}".rstrip()
+        for step in steps
+    )
+
+
+def describe(what: str, args: Sequence[Any]) -> str:
+    """An operation with its arguments, without the common part of all keys."""
+    if what == "compare_set" and len(args) == 3 and args[1] == args[2]:
+        return f"read {_short(args[0])}"  # how a TCPStore reads in one step
+    return " ".join([what, *map(_short, args)]).rstrip()
 
 
 def _result(step: Step) -> str:
     if step.result is UNKNOWN or step.result is None:
         return ""
+    if step.what == "compare_set" and step.args[1] == step.args[2]:
+        result = _short(step.result)
+        return " -> nothing" if result == step.args[1] else f" -> {result}"
     return f" -> {_short(step.result)}"
 
 
-def _list(args: Sequence[Any]) -> str:
-    return ", ".join(_short(arg) for arg in args)
-
-
 def _short(value: Any) -> str:
+    text = _text(value).strip().replace("\n", "; ").replace(_ROOT, "") or "''"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
     if isinstance(value, bytes):
-        value = value.decode(errors="replace")
-    return value.replace("\n", "⏎") if isinstance(value, str) else repr(value)
+        return value.decode(errors="replace")
+    if isinstance(value, datetime.timedelta):
+        return f"{value.total_seconds():g} s"
+    if isinstance(value, frozenset | set):
+        return "{" + ", ".join(sorted(filter(None, map(_text, value)))) + "}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    return repr(value)

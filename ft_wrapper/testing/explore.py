@@ -1,0 +1,163 @@
+"""Explores simulated jobs from the command line.
+
+For example::
+
+    python -m ft_wrapper.testing.explore --random 100000 --processes 2
+    python -m ft_wrapper.testing.explore --exhaustive
+    python -m ft_wrapper.testing.explore --replay 4711
+
+``--stores package.module:name`` takes other stores, ``--rank-assignment package.module:name`` another rank
+assignment; see `Simulation`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from .exhaustive import Count
+from .explorer import EXHAUSTIVE, Explorer, new_seed, without_logging
+from .failure import Failure
+from .policies import RandomPolicy
+from .scenario import Scenario
+
+_TRACE_LINES = 60
+_REPORT_EVERY = 10.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Explores as the command line says; returns the exit code: 1 if something went wrong."""
+    options = _parser().parse_args(arguments)
+    explorer = Explorer(
+        stores=options.stores,
+        rank_assignment=options.rank_assignment,
+        scenario=functools.partial(Scenario.random, max_members=options.members, max_faults=options.faults),
+    )
+    if options.replay is not None:
+        return _replay(explorer, options.replay, options.shrink)
+    good = True
+    if options.exhaustive:
+        good = _exhaustively(explorer, options)
+    if options.random and good:
+        good = _at_random(explorer, options)
+    return 0 if good else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m ft_wrapper.testing.explore",
+        description="Explores simulated jobs and checks after every step what must always hold.",
+    )
+    parser.add_argument("--random", type=int, metavar="N", default=0, help="run N jobs from seeds in a row")
+    parser.add_argument("--seed", type=int, help="the first of them; chosen anew by default")
+    parser.add_argument("--members", type=int, default=8, help="ranks at the most (default: %(default)s)")
+    parser.add_argument("--faults", type=int, default=3, help="faults at the most (default: %(default)s)")
+    parser.add_argument("--exhaustive", action="store_true", help="make every run of a small job in a bound")
+    parser.add_argument(
+        "--departures", type=int, default=1, help="the bound: switches beside the default order (%(default)s)"
+    )
+    parser.add_argument(
+        "--replay", type=int, metavar="SEED", help="run the job of a seed and show who did what"
+    )
+    parser.add_argument("--shrink", action="store_true", help="make it smaller first, if it goes wrong")
+    parser.add_argument("--processes", type=int, default=1, help="share the work (default: %(default)s)")
+    parser.add_argument("--stores", type=_named, metavar="MODULE:NAME", help="other stores")
+    parser.add_argument(
+        "--rank-assignment", type=_named, metavar="MODULE:NAME", help="makes another rank assignment"
+    )
+    return parser
+
+
+def _named(text: str) -> Any:
+    module, _, name = text.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be MODULE:NAME of something: {error}") from None
+
+
+def _at_random(explorer: Explorer, options: argparse.Namespace) -> bool:
+    seed = new_seed() if options.seed is None else options.seed
+    last = seed + options.random - 1
+    what = f"2 to {options.members} ranks, up to {options.faults} faults, seeds {seed} to {last}"
+    print(f"at random: {what}", flush=True)
+    report = explorer.at_random(options.random, seed, options.processes, _Progress(options.random))
+    if report.failure is not None:
+        print(f"seed {report.seed} goes wrong: replay it with --replay {report.seed}")
+        _show(explorer, report.failure, shrink=True)
+        return False
+    count = report.count
+    print(
+        f"at random: {count.schedules:,} schedules ({what}), {count.steps:,} steps in {report.seconds:.0f} s "
+        f"on {options.processes} processes: no violation"
+    )
+    return True
+
+
+def _exhaustively(explorer: Explorer, options: argparse.Namespace) -> bool:
+    what = (
+        f"{EXHAUSTIVE.members} ranks, at most one crash before any step of any process, at most one start of "
+        f"another process for any slot at any step, every order that departs in at most {options.departures} "
+        "places from that in which everyone runs on"
+    )
+    print(f"exhaustively: {what}", flush=True)
+    report = explorer.exhaustively(options.departures, options.processes, progress=_Progress())
+    if report.failure is not None:
+        _show(explorer, report.failure, shrink=False)
+        return False
+    count = report.count
+    print(
+        f"exhaustively: {count.schedules:,} schedules, {count.complete:,} of them to their end, the others "
+        f"to a state that was gone into before; {count.states:,} states, {count.steps:,} steps in "
+        f"{report.seconds:.0f} s on {options.processes} processes: no violation"
+    )
+    return True
+
+
+def _replay(explorer: Explorer, seed: int, shrink: bool) -> int:
+    print(f"seed {seed}: {explorer.scenario(seed)}")
+    failure = explorer.replay(seed)
+    if failure is not None:
+        _show(explorer, failure, shrink=shrink, lines=None)
+        return 1
+    with without_logging():
+        simulation = explorer.simulation(explorer.scenario(seed), RandomPolicy(seed))
+        simulation.run()
+    print(simulation.scheduler.trace())
+    for process in simulation.processes:
+        print(f"{process.name} ({process.member}): {process.fate}")
+    return 0
+
+
+def _show(explorer: Explorer, failure: Failure, *, shrink: bool, lines: int | None = _TRACE_LINES) -> None:
+    if shrink:
+        print(f"{failure.what}\nmaking it smaller ...", flush=True)
+        failure = explorer.shrink(failure)
+    trace = failure.trace.splitlines()
+    print("\n".join(trace if lines is None else trace[-lines:]))
+    print(f"\n{failure}")
+
+
+class _Progress:
+    """Says from time to time, on a terminal's other stream, how far it is."""
+
+    def __init__(self, of: int = 0) -> None:
+        self._of = f" of {of:,}" if of else ""
+        self._start = self._said = time.monotonic()
+
+    def __call__(self, count: Count) -> None:
+        now = time.monotonic()
+        if now - self._said < _REPORT_EVERY:
+            return
+        self._said = now
+        rate = count.schedules / (now - self._start)
+        print(f"  {count.schedules:,}{self._of} schedules, {rate:.0f} a second", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

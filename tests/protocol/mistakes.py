@@ -1,0 +1,541 @@
+"""Every mistake of DESIGN.md 5.6, put back into the real code: what the explorer must find."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+from ft_wrapper.monitor.neighbours import NeighbourWatch
+from ft_wrapper.store import (
+    Decision,
+    Entry,
+    Fault,
+    Head,
+    HeartbeatObserver,
+    JoinTerms,
+    Member,
+    StoreMixin,
+    View,
+    joining,
+    keys,
+)
+from ft_wrapper.store.records import DONE, FAULT, roster_to_json
+from ft_wrapper.testing import Scheduler
+from ft_wrapper.testing.policies import Policy
+from ft_wrapper.testing.scenario import Disturbance, Scenario
+from ft_wrapper.testing.simulation import Connect, SimulatedStore, Simulation
+
+LONG = 10_000.0
+Patches = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class MistakenSimulation(Simulation):
+    """The simulation, with a mistake in it."""
+
+    store_class: type[SimulatedStore] = SimulatedStore
+    patches: Patches = staticmethod(contextlib.nullcontext)
+
+    @classmethod
+    def stores(cls, scheduler: Scheduler, scenario: Scenario) -> Connect:
+        return cls.store_class(scheduler, use_libuv=scenario.use_libuv).clone
+
+    def run(self) -> Simulation:
+        with self.patches():
+            return super().run()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """One row of 5.6, or a part of one.
+
+    Args:
+        row: the mistake, as the table has it.
+        store: the stores with the mistake in them.
+        scenarios: the jobs in which to look for it, in the order in which to try them, each with a seed.
+        finds: the invariant that does not hold, as `kind_of` tells it; any when empty.
+        simulation: the rest of the mistake.
+        patches: the rest of the mistake.
+    """
+
+    row: str
+    store: type[SimulatedStore]
+    scenarios: Callable[[], Iterable[tuple[Scenario, int]]]
+    finds: str = ""
+    simulation: type[MistakenSimulation] = MistakenSimulation
+    patches: Patches = contextlib.nullcontext
+
+    def make(self, scenario: Scenario, policy: Policy) -> Simulation:
+        """A simulation with the mistake in it."""
+        made = type(
+            "Mistaken",
+            (self.simulation,),
+            {"store_class": self.store, "patches": staticmethod(self.patches)},
+        )
+        simulation: Simulation = made(scenario, policy=policy)
+        return simulation
+
+
+def at_each_step(
+    kind: str,
+    at: range,
+    *,
+    slots: Iterable[int] = (0, 1),
+    seconds: float = 100.0,
+    also: tuple[Disturbance, ...] = (),
+    seeds: int = 5,
+    **scenario: Any,
+) -> Callable[[], Iterator[tuple[Scenario, int]]]:
+    """The same job with the fault at each step of each slot, in several orders."""
+
+    def scenarios() -> Iterator[tuple[Scenario, int]]:
+        for seed in range(seeds):
+            for step in at:
+                for slot in slots:
+                    fault = Disturbance(kind, slot, step, seconds)
+                    yield Scenario(disturbances=(*also, fault), **scenario), seed
+
+    return scenarios
+
+
+def one_job(seeds: int = 100, **scenario: Any) -> Callable[[], Iterator[tuple[Scenario, int]]]:
+    """One job in several orders."""
+    return lambda: ((Scenario(**scenario), seed) for seed in range(seeds))
+
+
+def raises(slot: int, *entries: int) -> tuple[Disturbance, ...]:
+    """The function raises on a slot when it is entered for these times."""
+    return tuple(Disturbance("exception", slot, entry) for entry in entries)
+
+
+# Heartbeats are time.time(), compared across hosts
+
+
+class WallClockStore(SimulatedStore):
+    def send_heartbeat(self, member: Member) -> int:
+        self.set(keys.heartbeat(str(member)), str(self.now()))
+        return 1
+
+
+def _stillness_by_wall_clock(observer: HeartbeatObserver, member: Member) -> float:
+    store: Any = observer._store
+    text = store.try_get(keys.heartbeat(str(member)))
+    still = store.now() - float(text or 0.0)
+    return still if still >= observer._timeout else 0.0
+
+
+# Rank 0 always counts as active
+
+
+class RankZeroCountsStore(SimulatedStore):
+    def advance(self, view: View, proposer: Member | None, **how: Any) -> bool:
+        if self.read_head() == view.head and view.members[0] not in self.arrivals_of(view.n):
+            return False
+        return super().advance(view, proposer, **how)
+
+
+# The winner of add(...) == 1, the others fall back to the lowest rank
+
+
+class ElectedStore(SimulatedStore):
+    _lowest = False
+
+    def advance(self, view: View, proposer: Member | None, **how: Any) -> bool:
+        here = self.arrivals_of(view.n) - self.deaths_of(view.n)
+        self._lowest = proposer is not None and proposer == min(here, default=None)
+        return super().advance(view, proposer, **how)
+
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
+        if head is None:
+            return super()._decide(head, decision, members)
+        if self.add(f"elected/{decision.n}", 1) > 1 and not self._lowest:
+            return False
+        _write(self, decision, members)
+        return True
+
+
+def _write(store: SimulatedStore, decision: Decision, members: tuple[Member, ...]) -> None:
+    """Decides with a plain set."""
+    proposal = Head(decision.call, decision.n, store.new_nonce())
+    store.multi_set(
+        [keys.decision(proposal.n, proposal.nonce), keys.roster(proposal.n, proposal.nonce)],
+        [decision.to_json(), roster_to_json(members)],
+    )
+    store.set(keys.HEAD, str(proposal))
+    store.set(keys.wake_head(proposal.n), "1")
+
+
+# Set, then get to see who won
+
+
+class SetThenGetStore(SimulatedStore):
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
+        if self.read_head() == head:
+            _write(self, decision, members)
+        return True
+
+
+# The arrival list is deleted and reused
+
+
+class ReusedListStore(SimulatedStore):
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
+        decided = super()._decide(head, decision, members)
+        self.delete_key(keys.arrived(decision.n))
+        return decided
+
+
+# A local number when coordination fails
+
+
+class LocalNumberStore(SimulatedStore):
+    def await_next(self, view: View, member: Member, **how: Any) -> tuple[View, Decision] | None:
+        following = super().await_next(view, member, **how)
+        if following is not None:
+            return following
+        after = dataclasses.replace(view, n=view.n + 1)
+        size = len(view.members)
+        return after, Decision(view.call, after.n, view.first, (), (), (), (), (), size)
+
+
+# Decisions written from empty, old ones deleted
+
+
+class FromEmptyStore(SimulatedStore):
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
+        proposal = Head(decision.call, decision.n, self.new_nonce())
+        self.multi_set(
+            [keys.decision(proposal.n, proposal.nonce), keys.roster(proposal.n, proposal.nonce)],
+            [decision.to_json(), roster_to_json(members)],
+        )
+        self.compare_set(f"decided/{decision.n}", "", str(proposal))
+        self.set(keys.HEAD, self.try_get(f"decided/{decision.n}") or str(proposal))
+        self.delete_key(f"decided/{decision.n - 2}")
+        self.set(keys.wake_head(decision.n), "1")
+        return True
+
+
+# A joiner waits only for the decision after the counter it read
+
+
+class WaitsForTheNextStore(SimulatedStore):
+    def await_entry(
+        self, member: Member, call: int, terms: JoinTerms, asked: int | None = None
+    ) -> tuple[Entry, View, Decision]:
+        view, _ = self._current()
+        attempt = joining._Attempt(self, member, call, terms, asked)
+        attempt.look_at(view)
+        attempt.ask(view)
+        self.end_iteration(view.n, FAULT)
+        counter = self._current()[0].n
+        self.wait_for(keys.wake_head(counter + 1), LONG)
+        view, decision = self._current()
+        return Entry.IN if member in view.members else Entry.DONE, view, decision
+
+    def _current(self) -> tuple[View, Decision]:
+        current = self.read_current()
+        assert current is not None
+        return current
+
+
+# "In" by joiner number instead of slot:inc
+
+
+class InByNumberStore(SimulatedStore):
+    def advance(self, view: View, proposer: Member | None, **how: Any) -> bool:
+        self._view = view
+        return super().advance(view, proposer, **how)
+
+    def _next_decision(
+        self,
+        view: View,
+        outcome: str,
+        kept: tuple[Member, ...],
+        newcomers: tuple[Member, ...],
+        arrived: dict[Member, tuple[int, int]],
+    ) -> Decision:
+        everybody = tuple(sorted(self.joins_of(view.n) - self.deaths_of(view.n) - set(kept)))
+        return super()._next_decision(view, outcome, kept, everybody, arrived)
+
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
+        stay = set() if head is None else set(self._view.members) - set(decision.removed)
+        return super()._decide(head, decision, tuple(sorted(stay.union(decision.joined))))
+
+
+# The number is taken by add, the record written after
+
+
+class NumberThenRecordStore(SimulatedStore):
+    def log_append(self, key: str, entry: str) -> None:
+        if "/join/" not in key:
+            super().log_append(key, entry)
+            return
+        number = self.add(f"{key}/count", 1)
+        self.set(f"{key}/{number}", entry)
+
+    def log_read(self, key: str) -> list[str]:
+        if "/join/" not in key:
+            return super().log_read(key)
+        entries = []
+        for number in range(1, self.add(f"{key}/count", 0) + 1):
+            self.wait_for(f"{key}/{number}", LONG)
+            entries.append(self.get(f"{key}/{number}").decode())
+        return entries
+
+
+# Arrival in two steps, one of which may be missing; the counter as truth
+
+
+class CountAloneStore(SimulatedStore):
+    def advance(self, view: View, proposer: Member | None, **how: Any) -> bool:
+        if self.read_head() == view.head and self.add(keys.count_gone(view.n), 0) < len(view.members):
+            return False
+        return super().advance(view, proposer, **how)
+
+
+class CounterStore(SimulatedStore):
+    def _arrivals(self, n: int) -> dict[Member, tuple[int, int]]:
+        head = self.read_head()
+        if head is None or head.n != n:
+            return super()._arrivals(n)
+        members = self.read_view(head).members
+        if self.add(keys.count_gone(n), 0) < len(members):
+            return super()._arrivals(n)
+        return {member: (rank, len(members)) for rank, member in enumerate(members)}
+
+
+# Completion without end/{n}
+
+
+class NoEndStore(SimulatedStore):
+    _size = 0
+
+    def finish(self, n: int, active_rank: int, active_world_size: int) -> None:
+        self._size = active_world_size
+        self.log_append(keys.finished(n), str(active_rank))
+        if len(self.finished_in(n)) >= active_world_size:
+            self.set(keys.wake_end(n), "1")
+
+    def wait_for_end(self, n: int, seconds: float) -> str | None:
+        self.wait_for(keys.wake_end(n), seconds)
+        outcome = self.outcome_of(n)
+        if outcome is None and self._size and len(self.finished_in(n)) >= self._size:
+            return DONE
+        return outcome
+
+
+class NoEnd(MistakenSimulation):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The register that this checks is what is missing; what follows from that must be found.
+        invariants: Any = self.invariants
+        invariants.completed = lambda process, view: process.completed.append(view.n)
+
+
+# Suspects in the shared log
+
+
+class SuspectsLoggedWatch(NeighbourWatch):
+    def look(self, view: View) -> frozenset[Member]:
+        silent = self._silent(view)
+        for member in silent:
+            self._store.log_death(view.n, member, None, ends=True)
+        return silent
+
+
+class SuspectsLogged(MistakenSimulation):
+    def watch(self, store: StoreMixin, member: Member) -> NeighbourWatch:
+        return SuspectsLoggedWatch(store, member, self.scenario.heartbeat_timeout)
+
+
+# An unbounded wait on a key that may be deleted
+
+
+class UnboundedStore(SimulatedStore):
+    def await_next(self, view: View, member: Member, **how: Any) -> tuple[View, Decision] | None:
+        deadline = self.now() + how["timeout"]
+        while not self.wait_for(keys.wake_head(view.n + 1), 1.0):
+            if self.read_head() == view.head:
+                self.advance(view, member, drop_missing=self.now() >= deadline)
+        return super().await_next(view, member, **how)
+
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
+        if self.read_head() != head:
+            return True  # a late proposal wakes nobody again, either
+        decided = super()._decide(head, decision, members)
+        self.delete_key(keys.wake_head(decision.n - 1))
+        return decided
+
+
+# A coordinator that lives but never arrives
+
+
+class WaitedForStore(SimulatedStore):
+    def advance(
+        self, view: View, proposer: Member | None, *, silent: frozenset[Member] = frozenset(), **how: Any
+    ) -> bool:
+        coordinator = min(set(view.members) - self.deaths_of(view.n) - silent, default=None)
+        if self.read_head() == view.head and proposer != coordinator:
+            return False
+        return super().advance(view, proposer, silent=silent, **how)
+
+
+# Only members may propose
+
+
+class OnlyMembersStore(SimulatedStore):
+    def advance(self, view: View, proposer: Member | None, **how: Any) -> bool:
+        return proposer is not None and super().advance(view, proposer, **how)
+
+
+# A death is logged, and the logger dies before it ends the iteration
+
+
+class LoggedFirstStore(SimulatedStore):
+    def log_death(
+        self, n: int, member: Member, fault: Fault | None, *, ends: bool, returns: bool = False
+    ) -> None:
+        self.log_append(keys.dead(n), str(member))
+        if ends:
+            self.end_iteration(n, FAULT)
+
+
+RESTARTS = raises(2, 1, 2, 3)
+CRASH = (Disturbance("crash", 1, 22),)
+
+MISTAKES = [
+    Mistake(
+        "heartbeats are `time.time()`, compared across hosts",
+        WallClockStore,
+        one_job(steps=3, step_seconds=2.0),
+        patches=lambda: mock.patch.object(HeartbeatObserver, "stillness", _stillness_by_wall_clock),
+    ),
+    Mistake(
+        "rank 0 always counts as active",
+        RankZeroCountsStore,
+        at_each_step("crash", range(20, 45), slots=[0]),
+    ),
+    Mistake(
+        "winner of `add(...) == 1`, others fall back to the lowest rank",
+        ElectedStore,
+        at_each_step("pause", range(20, 70), also=raises(1, 1)),
+        "I1",
+    ),
+    Mistake(
+        "`set`, then `get` to see who won",
+        SetThenGetStore,
+        at_each_step("repeat", range(20, 45), also=raises(0, 1), seeds=20),
+        "I1",
+    ),
+    Mistake(
+        "ready flag and arrival list are deleted and reused",
+        ReusedListStore,
+        at_each_step("pause", range(25, 60), seconds=3.0, active=3, also=RESTARTS),
+        patches=lambda: mock.patch.object(keys, "arrived", lambda n: "arrived"),
+    ),
+    Mistake(
+        "fall back to a local number when coordination fails",
+        LocalNumberStore,
+        at_each_step("pause", range(20, 60), active=3, also=raises(2, 1)),
+    ),
+    Mistake(
+        "decisions written from empty, old ones deleted",
+        FromEmptyStore,
+        at_each_step("pause", range(25, 60), active=3, also=RESTARTS, seeds=20),
+        "I1",
+    ),
+    Mistake(
+        "a joiner waits only for the decision after the counter it read",
+        WaitsForTheNextStore,
+        at_each_step("respawn", range(15, 30), seconds=0.0, on_join="now", steps=10, seeds=20),
+    ),
+    Mistake(
+        '"in" by joiner number instead of `slot:inc`',
+        InByNumberStore,
+        at_each_step(
+            "respawn",
+            range(15, 30),
+            slots=[1],
+            seconds=0.0,
+            also=(*CRASH, Disturbance("respawn", 1, 20, 0.0, 1)),
+            on_join="now",
+            steps=10,
+            seeds=20,
+        ),
+        "I2",
+    ),
+    Mistake(
+        "number taken by `add`, record written after",
+        NumberThenRecordStore,
+        at_each_step("crash", range(3, 12)),
+    ),
+    Mistake(
+        "arrival in two steps (key, counter)",
+        CountAloneStore,
+        at_each_step("reporter", range(1, 15), slots=[1], also=CRASH),
+    ),
+    Mistake(
+        "counter as truth",
+        CounterStore,
+        at_each_step("repeat", range(20, 50), also=raises(0, 1), members=2, steps=5, seeds=20),
+        "I12",
+    ),
+    Mistake(
+        "completion without `end/{n}`",
+        NoEndStore,
+        at_each_step("crash", range(16, 36), active=3, steps=1, seeds=20),
+        simulation=NoEnd,
+    ),
+    Mistake(
+        "suspects written into the shared log",
+        SimulatedStore,
+        one_job(
+            members=2,
+            step_seconds=10.0,
+            disturbances=tuple(Disturbance("mute", slot, 3, 25.0) for slot in (0, 1)),
+        ),
+        simulation=SuspectsLogged,
+    ),
+    Mistake(
+        "unbounded wait on a key that may be deleted",
+        UnboundedStore,
+        at_each_step("pause", range(20, 60), active=3, also=RESTARTS),
+    ),
+    Mistake(
+        "coordinator that is alive but never arrives (GIL, `atomic()`)",
+        WaitedForStore,
+        at_each_step("pause", range(20, 45), slots=[0], also=raises(1, 1)),
+    ),
+    Mistake(
+        "only members may propose",
+        OnlyMembersStore,
+        at_each_step(
+            "respawn",
+            range(20, 30),
+            slots=[0],
+            seconds=1.0,
+            also=(
+                *CRASH,
+                Disturbance("respawn", 1, 22, 1.0),
+                Disturbance("crash", 0, 30),
+            ),
+            members=2,
+            steps=10,
+        ),
+    ),
+    Mistake(
+        "death logged, logger dies before ending the iteration",
+        LoggedFirstStore,
+        at_each_step("reporter", range(1, 15), slots=[1], also=CRASH),
+    ),
+    Mistake(
+        "heartbeat or coordinator keyed by slot or rank",
+        SimulatedStore,
+        at_each_step("loop", range(16, 40), slots=[1], seconds=4.0, steps=40, step_seconds=10.0),
+        patches=lambda: mock.patch.object(
+            keys, "heartbeat", lambda name: f"heartbeat/{name.partition(':')[0]}"
+        ),
+    ),
+]
