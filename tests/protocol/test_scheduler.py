@@ -165,7 +165,7 @@ def test_store_error_at_a_step() -> None:
 def test_deadlock_names_who_waits_for_what() -> None:
     made = Scheduler(seed=5)
     made.spawn("a task", made.block, Waiter({"the key"}), math.inf)
-    with pytest.raises(Deadlock, match=r"a task for \['the key'\]") as caught:
+    with pytest.raises(Deadlock, match="a task waits for the key") as caught:
         made.run()
     assert "replay: Scheduler(seed=5)" in str(caught.value)
 
@@ -199,7 +199,7 @@ def test_error_of_a_task_tells_who_did_what_and_how_to_replay() -> None:
     with pytest.raises(SchedulerError) as caught:
         made.run()
     text = str(caught.value)
-    assert "ZeroDivisionError in 'a task': of mine" in text and "set the key, 1" in text
+    assert "ZeroDivisionError in 'a task': of mine" in text and "set the key 1" in text
     assert "Scheduler(seed=11)" in text and f"choices={made.choices}" in text
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
