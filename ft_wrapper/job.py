@@ -100,6 +100,8 @@ class Job:
         terms: function and settings of the call, which must be the same on all ranks.
 
     Attributes:
+        host: where this process runs, for people.
+        pid: which one it is there, for people.
         on_member: told whenever this process takes another incarnation of its slot, before it joins with it.
     """
 
@@ -117,6 +119,7 @@ class Job:
         self.slots = slots
         self.call = call
         self.host = socket.gethostname()
+        self.pid = os.getpid()
         self.member: Member
         self.view: View
         self.decision: Decision
@@ -136,7 +139,7 @@ class Job:
         if not self._patience.admits and self.store.read_head() is not None:
             raise self._refused()
         self.check_terms()
-        self.member = self.store.register(self.slot, json.dumps({"host": self.host, "pid": os.getpid()}))
+        self.member = self.store.register(self.slot, json.dumps({"host": self.host, "pid": self.pid}))
         if self.on_member is not None:
             self.on_member(self.member)
 
@@ -361,7 +364,7 @@ class Job:
         record = self.store.record_of(newest)
         return (
             f"slot {self.slot} was taken over by process {record.get('pid')} on {record.get('host')} "
-            f"({newest}); this is process {os.getpid()} on {self.host} ({self.member}): no slot can be "
+            f"({newest}); this is process {self.pid} on {self.host} ({self.member}): no slot can be "
             "held by two processes, so make sure that each RANK is started once"
         )
 
@@ -373,7 +376,7 @@ class Job:
 
     def fault(self, rank: int | None, interruption: Interruption, message: str) -> Fault:
         """A fault of this member."""
-        return Fault(self.member, rank, interruption, message, self.host, os.getpid())
+        return Fault(self.member, rank, interruption, message, self.host, self.pid)
 
     def _raised(self, rank: int | None, interruption: Interruption, error: BaseException) -> Fault:
         text = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]

@@ -187,11 +187,13 @@ class Explorer:
         with without_logging():
             try:
                 search.run(start)
-            except SchedulerError:
+            except SchedulerError as error:
                 replay = ReplayPolicy(search.choices, RunOnPolicy())
                 failure = attempt(
                     lambda scenario, policy: self._crash_and_start(scenario, slot, policy), scenario, replay
                 )
+                if failure is None:
+                    raise RuntimeError(f"a run cannot be repeated: {error.what}") from error
         return _Part(slot, search.count, list(search.parts.values()), failure)
 
     def _crash_and_start(self, scenario: Scenario, slot: int, policy: Policy) -> Simulation:

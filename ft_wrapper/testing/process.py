@@ -121,6 +121,7 @@ class SimulatedProcess:
         state = State(0, 1)
         for call in range(scenario.calls):
             job = Job(store, self.slot, list(range(scenario.members)), self._patience(), call)
+            job.host, job.pid = "host", self.slot  # every run is the same, in whatever process it is made
             job.on_member = self._on_member
             if last is None:
                 job.register()
