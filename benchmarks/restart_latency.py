@@ -404,15 +404,21 @@ def measure_restarts(
 def measure_resident(
     arguments: argparse.Namespace, wrappers: list[Implementation], folder: Path, samples: Samples
 ) -> None:
-    """SIGKILL of a rank that holds much memory, which the kernel takes its time to free."""
+    """SIGKILL of a rank that holds much memory, which the kernel takes its time to free, and of a small one.
+
+    The jobs differ in nothing else, and take turns.
+    """
     if psutil.virtual_memory().available < 1.5 * RESIDENT:
         print(f"less than {1.5 * RESIDENT / 2**30:.0f} GB available: no rank of 4 GB is killed")
         return
     for seed in range(arguments.repeats):
         for implementation in wrappers:
-            recoveries = run(folder, implementation, 4, faults_of(4, seed, 0, False), False, RESIDENT)
-            samples.add(implementation.name, 4, " of 4 GB", False, recoveries)
-            print(f"{implementation.name}, 4 ranks, 4 GB: sigkill {duration(recoveries[0].back)}", flush=True)
+            faults = faults_of(4, seed, arguments.exceptions, False)
+            for resident, victim in ((0, " of a small rank"), (RESIDENT, " of a rank with 4 GB")):
+                killed = run(folder, implementation, 4, faults, False, resident)[-1:]
+                samples.add(implementation.name, 4, victim, False, killed)
+                took = duration(killed[0].back)
+                print(f"{implementation.name}, 4 ranks: sigkill{victim} {took}", flush=True)
 
 
 def measure_hangs(
