@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
-from simulation import Disturbance, Job, Scenario
 
 from ft_wrapper.store import keys
+from ft_wrapper.testing.scenario import Disturbance, Scenario
+from ft_wrapper.testing.simulation import Simulation
+from ft_wrapper.testing.trace import Step
+
+RAISES = (Disturbance("exception", 1, 1),)
+DIES = (Disturbance("crash", 1, 20),)
+COMES_BACK = (*DIES, Disturbance("respawn", 1, 20, 5.0))
+
+# A few more than it takes; one operation for each of 64 ranks would be more than that.
+MOST = 40
 
 
-def operations_per_restart(members: int, disturbances: tuple[Disturbance, ...] = ()) -> dict[str, int]:
-    """How many more store operations each rank does in a job with one restart more."""
-    counts = []
-    for exceptions in ((), ((1, 1),)):
-        scenario = Scenario(members, members - 1, exceptions=exceptions, disturbances=disturbances)
-        job = Job(scenario, seed=members).run()
-        counts.append({f"rank {rank.slot}": job.operations[f"rank {rank.slot}"] for rank in job.ranks})
-    quiet, restarted = counts
-    return {name: restarted[name] - quiet[name] for name in quiet}
+def run(members: int, disturbances: Sequence[Disturbance]) -> Simulation:
+    """A job with a spare, to its end."""
+    scenario = Scenario(
+        members=members, active=members - 1, step_seconds=3.0, on_join="now", disturbances=tuple(disturbances)
+    )
+    return Simulation(scenario, seed=members).run()
+
+
+def operations(simulation: Simulation) -> Counter[str]:
+    """How many operations on the store each process did itself."""
+    steps = simulation.scheduler.trace_steps
+    return Counter(step.task for step in steps if step.task.startswith("rank ") and step.args)
 
 
 @pytest.mark.parametrize("members", [4, 16, 64])
-def test_restart_costs_each_member_a_constant_number_of_operations(members: int) -> None:
-    assert max(operations_per_restart(members).values()) <= 50
+@pytest.mark.parametrize("disturbances", [RAISES, DIES, COMES_BACK], ids=["exception", "crash", "respawn"])
+def test_restart_costs_each_member_a_constant_number_of_operations(
+    members: int, disturbances: tuple[Disturbance, ...]
+) -> None:
+    simulation = run(members, disturbances)
+    restarts = len(simulation.invariants.heads) - 1
+    assert restarts == (2 if disturbances is COMES_BACK else 1)
+    quiet, restarted = operations(run(members, ())), operations(simulation)
+    more = {name: restarted[name] - quiet[name] for name in quiet}
+    assert max(more.values()) <= MOST * restarts, more
 
 
 @pytest.mark.parametrize("members", [4, 16, 64])
 def test_member_reads_the_change_not_the_world(members: int) -> None:
     """Nobody but proposers reads a roster or an arrival list after the formation."""
-    job = Job(Scenario(members, members, exceptions=((1, 1),)), seed=members)
-    readers = set()
-
-    def note(client: str, operation: str, args: Any) -> None:
-        reads = operation in ("get", "check", "compare_set") and isinstance(args[0], str)
-        if job.invariants.outcomes and reads and args[0] in (keys.arrived(0), keys.roster(1, nonce())):
-            readers.add(client)
-
-    def nonce() -> str:
-        heads = job.invariants.heads
-        return heads[1].nonce if len(heads) > 1 else ""
-
-    job.store.on_operation(note)
-    job.run()
+    simulation = run(members, RAISES)
+    steps, heads = simulation.scheduler.trace_steps, simulation.invariants.heads
+    ended = next(place for place, step in enumerate(steps) if keys.end(0) in keys_of(step))
+    large = {keys.arrived(0), keys.roster(1, heads[1].nonce)}
+    readers = {step.task for step in steps[ended:] if step.what in READS and large & set(keys_of(step))}
     assert 1 <= len(readers) <= 2
+
+
+READS = ("get", "multi_get", "check", "compare_set")
+
+
+def keys_of(step: Step) -> list[str]:
+    """The keys of an operation."""
+    if not step.args or isinstance(step.args[0], str):
+        return [*step.args[:1]]
+    return list(step.args[0]) if isinstance(step.args[0], list) else []
