@@ -345,13 +345,13 @@ def hammer(run: Run, args: argparse.Namespace) -> Samples:
     return samples
 
 
-def finish(run: Run) -> None:
-    """Lets the training come to its end."""
-    deadline = time.monotonic() + FINISH
+def finish(run: Run, seconds: float) -> None:
+    """Lets the training come to its end within so many seconds."""
+    deadline = time.monotonic() + seconds
     while run.launcher.running:
         left = deadline - time.monotonic()
         if left <= 0:
-            fail(run, f"the training did not finish within {FINISH:g} s")
+            fail(run, f"the training did not finish within {seconds:.0f} s")
         run.wait(left)
     if run.final is None:
         fail(run, "nobody printed the final weights")
@@ -475,18 +475,19 @@ def show(args: argparse.Namespace, folder: Path) -> None:
     try:
         samples = hammer(faulty, args)
         stop.touch()
-        finish(faulty)
+        finish(faulty, FINISH)
     finally:
         faulty.close()
     assert faulty.final is not None
     sha256, loss, steps = faulty.final
 
+    faulty_took = time.monotonic() - begin
     print(f"\nthe same {steps} steps without faults", flush=True)
     clean = Run(folder / "clean", args, ["--steps", str(steps)])
     try:
         for slot in range(args.ranks):
             clean.start(slot)
-        finish(clean)
+        finish(clean, faulty_took + FINISH)
     finally:
         clean.close()
     assert clean.final is not None
