@@ -442,11 +442,13 @@ def measure(arguments: argparse.Namespace, implementations: list[Implementation]
         measure_resident(arguments, wrappers, folder, samples)
     if "hang" not in arguments.skip:
         hangs = measure_hangs(arguments, wrappers, folder)
-    samples.print_details()
-    samples.print_phases()
+    if samples.values or samples.lost:
+        samples.print_details()
+        samples.print_phases()
     if hangs:
         print_hang(hangs)
-    samples.print_comparison([implementation.name for implementation in implementations])
+    if samples.values or samples.lost:
+        samples.print_comparison([implementation.name for implementation in implementations])
 
 
 if __name__ == "__main__":
