@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .policies import Policy, RecordingPolicy, Switch
 from .scenario import Scenario
-from .scheduler import SchedulerError
+from .scheduler import Event, SchedulerError, Task
 from .simulation import Simulation
+from .story import tell
+from .trace import Step
 
 Make = Callable[[Scenario, Policy], Simulation]
 """Makes a simulation of a scenario, in which a policy decides who goes on."""
@@ -24,6 +26,7 @@ class Failure:
         switches: where its schedule departs from that in which everyone runs on.
         what: what went wrong.
         steps: store operations and sleeps until then.
+        story: what was done to the processes, and where their order changed, in sentences.
         trace: who did what.
     """
 
@@ -31,12 +34,13 @@ class Failure:
     switches: tuple[Switch, ...]
     what: str
     steps: int
+    story: tuple[str, ...]
     trace: str
 
     def __str__(self) -> str:
         """All of it but the trace."""
-        lines = [str(self.scenario), *map(str, self.switches), f"step {self.steps}: {self.what}"]
-        return "\n".join(lines)
+        story = [f"{number:3}. {sentence}" for number, sentence in enumerate(self.story, 1)]
+        return "\n".join([str(self.scenario), *story, f"step {self.steps}: {self.what}"])
 
     @property
     def kind(self) -> str:
@@ -54,11 +58,29 @@ def kind_of(what: str) -> str:
 
 def attempt(make: Make, scenario: Scenario, policy: Policy) -> Failure | None:
     """One run; None if it goes well."""
-    recording = RecordingPolicy(policy)
+    recording = _Recording(policy)
     simulation = make(scenario, recording)
+    scheduler = simulation.scheduler
+    recording.steps = scheduler.trace_steps
     try:
         simulation.run()
     except SchedulerError as error:
-        scheduler = simulation.scheduler
-        return Failure(scenario, tuple(recording.switches), error.what, scheduler.steps, scheduler.trace())
+        switches = tuple(recording.switches)
+        story = tell(scenario, zip(recording.places, switches, strict=True), scheduler.trace_steps)
+        return Failure(scenario, switches, error.what, scheduler.steps, story, scheduler.trace())
     return None
+
+
+class _Recording(RecordingPolicy):
+    """Notes where in the trace the switches are, too."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy)
+        self.steps: Sequence[Step] = ()
+        self.places: list[int] = []
+
+    def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
+        choice = super().choose(tasks, events, current)
+        if len(self.places) < len(self.switches):
+            self.places.append(len(self.steps))
+        return choice

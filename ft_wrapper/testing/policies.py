@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import random
 from collections.abc import Sequence
@@ -91,12 +92,14 @@ class Switch:
         task: who ran last; empty at the start.
         step: how many steps it had taken.
         to: who goes on instead, or what happens.
+        choice: how often somebody else could have gone on there before: time passes, and it may wake.
         before: the step that it was about to take, for people.
     """
 
     task: str
     step: int
     to: str
+    choice: int = 0
     before: str = dataclasses.field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -106,6 +109,19 @@ class Switch:
             f"before its step {self.step + 1}, {self.before}" if self.before else f"after step {self.step}"
         )
         return f"{self.to} goes on while {self.task} is {place}"
+
+
+class _Places:
+    """Counts the choices that are made where a task is."""
+
+    def __init__(self) -> None:
+        self._made: collections.Counter[tuple[str, int]] = collections.Counter()
+
+    def next(self, current: Task | None) -> tuple[str, int, int]:
+        """Who ran last, how many steps it had taken, and how often there was a choice there before."""
+        place = ("", 0) if current is None else (current.name, current.steps)
+        self._made[place] += 1
+        return (*place, self._made[place] - 1)
 
 
 class RecordingPolicy:
@@ -121,20 +137,17 @@ class RecordingPolicy:
     def __init__(self, policy: Policy) -> None:
         self.switches: list[Switch] = []
         self._policy = policy
+        self._places = _Places()
 
     def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
         choice = self._policy.choose(tasks, events, current)
+        task, step, number = self._places.next(current)
         if choice != run_on(tasks, current):
             first_event = len(tasks) or 1
             to = tasks[choice].name if choice < first_event else events[choice - first_event].name
             upcoming = None if current is None or not current.ready else current.upcoming
             self.switches.append(
-                Switch(
-                    task="" if current is None else current.name,
-                    step=0 if current is None else current.steps,
-                    to=to,
-                    before="" if upcoming is None else describe(*upcoming),
-                )
+                Switch(task, step, to, number, "" if upcoming is None else describe(*upcoming))
             )
         return choice
 
@@ -147,16 +160,14 @@ class SwitchPolicy:
     """
 
     def __init__(self, switches: Sequence[Switch]) -> None:
-        self._left: dict[tuple[str, int], list[str]] = {}
-        for switch in switches:
-            self._left.setdefault((switch.task, switch.step), []).append(switch.to)
+        self._wanted = {(switch.task, switch.step, switch.choice): switch.to for switch in switches}
+        self._places = _Places()
 
     def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
-        place = ("", 0) if current is None else (current.name, current.steps)
-        wanted = self._left.get(place)
-        if wanted:
+        wanted = self._wanted.get(self._places.next(current))
+        if wanted is not None:
             names = [task.name for task in tasks] or [""]
             names += [event.name for event in events]
-            if wanted[0] in names:
-                return names.index(wanted.pop(0))
+            if wanted in names:
+                return names.index(wanted)
         return run_on(tasks, current)

@@ -26,7 +26,7 @@ from typing import Any
 
 from .clock import Clock, Waiter
 from .policies import Policy, RandomPolicy, ReplayPolicy
-from .trace import Step, show
+from .trace import Step, describe, show
 
 try:
     import greenlet
@@ -214,7 +214,8 @@ class Scheduler(Clock):
         """Kills a task, as SIGKILL would: nothing that it does from now on reaches the store."""
         if task.done:
             return
-        self._note(task, "crashes")
+        upcoming = "" if task.upcoming is None else f" before {describe(*task.upcoming)}"
+        self._note(task, f"crashes{upcoming}")
         task.crashed = True
         self._end(task)
         if task is self.current:
@@ -315,8 +316,10 @@ class Scheduler(Clock):
             raise SchedulerError(what, self._report(what)) from error
         finally:
             self.current = None
+            told = len(self.trace_steps)
             for task in self.tasks:
                 self.crash(task)
+            del self.trace_steps[told:]  # that the rest is cleared away is no part of what happened
 
     def trace(self, last: int | None = None) -> str:
         """Who did what, one line a step; the last so many lines."""
@@ -343,13 +346,13 @@ class Scheduler(Clock):
             raise Killed
         task.upcoming = (operation, args)
         self._give_way(task)
-        task.upcoming = None
         task.steps += 1
         if task._plan:
             for action in task._plan.pop(task.steps, ()):
                 action()
                 if not task.ready:
                     self._give_way(task)
+        task.upcoming = None
         task._step = self.last_step = self._note(task, operation, args)
 
     def observe(self, result: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .exhaustive import Search
-from .failure import Failure, Make, attempt, kind_of
+from .exhaustive import Branch, Search
+from .failure import Failure, Make, attempt
 from .policies import Policy, RandomPolicy, ReplayPolicy, RunOnPolicy, Switch, SwitchPolicy
-from .scenario import Disturbance, Scenario
+from .scenario import Scenario
 from .scheduler import SchedulerError
 
 SEEDS = 20
@@ -22,67 +22,75 @@ _LAST_STEP = 50
 class Shrinker:
     """Makes a failure smaller for as long as the runs last.
 
+    First fewer faults and fewer ranks, then fewer switches among them, then less of everything else. It is
+    smaller in the first of these that differs.
+
     Args:
         make: makes a simulation.
         failure: what to begin with.
         most_runs: how many runs may be made.
+        same: whether a run goes wrong in the same way, told by what went wrong; by its kind when None.
 
     Attributes:
         failure: the smallest so far that goes wrong in the same way.
         runs: how many were made.
     """
 
-    def __init__(self, make: Make, failure: Failure, most_runs: int = MOST_RUNS) -> None:
+    def __init__(
+        self,
+        make: Make,
+        failure: Failure,
+        most_runs: int = MOST_RUNS,
+        same: Callable[[Failure], bool] | None = None,
+    ) -> None:
         self.failure = failure
         self.runs = 0
         self._make = make
         self._most_runs = most_runs
+        self._same = same or (lambda found: found.kind == failure.kind)
 
     def shrink(self) -> Failure:
         """The smallest failure that was found."""
-        while any(self._takes(scenario) for scenario in simpler(self.failure.scenario)):
-            pass
+        self._simplify(fewer, self._any_order)
         self._drop_switches()
         for departures in range(min(len(self.failure.switches), _MOST_DEPARTURES)):
             if self._needs_only(departures):
                 break
+        self._simplify(less, self._same_order)
         return self.failure
 
-    def _takes(self, scenario: Scenario) -> bool:
-        """Whether a simpler scenario goes wrong in the same way, in any of some orders."""
-        policies: list[Callable[[], Policy]] = [
-            lambda: SwitchPolicy(()),
-            lambda: SwitchPolicy(self.failure.switches),
-            *(lambda seed=seed: RandomPolicy(seed) for seed in range(SEEDS)),
-        ]
-        return any(self._try(scenario, policy) for policy in policies)
+    def _simplify(
+        self,
+        simpler: Callable[[Scenario], Iterator[Scenario]],
+        orders: Callable[[], Iterable[Callable[[], Policy]]],
+    ) -> None:
+        """Takes simpler scenarios for as long as one of the orders goes wrong."""
+        while any(
+            self._try(scenario, policy) for scenario in simpler(self.failure.scenario) for policy in orders()
+        ):
+            pass
+
+    def _same_order(self) -> Iterator[Callable[[], Policy]]:
+        yield lambda: SwitchPolicy(())
+        if self.failure.switches:
+            yield lambda: SwitchPolicy(self.failure.switches)
+
+    def _any_order(self) -> Iterator[Callable[[], Policy]]:
+        yield from self._same_order()
+        yield from (functools.partial(RandomPolicy, seed) for seed in range(SEEDS))
 
     def _try(self, scenario: Scenario, policy: Callable[[], Policy]) -> bool:
+        found = self._attempt(scenario, policy)
+        if found is not None:
+            self.failure = found
+        return found is not None
+
+    def _attempt(self, scenario: Scenario, policy: Callable[[], Policy]) -> Failure | None:
         if self.runs >= self._most_runs:
-            return False
+            return None
         self.runs += 1
         found = attempt(self._make, scenario, policy())
-        if found is None or found.kind != self.failure.kind:
-            return False
-        self.failure = found
-        return True
-
-    def _needs_only(self, departures: int) -> bool:
-        """Whether so few switches will do, perhaps with the faults at other steps."""
-        for scenario in elsewhere(self.failure.scenario):
-            search = Search(functools.partial(self._make, scenario), departures)
-            try:
-                search.run(most=self._most_runs - self.runs)
-            except SchedulerError as error:
-                if kind_of(error.what) != self.failure.kind:
-                    continue
-                found = attempt(self._make, scenario, ReplayPolicy(search.choices, RunOnPolicy()))
-                assert found is not None
-                self.failure = found
-                return True
-            finally:
-                self.runs += search.count.schedules
-        return False
+        return found if found is not None and self._same(found) else None
 
     def _drop_switches(self) -> None:
         """Leaves out whatever is not needed: halves first, then quarters, and single ones last."""
@@ -100,50 +108,66 @@ class Shrinker:
             size = max(1, size // 2)
 
     def _keeps(self, switches: Sequence[Switch]) -> bool:
-        before = len(self.failure.switches)
-        last = self.failure
-        if self._try(self.failure.scenario, lambda: SwitchPolicy(switches)):
-            if len(self.failure.switches) < before:
-                return True
-            self.failure = last  # those that were left had no occasion, or met others
+        found = self._attempt(self.failure.scenario, lambda: SwitchPolicy(switches))
+        # Those that were left may have had no occasion, and others have come instead.
+        if found is None or len(found.switches) >= len(self.failure.switches):
+            return False
+        self.failure = found
+        return True
+
+    def _needs_only(self, departures: int) -> bool:
+        """Whether so few switches will do, perhaps with one of the faults at another step."""
+        return any(self._search(scenario, departures) for scenario in elsewhere(self.failure.scenario))
+
+    def _search(self, scenario: Scenario, departures: int) -> bool:
+        search = Search(functools.partial(self._make, scenario), departures)
+        start: list[Branch] | None = None
+        before = self.runs
+        while self.runs < self._most_runs:
+            try:
+                search.run(start, most=self._most_runs - before)
+            except SchedulerError:
+                found = attempt(self._make, scenario, ReplayPolicy(search.choices, RunOnPolicy()))
+                if found is not None and self._same(found):
+                    self.failure = found
+                    return True
+                start = search.pending  # another way of going wrong
+            else:
+                return False
+            finally:
+                self.runs = before + search.count.schedules
         return False
 
 
-def simpler(scenario: Scenario) -> Iterator[Scenario]:
-    """Scenarios that are a little simpler, the most so first."""
+def fewer(scenario: Scenario) -> Iterator[Scenario]:
+    """The scenario with one fault less, or one rank."""
     disturbances = scenario.disturbances
     for number in range(len(disturbances)):
         yield dataclasses.replace(scenario, disturbances=disturbances[:number] + disturbances[number + 1 :])
     if scenario.members > 2:
-        fewer = scenario.members - 1
+        members = scenario.members - 1
         yield dataclasses.replace(
             scenario,
-            members=fewer,
-            active=min(scenario.active, fewer),
-            disturbances=tuple(d for d in disturbances if d.slot < fewer),
+            members=members,
+            active=min(scenario.active, members),
+            disturbances=tuple(d for d in disturbances if d.slot < members),
         )
+
+
+def less(scenario: Scenario) -> Iterator[Scenario]:
+    """The scenario with one thing as it usually is, perhaps with one of the faults at another step."""
     usual = Scenario(members=scenario.members, active=scenario.active, steps=1)
     for name in ("calls", "exchange", "endpoint", "on_join", "steps", "step_seconds", "use_libuv"):
         if getattr(scenario, name) != getattr(usual, name):
-            yield dataclasses.replace(scenario, **{name: getattr(usual, name)})
-    for number, disturbance in enumerate(disturbances):
-        for easier in _easier(disturbance):
-            changed = (*disturbances[:number], easier, *disturbances[number + 1 :])
-            yield dataclasses.replace(scenario, disturbances=changed)
+            yield from elsewhere(dataclasses.replace(scenario, **{name: getattr(usual, name)}))
 
 
 def elsewhere(scenario: Scenario) -> Iterator[Scenario]:
-    """The same faults, one of them at another step; the same scenario first."""
+    """The same faults, one of them at another step, the nearest first; the same scenario before."""
     yield scenario
     for number, disturbance in enumerate(scenario.disturbances):
-        for step in range(1, _LAST_STEP):
+        before, after = scenario.disturbances[:number], scenario.disturbances[number + 1 :]
+        for step in sorted(range(1, _LAST_STEP), key=lambda step: abs(step - disturbance.step)):
             if step != disturbance.step:
                 moved = dataclasses.replace(disturbance, step=step)
-                before, after = scenario.disturbances[:number], scenario.disturbances[number + 1 :]
                 yield dataclasses.replace(scenario, disturbances=(*before, moved, *after))
-
-
-def _easier(disturbance: Disturbance) -> Iterator[Disturbance]:
-    for step in (disturbance.step // 2, disturbance.step - 1):
-        if 0 < step < disturbance.step:
-            yield dataclasses.replace(disturbance, step=step)

@@ -35,6 +35,11 @@ class Step:
         self.args = args
         self.result: Any = UNKNOWN
 
+    @property
+    def happens(self) -> bool:
+        """Whether it is no step of the task, but something that happens to it."""
+        return not self.args and self.what.startswith(("crashes", "is paused"))
+
 
 def show(steps: Sequence[Step]) -> str:
     """The steps, one a line: when, who, what, and what came of it."""
@@ -55,8 +60,10 @@ def _result(step: Step) -> str:
     if step.result is UNKNOWN or step.result is None:
         return ""
     if step.what == "compare_set" and step.args[1] == step.args[2]:
+        # Of an absent key it returns what was expected; of a log, a set of entries.
+        nothing = (_short(step.args[1]), _short({step.args[1]}))
         result = _short(step.result)
-        return " -> nothing" if result == step.args[1] else f" -> {result}"
+        return " -> nothing" if result in nothing else f" -> {result}"
     return f" -> {_short(step.result)}"
 
 

@@ -1,0 +1,86 @@
+"""A run that goes wrong: it can be had again, is told in a few sentences, and made smaller."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from mistakes import MISTAKES, Mistake
+
+from ft_wrapper.testing.failure import Failure, attempt
+from ft_wrapper.testing.policies import RandomPolicy, SwitchPolicy
+from ft_wrapper.testing.scenario import KINDS, Disturbance, Scenario
+from ft_wrapper.testing.shrink import Shrinker
+from ft_wrapper.testing.story import tell
+
+CRASH = Disturbance("crash", 0, 22)
+
+
+@pytest.fixture
+def mistake() -> Mistake:
+    """One that shows whenever rank 0 crashes in the function."""
+    return next(mistake for mistake in MISTAKES if mistake.row.startswith("rank 0 always counts"))
+
+
+def fails(mistake: Mistake, scenario: Scenario, seed: int = 3) -> Failure:
+    """The failure of a scenario that fails."""
+    failure = attempt(mistake.make, scenario, RandomPolicy(seed))
+    assert failure is not None
+    return failure
+
+
+def test_same_scenario_and_switches_are_the_same_run(mistake: Mistake) -> None:
+    failure = fails(mistake, Scenario(disturbances=(CRASH,)))
+    assert len(failure.switches) > 5
+    assert attempt(mistake.make, failure.scenario, SwitchPolicy(failure.switches)) == failure
+
+
+def test_what_is_not_needed_is_dropped(mistake: Mistake) -> None:
+    needless = (Disturbance("pause", 2, 30, 3.0), Disturbance("repeat", 1, 10))
+    large = Scenario(4, 3, steps=1, calls=2, disturbances=(needless[0], CRASH, needless[1]))
+    shrinker = Shrinker(mistake.make, fails(mistake, large))
+    small = shrinker.shrink()
+    assert small.scenario in [
+        Scenario(2, 2, steps=1, disturbances=(dataclasses.replace(CRASH, step=step),)) for step in range(23)
+    ]
+    assert small.switches == ()
+    assert small.kind == "Violation"
+    assert 0 < shrinker.runs < 500
+
+
+def test_no_more_runs_are_made_than_allowed(mistake: Mistake) -> None:
+    failure = fails(mistake, Scenario(members=4, active=3, disturbances=(CRASH,)))
+    shrinker = Shrinker(mistake.make, failure, most_runs=2)
+    assert shrinker.shrink().kind == failure.kind
+    assert shrinker.runs <= 2
+
+
+def test_another_failure_is_not_taken_for_the_same(mistake: Mistake) -> None:
+    failure = fails(mistake, Scenario(disturbances=(CRASH, Disturbance("repeat", 1, 10))))
+    shrinker = Shrinker(mistake.make, failure, most_runs=100, same=lambda found: False)
+    assert shrinker.shrink() is failure and shrinker.runs > 50
+
+
+def test_story_is_told_in_order(mistake: Mistake) -> None:
+    late, early = Disturbance("pause", 2, 28, 5.0), Disturbance("repeat", 0, 9)
+    again = attempt(mistake.make, Scenario(disturbances=(late, CRASH, early)), SwitchPolicy(()))
+    assert again is not None
+    assert again.story == (
+        "the reply to `add count/gone/-1 1` of rank 0 is lost: it is carried out twice",
+        "rank 0 is killed before `append finished/0 0`",
+        "rank 2 is stopped for 5 s before `read head`",
+    )
+    text = str(again)
+    assert "crash of rank 0 at 22" in text and "  2. rank 0 is killed" in text and again.what in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_story_has_a_sentence_for_each_fault(kind: str) -> None:
+    told = tell(Scenario(disturbances=(Disturbance(kind, 2, 4, 7.0, life=1),)), (), ())
+    assert len(told) == 1 and "rank 2b" in told[0]
+
+
+def test_switches_are_told_by_who_is_held_up(mistake: Mistake) -> None:
+    failure = fails(mistake, Scenario(disturbances=(CRASH,)))
+    told = [sentence for sentence in failure.story if "is held up before" in sentence]
+    assert told and all("goes on" in sentence for sentence in told)
