@@ -49,11 +49,11 @@ class Failure:
 
 
 def kind_of(what: str) -> str:
-    """What went wrong, without the names and numbers of one run: ``I1``, ``InternalError``."""
+    """What went wrong, without the names and numbers of one run: an invariant, or what an error says."""
     invariant = re.search(r"\bI\d+(?=:)", what)
     if invariant is not None:
         return invariant[0]
-    return re.split(r"[: ]", what, maxsplit=1)[0]
+    return re.sub(r"'[^']*'|\[[^]]*\]|[^\s,;()]*\d[^\s,;()]*", "#", what)
 
 
 def attempt(make: Make, scenario: Scenario, policy: Policy) -> Failure | None:

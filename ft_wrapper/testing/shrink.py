@@ -145,19 +145,29 @@ def fewer(scenario: Scenario) -> Iterator[Scenario]:
     for number in range(len(disturbances)):
         yield dataclasses.replace(scenario, disturbances=disturbances[:number] + disturbances[number + 1 :])
     if scenario.members > 2:
-        members = scenario.members - 1
-        yield dataclasses.replace(
-            scenario,
-            members=members,
-            active=min(scenario.active, members),
-            disturbances=tuple(d for d in disturbances if d.slot < members),
-        )
+        for slot in sorted(range(scenario.members), key=lambda slot: slot in {d.slot for d in disturbances}):
+            yield _without(scenario, slot)
+
+
+def _without(scenario: Scenario, slot: int) -> Scenario:
+    """The scenario without a slot and what happens to it; those behind it move up."""
+    members = scenario.members - 1
+    return dataclasses.replace(
+        scenario,
+        members=members,
+        active=min(scenario.active, members),
+        disturbances=tuple(
+            dataclasses.replace(disturbance, slot=disturbance.slot - (disturbance.slot > slot))
+            for disturbance in scenario.disturbances
+            if disturbance.slot != slot
+        ),
+    )
 
 
 def less(scenario: Scenario) -> Iterator[Scenario]:
     """The scenario with one thing as it usually is, perhaps with one of the faults at another step."""
     usual = Scenario(members=scenario.members, active=scenario.active, steps=1)
-    for name in ("calls", "exchange", "endpoint", "on_join", "steps", "step_seconds", "use_libuv"):
+    for name in ("calls", "between", "exchange", "endpoint", "on_join", "steps", "step_seconds", "use_libuv"):
         if getattr(scenario, name) != getattr(usual, name):
             yield from elsewhere(dataclasses.replace(scenario, **{name: getattr(usual, name)}))
 

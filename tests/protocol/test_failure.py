@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from mistakes import MISTAKES, Mistake
 
-from ft_wrapper.testing.failure import Failure, attempt
+from ft_wrapper.testing.failure import Failure, attempt, kind_of
 from ft_wrapper.testing.policies import RandomPolicy, SwitchPolicy
 from ft_wrapper.testing.scenario import KINDS, Disturbance, Scenario
 from ft_wrapper.testing.shrink import Shrinker
@@ -44,8 +44,23 @@ def test_what_is_not_needed_is_dropped(mistake: Mistake) -> None:
         Scenario(2, 2, steps=1, disturbances=(dataclasses.replace(CRASH, step=step),)) for step in range(23)
     ]
     assert small.switches == ()
-    assert small.kind == "Violation"
+    assert small.what.startswith("Violation: rank 1 is failed, though nothing was done to it: iteration 0")
     assert 0 < shrinker.runs < 500
+
+
+@pytest.mark.parametrize(
+    "one, other, same",
+    [
+        ("Violation in 'rank 0': I1: head moved", "Violation in 'heart 1b': I1: it was deleted", True),
+        ("I1: head moved from 0:1:a to 0:2:b", "I2: head moved from 0:1:a to 0:2:b", False),
+        ("Violation: rank 1b is failed: slots [0, 1]", "Violation: rank 0 is failed: slots []", True),
+        ("Violation: rank 1b is failed", "Violation: rank 1b is out", False),
+        ("StoreError in 'rank 0': key 'a/1'", "StoreError in 'report 2': key 'b'", True),
+        ("StoreError in 'rank 0': gone", "TypeError in 'rank 0': gone", False),
+    ],
+)
+def test_kinds_are_told_apart_by_words(one: str, other: str, same: bool) -> None:
+    assert (kind_of(one) == kind_of(other)) is same
 
 
 def test_no_more_runs_are_made_than_allowed(mistake: Mistake) -> None:
