@@ -1,9 +1,18 @@
-"""The page "How ranks agree" and its diagrams speak of the keys that there are."""
+"""The page "How ranks agree" and its diagrams speak of the keys that there are; examples do what they say."""
 
 from __future__ import annotations
 
+import contextlib
+import doctest
+import importlib
 import inspect
+import io
+import itertools
+import os
 import re
+import runpy
+import shlex
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -62,3 +71,87 @@ def test_page_shows_every_diagram(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(re.findall(r"```\{sequence\} (\S+)", page)) == set(sequences)
     for drawn in sequences.values():
         assert ElementTree.fromstring(sequence.draw(drawn)).tag.endswith("svg")
+
+
+# The page on testing: its files are written, its commands are run, and print what it says ------------------
+
+TESTING = (DOCS / "testing.md").read_text()
+SECTIONS = [section for section in re.split(r"^## ", TESTING, flags=re.MULTILINE) if "```console" in section]
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Which seed fails and how many steps it takes changes with the protocol; that it fails so does not.
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.partition("\n")[0])
+def test_page_on_testing_prints_what_it_says(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind, text in BLOCK.findall(section):
+        if kind == "python":
+            write(tmp_path, text)
+            continue
+        command, _, wanted = text.removeprefix("$ ").partition("\n")
+        printed = run(command, tmp_path, monkeypatch)
+        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        same = doctest.OutputChecker().check_output(NUMBER.sub("0", wanted), NUMBER.sub("0", printed), flags)
+        assert same, f"{command} prints\n{printed}\nand docs/testing.md says\n{wanted}"
+    for path in tmp_path.glob("test_*.py"):
+        if f"pytest -q {path.name}" not in section:
+            run(f"python {path.name}", tmp_path, monkeypatch)
+
+
+def write(folder: Path, text: str) -> None:
+    """Writes the file that a block shows, named in its first line; a continued one replaces definitions."""
+    header, _, code = text.partition("\n")
+    name, _, continued = header.removeprefix("# ").partition(", ")
+    path = folder / name
+    if continued:
+        before = path.read_text()
+        definition = re.match(r"(?:class|def) \w+", code)
+        assert definition is not None
+        old = re.search(rf"^{definition[0]}\b.*?(?=^\S|\Z)", before, re.MULTILINE | re.DOTALL)
+        assert old is not None, f"{name} has no {definition[0]}"
+        code = before.replace(old[0], f"{code}\n\n")
+    path.write_text(code)
+
+
+def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a command prints to its standard output. Python runs in this process, which has torch already."""
+    words = shlex.split(command)
+    if words[0] != "python":
+        return run_elsewhere(words, folder)
+    with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.syspath_prepend(str(folder))
+        patch.setattr(sys, "dont_write_bytecode", True)
+        before = set(sys.modules)
+        try:
+            if words[1] == "-m":
+                importlib.import_module(words[2]).main(words[3:])
+            else:
+                defined = runpy.run_path(words[1], run_name="__main__")
+                for name in defined:
+                    if name.startswith("test_"):
+                        defined[name]()
+        finally:
+            for name in set(sys.modules) - before:
+                if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
+                    del sys.modules[name]
+    return printed.getvalue()
+
+
+def run_elsewhere(words: list[str], folder: Path) -> str:
+    """The same for a program, with variables before it."""
+    variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
+    program, *arguments = words[len(variables) :]
+    module = {"ftrun": "ft_wrapper.run", "pytest": "pytest"}[program]
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=True,
+    ).stdout
