@@ -25,7 +25,9 @@ class HeartbeatObserver:
     """Watches counters and says which have stood still for too long.
 
     Silence counts only between two reads that the store answered: a failed read forgets what was seen, so
-    an outage of the store silences nobody.
+    an outage of the store silences nobody. And of the time between two reads no more than half of the timeout
+    counts: where the observer was stopped for longer, or had to wait for the store, so may all others have
+    been, and a moment later they are heard again.
 
     Args:
         store: where the counters are.
@@ -35,7 +37,8 @@ class HeartbeatObserver:
     def __init__(self, store: HeartbeatMixin, timeout: float) -> None:
         self._store = store
         self._timeout = timeout
-        self._seen: dict[Member, tuple[int, float]] = {}
+        # The counter, when it was read last, and for how long it has stood still by then.
+        self._seen: dict[Member, tuple[int, float, float]] = {}
 
     def silent(self, members: Iterable[Member]) -> frozenset[Member]:
         """Reads the members' counters and returns those that have stood still for the timeout.
@@ -53,11 +56,13 @@ class HeartbeatObserver:
             self._seen.clear()
             raise
         now = self._store.now()
-        last = self._seen.get(member)
-        if last is None or last[0] != count:
-            self._seen[member] = (count, now)
-            return 0.0
-        return now - last[1]
+        still = 0.0
+        if member in self._seen:
+            last_count, last_read, so_far = self._seen[member]
+            if last_count == count:
+                still = so_far + min(now - last_read, self._timeout / 2)
+        self._seen[member] = (count, now, still)
+        return still
 
     def forget_all_but(self, members: Iterable[Member]) -> None:
         """Drops what was seen of members that are no longer watched."""
