@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from ..exception import StoreError
+from ..exception import StoreError, TimeoutError
 from ..state import State
 from ..store import Head, Member, StoreMixin, View
 from ..store.records import DONE, FAULT
@@ -284,10 +284,23 @@ class Invariants:
             gives_up_at = process.wants_since + self.simulation.scenario.barrier_timeout
             formed_at = self.decided_at.get(0, gives_up_at)
             formation_failed = anything and process.fate == "failed" and formed_at >= gives_up_at
-            if process.fate not in ("done", "late") and not process.disturbed and not formation_failed:
+            excused = formation_failed or self._may_give_up(process)
+            if process.fate not in ("done", "late") and not process.disturbed and not excused:
                 raise Violation(
                     f"{process.name} is {process.fate}, though nothing was done to it: {process.error}"
                 )
+
+    def _may_give_up(self, process: SimulatedProcess) -> bool:
+        """Whether a joiner waited in vain: somebody stood still for longer, or is gone and nobody says so.
+
+        It has to give up: between two calls nobody's silence is judged, so a joiner that went on without the
+        members would throw out ranks that only take their time.
+        """
+        scenario = self.simulation.scenario
+        waits = scenario.barrier_timeout + scenario.heartbeat_timeout
+        stood_still = any(stop.seconds > waits for stop in scenario.of("pause", "freeze"))
+        in_vain = stood_still or self._untold > 0
+        return in_vain and process.entered == 0 and isinstance(process.error, TimeoutError)
 
 
 def _last(heads: list[Head]) -> str:

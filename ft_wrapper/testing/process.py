@@ -94,10 +94,17 @@ class SimulatedProcess:
 
     # The rank ----------------------------------------------------------------------------------------------
 
-    def main(self) -> None:
-        """What the wrapper does, in the rank's main thread."""
+    def main(self, after: float = 0.0) -> None:
+        """What the wrapper does, in the rank's main thread.
+
+        Args:
+            after: virtual seconds until it begins.
+        """
         store = self.simulation.connect(self.name, self.slot)
         try:
+            if after > 0:
+                self.simulation.scheduler.sleep(after)
+            self.started_at = self.simulation.scheduler.now()
             self._all_calls(store)
         except InternalError:
             raise  # a defect

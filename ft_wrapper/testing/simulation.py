@@ -160,10 +160,7 @@ class Simulation:
         self.processes.append(process)
 
         def main() -> None:
-            if after > 0:
-                self.scheduler.sleep(after)
-            process.started_at = self.scheduler.now()
-            process.main()
+            process.main(after)
             self._respawn(process)
 
         process.task = self.scheduler.spawn(process.name, main)
