@@ -25,6 +25,7 @@ from .explorer import EXHAUSTIVE, Explorer, new_seed, without_logging
 from .failure import Failure
 from .policies import RandomPolicy
 from .scenario import Scenario
+from .seen import MOST_LEFT
 
 _TRACE_LINES = 60
 _REPORT_EVERY = 10.0
@@ -32,7 +33,7 @@ _REPORT_EVERY = 10.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Explores as the command line says; returns the exit code: 1 if something went wrong."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     explorer = Explorer(
         stores=options.stores,
         rank_assignment=options.rank_assignment,
@@ -48,18 +49,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if good else 1
 
 
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.random is None and options.replay is None and not options.exhaustive:
+        parser.error("nothing to do: give --random, --exhaustive or --replay")
+    for name, least in (("random", 1), ("members", 2), ("faults", 0), ("departures", 0), ("processes", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            parser.error(f"--{name} {value}: must be at least {least}")
+    if options.departures > MOST_LEFT:
+        parser.error(f"--departures {options.departures}: must be at most {MOST_LEFT}")
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ft_wrapper.testing.explore",
         description="Explores simulated jobs and checks after every step what must always hold.",
     )
-    parser.add_argument("--random", type=int, metavar="N", default=0, help="run N jobs from seeds in a row")
+    parser.add_argument("--random", type=int, metavar="N", help="run N jobs from seeds in a row")
     parser.add_argument("--seed", type=int, help="the first of them; chosen anew by default")
     parser.add_argument("--members", type=int, default=8, help="ranks at the most (default: %(default)s)")
     parser.add_argument("--faults", type=int, default=3, help="faults at the most (default: %(default)s)")
     parser.add_argument("--exhaustive", action="store_true", help="make every run of a small job in a bound")
     parser.add_argument(
-        "--departures", type=int, default=1, help="the bound: switches beside the default order (%(default)s)"
+        "--departures", type=int, default=0, help="the bound: switches beside the default order (%(default)s)"
     )
     parser.add_argument(
         "--replay", type=int, metavar="SEED", help="run the job of a seed and show who did what"

@@ -17,11 +17,16 @@ from .policies import Policy, RandomPolicy, ReplayPolicy, RunOnPolicy
 from .process import SimulatedProcess
 from .scenario import Scenario
 from .scheduler import Event, SchedulerError
+from .seen import MOST_LEFT, Seen, SeenByAll
 from .shrink import Shrinker
 from .simulation import Simulation, StoreFactory
 from .workers import share
 
 CHUNK = 200
+
+# Room for the states of `EXHAUSTIVE`, and for those that each departure adds.
+_ROOM = 2**22
+_MORE_ROOM = 8
 
 EXHAUSTIVE = Scenario(
     members=3, active=2, steps=1, on_join="now", heartbeat_interval=20.0, heartbeat_timeout=70.0
@@ -125,7 +130,7 @@ class Explorer:
 
     def exhaustively(
         self,
-        departures: int = 1,
+        departures: int = 0,
         processes: int = 1,
         scenario: Scenario = EXHAUSTIVE,
         progress: Callable[[Count], None] | None = None,
@@ -142,18 +147,23 @@ class Explorer:
             scenario: the job.
             progress: told from time to time how far it has come.
         """
+        if not 0 <= departures <= MOST_LEFT:
+            raise ValueError(f"departures={departures} must lie in 0..{MOST_LEFT}")
         report, start = Report(Count()), time.monotonic()
+        # Made before there are other processes: they all use it.
+        seen = SeenByAll(_ROOM * _MORE_ROOM**departures)
 
         def whole(slot: int) -> _Part:
-            return self._search(scenario, slot, departures, None)
+            return self._search(scenario, slot, departures, seen, None)
 
         def rest(number: int) -> _Part:
             slot, branches = parts[number]
-            return self._search(scenario, slot, departures, branches)
+            return self._search(scenario, slot, departures, seen, branches)
 
         parts: list[tuple[int, list[Branch]]] = []
         good = self._put_together(share(whole, scenario.members, processes), report, parts, progress)
         if good:
+            parts.sort(key=lambda part: len(part[1]), reverse=True)  # the long ones first
             self._put_together(share(rest, len(parts), processes), report, [], progress)
         report.seconds = time.monotonic() - start
         return report
@@ -176,12 +186,16 @@ class Explorer:
                 return False
         return True
 
-    def _search(self, scenario: Scenario, slot: int, departures: int, start: list[Branch] | None) -> _Part:
+    def _search(
+        self, scenario: Scenario, slot: int, departures: int, seen: Seen, start: list[Branch] | None
+    ) -> _Part:
         """One part: all that comes before a crash, what follows one at each place put aside; or that."""
         search = Search(
             functools.partial(self._crash_and_start, scenario, slot),
             departures,
             split_at=_place_of_crash if start is None else None,
+            anew=True,
+            seen=seen,
         )
         failure = None
         with without_logging():
@@ -209,12 +223,10 @@ class Explorer:
                 crashed.append(process)
                 simulation.crash(process)
 
-            # Where others take steps nothing is changed by it; so it is enough just before its own, and
-            # before time passes.
             scheduler.add_event(
                 f"crash of {process.name}",
                 crash,
-                lambda: not crashed and not task.done and (scheduler.current is task or scheduler.idle),
+                lambda: not crashed and not task.done,
                 task,
             )
 
@@ -223,7 +235,8 @@ class Explorer:
 
         for process in simulation.processes:
             add_crash(process)
-        scheduler.add_event(f"start of another rank {slot}", begin)
+        another = scheduler.add_event(f"start of another rank {slot}", begin)
+        scheduler.add_state(lambda: (another.name if another in scheduler.events else "", bool(crashed)))
         return simulation
 
 

@@ -61,9 +61,12 @@ class Invariants:
         self._holders: dict[tuple[int, str, int], Member] = {}
         self._ever: set[Member] = set()
         self._owners: dict[Member, SimulatedProcess] = {}
-        self._changes = 0
         self._untold = 0.0
-        self._scheduler.add_state(lambda: self._changes)
+        self._noted = 0
+
+    def known(self) -> object:
+        """What tells states apart of all that is remembered here."""
+        return self._noted, self._untold
 
     # After every step --------------------------------------------------------------------------------------
 
@@ -133,7 +136,7 @@ class Invariants:
         self.heads.append(head)
         self.decided_at[head.n] = self._scheduler.now()
         self.rosters[head.n] = roster
-        self._changed()
+        self._note("head", head, roster, self._scheduler.now())
 
     def _check_end(self, n: int) -> None:
         outcome = self._store.outcome_of(n)
@@ -148,7 +151,7 @@ class Invariants:
         if n in self.ended_at:
             return
         self.ended_at[n] = self._scheduler.now()
-        self._changed()
+        self._note("end", n, outcome, self._scheduler.now())
         for position, member in enumerate(self.rosters.get(n, ()) if outcome == FAULT else ()):
             owner = self._owners.get(member)
             if owner is not None and owner.fate in ("dead", "left") and position < self._active(n):
@@ -160,7 +163,12 @@ class Invariants:
 
     def _check_immutable(self, key: str) -> None:
         value = self._store.try_get(key)
-        if value is not None and self._immutable.setdefault(key, value) != value:
+        if value is None:
+            return
+        if key not in self._immutable:
+            self._immutable[key] = value
+            self._note(key, value)
+        elif self._immutable[key] != value:
             raise Violation(f"I1: {key} changed from {self._immutable[key]} to {value}")
 
     def _check_deletion(self, match: re.Match[str]) -> None:
@@ -183,9 +191,9 @@ class Invariants:
         if took > self.patience:
             raise Violation(f"{what} after {took:.1f} s, more than {self.patience:g} s")
 
-    def _changed(self) -> None:
-        """States are told apart by what is remembered here, too."""
-        self._changes = hash((self._changes, self._scheduler.now(), len(self.heads), tuple(self.outcomes)))
+    def _note(self, *fact: object) -> None:
+        """Something is remembered here that was not before: states are told apart by that, too."""
+        self._noted ^= hash(fact)
 
     # What processes say of themselves ----------------------------------------------------------------------
 
@@ -196,6 +204,7 @@ class Invariants:
         if member in self._owners:
             raise Violation(f"I2: {member} is {self._owners[member].name} and {process.name}")
         self._owners[member] = process
+        self._note("owner", member, process.name)
         for other in self.simulation.processes:
             if other is not process and other.slot == process.slot and other.member is not None:
                 # What a newer incarnation does to an older one is right; the oldest may also be the late one.
@@ -214,7 +223,10 @@ class Invariants:
             raise Violation(f"I2: {process.name} believes in {view}, decided is {self.heads[n]}: {roster}")
         active = state.active_world_size or 0
         mine = (view.call, view.first, state.world_size, active)
-        if self.sizes.setdefault(n, mine) != mine:
+        if n not in self.sizes:
+            self.sizes[n] = mine
+            self._note("sizes", n, mine)
+        elif self.sizes[n] != mine:
             raise Violation(f"I2: {process.name} enters {n} with {mine}, others with {self.sizes[n]}")
         self._take("rank", n, member, state.rank, state.world_size)
         if self._slot_order and (state.rank, state.world_size) != (roster.index(member), len(roster)):
@@ -229,7 +241,10 @@ class Invariants:
     def _take(self, what: str, n: int, member: Member, rank: int | None, size: int) -> None:
         if rank is None or not 0 <= rank < size:
             raise Violation(f"I2: {member} has {what} {rank} of {size} in {n}")
-        if self._holders.setdefault((n, what, rank), member) != member:
+        if (n, what, rank) not in self._holders:
+            self._holders[n, what, rank] = member
+            self._note(what, n, rank, member)
+        elif self._holders[n, what, rank] != member:
             raise Violation(f"I2: {member} and {self._holders[n, what, rank]} have {what} {rank} in {n}")
 
     def _check_entry(self, process: SimulatedProcess, n: int) -> None:
@@ -291,16 +306,20 @@ class Invariants:
                 )
 
     def _may_give_up(self, process: SimulatedProcess) -> bool:
-        """Whether a joiner waited in vain: somebody stood still for longer, or is gone and nobody says so.
+        """Whether a joiner waited in vain: somebody stood still for longer, or was lost between two calls.
 
         It has to give up: between two calls nobody's silence is judged, so a joiner that went on without the
         members would throw out ranks that only take their time.
         """
+        if process.entered > 0 or not isinstance(process.error, TimeoutError):
+            return False
         scenario = self.simulation.scenario
         waits = scenario.barrier_timeout + scenario.heartbeat_timeout
-        stood_still = any(stop.seconds > waits for stop in scenario.of("pause", "freeze"))
-        in_vain = stood_still or self._untold > 0
-        return in_vain and process.entered == 0 and isinstance(process.error, TimeoutError)
+        if any(stop.seconds > waits for stop in scenario.of("pause", "freeze")):
+            return True
+        newest = {other.slot: other for other in self.simulation.processes}.values()
+        is_lost = any(other.fate in ("dead", "left", "failed") for other in newest if other is not process)
+        return is_lost and self.outcomes.get(self.heads[-1].n) == DONE
 
 
 def _last(heads: list[Head]) -> str:

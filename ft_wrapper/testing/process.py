@@ -92,6 +92,14 @@ class SimulatedProcess:
         """Whether it has not come to its end."""
         return self.fate == "running"
 
+    def state(self) -> tuple[object, ...]:
+        """All that its monitor and the invariants know of it."""
+        return (
+            (self.fate, self.disturbed, self.told, self.monitored, self.member, self.inside, self.last),
+            (None if self.view is None else self.view.head, self.rank, self.active, tuple(self.completed)),
+            (self.started_at, self.died_at, self.wants_since, self._monitors),
+        )
+
     # The rank ----------------------------------------------------------------------------------------------
 
     def main(self, after: float = 0.0) -> None:
@@ -185,6 +193,7 @@ class SimulatedProcess:
         self._monitors += 1
         name = f"heart {self.name[5:]}" + "'" * (self._monitors - 1)
         self.heart = simulation.scheduler.spawn(name, self._beat, name, self._monitors, daemon=True)
+        self.heart.upcoming = ("sleep", (simulation.scenario.heartbeat_interval,))  # so it begins
         simulation.heart_began(self)
 
     def _first_state(self, job: Job) -> State:

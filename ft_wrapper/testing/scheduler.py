@@ -100,6 +100,21 @@ class Task:
         ready = now if self._waiter is None or self._waiter.woken else self._deadline
         return max(ready, self._paused_until)
 
+    @property
+    def has_only_waited(self) -> bool:
+        """Whether it goes on to its next step whatever others do: what it waited for came, or it begins."""
+        if self._waiter is None:
+            return self.steps == 0
+        came = self._waiter.woken or not self._waiter.missing
+        return came and self._step is not None and self._step.what in ("wait", "sleep")
+
+    def state(self) -> tuple[object, ...]:
+        """All that decides what it does from here on, together with what tasks share."""
+        waits = None if self._waiter is None else (self._waiter.woken, self._deadline)
+        planned = self.steps if self._plan else None
+        is_at_step = self.upcoming is not None and bool(self._greenlet)
+        return self.name, self._history, self.ready, is_at_step, waits, self._paused_until, planned
+
 
 @dataclasses.dataclass(eq=False)
 class Event:
@@ -138,6 +153,7 @@ class Scheduler(Clock):
         tasks: all tasks, in the order of spawning.
         current: the task that runs, or ran last.
         steps: the steps taken so far, by all tasks.
+        waited_at: how many steps had been taken when time passed last; -1 before it ever did.
         trace_steps: these steps, one by one.
         last_step: the step since the last check; None if there was none.
 
@@ -163,6 +179,7 @@ class Scheduler(Clock):
         self.tasks: list[Task] = []
         self.current: Task | None = None
         self.steps = 0
+        self.waited_at = -1
         self.trace_steps: list[Step] = []
         self.last_step: Step | None = None
         self._policy = policy or RandomPolicy(seed)
@@ -172,7 +189,7 @@ class Scheduler(Clock):
         self._max_time = max_time
         self._checks: list[Callable[[], None]] = []
         self._last_checks: list[Callable[[], None]] = []
-        self._events: list[Event] = []
+        self.events: list[Event] = []
         self._states: list[Callable[[], object]] = []
         self._ready: list[Task] = []
         self._wakes: list[tuple[float, int, Task]] = []
@@ -268,7 +285,7 @@ class Scheduler(Clock):
             task: whom it is about.
         """
         event = Event(name, action, allowed or _always, task)
-        self._events.append(event)
+        self.events.append(event)
         return event
 
     def after_each_step(self, check: Callable[[], None]) -> None:
@@ -431,18 +448,17 @@ class Scheduler(Clock):
         """Adds to what tells one state from another: something hashable of all that tasks share."""
         self._states.append(state)
 
-    def state(self) -> int:
+    def state(self, without: Task | None = None) -> int:
         """A hash of everything that decides what can happen from here on.
 
         That is what each task has learned so far (`observe`, `learn`), who can run, what the tasks share
         (`add_state`; a `FakeStore` says itself what it holds), and the time.
         """
-        current = self.current
-        running = current.name if current is not None and current.ready else None
         learned = 0
         for task in self.tasks:
-            learned ^= hash((task.name, task._history, task.ready, task.crashed, task.done))
-        return hash((self._now, running, learned, *(state() for state in self._states)))
+            if not task.done and task is not without:
+                learned ^= hash(task.state())
+        return hash((self._now, learned, *(state() for state in self._states)))
 
     # Steps -------------------------------------------------------------------------------------------------
 
@@ -474,7 +490,7 @@ class Scheduler(Clock):
                 raise TooLong(what, self._report(what))
             over = self._required == 0
             tasks: Sequence[Task] = _NOTHING if over else self._ready
-            events = [event for event in self._events if event.allowed()] if self._events else _NOTHING
+            events = [event for event in self.events if event.allowed()] if self.events else _NOTHING
             index = self._choose(tasks, events) if events or len(tasks) > 1 else 0
             first_event = len(tasks) or 1
             if index >= first_event:
@@ -499,7 +515,7 @@ class Scheduler(Clock):
         return choice
 
     def _happen(self, event: Event) -> None:
-        self._events.remove(event)
+        self.events.remove(event)
         self.trace_steps.append(Step(self._now, "", event.name, _NOTHING))
         event.action()
 
@@ -516,6 +532,7 @@ class Scheduler(Clock):
                     self._make_ready(task)
             if self._ready:
                 self._now = time
+                self.waited_at = self.steps
                 return
         what = f"deadlock: nobody can run; {self._who_waits()}"
         raise Deadlock(what, self._report(what))

@@ -101,7 +101,7 @@ class Simulation:
         self._connect = (stores or self.stores)(self.scheduler, scenario)
         self.processes: list[SimulatedProcess] = []
         self.invariants = Invariants(self, self._connect("invariants"), slot_order=rank_assignment is None)
-        self.scheduler.add_state(lambda: tuple((p.fate, p.disturbed) for p in self.processes))
+        self.scheduler.add_state(self.known)
         self.scheduler.after_each_step(self.invariants.check)
         self.scheduler.at_end(self.invariants.check_end)
         self._respawned: set[tuple[int, int]] = set()
@@ -130,6 +130,10 @@ class Simulation:
     def finished(self) -> bool:
         """Whether every process has come to its end."""
         return not any(process.alive for process in self.processes)
+
+    def known(self) -> object:
+        """What monitors and invariants know of the processes otherwise than from the store."""
+        return self.invariants.known(), tuple(process.state() for process in self.processes)
 
     def connect(self, name: str, slot: int) -> StoreMixin:
         """A client of the store, with its own clock: hours apart, before or after."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import multiprocessing
 import multiprocessing.connection
+import os
+import threading
 import traceback
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -67,6 +69,7 @@ def _end(line: Any, process: Any) -> None:
 def _serve(work: Callable[[int], Any], line: Any, inherited: list[Any]) -> None:
     for other in inherited:
         other.close()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
             part = line.recv()
@@ -78,3 +81,11 @@ def _serve(work: Callable[[int], Any], line: Any, inherited: list[Any]) -> None:
         except BaseException:
             answer = (None, traceback.format_exc())
         line.send(answer)
+
+
+def _end_with_parent() -> None:
+    """A part may last long, and whoever was killed cannot end those who carry them out."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
