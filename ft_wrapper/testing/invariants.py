@@ -319,7 +319,7 @@ class Invariants:
             return True
         newest = {other.slot: other for other in self.simulation.processes}.values()
         is_lost = any(other.fate in ("dead", "left", "failed") for other in newest if other is not process)
-        return is_lost and self.outcomes.get(self.heads[-1].n) == DONE
+        return is_lost and bool(self.heads) and self.outcomes.get(self.heads[-1].n) == DONE
 
 
 def _last(heads: list[Head]) -> str:
