@@ -115,10 +115,12 @@ def _at_random(explorer: Explorer, options: argparse.Namespace) -> bool:
 
 
 def _exhaustively(explorer: Explorer, options: argparse.Namespace) -> bool:
+    orders = "the order in which everyone runs on until it has to wait"
+    if options.departures:
+        orders = f"every order that departs from that of running on in at most {options.departures} places"
     what = (
-        f"{EXHAUSTIVE.members} ranks, at most one crash before any step of any process, at most one start of "
-        f"another process for any slot at any step, every order that departs in at most {options.departures} "
-        "places from that in which everyone runs on"
+        f"{EXHAUSTIVE.members} ranks, at most one crash before any step of any process, after which "
+        f"anybody goes on, at most one start of another process for any slot at any step; {orders}"
     )
     print(f"exhaustively: {what}", flush=True)
     report = explorer.exhaustively(options.departures, options.processes, progress=_Progress())
