@@ -144,7 +144,8 @@ class CoordinatorMixin(JoiningMixin):
         """Whether the current coordinator sends heartbeats, as far as this client has seen.
 
         Silence lies between two looks of the same client, on its own clock: at the first look every
-        coordinator lives.
+        coordinator lives. Look at least every 15 s: more than that does not count between two looks, since
+        this client may have been stopped itself.
 
         Args:
             timeout_seconds: how long the heartbeat may stand still.
