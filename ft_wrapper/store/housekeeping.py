@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from . import keys
 from .operations import StoreOperations
-from .records import View, split_entry, to_number
+from .records import Head, View, split_entry, to_number
 
 
 class HousekeepingMixin(StoreOperations):
@@ -44,32 +44,36 @@ class HousekeepingMixin(StoreOperations):
         """Deletes the keys of iterations two back and more, of past calls, and of superseded members.
 
         Who is in ``view`` has left the iteration before it, so nobody who is still in reads anything older.
-        Who is out may write late: a few keys, which the next one to clean up finds.
+        Who is out may write late: a few keys, which the next one to clean up finds. A member counts as
+        superseded when a newer one of its slot is in; where none is, when a newer one has been started.
 
         Args:
             view: the iteration that is on.
 
         Returns:
-            The number of deleted keys.
+            The number of deleted keys; 0 if another iteration is on meanwhile, in which others may be.
         """
         names = self.list_keys()
+        head = self.try_get(keys.HEAD)
+        if head is None or Head.parse(head, keys.HEAD).n != view.n:
+            return 0
         newest: dict[int, int] = {}
         for name in names:
             if member := keys.member_of(name):
                 newest[member[0]] = max(member[1], newest.get(member[0], 0))
-        present = {(member.slot, member.incarnation) for member in view.members}
-        past = [name for name in names if _is_past(name, view, newest, present)]
+        newest.update((member.slot, member.incarnation) for member in view.members)
+        past = [name for name in names if _is_past(name, view, newest)]
         for name in past:
             self.delete_key(name)
         return len(past)
 
 
-def _is_past(name: str, view: View, newest: dict[int, int], present: set[tuple[int, int]]) -> bool:
+def _is_past(name: str, view: View, newest: dict[int, int]) -> bool:
     n = keys.iteration_of(name)
     if n is not None:
         return keys.BEFORE_FIRST < n < view.n - 1
     member = keys.member_of(name)
     if member is not None:
-        return member[1] < newest[member[0]] and member not in present
+        return member[1] < newest[member[0]]
     call = keys.call_of(name)
     return call is not None and call < view.call

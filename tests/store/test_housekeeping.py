@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from store_jobs import formed, go_on
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor.housekeeper import SETTLES_AFTER, Housekeeper
-from ft_wrapper.store import StoreMixin, keys
+from ft_wrapper.store import Member, StoreMixin, keys
 from ft_wrapper.testing import FakeStore
 
 
@@ -71,13 +73,18 @@ def test_the_keys_of_superseded_members_and_past_calls_go() -> None:
     store, view, members = formed([0, 1])
     store.agree_on_terms(0, {})
     newer = store.register(1, "{}")
-    newest = store.register(1, "{}")
+    assert store.register(1, "{}") == Member(1, 2)
+    for _ in range(3):
+        store.register(2, "{}")
     store.say_goodbye(newer)
+    assert store.delete_past(dataclasses.replace(view, n=view.n - 1)) == 0  # by one who is out
     store.delete_past(view)
-    # 1:0 is in the iteration; 1:2 is the newest.
+    # 1:0 is in the iteration, and either of the others may be in the next one; of slot 2 nobody is in.
     kept = {name for name in map(keys.member_of, store.list_keys()) if name}
-    assert kept == {(0, 0), (1, 0), (1, 2)}
-    assert store.record_of(newest) == {} and store.try_get(keys.member(str(newest))) == "{}"
+    assert kept == {(0, 0), (1, 0), (1, 1), (1, 2), (2, 2)}
+    store.delete_past(dataclasses.replace(view, members=(members[0], Member(1, 2))))
+    kept = {name for name in map(keys.member_of, store.list_keys()) if name}
+    assert kept == {(0, 0), (1, 2), (2, 2)}
     assert store.try_get(keys.terms(0)) is not None
     store.end_iteration(view.n, "done")
     view, _ = go_on(store, view, members, outcome="done")
