@@ -58,9 +58,8 @@ def widen(
             unknown.append(member.slot)
         else:
             places[rank].slot = member.slot
-    # Of those that died without a word only the slots are known. Most assignments keep the slots' order.
-    for place, slot in zip((place for place in places if place.slot is None), unknown, strict=False):
-        place.slot = slot
+    for slot in unknown:
+        _guess_place(slot, places)
     joined = [_place_of(member.slot, places) for member in newcomers]
     numbers = {id(place): number for number, place in enumerate(places)}
     return WidenedWorld(
@@ -69,6 +68,20 @@ def widen(
         joined_ranks=tuple(numbers[id(place)] for place in joined),
         inserted=tuple(number for number, place in enumerate(places) if place.new),
     )
+
+
+def _guess_place(slot: int, places: list[_Place]) -> None:
+    """Finds the place of one that died without a word: most assignments keep the slots' order."""
+    free = [number for number, place in enumerate(places) if place.slot is None]
+
+    def keeps_the_order(number: int) -> bool:
+        before = all(place.slot is None or place.slot < slot for place in places[:number])
+        behind = all(place.slot is None or place.slot > slot for place in places[number:])
+        return before and behind
+
+    number = next(filter(keeps_the_order, free), free[0] if free else None)
+    if number is not None:
+        places[number].slot = slot
 
 
 def _place_of(slot: int, places: list[_Place]) -> _Place:

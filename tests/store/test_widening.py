@@ -39,6 +39,7 @@ def widened(
         (3, {0: 0, 2: 2}, {1: 1}, [1], [0, 1, 2]),  # a predecessor's place, of known rank
         (3, {0: 0, 2: 2}, {1: None}, [1], [0, 1, 2]),  # and of one that died without a word
         (4, {0: 0, 3: 3}, {1: None, 2: None}, [2], [0, -1, 2, 3]),
+        (3, {1: 1}, {2: None}, [2], [-1, 1, 2]),  # of two gaps that which keeps the slots in order
         (4, {0: 0, 3: 3}, {1: None, 2: 1}, [1, 2], [0, 2, 1, 3]),  # known ranks before the others
         (2, {0: 0, 2: 1}, {}, [1], [0, 1, 2]),  # long gone: put in by slot
         (2, {1: 0, 2: 1}, {}, [0], [0, 1, 2]),
