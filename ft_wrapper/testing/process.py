@@ -273,8 +273,8 @@ class SimulatedProcess:
         if isinstance(error, AssertionError):
             return  # an invariant does not hold
         self.inside, self.died_at = None, self.simulation.scheduler.now()
-        self.told = True
         job.leave(state.rank, Interruption.BASE_EXCEPTION, error, ends=ends)
+        self.told = True  # unless it was told to leave once more meanwhile
 
     # Its monitor -------------------------------------------------------------------------------------------
 

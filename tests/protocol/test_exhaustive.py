@@ -134,13 +134,6 @@ def outcomes(make: Callable[[Policy], Program], departures: int, *, reduced: boo
     return found
 
 
-def lost_update(policy: Policy) -> Program:
-    """Two read a counter, then both write."""
-    return Program(
-        policy, [[("get", "n"), ("set", "n", str(task))] for task in (1, 2)] + [[("set", "n", "0")]]
-    )
-
-
 def test_departures_are_counted() -> None:
     def both(policy: Policy) -> Program:
         return Program(policy, [[("append", "k", task), ("append", "k", task)] for task in "ab"])
