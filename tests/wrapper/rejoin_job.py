@@ -44,12 +44,13 @@ class Trainer:
     Args:
         rank: its line to the test.
         folder: shared by all ranks; a file in it ends the training.
-        settings: of the wrapper, beside the usual ones.
+        settings: of the wrapper, beside the usual ones, and ``waits``; see `trains`.
     """
 
     def __init__(self, rank: Rank, folder: str, settings: dict[str, Any]) -> None:
         self.rank = rank
         self.finish = Path(folder, "finish")
+        self.waits = settings.pop("waits", None) == rank.slot
         self.settings: dict[str, Any] = {
             **SETTINGS,
             "use_global_iteration": True,
@@ -65,6 +66,8 @@ class Trainer:
         dist.all_reduce(total)
         place = [call.iteration, dist.get_rank(), int(total)]
         self.rank.say("in", n=place[0], rank=place[1], world=place[2])
+        if self.waits and call.iteration == 0:
+            self.rank.hear()
         while True:
             finish = torch.tensor(float(self.finish.exists()))
             dist.all_reduce(finish)
@@ -92,7 +95,8 @@ def hold(rank: Rank) -> None:
 def trains(rank: Rank, folder: str, settings: dict[str, Any]) -> list[int] | None:
     """The body: trains until the test says that it is enough; returns iteration, rank and world size.
 
-    The slot ``held`` in the settings leaves the first iteration only once the test has told it something.
+    The slot ``held`` in the settings leaves the first iteration only once the test has told it something; the
+    slot ``waits`` takes no step of it before.
     """
     if settings.get("held") == rank.slot:
         hold(rank)

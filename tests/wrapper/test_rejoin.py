@@ -122,7 +122,9 @@ EVERY_TIMEOUT = {
 def test_a_paused_host_never_comes_back_as_what_it_was(
     run: Training, job: Job, is_replaced: bool, hard: bool
 ) -> None:
-    run.start(4, **PAUSE, **(EVERY_TIMEOUT if hard else {}))
+    # It is paused outside gloo, which may lose a write to a peer that has gone meanwhile, and hang: then its
+    # monitor would end it.
+    run.start(4, waits=1, **PAUSE, **(EVERY_TIMEOUT if hard else {}))
     job.expect("in", 0, 1, 2, n=0)
     paused, monitor = job[1], job.monitors()[1]
     for pid in (monitor, paused.pid):
