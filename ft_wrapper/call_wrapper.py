@@ -207,6 +207,7 @@ class Call:
             join_window=self.wrapper.join_window.total_seconds(),
             rejoin_wait=self.wrapper.rejoin_wait.total_seconds(),
             admits=self.wrapper.use_global_iteration,
+            replaced=settings.replaced,
         )
 
     def _terms(self) -> dict[str, object]:

@@ -57,6 +57,7 @@ class Patience:
         join_window: for further joins, before one ends the iteration that is on.
         rejoin_wait: in a restart, for replacements that were announced.
         admits: whether a process may join a running job: only where iteration numbers are global.
+        replaced: whether another process is started in place of this one if it ends by an error.
     """
 
     barrier: float
@@ -67,6 +68,7 @@ class Patience:
     join_window: float = 1.0
     rejoin_wait: float = 2.0
     admits: bool = True
+    replaced: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +234,13 @@ class Job:
         try:
             # A proposal under way may keep this member, if it had arrived already.
             report_death(
-                self.store, self.view, self.member, fault, active=ends, timeout=self._patience.barrier
+                self.store,
+                self.view,
+                self.member,
+                fault,
+                active=ends,
+                timeout=self._patience.barrier,
+                returns=self._patience.replaced and not isinstance(error, RankDiscarded),
             )
         except RestartError:
             log.exception("the others could not be told that slot %d leaves", self.slot)

@@ -21,6 +21,7 @@ from .finalize import Finalize
 from .health_check import HealthCheck
 from .initialize import Initialize
 from .job import formation_size
+from .monitor.death import is_replaced
 from .monitor.settings import MonitorSettings
 from .rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, ShiftRanks
 from .state import State
@@ -278,6 +279,7 @@ class Wrapper:
             heartbeat_timeout=self.heartbeat_timeout.total_seconds(),
             barrier_timeout=self.barrier_timeout.total_seconds(),
             join_window=self.join_window.total_seconds(),
+            replaced=self.use_global_iteration and is_replaced(),
         )
 
     def shared_settings(self) -> dict[str, object]:

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from ..store import Fault, Member, StoreMixin, View
 from ..store import keys as names
 
 log = logging.getLogger(__name__)
 
+REPLACED_ENV = "FT_WRAPPER_REPLACED"
+
 _FIRST_LOOK = 0.1  # seconds between looks whether head has moved, should a wake be lost
 _LONGEST_LOOK = 4.0
 
 
+def is_replaced() -> bool:
+    """Whether an agent has said, in the environment, that it starts this process again if it dies."""
+    return os.environ.get(REPLACED_ENV) == "1"
+
+
 def report_death(
-    store: StoreMixin, view: View | None, member: Member, fault: Fault, *, active: bool, timeout: float
+    store: StoreMixin,
+    view: View | None,
+    member: Member,
+    fault: Fault,
+    *,
+    active: bool,
+    timeout: float,
+    returns: bool = False,
 ) -> None:
     """Logs a death, ends the iteration if the member was active, and keeps at it.
 
@@ -29,6 +44,7 @@ def report_death(
         active: whether it called the function in ``view``; an iteration that nobody has told the caller of
             is ended in any case.
         timeout: seconds after which to give up.
+        returns: whether a replacement is on its way.
     """
     deadline = store.now() + timeout
     told: Fault | None = fault
@@ -36,7 +52,7 @@ def report_death(
         head = store.read_head()
         if head is None:
             n = names.BEFORE_FIRST
-            store.log_death(n, member, told, ends=False)
+            store.log_death(n, member, told, ends=False, returns=returns)
             kept = member in store.joins_of(n)
         else:
             if view is None or head != view.head:
@@ -45,12 +61,12 @@ def report_death(
                 view, active = current[0], True
             n = view.n
             if member in view.members:
-                store.log_death(n, member, told, ends=active)
+                store.log_death(n, member, told, ends=active, returns=returns)
                 store.count_death(view)
                 kept = member in store.arrivals_of(n)
             else:
                 # It may have asked to be let in. Where n has not ended yet, whoever proposes reads the log.
-                store.log_death(n, member, None, ends=False)
+                store.log_death(n, member, None, ends=False, returns=returns)
                 kept = store.outcome_of(n) is not None and member in store.joins_of(n)
         told = None
         # Whoever proposes later reads the log. Only a proposal that was under way may have read it too early,

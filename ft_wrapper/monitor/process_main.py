@@ -193,7 +193,8 @@ class _MonitorLoop:
         return self._settings.interval if self._monitor is None else self._monitor.pause()
 
     def _await_death(self, told: int, pidfd: int) -> None:
-        allowed = may_step_forward()
+        # A replacement is started once the process has gone, so nothing is gained by its going slowly.
+        allowed = not self._settings.replaced and may_step_forward()
         if self._memory.wait_for_death():
             with stepping_back(self._rank_pid, allowed):
                 os.write(told, b"!")

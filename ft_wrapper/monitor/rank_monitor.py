@@ -191,6 +191,7 @@ class RankMonitor:
             self._fault(interruption, message),
             active=self._memory.active,
             timeout=self._settings.barrier_timeout,
+            returns=self._settings.replaced,
         )
 
     def _end_rank(self, pidfd: int, message: str) -> None:

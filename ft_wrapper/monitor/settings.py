@@ -19,6 +19,7 @@ class MonitorSettings:
         heartbeat_timeout: no heartbeat for so long, and a member is silent.
         barrier_timeout: how long to keep at telling the others.
         join_window: for how long joins are gathered.
+        replaced: whether the rank's process is started again if it dies, and can join.
     """
 
     soft_timeout: float
@@ -30,3 +31,4 @@ class MonitorSettings:
     heartbeat_timeout: float
     barrier_timeout: float
     join_window: float = 1.0
+    replaced: bool = False
