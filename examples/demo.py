@@ -8,7 +8,8 @@ same, bit for bit:
 3. with more killed ranks than there are spares: their processes are started again, and come back into the
    running job.
 
-The first two run under ``ftrun``. It does not start dead ranks again yet: the third one has a small launcher.
+The first two run under ``ftrun``, which is told not to start dead ranks again: it would be soon enough for
+the spare to have nothing to do. The third one has a small launcher.
 
     python examples/demo.py                      faults at fixed places
     python examples/demo.py --seed 7             at places chosen at random
@@ -83,6 +84,7 @@ def train(folder: Path, faults: Sequence[FaultSpec], show_steps: bool) -> Run:
     """Trains under ftrun, and shows each restart when it happens."""
     folder.mkdir()
     command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", str(PROCESSES)]
+    command += ["--max-rank-restarts", "0"]
     command += training(folder, faults)
     show = Show(show_steps)
     with started(command, {events.ENV: str(folder / "events")}) as process:

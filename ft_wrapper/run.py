@@ -1,8 +1,8 @@
 """``ftrun``: runs a job on one node.
 
 It starts the ranks and hosts the store that they agree on, outside of them, so that any rank may die. A dead
-rank is not replaced and takes nobody along: the others go on to their own end, a wrapped job without it.
-Options have torchrun's names and meanings.
+rank of a wrapped job is replaced alone, and joins the others, which go on in their processes. A script that
+uses no wrapper is ended, or started anew, as a whole. Options have torchrun's names and meanings.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
-from torch.distributed import DistError
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.run import determine_local_world_size
 
-from .agent.failure import Failure, report
+from .agent.environment import Job
+from .agent.failure import report
+from .agent.orphans import adopted
+from .agent.policy import Policy, RestartPolicy
 from .agent.ranks import Ranks
 from .agent.signals import queued
+from .agent.standby import Program
 from .exception import StoreError
-from .store import TCPStore, TCPStoreServer
 
 # Not __name__, which is "__main__" under `python -m ft_wrapper.run`.
 log = logging.getLogger("ft_wrapper.run")
 
-HOST = "127.0.0.1"
-STORE_ENV = "FT_WRAPPER_STORE"
 DEFAULT_SHUTDOWN_TIMEOUT = 5.0
+DEFAULT_RANK_RESTARTS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Options:
 
     Args:
         nproc_per_node: number of ranks.
-        command: program and arguments that each rank executes.
+        program: what each rank runs.
         role: name of the ranks in log lines and in ``ROLE_NAME``.
         log_dir: where log files go; a temporary directory when None.
         redirects: which streams go to files instead of the console.
@@ -56,10 +57,14 @@ class Options:
         local_ranks_filter: the ranks that may write to the console; all when None.
         signals: what is forwarded to the ranks and then ends the job.
         shutdown_timeout: seconds between a forwarded signal and SIGKILL.
+        policy: what is done about a rank that fails.
+        max_restarts: how often all ranks may be started anew.
+        max_rank_restarts: how often each rank may be started again alone.
+        standby: whether ranks are forked from a process that has torch imported.
     """
 
     nproc_per_node: int
-    command: tuple[str, ...]
+    program: Program
     role: str
     log_dir: str | None
     redirects: Std | dict[int, Std]
@@ -67,6 +72,10 @@ class Options:
     local_ranks_filter: set[int] | None
     signals: tuple[signal.Signals, ...]
     shutdown_timeout: float
+    policy: Policy
+    max_restarts: int
+    max_rank_restarts: int
+    standby: bool
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,7 +88,7 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="ftrun",
         description="Starts the ranks of a job on this machine and hosts the store that they agree on. "
-        "A rank that dies takes nobody along.",
+        "A rank of a wrapped job that dies is started again alone.",
         epilog="Options mean the same as torchrun's and can be set by the same PET_* environment variables.",
         allow_abbrev=False,
     )
@@ -141,6 +150,34 @@ def _parser() -> _Parser:
         metavar="SECONDS",
         help="from a forwarded signal to SIGKILL (default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 5)",
     )
+    parser.add_argument(
+        *_spellings("--restart-policy"),
+        action=env,
+        default=Policy.AUTO.value,
+        metavar="POLICY",
+        help="when a rank fails: rank: it is started again alone; group: all are ended and started anew; "
+        "auto: group, and rank once a wrapped job has formed (default: auto)",
+    )
+    parser.add_argument(
+        *_spellings("--max-restarts"),
+        action=env,
+        default=None,
+        metavar="N",
+        help="how often all ranks may be started anew (default: 0)",
+    )
+    parser.add_argument(
+        *_spellings("--max-rank-restarts"),
+        action=env,
+        default=None,
+        metavar="N",
+        help=f"how often each rank may be started again alone (default: {DEFAULT_RANK_RESTARTS})",
+    )
+    parser.add_argument(
+        *_spellings("--no-standby"),
+        action=check_env,
+        help="start each rank by itself, instead of forking it from a process that has imported torch "
+        "(always so with --no-python and PYTHON_EXEC)",
+    )
     parser.add_argument("script", help="what each rank runs")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     return parser
@@ -166,9 +203,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     log_dir: str | None = args.log_dir or None
     if log_dir and log_dir != os.devnull and os.path.exists(log_dir) and not os.path.isdir(log_dir):
         parser.error(f"--log-dir {log_dir}: is a file; name a directory")
+    policy = _policy(parser, args)
     return Options(
         nproc_per_node=nproc,
-        command=_command(parser, args),
+        program=_program(parser, args),
         role=args.role,
         log_dir=log_dir,
         redirects=_streams(parser, "--redirects", args.redirects, nproc),
@@ -176,6 +214,12 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         local_ranks_filter=_ranks(parser, "--local-ranks-filter", args.local_ranks_filter, nproc),
         signals=_signals(parser, args.signals_to_handle),
         shutdown_timeout=_seconds(parser, "--shutdown-timeout", args.shutdown_timeout),
+        policy=policy,
+        max_restarts=_count(parser, "--max-restarts", args.max_restarts, 0),
+        max_rank_restarts=_count(
+            parser, "--max-rank-restarts", args.max_rank_restarts, DEFAULT_RANK_RESTARTS
+        ),
+        standby=not args.no_standby,
     )
 
 
@@ -189,8 +233,9 @@ def _nproc(parser: _Parser, value: str) -> int:
     return nproc
 
 
-def _command(parser: _Parser, args: argparse.Namespace) -> tuple[str, ...]:
+def _program(parser: _Parser, args: argparse.Namespace) -> Program:
     script: str = args.script
+    arguments = tuple(args.script_args)
     if args.no_python and args.module:
         parser.error(
             "--no-python and --module contradict each other: a module needs python; drop one of them"
@@ -201,7 +246,7 @@ def _command(parser: _Parser, args: argparse.Namespace) -> tuple[str, ...]:
             parser.error(
                 f"script {script}: no such program, or not executable (--no-python runs it without python)"
             )
-        return (program, *args.script_args)
+        return Program((program, *arguments))
     python = os.environ.get("PYTHON_EXEC")
     if args.module:
         # Another Python has other modules, and says itself what it misses.
@@ -209,10 +254,39 @@ def _command(parser: _Parser, args: argparse.Namespace) -> tuple[str, ...]:
             parser.error(
                 f"module {script}: not found, or a package without __main__; install it or set PYTHONPATH"
             )
-        return (python or sys.executable, "-u", "-m", script, *args.script_args)
-    if not os.path.exists(script):
+    elif not os.path.exists(script):
         parser.error(f"script {script}: no such file in {os.getcwd()}; for a module's name give -m")
-    return (python or sys.executable, "-u", script, *args.script_args)
+    flags = ("-u", "-m") if args.module else ("-u",)
+    command = (python or sys.executable, *flags, script, *arguments)
+    # Another Python may have another torch, or none; and compiled files are left to Python itself.
+    if python is not None or script.endswith(".pyc"):
+        return Program(command)
+    return Program(command, script, arguments, args.module)
+
+
+def _policy(parser: _Parser, args: argparse.Namespace) -> Policy:
+    try:
+        policy = Policy(args.restart_policy)
+    except ValueError:
+        parser.error(f"--restart-policy {args.restart_policy}: use auto, rank or group")
+    for other, option, value in (
+        (Policy.RANK, "--max-restarts", args.max_restarts),
+        (Policy.GROUP, "--max-rank-restarts", args.max_rank_restarts),
+    ):
+        if policy is other and value is not None:
+            parser.error(
+                f"{option} {value} and --restart-policy {policy.value} contradict each other: "
+                f"{option} limits what this policy never does; drop one of them"
+            )
+    return policy
+
+
+def _count(parser: _Parser, option: str, value: str | None, default: int) -> int:
+    if value is None:
+        return default
+    if not re.fullmatch(r"\d+", value):
+        parser.error(f"{option} {value}: use a number of at least 0")
+    return int(value)
 
 
 def _module_exists(name: str) -> bool:
@@ -281,6 +355,8 @@ def _signals(parser: _Parser, value: str) -> tuple[signal.Signals, ...]:
             )
         if signum in (signal.SIGKILL, signal.SIGSTOP):
             parser.error(f"--signals-to-handle {value}: {name.strip()} cannot be handled by any program")
+        if signum == signal.SIGCHLD:
+            parser.error(f"--signals-to-handle {value}: SIGCHLD is what ftrun is told of its ranks by")
         signals.append(signum)
     return tuple(signals)
 
@@ -295,42 +371,6 @@ def _seconds(parser: _Parser, option: str, value: str) -> float:
     return seconds
 
 
-def rank_environment(options: Options, rank: int, store_address: str, run_id: str) -> dict[str, str]:
-    """What a rank finds in its environment, beside what this process has in its own.
-
-    Args:
-        options: the job.
-        rank: the rank.
-        store_address: ``host:port`` of the store.
-        run_id: the same for all ranks of a run, another one for each run.
-    """
-    host, _, port = store_address.rpartition(":")
-    size = str(options.nproc_per_node)
-    variables = {
-        STORE_ENV: store_address,
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        # The store is there already: no rank shall try to host it.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "ROLE_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "ROLE_WORLD_SIZE": size,
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": options.role,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }
-    if options.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = "1"
-    return variables
-
-
 def run(options: Options) -> int:
     """Runs a job to its end; to be called in the main thread.
 
@@ -341,7 +381,8 @@ def run(options: Options) -> int:
         The exit code: 0; 1 if a rank failed that the job did not finish without; 2 if it could not be
         started; 128 + the signal that ended the job.
     """
-    if options.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+    job = Job(options.nproc_per_node, options.role, str(uuid.uuid4()), options.max_restarts)
+    if job.shares_processor():
         log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
     with ExitStack() as cleanup:
         try:
@@ -351,33 +392,33 @@ def run(options: Options) -> int:
                 options.tee,
                 options.local_ranks_filter,
             )
-            server = TCPStoreServer()
-            cleanup.callback(server.close)
-            signals = cleanup.enter_context(queued(options.signals))
-            ranks = cleanup.enter_context(Ranks(options.shutdown_timeout))
-            address = f"{HOST}:{server.port}"
-            run_id = str(uuid.uuid4())
-            environments = {
-                rank: rank_environment(options, rank, address, run_id)
-                for rank in range(options.nproc_per_node)
-            }
-            ranks.start(options.command, environments, logs_specs, options.role)
+            orphans = cleanup.enter_context(adopted())
+            signals = cleanup.enter_context(queued((*options.signals, signal.SIGCHLD)))
+            ranks = cleanup.enter_context(
+                Ranks(
+                    options.program,
+                    job,
+                    RestartPolicy(options.policy, options.max_restarts, options.max_rank_restarts),
+                    logs_specs,
+                    shutdown_timeout=options.shutdown_timeout,
+                    standby=options.standby,
+                    orphans=orphans,
+                )
+            )
+            ranks.start()
         except (OSError, StoreError) as error:
-            print(f"ftrun: error: cannot start {options.command[0]}: {error}", file=sys.stderr)
+            print(f"ftrun: error: cannot start {options.program.command[0]}: {error}", file=sys.stderr)
             return 2
         end = ranks.wait(signals)
-        forgiven = _forgiven(server.port, end.failures)
-    failures = []
-    for failure in end.failures:
-        if failure.rank in forgiven:
-            log.info("rank %d: %s; the job finished without it", failure.rank, failure.how())
-        else:
-            failures.append(failure)
-    if failures:
-        print(f"ftrun: {report(failures, options.nproc_per_node)}", file=sys.stderr)
+    for failure in end.forgiven:
+        log.info(
+            "rank %s (pid %d): %s; the job finished all the same", failure.name, failure.pid, failure.how()
+        )
+    if end.failures:
+        print(f"ftrun: {report(end.failures, options.nproc_per_node)}", file=sys.stderr)
     if end.signum is not None:
         return 128 + end.signum
-    return 1 if failures else 0
+    return 1 if end.failures else 0
 
 
 @contextmanager
@@ -394,24 +435,6 @@ def _log_dir(options: Options) -> Iterator[str]:
     finally:
         if not any(files for _, _, files in os.walk(path)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _forgiven(port: int, failures: Sequence[Failure]) -> frozenset[int]:
-    """The failed ranks that do not matter, because the wrapped job has finished without them."""
-    if not failures:
-        return frozenset()
-    try:
-        store = TCPStore(HOST, port)
-        try:
-            outcome = store.outcome()
-        finally:
-            store.close()
-    except (StoreError, DistError) as error:
-        log.warning("whether the job finished without them is not known: %s", error)
-        return frozenset()
-    if not outcome.completed:
-        return frozenset()
-    return frozenset(failure.rank for failure in failures) - outcome.slots
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,7 @@
-"""ftrun with real processes: plain scripts and programs that use no wrapper."""
+"""ftrun with real processes: plain scripts and programs that use no wrapper, each started by exec.
+
+Ranks that are forked from a template, replaced or restarted are in ``tests/agent``.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ from ft_wrapper.run import main, parse_args
 from ft_wrapper.store import TCPStore
 
 TIMEOUT = 60.0
+# The others go on when a rank fails.
+ALONE = ("--restart-policy", "rank", "--max-rank-restarts", "0")
 
 # A rank that does as it is told: it says who it is over a socket, then obeys line by line.
 OBEDIENT = """
@@ -110,6 +115,12 @@ class Job:
 
 
 Launch = Callable[..., Job]
+
+
+@pytest.fixture(autouse=True)
+def no_standby(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most scripts here use no torch, and are started faster than it could be imported."""
+    monkeypatch.setenv("PET_NO_STANDBY", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -263,7 +274,7 @@ def test_all_succeed(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_others_live_on_when_one_is_killed(launch: Launch) -> None:
-    job = launch(3)
+    job = launch(3, *ALONE)
     os.kill(job.ranks[1].pid, signal.SIGKILL)
     job.read_until("killed by SIGKILL; 2 still running")
     for rank in (0, 2):
@@ -277,7 +288,7 @@ def test_others_live_on_when_one_is_killed(launch: Launch) -> None:
 
 
 def test_first_failure_comes_first(launch: Launch) -> None:
-    job = launch(3)
+    job = launch(3, *ALONE)
     job.ranks[2].tell("exit 5")
     job.read_until("exit code 5; 2 still running")
     job.ranks[0].tell("exit 4")
@@ -334,7 +345,7 @@ def test_an_error_file_of_another_handler(
 
 
 def test_helpers_of_a_failed_rank_end(launch: Launch) -> None:
-    job = launch(2)
+    job = launch(2, *ALONE)
     helper = os.pidfd_open(int(job.ranks[0].ask("helper")))
     try:
         os.kill(job.ranks[0].pid, signal.SIGKILL)
@@ -364,16 +375,16 @@ def test_a_failure_that_the_job_finished_without_is_forgiven(
         sys.exit(9 if rank == 2 and sys.argv[2] == "member fails" else 0)
     """)
     caplog.set_level(logging.INFO)
-    assert main(["--nproc-per-node", "3", finish, "done", "-"]) == 0
-    assert any("the job finished without it" in message for message in caplog.messages)
-    assert main(["--nproc-per-node", "3", finish, "fault", "-"]) == 1
+    assert main(["--nproc-per-node", "3", *ALONE, finish, "done", "-"]) == 0
+    assert any("the job finished all the same" in message for message in caplog.messages)
+    assert main(["--nproc-per-node", "3", *ALONE, finish, "fault", "-"]) == 1
     assert "1 of 3 ranks failed" in capfd.readouterr().err
-    assert main(["--nproc-per-node", "3", finish, "done", "member fails"]) == 1
+    assert main(["--nproc-per-node", "3", *ALONE, finish, "done", "member fails"]) == 1
     assert "1 of 3 ranks failed" in capfd.readouterr().err
 
 
 def test_the_store_outlives_every_rank(launch: Launch, script: Callable[[str], str]) -> None:
-    job = launch(2)
+    job = launch(2, *ALONE)
     environment = Path("/proc", str(job.ranks[0].pid), "environ").read_bytes().split(b"\0")
     (address,) = (v.partition(b"=")[2].decode() for v in environment if v.startswith(b"FT_WRAPPER_STORE="))
     host, _, port = address.rpartition(":")
@@ -452,7 +463,7 @@ def test_other_signals_on_request(launch: Launch) -> None:
 
 
 def test_failures_before_a_signal_are_shown(launch: Launch) -> None:
-    job = launch(2)
+    job = launch(2, *ALONE)
     job.ranks[1].tell("exit 7")
     job.read_until("exit code 7")
     job.process.send_signal(signal.SIGTERM)
@@ -558,7 +569,7 @@ def test_options_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
     options = parse_args(["true"])
     assert options.nproc_per_node == 3
-    assert options.command[0].endswith("/true")
+    assert options.program.command[0].endswith("/true")
     assert options.shutdown_timeout == 7.0
     assert parse_args(["--nproc-per-node", "2", "true"]).nproc_per_node == 2
 
@@ -602,6 +613,18 @@ BAD = {
     "timeout": (["--shutdown-timeout", "-1", "x.py"], ["--shutdown-timeout -1", "at least 0"]),
     "timeout word": (["--shutdown-timeout", "long", "x.py"], ["--shutdown-timeout long"]),
     "log dir": (["--log-dir", "file", "x.py"], ["--log-dir file", "name a directory"]),
+    "no policy": (["--restart-policy", "alone", "x.py"], ["--restart-policy alone", "auto, rank or group"]),
+    "restarts word": (["--max-restarts", "some", "x.py"], ["--max-restarts some", "at least 0"]),
+    "restarts negative": (["--max-rank-restarts=-1", "x.py"], ["--max-rank-restarts -1", "at least 0"]),
+    "restarts of the group, alone": (
+        ["--restart-policy", "rank", "--max-restarts", "1", "x.py"],
+        ["--max-restarts 1", "--restart-policy rank", "contradict"],
+    ),
+    "restarts of a rank, in a group": (
+        ["--restart-policy", "group", "--max-rank-restarts", "1", "x.py"],
+        ["--max-rank-restarts 1", "--restart-policy group", "contradict"],
+    ),
+    "handling of SIGCHLD": (["--signals-to-handle", "SIGCHLD", "x.py"], ["--signals-to-handle", "SIGCHLD"]),
     "unknown option": (["--nnodes", "2", "x.py"], ["--nnodes"]),
     "abbreviated option": (["--nproc", "2", "x.py"], ["--nproc"]),
 }

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 
+from .processes import RankProcess
 from .signals import signal_name
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class Failure:
         when: seconds since the epoch: of the exception, if it was recorded, else of the end.
         error: the first line of what was recorded; empty if nothing was.
         file: where to read on: a log file or the error file; empty if there is none.
+        incarnation: which process in a row of the rank it was.
     """
 
     rank: int
@@ -33,6 +35,12 @@ class Failure:
     when: float
     error: str
     file: str
+    incarnation: int = 0
+
+    @property
+    def name(self) -> str:
+        """The rank; a replacement with its number behind it, as ``2:1``."""
+        return str(self.rank) if self.incarnation == 0 else f"{self.rank}:{self.incarnation}"
 
     def how(self) -> str:
         """Says in words how the process ended."""
@@ -41,30 +49,28 @@ class Failure:
         return f"exit code {self.exitcode}"
 
 
-def read_failure(rank: int, pid: int, exitcode: int, error_file: str, logs: Sequence[str]) -> Failure:
-    """Puts together what is known about the end of a rank, right after it.
+def read_failure(process: RankProcess, exitcode: int) -> Failure:
+    """Puts together what is known about the end of a rank's process, right after it.
 
     Args:
-        rank: the rank.
-        pid: its process, which has ended.
+        process: what has ended.
         exitcode: its exit code, or minus the number of the signal.
-        error_file: where ``torch.distributed.elastic``'s ``record`` would have written its exception.
-        logs: its log files, the one to look at first last.
     """
     error, when = "", time.time()
-    files = list(logs)
+    error_file, files = process.files.error_file, list(process.files.logs)
     if os.path.isfile(error_file):
         files.insert(0, error_file)
         try:
             message, recorded = _read_record(error_file)
         except (OSError, ValueError, KeyError, TypeError) as problem:
             # Half a file, for instance, left by a rank that died while it wrote it.
-            log.warning("rank %d: its error file %s cannot be read: %r", rank, error_file, problem)
+            log.warning("rank %s: its error file %s cannot be read: %r", process.name, error_file, problem)
         else:
             error = (message.strip().splitlines() or [""])[0]
             if 0 < recorded < when:
                 when = recorded
-    return Failure(rank, pid, exitcode, when, error, files[-1] if files else "")
+    file = files[-1] if files else ""
+    return Failure(process.rank, process.pid, exitcode, when, error, file, process.incarnation)
 
 
 def _read_record(error_file: str) -> tuple[str, float]:
@@ -97,8 +103,8 @@ def report(failures: Sequence[Failure], nproc: int) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(failure.when))
         rows.append(
             (
-                str(failure.rank),
-                str(failure.pid),
+                failure.name,
+                str(failure.pid) if failure.pid else "-",
                 when,
                 failure.how(),
                 failure.error or "-",
@@ -106,7 +112,9 @@ def report(failures: Sequence[Failure], nproc: int) -> str:
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{len(failures)} of {nproc} ranks failed, the first one first:"]
+    ranks = len({failure.rank for failure in failures})
+    times = f", {len(failures)} times in all" if len(failures) > ranks else ""
+    lines = [f"{ranks} of {nproc} ranks failed{times}, the first one first:"]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(("  " + "  ".join(cells)).rstrip())

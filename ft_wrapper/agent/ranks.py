@@ -1,60 +1,49 @@
-"""The rank processes of a node, each on its own: one that dies takes nobody along.
+"""The rank processes of a node: started, replaced one by one or all together, and ended.
 
-One thread waits for all of them and for signals at once; nothing is polled. Log files, tailing and error
-files are torch's own. Its process contexts are not used, because they end all ranks when one has failed, nor
-is its `SubprocessHandler`: its arguments differ between torch's versions, it cannot tie a rank's life to
-ours, and closing its files sends a signal to a process that may be gone.
+One thread waits for all of them, for the template process, for signals and for what is due; nothing is
+polled. Log files, tailing and error files are torch's own. Its process contexts are not used, because they
+end all ranks when one has failed, nor is its `SubprocessHandler`: its arguments differ between torch's
+versions, it cannot tie a rank's life to ours, and closing its files sends a signal to a process that may be
+gone.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 import logging
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from .. import events
+from ..exception import StoreError
+from ..store import TCPStoreServer
+from .environment import Job, of_incarnation
 from .failure import Failure, in_order, read_failure
+from .logs import Logs, opened
+from .orphans import Orphans
+from .policy import Action, RestartPolicy
+from .processes import RankProcess, start
 from .signals import SignalQueue, signal_name
+from .standby import Forked, Program, Request, Standby
+from .watched_job import JobInStore
 
 log = logging.getLogger(__name__)
 
+HOST = "127.0.0.1"
+
 # Seconds that a process may take to vanish after SIGKILL. One that is stuck in the kernel never does.
 KILL_TIMEOUT = 10.0
-
-_PR_SET_PDEATHSIG = 1
-# Looked up before any fork: between fork and exec that would not be safe.
-_prctl = ctypes.CDLL(None).prctl
-
-
-@dataclasses.dataclass(frozen=True)
-class Rank:
-    """One rank process.
-
-    Args:
-        rank: its local rank.
-        process: the process; it leads a session and a process group of its own.
-        pidfd: becomes readable when the process has ended.
-        error_file: where ``torch.distributed.elastic``'s ``record`` writes its exception.
-        logs: the files that its streams go to, stdout first.
-    """
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    error_file: str
-    logs: tuple[str, ...]
+# Seconds that the template may take to import torch, from a slow file system, and to fork a rank.
+STANDBY_TIMEOUT = 300.0
+# Seconds from a start to the fork of the next process ahead, which is not to be in the way of a restart.
+SPARE_DELAY = 1.0
+# A template that ended sooner than this is not tried again.
+STANDBY_SETTLED = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +51,42 @@ class End:
     """How the ranks ended.
 
     Args:
-        failures: what failed of its own accord, in the order of happening.
+        failures: those that count, in the order of happening.
         signum: the signal that ended the job, or None.
+        forgiven: those that the job finished without.
     """
 
     failures: list[Failure]
     signum: int | None
+    forgiven: list[Failure]
+
+
+@dataclasses.dataclass
+class _Stop:
+    """All ranks are being ended.
+
+    Args:
+        deadline: when those are killed that still run.
+        again: whether all are started anew then.
+        killed: whether that has been done.
+    """
+
+    deadline: float
+    again: bool
+    killed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Due:
+    """A replacement that is to be started.
+
+    Args:
+        at: when, in monotonic seconds.
+        incarnation: its number.
+    """
+
+    at: float
+    incarnation: int
 
 
 class Ranks:
@@ -76,124 +95,367 @@ class Ranks:
     A context manager: leaving it ends what still runs, and closes what was opened.
 
     Args:
-        shutdown_timeout: seconds from a forwarded signal to SIGKILL.
+        program: what each rank runs.
+        job: what they have in common.
+        policy: what is done about those that fail.
+        logs_specs: where their streams and errors go.
+        shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
+        standby: whether they are forked from a process that has torch imported, where that is possible.
+        orphans: what this process has adopted: it is a subreaper.
     """
 
-    def __init__(self, shutdown_timeout: float) -> None:
+    def __init__(
+        self,
+        program: Program,
+        job: Job,
+        policy: RestartPolicy,
+        logs_specs: LogsSpecs,
+        *,
+        shutdown_timeout: float,
+        standby: bool,
+        orphans: Orphans,
+    ) -> None:
+        self._program = program
+        self._job = job
+        self._policy = policy
         self._shutdown_timeout = shutdown_timeout
-        self._running: dict[int, Rank] = {}
+        self._orphans = orphans
+        self._running: dict[int, RankProcess] = {}
+        self._due: dict[int, _Due] = {}
+        self._failures: list[Failure] = []
+        self._healed: set[int] = set()  # ranks whose last process exited with 0
+        self._signum: int | None = None
+        self._stop: _Stop | None = None
+        self._asked: set[int] = set()  # ranks that the template was asked for
+        self._standby: Standby | None = None
+        self._spare_at: float | None = None  # when a process is to be forked ahead
+        self._round: ExitStack | None = None
+        self._address = ""
+        self._in_store: JobInStore
         self._cleanup = ExitStack()
-        self._selector = self._cleanup.enter_context(selectors.DefaultSelector())
+        try:
+            self._selector = self._cleanup.enter_context(selectors.DefaultSelector())
+            self._logs = self._cleanup.enter_context(Logs(logs_specs, job.role))
+            if standby and program.script is not None:
+                self._start_standby()
+        except BaseException:
+            self._cleanup.close()
+            raise
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            if self._running:
-                self._kill()
-        finally:
-            self._cleanup.close()
+        with self._cleanup:
+            self._cleanup.callback(self._end_round)
+            self._end_standby()
+            self._kill()
 
-    def start(
-        self,
-        command: Sequence[str],
-        environments: Mapping[int, dict[str, str]],
-        logs_specs: LogsSpecs,
-        role: str,
-    ) -> None:
-        """Starts all ranks.
-
-        Args:
-            command: program and arguments, the same for all.
-            environments: by local rank, what each finds in its environment beside what we have in ours.
-            logs_specs: where their streams and errors go.
-            role: what the ranks are called in tailed lines.
+    def start(self) -> None:
+        """Starts all ranks, in a new round: with a store of their own.
 
         Raises:
             OSError: one cannot be started. Those that were end with the context.
+            StoreError: there can be no store.
         """
-        # Once for all ranks: it empties the directory that it finds.
-        logs = logs_specs.reify(dict(environments))
-        for rank, environment in environments.items():
-            stdout, stderr = logs.stdouts[rank], logs.stderrs[rank]
-            process = _start(command, environment, stdout, stderr)
-            pidfd = os.pidfd_open(process.pid)
-            self._cleanup.callback(os.close, pidfd)
-            files = tuple(file for file in (stdout, stderr) if file not in ("", os.devnull))
-            self._running[rank] = Rank(rank, process, pidfd, logs.error_files[rank], files)
-            self._selector.register(pidfd, selectors.EVENT_READ, self._running[rank])
-            events.emit("rank_started", rank=rank, child=process.pid)
-        # They are threads, so not before the last fork.
-        for files_to_tail, console in ((logs.tee_stdouts, sys.stdout), (logs.tee_stderrs, sys.stderr)):
-            self._cleanup.callback(TailLog(role, files_to_tail, console).start().stop)
+        self._end_round()
+        self._round = ExitStack()
+        self._stop = None
+        self._failures.clear()
+        self._healed.clear()
+        server = TCPStoreServer()
+        self._round.callback(server.close)
+        self._in_store = JobInStore(HOST, server.port)
+        self._round.callback(self._in_store.close)
+        self._address = f"{HOST}:{server.port}"
+        ranks = range(self._job.nproc)
+        self._logs.begin_round({rank: self._environment(rank) for rank in ranks})
+        for rank in ranks:
+            self._start(rank, 0)
 
     def wait(self, signals: SignalQueue) -> End:
-        """Waits until all ranks have ended.
+        """Waits until all ranks have ended, and nobody is to be started again.
 
         A signal is forwarded to all that live; those that still do after ``shutdown_timeout`` are killed.
 
         Args:
-            signals: what is to be forwarded.
+            signals: what is to be forwarded; and SIGCHLD, which says that there may be orphans to reap.
         """
-        failures: list[Failure] = []
-        signum: int | None = None
-        deadline: float | None = None
         self._selector.register(signals.fd, selectors.EVENT_READ)
-        while self._running:
-            timeout = None if deadline is None else deadline - time.monotonic()
-            if timeout is not None and timeout <= 0:
+        try:
+            while self._running or self._asked or self._due_ranks() or self._starts_again():
+                if self._starts_again():
+                    self._start_anew()
+                for key in self._select():
+                    if isinstance(key.data, RankProcess):
+                        self._take_end(key.data)
+                    elif key.data is self._standby and self._standby is not None:
+                        self._take_answers(self._standby)
+                self._take_signals(signals)
+                self._do_what_is_due()
+        finally:
+            self._selector.unregister(signals.fd)
+        return self._end()
+
+    # Waiting -------------------------------------------------------------------------------------------
+
+    def _starts_again(self) -> bool:
+        """Whether the group has been ended in order to be started anew."""
+        return self._stop is not None and self._stop.again and not self._running
+
+    def _due_ranks(self) -> bool:
+        """Whether somebody is to be replaced: nobody is when the others have finished the job meanwhile."""
+        if self._due and not self._running and not self._asked and self._in_store.finished_with() is not None:
+            self._due.clear()
+        return bool(self._due)
+
+    def _select(self) -> list[selectors.SelectorKey]:
+        """Waits for the next event, or until something is due."""
+        moments = [due.at for due in self._due.values()]
+        if self._spare_at is not None:
+            moments.append(self._spare_at)
+        if self._stop is not None and not self._stop.killed:
+            moments.append(self._stop.deadline)
+        if self._standby is not None and self._asked:
+            # Whatever it has answered meanwhile is read first, so it may also be looked at too late.
+            moments.append(time.monotonic() + STANDBY_TIMEOUT)
+        timeout = max(0.0, min(moments) - time.monotonic()) if moments else None
+        return [key for key, _ in self._selector.select(timeout)]
+
+    def _take_signals(self, signals: SignalQueue) -> None:
+        for arrived in signals.read():
+            if arrived == signal.SIGCHLD:
+                self._reap_orphans()
+                continue
+            log.warning("%s: forwarded to %s", signal_name(arrived), self._names())
+            if self._signum is None:
+                self._signum = arrived
+                self._healed.update(self._running)
+                self._end_standby()
+                self._begin_stop(again=False)
+            self._send(arrived)
+
+    def _reap_orphans(self) -> None:
+        ours = [process.pid for process in self._running.values()]
+        if self._standby is not None:
+            self._standby.drop_dead_spare()
+            pids = self._standby.pids()
+            if pids is None:
+                return  # one that was just forked is not known yet
+            ours += pids
+        self._orphans.reap(ours)
+
+    def _do_what_is_due(self) -> None:
+        now = time.monotonic()
+        if self._stop is not None and not self._stop.killed and now >= self._stop.deadline:
+            if self._running:
                 log.warning("%s: still there %g s after the signal", self._names(), self._shutdown_timeout)
-                self._kill()
-                break
-            for rank in self._select(timeout):
-                failure = self._reap(rank)
-                # What a forwarded signal ended did not fail of its own accord.
-                if failure is not None and signum is None:
-                    failures.append(failure)
-                    log.warning(
-                        "rank %d (pid %d): %s%s", rank.rank, failure.pid, failure.how(), self._others()
-                    )
-            for arrived in signals.read():
-                log.warning("%s: forwarded to %s", signal_name(arrived), self._names())
-                self._send(arrived)
-                if deadline is None:
-                    signum, deadline = arrived, time.monotonic() + self._shutdown_timeout
-        self._selector.unregister(signals.fd)
-        return End(in_order(failures), signum)
+            self._stop.killed = True
+            self._kill()
+        if self._standby is not None and self._standby.overdue(STANDBY_TIMEOUT):
+            log.warning("the standby process does not answer: ranks are started without it")
+            self._end_standby()
+        if self._spare_at is not None and now >= self._spare_at:
+            self._spare_at = None
+            if self._standby is not None and self._stop is None:
+                self._standby.ask_ahead()
+                self._take_answers(self._standby)
+        for rank, due in list(self._due.items()):
+            if now >= due.at:
+                del self._due[rank]
+                self._start_or_fail(rank, due.incarnation)
+
+    # Starting ------------------------------------------------------------------------------------------
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return self._job.environment(rank, self._policy.restarts, self._address)
+
+    def _start(self, rank: int, incarnation: int) -> None:
+        """Starts a process, or asks the template for it."""
+        files = self._logs.open(rank, incarnation)
+        environment = {
+            **self._environment(rank),
+            **of_incarnation(incarnation, files.error_file, self._policy.replaces(rank)),
+        }
+        request = Request(rank, incarnation, files, environment)
+        if self._standby is None:
+            self._execute(request)
+            return
+        self._asked.add(rank)
+        self._standby.ask(request)
+        self._take_answers(self._standby)
+
+    def _execute(self, request: Request) -> None:
+        with ExitStack() as streams:
+            stdout, stderr = (opened(path, streams) for path in (request.files.stdout, request.files.stderr))
+            popen = start(self._program.command, {**os.environ, **request.environment}, stdout, stderr)
+        pidfd = os.pidfd_open(popen.pid)
+        self._add(RankProcess(request.rank, request.incarnation, popen.pid, pidfd, request.files, popen))
+
+    def _start_or_fail(self, rank: int, incarnation: int) -> None:
+        """Starts a process in a job that is on: one that cannot be started is one that has failed."""
+        try:
+            self._start(rank, incarnation)
+        except OSError as error:
+            self._logs.close(rank, incarnation)
+            self._decide(_not_started(rank, incarnation, error), lived=0.0)
+
+    def _start_anew(self) -> None:
+        try:
+            self.start()
+        except (OSError, StoreError) as error:
+            self._failures.append(_not_started(0, 0, error))
+            self._begin_stop(again=False)
+
+    def _add(self, process: RankProcess) -> None:
+        self._running[process.rank] = process
+        self._selector.register(process.pidfd, selectors.EVENT_READ, process)
+        self._spare_at = time.monotonic() + SPARE_DELAY if self._policy.replaces(process.rank) else None
+        events.emit("rank_started", rank=process.rank, incarnation=process.incarnation, child=process.pid)
+
+    # The template --------------------------------------------------------------------------------------
+
+    def _start_standby(self) -> None:
+        self._standby = Standby(self._program, self._job.shared_environment())
+        self._selector.register(self._standby, selectors.EVENT_READ, self._standby)
+
+    def _end_standby(self) -> list[Request]:
+        if self._standby is None:
+            return []
+        standby, self._standby = self._standby, None
+        self._selector.unregister(standby)
+        lost = standby.close()
+        self._asked.clear()
+        return lost
+
+    def _take_answers(self, standby: Standby) -> None:
+        answers = standby.answers()
+        if answers is None:
+            self._replace_standby(standby)
+            return
+        for forked in answers:
+            self._take_answer(forked)
+
+    def _take_answer(self, forked: Forked) -> None:
+        request = forked.request
+        self._asked.discard(request.rank)
+        if forked.pid is None:
+            log.warning("rank %d is started without the standby process: %s", request.rank, forked.error)
+            self._execute_or_fail(request)
+            return
+        pidfd = os.pidfd_open(forked.pid)  # of a child that nobody has waited for
+        self._add(RankProcess(request.rank, request.incarnation, forked.pid, pidfd, request.files))
+
+    def _execute_or_fail(self, request: Request) -> None:
+        try:
+            self._execute(request)
+        except OSError as error:
+            self._logs.close(request.rank, request.incarnation)
+            self._decide(_not_started(request.rank, request.incarnation, error), lived=0.0)
+
+    def _replace_standby(self, standby: Standby) -> None:
+        """The template has ended: another one takes its place, unless that would be a loop."""
+        lived = time.monotonic() - standby.started
+        lost = self._end_standby()
+        how = standby.process.returncode
+        log.warning("the standby process %d has ended (%d)", standby.process.pid, how)
+        if self._stop is None and lived >= STANDBY_SETTLED:
+            try:
+                self._start_standby()
+            except OSError as error:
+                log.warning("there is no standby process any more: %s", error)
+        if self._stop is None:
+            for request in lost:
+                self._execute_or_fail(request)
+
+    # An end --------------------------------------------------------------------------------------------
+
+    def _take_end(self, process: RankProcess) -> None:
+        self._selector.unregister(process.pidfd)
+        del self._running[process.rank]
+        exitcode = process.reap()
+        self._logs.close(process.rank, process.incarnation)
+        events.emit(
+            "rank_ended",
+            rank=process.rank,
+            incarnation=process.incarnation,
+            child=process.pid,
+            exitcode=exitcode,
+        )
+        if exitcode == 0:
+            self._healed.add(process.rank)
+            return
+        if self._stop is not None:
+            return  # what a signal of ours ended did not fail of its own accord
+        failure = read_failure(process, exitcode)
+        self._decide(failure, lived=time.monotonic() - process.started)
+
+    def _decide(self, failure: Failure, lived: float) -> None:
+        rank = failure.rank
+        self._failures.append(failure)
+        verdict = self._policy.decide(rank, lived, self._in_store, is_first=failure.incarnation == 0)
+        if verdict.action is Action.REPLACE:
+            self._due[rank] = _Due(time.monotonic() + verdict.delay, failure.incarnation + 1)
+            self._do_what_is_due()
+        elif verdict.action in (Action.RESTART_GROUP, Action.END_GROUP):
+            self._begin_stop(again=verdict.action is Action.RESTART_GROUP)
+            self._send(signal.SIGTERM)
+        # Last: nobody waits for the words.
+        log.warning(
+            "rank %s (pid %d): %s%s; %s",
+            failure.name,
+            failure.pid,
+            failure.how(),
+            self._others(),
+            verdict.why,
+        )
+
+    def _begin_stop(self, *, again: bool) -> None:
+        self._stop = _Stop(time.monotonic() + self._shutdown_timeout, again)
+        self._due.clear()
+        self._asked.clear()
+        if self._standby is not None:
+            self._standby.cancel()
 
     def _send(self, signum: int) -> None:
-        for rank in self._running.values():
-            # The number cannot have passed on to a stranger: nobody has waited for the process yet.
-            os.killpg(rank.process.pid, signum)
+        for process in self._running.values():
+            process.send(signum)
 
     def _kill(self) -> None:
+        """Ends all that run, whatever they do."""
         self._send(signal.SIGKILL)
         deadline = time.monotonic() + KILL_TIMEOUT
-        while self._running and (timeout := deadline - time.monotonic()) > 0:
-            for rank in self._select(timeout):
-                self._reap(rank)
+        with selectors.DefaultSelector() as selector:
+            for process in self._running.values():
+                selector.register(process.pidfd, selectors.EVENT_READ, process)
+            while self._running and (timeout := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(timeout):
+                    selector.unregister(key.fd)
+                    self._take_end(key.data)
         if self._running:
             log.error("%s: still there %g s after SIGKILL, left behind", self._names(), KILL_TIMEOUT)
             self._running.clear()
 
-    def _select(self, timeout: float | None) -> list[Rank]:
-        """Waits for the end of a rank, or a signal; returns the ranks that have ended, in that order."""
-        return [key.data for key, _ in self._selector.select(timeout) if isinstance(key.data, Rank)]
+    def _end_round(self) -> None:
+        if self._round is not None:
+            self._round.close()
+            self._round = None
 
-    def _reap(self, rank: Rank) -> Failure | None:
-        self._selector.unregister(rank.pidfd)
-        del self._running[rank.rank]
-        status = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOWAIT)
-        if status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0):
-            # Its helpers, data loaders for instance, would hold memory, ports and devices. Done before it is
-            # waited for, so that the number is its own still. What a successful rank leaves may stay.
-            os.killpg(rank.process.pid, signal.SIGKILL)
-        exitcode = rank.process.wait()
-        events.emit("rank_ended", rank=rank.rank, child=rank.process.pid, exitcode=exitcode)
-        if exitcode == 0:
-            return None
-        return read_failure(rank.rank, rank.process.pid, exitcode, rank.error_file, rank.logs)
+    def _end(self) -> End:
+        """Which failures count."""
+        finished = self._in_store.finished_with()
+        counted: list[Failure] = []
+        forgiven: list[Failure] = []
+        for failure in in_order(self._failures):
+            if finished is not None:
+                # A process that was in the job to its end, and failed then, has lost what it was to do.
+                was_in = failure.rank in finished and finished[failure.rank] in (None, failure.pid)
+                (counted if was_in else forgiven).append(failure)
+            elif failure.rank in self._healed:
+                forgiven.append(failure)
+            else:
+                counted.append(failure)
+        return End(counted, self._signum, forgiven)
 
     def _names(self) -> str:
         return "ranks " + ", ".join(map(str, self._running)) if self._running else "no rank"
@@ -202,23 +464,5 @@ class Ranks:
         return f"; {len(self._running)} still running" if self._running else ""
 
 
-def _start(
-    command: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str
-) -> subprocess.Popen[bytes]:
-    with ExitStack() as files:
-        return subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            stdout=files.enter_context(open(stdout, "wb")) if stdout else None,
-            stderr=files.enter_context(open(stderr, "wb")) if stderr else None,
-            start_new_session=True,
-            # Safe here: no other thread runs Python yet, and it takes no lock and looks nothing up.
-            preexec_fn=functools.partial(_die_with, os.getpid()),
-        )
-
-
-def _die_with(parent: int) -> None:
-    """Between fork and exec: this process is killed when the parent dies, however it dies."""
-    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+def _not_started(rank: int, incarnation: int, error: Exception) -> Failure:
+    return Failure(rank, 0, 1, time.time(), f"cannot be started: {error}", "", incarnation)

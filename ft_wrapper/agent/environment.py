@@ -1,0 +1,87 @@
+"""What a rank finds in its environment: torchrun's variables, and a few of our own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from ..monitor.death import REPLACED_ENV
+
+STORE_ENV = "FT_WRAPPER_STORE"
+INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What all ranks of a run have in common.
+
+    Args:
+        nproc: number of ranks.
+        role: their name in log lines.
+        run_id: another one for each run.
+        max_restarts: how often the whole group may be started anew.
+    """
+
+    nproc: int
+    role: str
+    run_id: str
+    max_restarts: int
+
+    def shared_environment(self) -> dict[str, str]:
+        """What libraries read when they are imported, so that it must be there before any rank is forked."""
+        variables = {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+        }
+        if self.shares_processor():
+            variables["OMP_NUM_THREADS"] = "1"
+        return variables
+
+    def shares_processor(self) -> bool:
+        """Whether each rank gets one thread, because there are several and nobody said otherwise."""
+        return self.nproc > 1 and "OMP_NUM_THREADS" not in os.environ
+
+    def environment(self, rank: int, restarts: int, store_address: str) -> dict[str, str]:
+        """What a rank finds, in all of its incarnations.
+
+        Args:
+            rank: the rank.
+            restarts: how often the group has been started anew.
+            store_address: ``host:port`` of the store.
+        """
+        host, _, port = store_address.rpartition(":")
+        size = str(self.nproc)
+        return {
+            **self.shared_environment(),
+            STORE_ENV: store_address,
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            # The store is there already: no rank shall try to host it.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "ROLE_WORLD_SIZE": size,
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": self.role,
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+        }
+
+
+def of_incarnation(incarnation: int, error_file: str, replaced: bool) -> dict[str, str]:
+    """What a process finds beside it.
+
+    Args:
+        incarnation: which process in a row of its rank it is.
+        error_file: where ``torch.distributed.elastic``'s ``record`` writes its exception.
+        replaced: whether another one is started if it dies, for which the others may wait a little.
+    """
+    return {
+        INCARNATION_ENV: str(incarnation),
+        REPLACED_ENV: str(int(replaced)),
+        "TORCHELASTIC_ERROR_FILE": "" if error_file == os.devnull else error_file,
+    }

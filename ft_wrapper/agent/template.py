@@ -1,0 +1,223 @@
+"""What runs in the template process: torch is imported once, and every rank is forked from it.
+
+A process that has torch already is in its script some ten milliseconds after the request, or at once if it
+was forked ahead, instead of the seconds that importing torch takes. What it finds is what a program that was
+started by exec finds: its own environment, arguments, ``__main__``, random numbers, session and signals.
+
+- One thread only: what other threads hold at the moment of a fork (a lock, a pool of workers) is broken in
+  the child. So nothing is computed here, and the threads are counted before each fork.
+- A rank is forked twice, so that it becomes a child of the agent, a subreaper: the agent waits for it itself,
+  and the template may die without harm to anybody.
+- What a process is to be it hears from the agent, over a socket of its own, and it does nothing before. So
+  none runs that the agent does not know.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import encodings.idna
+import gc
+import importlib
+import importlib.machinery
+import io
+import json
+import logging
+import os
+import pkgutil
+import runpy
+import socket
+import sys
+import types
+
+import torch
+
+from .processes import await_adoption, die_with
+
+log = logging.getLogger(__name__)
+
+BOOT = (
+    "import sys; "
+    # Not the working directory, in which anything may lie: the rank puts its script's own one there.
+    "sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
+    "from ft_wrapper.agent.template import main; main()"
+)
+"""What the template is started with, as ``python -c``; its arguments follow: where this package is, the
+socket's descriptor, the agent's process, ``-m`` or ``-``, and the script with its arguments."""
+
+MAX_MESSAGE = 1 << 20
+FORK = b"fork"
+IMPORT_MORE = b"import more"
+"""Asked for once the first ranks run: they are not kept waiting for what only their replacements gain by."""
+BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+"""Must be 1 in the template: otherwise importing torch, and numpy with it, leaves further threads."""
+
+# What is imported with the first look-up of a host's name.
+_ = encodings.idna
+
+
+def main() -> None:
+    """Serves the agent until that is gone. Returns, or raises, in each rank, once its script has run."""
+    _, _, fd, agent, kind, script, *arguments = sys.argv
+    sys.path.pop()  # the ranks search where they would search if they had been started by themselves
+    # A collection in a rank would write to, and so copy, whatever it looks at.
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=int(fd)) as control:
+        control.set_inheritable(False)
+        orders = _serve(control)
+    with orders:
+        _become_what_is_ordered(orders, int(agent))
+    gc.enable()
+    _run(kind, script, arguments)
+
+
+# In the template ---------------------------------------------------------------------------------------
+
+
+def _serve(control: socket.socket) -> socket.socket:
+    """Forks a process for each request. Returns in these only: the socket that comes with the request."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
+        if not data:
+            os._exit(0)  # the agent is gone
+        if data == IMPORT_MORE:
+            _import_more()
+            continue
+        orders = socket.socket(fileno=fds[0])
+        answer = _fork()
+        if answer is None:
+            return orders
+        orders.close()
+        control.sendall(json.dumps(answer).encode())
+
+
+def _import_more() -> None:
+    """Imports what takes seconds and nearly every training script comes to need: torch's optimizers do."""
+    before = dict(os.environ)
+    with contextlib.suppress(Exception):  # then the scripts see for themselves
+        importlib.import_module("torch._dynamo")
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]  # where the compiler's cache is; it says so again when it is used
+    gc.collect()
+    gc.freeze()
+
+
+def _fork() -> dict[str, object] | None:
+    """Forks a rank, by a process between; returns what to answer, or None in the rank."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return {"error": f"it has {threads} threads and cannot be forked safely"}
+    read_end, write_end = os.pipe()
+    try:
+        between = os.fork()
+    except OSError as error:
+        os.close(read_end)
+        os.close(write_end)
+        return {"error": str(error)}
+    if between == 0:
+        _fork_again(write_end)
+        os.close(read_end)
+        os.close(write_end)
+        return None
+    os.close(write_end)
+    pid = os.read(read_end, 32)
+    os.close(read_end)
+    os.waitpid(between, 0)
+    return {"pid": int(pid)} if pid else {"error": "no second process could be forked"}
+
+
+def _fork_again(write_end: int) -> None:
+    """In the process between: forks the rank, says its number and ends. Returns in the rank."""
+    try:
+        pid = os.fork()
+    except OSError:
+        os._exit(1)
+    if pid != 0:
+        os.write(write_end, str(pid).encode())
+        os._exit(0)
+
+
+# In the rank -------------------------------------------------------------------------------------------
+
+
+def _become_what_is_ordered(orders: socket.socket, agent: int) -> None:
+    """Makes this process what one started by exec would be, once the agent says what that is."""
+    os.setsid()
+    await_adoption(agent)
+    die_with(agent)
+    data, fds, _, _ = socket.recv_fds(orders, MAX_MESSAGE, 2)
+    if not data:
+        os._exit(0)  # it is not needed
+    order = json.loads(data)
+    for stream, descriptor in zip(order["streams"], fds, strict=True):
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+    for name, value in order["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    # Python's own generator starts anew after a fork by itself.
+    torch.default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    _set_blas_threads()
+
+
+def _set_blas_threads() -> None:
+    """Gives OpenBLAS the threads that it would have taken by itself, had it not been held to one."""
+    count = os.environ.get(BLAS_THREADS) or os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(count) if count.isdecimal() else len(os.sched_getaffinity(0))
+    if threads <= 1:
+        return
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        libraries = {line.split()[-1] for line in maps if "openblas" in line}
+    for library in libraries:
+        handle = ctypes.CDLL(library)
+        for name in ("openblas_set_num_threads", "openblas_set_num_threads64_"):
+            for function in (name, f"scipy_{name}"):
+                if hasattr(handle, function):
+                    getattr(handle, function)(threads)
+
+
+def _run(kind: str, script: str, arguments: list[str]) -> None:
+    """Runs the script as Python itself does, in a ``__main__`` of its own."""
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main_module
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if kind == "-m" else []), script, *arguments]
+    sys.argv = [script, *arguments]
+    try:
+        if kind == "-m":
+            _search_first(os.getcwd())
+            runpy._run_module_as_main(script)  # type: ignore[attr-defined]
+        elif pkgutil.get_importer(script) is not None:  # a directory or an archive with a __main__ in it
+            sys.path.insert(0, script)
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        else:
+            _search_first(os.path.dirname(os.path.realpath(script)))
+            _run_file(os.path.abspath(script), main_module)
+    except Exception as error:
+        # As Python would show it, without the frames of this file.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+def _run_file(path: str, main_module: types.ModuleType) -> None:
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    main_module.__file__ = path
+    main_module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main_module.__dict__["__cached__"] = None
+    exec(code, main_module.__dict__)
+
+
+def _search_first(directory: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, directory)

@@ -1,0 +1,109 @@
+"""An ftrun of the tests: its words, its events and its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ft_wrapper import events
+
+TIMEOUT = 60.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class FtRun:
+    """A running ftrun. A context manager: it does not outlive the block, and neither does what it started.
+
+    Args:
+        folder: for its files.
+        arguments: of ftrun.
+    """
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events = folder / "events"
+        self._output = folder / "output"
+        environment = {**os.environ, events.ENV: str(self._events), "TMPDIR": str(folder)}
+        with open(self._output, "wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ft_wrapper.run", *arguments],
+                env=environment,
+                cwd=folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> FtRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait(TIMEOUT)
+
+    @property
+    def said(self) -> str:
+        """What it and the ranks have printed so far."""
+        return self._output.read_text(errors="replace")
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The events of that name so far."""
+        if not self._events.exists():
+            return []
+        return [record for record in events.read(str(self._events)) if record["event"] == name]
+
+    def pids(self, rank: int) -> list[int]:
+        """The processes that a rank has had, in order."""
+        return [record["child"] for record in self.events("rank_started") if record["rank"] == rank]
+
+    def end(self) -> int:
+        """Waits for its end; returns the exit code, shown with all that was said if it is not expected."""
+        return self.process.wait(TIMEOUT)
+
+    def await_file(self, path: Path) -> None:
+        """Waits until one of its ranks has made a file; by a look now and then."""
+        deadline = time.monotonic() + TIMEOUT
+        pidfd = os.pidfd_open(self.process.pid)
+        try:
+            while not path.exists():
+                ended = select.select([pidfd], [], [], 0.02)[0]
+                assert not ended and time.monotonic() < deadline, f"there is no {path.name}:\n{self.said}"
+        finally:
+            os.close(pidfd)
+
+    def family(self) -> list[psutil.Process]:
+        """The processes below it: ranks, monitors, the template and what was forked ahead."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def template(self) -> psutil.Process:
+        """The template process: the only child that ftrun started by exec."""
+        (found,) = (
+            child
+            for child in psutil.Process(self.process.pid).children()
+            if "ft_wrapper.agent.template" in " ".join(child.cmdline())
+            and child.pid not in [record["child"] for record in self.events("rank_started")]
+            and child.children() == []
+            and child.create_time()
+            == min(c.create_time() for c in psutil.Process(self.process.pid).children())
+        )
+        return found
+
+
+def all_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Waits for the end of processes; returns those that are still there then."""
+    _, left = psutil.wait_procs(processes, timeout=seconds)
+    return [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def send(pid: int, signum: signal.Signals) -> None:
+    """Sends a signal, if the process is there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)

@@ -1,0 +1,90 @@
+"""What is decided when a rank fails, and how long a replacement waits. No process, no clock."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ft_wrapper.agent.budget import LONGEST_DELAY, SETTLED, RankBudget
+from ft_wrapper.agent.policy import Action, Policy, RestartPolicy
+
+
+@dataclasses.dataclass
+class FakeJob:
+    """A job as the policy asks for it."""
+
+    formed: bool = True
+    open: bool = True
+
+    def has_formed(self) -> bool:
+        return self.formed
+
+    def admits(self) -> bool:
+        return self.open
+
+
+def decide(
+    policy: RestartPolicy, job: FakeJob, rank: int = 0, lived: float = 0.0, first: bool = True
+) -> Action:
+    return policy.decide(rank, lived, job, is_first=first).action
+
+
+def test_the_first_replacement_comes_at_once_and_a_crash_loop_slows_down() -> None:
+    budget = RankBudget(12)
+    delays = [budget.spend(0.1, is_first=number == 0) for number in range(12)]
+    assert delays[:5] == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert max(d for d in delays if d is not None) == LONGEST_DELAY
+    assert budget.spend(0.1, is_first=False) is None
+
+
+def test_who_lived_for_a_while_was_in_no_crash_loop() -> None:
+    budget = RankBudget(9)
+    assert [budget.spend(0.1, is_first=False) for _ in range(3)] == [0.5, 1.0, 2.0]
+    assert budget.spend(SETTLED, is_first=False) == 0.0
+    assert budget.spend(0.1, is_first=False) == 0.5
+    assert budget.left == 4
+
+
+def test_auto_is_group_until_a_job_has_formed_and_rank_from_then_on() -> None:
+    policy, job = RestartPolicy(Policy.AUTO, 1, 5), FakeJob(formed=False)
+    assert decide(policy, job) is Action.RESTART_GROUP
+    assert decide(policy, job) is Action.END_GROUP
+    job.formed = True
+    assert decide(policy, job) is Action.REPLACE
+    # Its store does not answer for a moment: no reason to end what goes on in the ranks.
+    job.formed = False
+    assert decide(policy, job) is Action.REPLACE
+
+
+def test_each_rank_has_a_budget_of_its_own() -> None:
+    policy, job = RestartPolicy(Policy.RANK, 0, 1), FakeJob()
+    assert policy.replaces(1)
+    assert decide(policy, job, rank=1) is Action.REPLACE
+    assert not policy.replaces(1)
+    assert decide(policy, job, rank=1, first=False) is Action.LEAVE_OUT
+    assert decide(policy, job, rank=2) is Action.REPLACE
+
+
+def test_rank_replaces_alone_before_a_job_has_formed_too() -> None:
+    assert decide(RestartPolicy(Policy.RANK, 0, 1), FakeJob(formed=False, open=False)) is Action.REPLACE
+
+
+@pytest.mark.parametrize("policy", [Policy.AUTO, Policy.RANK])
+def test_nobody_is_started_who_could_not_join(policy: Policy) -> None:
+    deciding = RestartPolicy(policy, 3, 3)
+    verdict = deciding.decide(0, 0.0, FakeJob(open=False), is_first=True)
+    assert verdict.action is Action.LEAVE_OUT
+    assert "use_global_iteration=True" in verdict.why
+    assert deciding.replaces(0), "it costs nothing"
+
+
+def test_group_never_replaces_alone() -> None:
+    policy = RestartPolicy(Policy.GROUP, 2, 5)
+    assert [decide(policy, FakeJob()) for _ in range(3)] == [
+        Action.RESTART_GROUP,
+        Action.RESTART_GROUP,
+        Action.END_GROUP,
+    ]
+    assert policy.restarts == 2
+    assert not policy.replaces(0)

@@ -1,0 +1,172 @@
+"""Ranks that are replaced alone, and groups that are started anew, under ftrun."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+
+from agent_job import ROOT, FtRun
+
+ALONE = ("--restart-policy", "rank")
+
+
+def script(folder: Path, source: str) -> str:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(source))
+    return str(path)
+
+
+def final_weights(job: FtRun) -> str:
+    assert job.end() == 0, job.said
+    found = re.search(r"final weights (sha256 .*)", job.said)
+    assert found, job.said
+    return found[1]
+
+
+def test_only_the_dead_rank_is_new_and_the_weights_are_the_same(tmp_path: Path) -> None:
+    def train(folder: Path, *faults: str) -> FtRun:
+        training = [str(ROOT / "examples" / "train_lm.py"), "--steps", "30", "--min-ranks", "3"]
+        checkpoints = ["--checkpoint-dir", str(folder / "checkpoints")]
+        return FtRun(folder, "--nproc-per-node", "3", *training, *checkpoints, *faults)
+
+    with train(tmp_path / "faulty", "--faults", "sigkill:slot=2:step=8,exit:slot=0:step=16") as job:
+        faulty = final_weights(job)
+        # One was killed; one left by itself, with an exit code; nobody else was touched.
+        assert [len(job.pids(rank)) for rank in range(3)] == [2, 1, 2]
+        assert job.said.count("it is started again (1 of 10)") == 2
+        # All were in every iteration: the others waited for the replacement, which had been announced.
+        entered = {(record["iteration"], record["rank"]) for record in job.events("enter")}
+        assert entered == {(iteration, rank) for iteration in range(3) for rank in range(3)}
+    with train(tmp_path / "clean") as job:
+        assert faulty == final_weights(job)
+
+
+def test_a_job_that_nobody_can_join_goes_on_without_its_dead(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        """
+        import os, signal
+        from ft_wrapper import CallWrapper, Wrapper
+
+        @Wrapper
+        def train(call_wrapper: CallWrapper = None):
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            while call_wrapper.iteration == 0:
+                signal.sigtimedwait([], 0.01)
+
+        train()
+        """,
+    )
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--no-standby", source) as job:
+        assert job.end() == 0, job.said
+        assert "nobody can join its job" in job.said
+        assert len(job.pids(1)) == 1
+
+
+CRASHES = """
+    import os, sys
+    incarnation = int(os.environ["FT_WRAPPER_INCARNATION"])
+    print("incarnation", incarnation, os.environ["FT_WRAPPER_REPLACED"], file=sys.stderr)
+    if os.environ["RANK"] == "1" and incarnation < int(sys.argv[1]):
+        sys.exit(1 + incarnation)
+"""
+
+
+def test_a_budget_that_is_used_up(tmp_path: Path) -> None:
+    options = ["--nproc-per-node", "2", "--no-standby", *ALONE, "--max-rank-restarts", "2", "-r", "3"]
+    logs = tmp_path / "logs"
+    with FtRun(tmp_path / "job", *options, "--log-dir", str(logs), script(tmp_path, CRASHES), "9") as job:
+        assert job.end() == 1
+        ends = [(record["rank"], record["exitcode"]) for record in job.events("rank_ended")]
+        assert sorted(ends) == [(0, 0), (1, 1), (1, 2), (1, 3)]
+        assert "it is started again (1 of 2)" in job.said
+        assert "it is started again in 0.5 s (2 of 2)" in job.said
+        assert "it stays out: it was started 2 times again already" in job.said
+        table = job.said[job.said.index("1 of 2 ranks failed, 3 times in all") :].splitlines()
+        assert [line.split()[0] for line in table[2:5]] == ["1", "1:1", "1:2"]
+        assert table[4].endswith("/1/incarnation_2/stderr.log")
+    (folder,) = logs.glob("*/attempt_0/1")
+    assert (folder / "stderr.log").read_text() == "incarnation 0 1\n"
+    assert (folder / "incarnation_2" / "stderr.log").read_text() == "incarnation 2 0\n"
+
+
+def test_a_replacement_that_succeeds_heals(tmp_path: Path) -> None:
+    options = ["--nproc-per-node", "2", "--no-standby", *ALONE, "-t", "2"]
+    with FtRun(tmp_path / "job", *options, script(tmp_path, CRASHES), "1") as job:
+        assert job.end() == 0, job.said
+        assert "[default1]:incarnation 1 1" in job.said
+        assert "ranks failed" not in job.said
+
+
+GROUP = """
+    import json, os, signal, sys, time
+    rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    def note(what):
+        with open(f"{rank}.{attempt}", "w") as file:
+            json.dump([what, os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]], file)
+    if attempt == sys.argv[1]:
+        note("done")
+    elif rank == "0":
+        def end(signum, frame):
+            note(signal.Signals(signum).name)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        open("ready" + attempt, "w").close()
+        signal.pause()
+    else:
+        while not os.path.exists("ready" + attempt):
+            time.sleep(0.01)
+        sys.exit(7)
+"""
+
+
+def test_a_group_is_started_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    options = ["--nproc-per-node", "2", "--no-standby", "--max-restarts", "2", "-r", "3"]
+    with FtRun(folder, *options, script(tmp_path, GROUP), "1") as job:
+        assert job.end() == 0, job.said
+        assert "rank 1" in job.said and "all ranks are started anew (1 of 2)" in job.said
+    noted = {path.name: json.loads(path.read_text()) for path in folder.glob("[01].[0-9]")}
+    assert {name: what for name, (what, _, _) in noted.items()} == {
+        "0.0": "SIGTERM",
+        "0.1": "done",
+        "1.1": "done",
+    }
+    assert {limit for _, _, limit in noted.values()} == {"2"}
+    # Nothing that the first attempt wrote is in the second one's store.
+    assert noted["0.0"][1] != noted["0.1"][1] == noted["1.1"][1]
+    assert len(list(folder.glob("ftrun_*/*/attempt_1/[01]/stdout.log"))) == 2
+
+
+def test_a_group_without_restarts_ends_with_the_first_failure(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    options = ["--nproc-per-node", "2", "--no-standby"]
+    with FtRun(folder, *options, script(tmp_path, GROUP), "1") as job:
+        assert job.end() == 1
+        assert "1 of 2 ranks failed, the first one first" in job.said
+        assert json.loads((folder / "0.0").read_text())[0] == "SIGTERM"
+
+
+def test_a_plain_group_of_gloo_ranks_survives_a_failure(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        """
+        import os, sys, torch
+        torch.distributed.init_process_group("gloo")
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
+            os._exit(1)
+        torch.distributed.all_reduce(total)
+        print(f"total {total.item()}\\n", end="")
+        torch.distributed.destroy_process_group()
+        """,
+    )
+    # Forked, also the second time: from the same template.
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--max-restarts", "1", source) as job:
+        assert job.end() == 0, job.said
+        assert job.said.count("total 4.0") == 2
+        assert [record["exitcode"] for record in job.events("rank_ended")][-2:] == [0, 0]
