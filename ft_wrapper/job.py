@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from . import events
 from .attribution import Interruption
-from .exception import RestartError, TimeoutError
+from .exception import RestartAbort, RestartError, TimeoutError
 from .monitor.death import await_others, report_death
 from .rank_assignment import RankDiscarded
 from .store import Decision, Entry, Fault, JoinTerms, Member, StoreMixin, View, keys
@@ -141,7 +141,7 @@ class Job:
         if not self._patience.admits and self.store.read_head() is not None:
             raise self._refused()
         self.check_terms()
-        self.member = self.store.register(self.slot, json.dumps({"host": self.host, "pid": self.pid}))
+        self.member = self.store.register(self.slot, self._record())
         if self.on_member is not None:
             self.on_member(self.member)
 
@@ -231,7 +231,11 @@ class Job:
     ) -> None:
         """Says that this member leaves the job in order; the others go on without it."""
         fault = self._raised(rank, interruption, error)
+        returns = self._patience.replaced and not isinstance(error, (RankDiscarded, RestartAbort))
         try:
+            if isinstance(error, RestartAbort):
+                # Whoever starts processes again looks here whether that is of any use.
+                self.store.set(keys.member(str(self.member)), self._record(gave_up=True))
             # A proposal under way may keep this member, if it had arrived already.
             report_death(
                 self.store,
@@ -240,7 +244,7 @@ class Job:
                 fault,
                 active=ends,
                 timeout=self._patience.barrier,
-                returns=self._patience.replaced and not isinstance(error, RankDiscarded),
+                returns=returns,
             )
         except RestartError:
             log.exception("the others could not be told that slot %d leaves", self.slot)
@@ -324,6 +328,9 @@ class Job:
             log.warning("%s was passed over for too long, and joins again", self.member)
             asked = None
             self.register()
+
+    def _record(self, **more: object) -> str:
+        return json.dumps({"host": self.host, "pid": self.pid, **more})
 
     def _holds_its_slot(self) -> bool:
         return self.store.newest_of(self.slot) == self.member

@@ -57,6 +57,9 @@ class WatchedJob(Protocol):
     def admits(self) -> bool:
         """Whether a process may join it."""
 
+    def has_given_up(self, rank: int, pid: int) -> bool:
+        """Whether a rank's process has left it by ``RestartAbort``."""
+
 
 class RestartPolicy:
     """Decides for all ranks of a node.
@@ -79,11 +82,12 @@ class RestartPolicy:
         """Whether a rank's process, in a job that has formed, is replaced if it dies, as far as is known."""
         return self._policy is not Policy.GROUP and self._budget(rank).left > 0
 
-    def decide(self, rank: int, lived: float, job: WatchedJob, *, is_first: bool) -> Verdict:
+    def decide(self, rank: int, pid: int, lived: float, job: WatchedJob, *, is_first: bool) -> Verdict:
         """Decides what a failure leads to, and takes it from the budget.
 
         Args:
             rank: whose process failed.
+            pid: the process.
             lived: for how many seconds it had run.
             job: what the ranks have formed.
             is_first: whether it was the rank's first process.
@@ -97,6 +101,8 @@ class RestartPolicy:
                 Action.LEAVE_OUT,
                 "it stays out: nobody can join its job, which needs @Wrapper(use_global_iteration=True)",
             )
+        if job.has_given_up(rank, pid):
+            return Verdict(Action.LEAVE_OUT, "it stays out: it left the job by RestartAbort")
         delay = self._budget(rank).spend(lived, is_first=is_first)
         if delay is None:
             return Verdict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -51,7 +52,8 @@ class RankProcess:
         try:
             os.killpg(self.pid, signum)
         except ProcessLookupError:  # just forked: it has no group of its own yet
-            signal.pidfd_send_signal(self.pidfd, signum)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signum)
 
     def reap(self) -> int:
         """Takes note of the end, which has come; ends the helpers of a process that failed; closes the pidfd.

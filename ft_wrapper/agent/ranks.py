@@ -149,6 +149,7 @@ class Ranks:
         with self._cleanup:
             self._cleanup.callback(self._end_round)
             self._end_standby()
+            self._begin_stop(again=False)  # nobody is replaced any more
             self._kill()
 
     def start(self) -> None:
@@ -158,15 +159,17 @@ class Ranks:
             OSError: one cannot be started. Those that were end with the context.
             StoreError: there can be no store.
         """
-        self._end_round()
-        self._round = ExitStack()
+        with ExitStack() as stores:
+            server = TCPStoreServer()
+            stores.callback(server.close)
+            in_store = JobInStore(HOST, server.port)
+            stores.callback(in_store.close)
+            self._end_round()
+            self._round = stores.pop_all()
+        self._in_store = in_store
         self._stop = None
         self._failures.clear()
         self._healed.clear()
-        server = TCPStoreServer()
-        self._round.callback(server.close)
-        self._in_store = JobInStore(HOST, server.port)
-        self._round.callback(self._in_store.close)
         self._address = f"{HOST}:{server.port}"
         ranks = range(self._job.nproc)
         self._logs.begin_round({rank: self._environment(rank) for rank in ranks})
@@ -254,7 +257,8 @@ class Ranks:
             self._kill()
         if self._standby is not None and self._standby.overdue(STANDBY_TIMEOUT):
             log.warning("the standby process does not answer: ranks are started without it")
-            self._end_standby()
+            for request in self._end_standby():
+                self._execute_or_fail(request)
         if self._spare_at is not None and now >= self._spare_at:
             self._spare_at = None
             if self._standby is not None and self._stop is None:
@@ -306,6 +310,7 @@ class Ranks:
         except (OSError, StoreError) as error:
             self._failures.append(_not_started(0, 0, error))
             self._begin_stop(again=False)
+            self._send(signal.SIGTERM)
 
     def _add(self, process: RankProcess) -> None:
         self._running[process.rank] = process
@@ -393,7 +398,9 @@ class Ranks:
     def _decide(self, failure: Failure, lived: float) -> None:
         rank = failure.rank
         self._failures.append(failure)
-        verdict = self._policy.decide(rank, lived, self._in_store, is_first=failure.incarnation == 0)
+        verdict = self._policy.decide(
+            rank, failure.pid, lived, self._in_store, is_first=failure.incarnation == 0
+        )
         if verdict.action is Action.REPLACE:
             self._due[rank] = _Due(time.monotonic() + verdict.delay, failure.incarnation + 1)
             self._do_what_is_due()

@@ -169,7 +169,7 @@ def _become_what_is_ordered(orders: socket.socket, agent: int) -> None:
 
 def _set_blas_threads() -> None:
     """Gives OpenBLAS the threads that it would have taken by itself, had it not been held to one."""
-    count = os.environ.get(BLAS_THREADS) or os.environ.get("OMP_NUM_THREADS", "")
+    count = os.environ.get(BLAS_THREADS) or os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(count) if count.isdecimal() else len(os.sched_getaffinity(0))
     if threads <= 1:
         return

@@ -55,6 +55,15 @@ class JobInStore:
             return True
         return not isinstance(terms, dict) or terms.get("use_global_iteration", True) is True
 
+    def has_given_up(self, rank: int, pid: int) -> bool:
+        """Whether a rank's process has left the job by ``RestartAbort``."""
+        try:
+            record = self._store.record_of(self._store.newest_of(rank))
+        except (StoreError, DistError) as error:
+            log.warning("how rank %d has left the job is not known: %s", rank, error)
+            return False
+        return record.get("gave_up") is True and record.get("pid") == pid
+
     def finished_with(self) -> dict[int, int | None] | None:
         """Who was in the job when it ended well: by slot the process, None where that is not known.
 

@@ -16,6 +16,7 @@ class FakeJob:
 
     formed: bool = True
     open: bool = True
+    given_up: int | None = None
 
     def has_formed(self) -> bool:
         return self.formed
@@ -23,11 +24,14 @@ class FakeJob:
     def admits(self) -> bool:
         return self.open
 
+    def has_given_up(self, rank: int, pid: int) -> bool:
+        return pid == self.given_up
+
 
 def decide(
     policy: RestartPolicy, job: FakeJob, rank: int = 0, lived: float = 0.0, first: bool = True
 ) -> Action:
-    return policy.decide(rank, lived, job, is_first=first).action
+    return policy.decide(rank, 7, lived, job, is_first=first).action
 
 
 def test_the_first_replacement_comes_at_once_and_a_crash_loop_slows_down() -> None:
@@ -73,10 +77,16 @@ def test_rank_replaces_alone_before_a_job_has_formed_too() -> None:
 @pytest.mark.parametrize("policy", [Policy.AUTO, Policy.RANK])
 def test_nobody_is_started_who_could_not_join(policy: Policy) -> None:
     deciding = RestartPolicy(policy, 3, 3)
-    verdict = deciding.decide(0, 0.0, FakeJob(open=False), is_first=True)
+    verdict = deciding.decide(0, 7, 0.0, FakeJob(open=False), is_first=True)
     assert verdict.action is Action.LEAVE_OUT
     assert "use_global_iteration=True" in verdict.why
     assert deciding.replaces(0), "it costs nothing"
+
+
+def test_who_has_given_up_is_left_alone() -> None:
+    policy = RestartPolicy(Policy.AUTO, 0, 3)
+    assert decide(policy, FakeJob(given_up=7)) is Action.LEAVE_OUT
+    assert decide(policy, FakeJob(given_up=8)) is Action.REPLACE
 
 
 def test_group_never_replaces_alone() -> None:

@@ -66,6 +66,27 @@ def test_a_job_that_nobody_can_join_goes_on_without_its_dead(tmp_path: Path) -> 
         assert len(job.pids(1)) == 1
 
 
+def test_who_aborts_the_restarts_is_not_started_again(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        """
+        from ft_wrapper import Wrapper
+        from ft_wrapper.initialize import RetryController
+
+        @Wrapper(use_global_iteration=True, initialize=RetryController(max_iterations=2))
+        def train():
+            raise RuntimeError("every time")
+
+        train()
+        """,
+    )
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--no-standby", source) as job:
+        assert job.end() == 1
+        assert job.said.count("it left the job by RestartAbort") == 2
+        assert [len(job.pids(rank)) for rank in range(2)] == [1, 1]
+        assert "2 of 2 ranks failed, the first one first" in job.said
+
+
 CRASHES = """
     import os, sys
     incarnation = int(os.environ["FT_WRAPPER_INCARNATION"])

@@ -1,0 +1,46 @@
+"""What a subreaper adopts is waited for, and what somebody else waits for is left alone."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+
+import pytest
+
+from ft_wrapper.agent.orphans import adopted
+
+TIMEOUT = 30.0
+
+
+def await_end(pid: int) -> None:
+    """Waits until a process has ended, without waiting for it as its parent does."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        assert select.select([pidfd], [], [], TIMEOUT)[0]
+    finally:
+        os.close(pidfd)
+
+
+def start_orphan() -> int:
+    """Starts a process whose parent is gone when this returns."""
+    done = subprocess.run(["sh", "-c", "true & echo $!"], capture_output=True, timeout=TIMEOUT)
+    return int(done.stdout)
+
+
+def test_orphans_are_reaped_and_other_children_are_not() -> None:
+    others = subprocess.Popen(["true"])
+    with adopted() as orphans:
+        await_end(others.pid)
+        orphans.reap(())
+        assert others.wait() == 0  # its exit code was still there to be had
+        orphan = start_orphan()
+        await_end(orphan)
+        own = subprocess.Popen(["false"])
+        await_end(own.pid)
+        orphans.reap([own.pid])
+        assert own.wait() == 1
+        orphans.reap([own.pid])
+        with pytest.raises(ChildProcessError):
+            os.waitpid(orphan, os.WNOHANG)
+        orphans.reap([])  # without children
