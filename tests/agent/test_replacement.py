@@ -36,11 +36,45 @@ def test_only_the_dead_rank_is_new_and_the_weights_are_the_same(tmp_path: Path) 
         # One was killed; one left by itself, with an exit code; nobody else was touched.
         assert [len(job.pids(rank)) for rank in range(3)] == [2, 1, 2]
         assert job.said.count("it is started again (1 of 10)") == 2
-        # All were in every iteration: the others waited for the replacement, which had been announced.
+        # All were in every iteration.
         entered = {(record["iteration"], record["rank"]) for record in job.events("enter")}
         assert entered == {(iteration, rank) for iteration in range(3) for rank in range(3)}
     with train(tmp_path / "clean") as job:
         assert faulty == final_weights(job)
+
+
+def test_the_others_wait_for_a_replacement(tmp_path: Path) -> None:
+    """They know that one is coming: nobody else would keep them from going on at once, one fewer."""
+    source = script(
+        tmp_path,
+        """
+        import os, signal, time
+        from ft_wrapper import CallWrapper, Wrapper
+        from ft_wrapper.store import TCPStore
+
+        @Wrapper(use_global_iteration=True, rejoin_wait=60, min_world_size=1)
+        def train(call_wrapper: CallWrapper = None):
+            if call_wrapper.iteration > 0:
+                print(f"{call_wrapper.iteration}: rank {call_wrapper.state.rank} "
+                      f"of {call_wrapper.state.world_size}\\n", end="")
+                return
+            if os.environ["RANK"] == "1":
+                host, _, port = os.environ["FT_WRAPPER_STORE"].rpartition(":")
+                store = TCPStore(host, int(port))
+                while store.wanted() < 2:  # until then it is not known that two are wanted
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            while True:
+                time.sleep(0.01)
+
+        train()
+        """,
+    )
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--no-standby", source) as job:
+        assert job.end() == 0, job.said
+        assert "1: rank 0 of 2\n" in job.said
+        assert "1: rank 1 of 2\n" in job.said
+        assert [len(job.pids(rank)) for rank in range(2)] == [1, 2]
 
 
 def test_a_job_that_nobody_can_join_goes_on_without_its_dead(tmp_path: Path) -> None:
