@@ -1,0 +1,179 @@
+"""Where the record is kept, and what else a handler needs of the outside."""
+
+from __future__ import annotations
+
+import abc
+import ipaddress
+import logging
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+
+from ..exception import StoreError
+from ..store import StoreMixin, TCPStore, TCPStoreServer, serve
+from .settings import TcpOptions
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 29400
+
+
+class Backend(abc.ABC):
+    """Where the record is kept.
+
+    Attributes:
+        name: what ``--rdzv-backend`` calls it.
+        is_host: whether the others lose the store when this node closes it.
+    """
+
+    name: str
+    is_host: bool = False
+
+    @abc.abstractmethod
+    def connect(self) -> StoreMixin:
+        """Another client: each thread needs one of its own."""
+
+    @abc.abstractmethod
+    def agents_store(self, prefix: str) -> Store:
+        """A store for what the agents of a round tell each other, through a client of its own.
+
+        Args:
+            prefix: in front of all keys.
+        """
+
+    @abc.abstractmethod
+    def local_address(self) -> str:
+        """How the other nodes reach this one."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Lets go of the store; ends it, if this node hosts it."""
+
+
+class TcpBackend(Backend):
+    """Keeps the record on a TCPStore, which one of the nodes hosts.
+
+    As with torch's ``c10d``: a node whose name or address the endpoint names hosts the store, unless another
+    one on the same machine was first; ``is_host`` says otherwise.
+
+    Args:
+        endpoint: ``host:port``; without a port, 29400; without anything, localhost.
+        options: how to reach it.
+        name: what ``--rdzv-backend`` calls it.
+
+    Raises:
+        RendezvousConnectionError: nobody answers, or this node must host the store and the port is taken.
+        ValueError: the endpoint is none.
+    """
+
+    def __init__(self, endpoint: str, options: TcpOptions | None = None, name: str = "ft") -> None:
+        options = options or TcpOptions()
+        self.name = name
+        self.host_name, self.port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+        self._server: TCPStoreServer | None = None
+        host = _matches_machine_hostname(self.host_name) if options.is_host is None else options.is_host
+        if host:
+            self._host(required=options.is_host is not None)
+        if self.port == 0:
+            raise ValueError(
+                f"--rdzv-endpoint {endpoint}: port 0 lets the host of the store take a free port, and this "
+                "node is not the host; name the host's port"
+            )
+        try:
+            self._store = TCPStore(self.host_name, self.port, timeout=timedelta(seconds=options.read_timeout))
+        except StoreError as error:
+            self.close()
+            raise RendezvousConnectionError(
+                f"--rdzv-endpoint {self.host_name}:{self.port}: {error}; is the node that it names up?"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _host(self, *, required: bool) -> None:
+        try:
+            self._server = TCPStoreServer(self.port, self.host_name)
+        except StoreError as error:
+            if required or self.port == 0:
+                raise RendezvousConnectionError(
+                    f"--rdzv-endpoint {self.host_name}:{self.port}: this node must host the store, "
+                    f"and cannot: {error.__cause__}; choose another port, or leave out is_host"
+                ) from error
+            log.debug(
+                "%s:%d is taken: another node of this machine hosts the store", self.host_name, self.port
+            )
+            return
+        self.port = self._server.port
+        log.info("hosting the rendezvous store at %s:%d", self.host_name, self.port)
+
+    @property
+    def is_host(self) -> bool:  # type: ignore[override]
+        """Whether this node hosts the store."""
+        return self._server is not None
+
+    def connect(self) -> StoreMixin:
+        return self._store.clone()
+
+    def agents_store(self, prefix: str) -> Store:
+        return PrefixStore(prefix, self._store.torch_store.clone())  # type: ignore[attr-defined]
+
+    def local_address(self) -> str:
+        if _is_loopback(self.host_name):
+            return "localhost"  # then all nodes are on this machine
+        name = socket.getfqdn()
+        try:
+            socket.getaddrinfo(name, None)
+            return name
+        except OSError:
+            return _address_towards(self.host_name, self.port)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+class WorkerStore:
+    """The store that the workers of one round use: fresh, so that nothing of an earlier round is found in it.
+
+    Args:
+        address: this node, as the others reach it.
+        timeout: seconds, of operations on it.
+
+    Raises:
+        RendezvousConnectionError: it cannot be opened.
+    """
+
+    def __init__(self, address: str, timeout: float = 30.0) -> None:
+        try:
+            store = serve(address, 0, timedelta(seconds=timeout))
+        except OSError as error:
+            raise RendezvousConnectionError(
+                f"the store of the workers cannot be opened at {address}: {error}; tell an address of "
+                "this node that the others reach with --local-addr"
+            ) from error
+        self.address = address
+        self.port: int = store.port
+        self._store: Store | None = store
+
+    def close(self) -> None:
+        """Ends it."""
+        self._store = None
+
+
+def _is_loopback(host_name: str) -> bool:
+    try:
+        return ipaddress.ip_address(host_name).is_loopback
+    except ValueError:
+        return host_name == "localhost"
+
+
+def _address_towards(host_name: str, port: int) -> str:
+    """The address that this node has on the way to a host."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(address)  # sends nothing
+        return str(way.getsockname()[0])

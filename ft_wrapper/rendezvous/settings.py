@@ -1,0 +1,246 @@
+"""How a rendezvous is configured: torch's parameters, or a URL; errors say the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+import socket
+import uuid
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+NAME = "ft"
+
+# What torchrun hands over whatever was asked for, and its own handler's option that has no meaning here.
+_IGNORED = frozenset({"timeout", "heartbeat_timeout", "rank"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a rendezvous is configured.
+
+    Args:
+        run_id: the job. Nodes of another one at the same endpoint are refused.
+        min_nodes: fewer nodes do not begin.
+        max_nodes: with so many it begins at once; more are spares.
+        join_timeout: seconds within which enough nodes have to come.
+        last_call_timeout: seconds for which those who are enough wait for more.
+        close_timeout: seconds within which closing and leaving have to be done.
+        keep_alive_interval: seconds between two signs of life.
+        keep_alive_max_attempt: so many of them missing, and a node is lost.
+        patience: seconds after which a node that has come sees to it itself that it is noted.
+        agreed: further options of the agents that have to be the same on all nodes, by name.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: one has a wrong value, or two contradict each other; names them and the way out.
+    """
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    join_timeout: float = 600.0
+    last_call_timeout: float = 30.0
+    close_timeout: float = 30.0
+    keep_alive_interval: float = 5.0
+    keep_alive_max_attempt: int = 3
+    patience: float = 1.0
+    agreed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.run_id or not isinstance(self.run_id, str):
+            raise ValueError(f"run_id={self.run_id!r} must not be empty; name the job with --rdzv-id")
+        for name in ("min_nodes", "max_nodes", "keep_alive_max_attempt"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} must be an int; pass a number of at least 1")
+            if value < 1:
+                raise ValueError(f"{name}={value} is too small; pass a number of at least 1")
+        if self.min_nodes > self.max_nodes:
+            raise ValueError(
+                f"min_nodes={self.min_nodes} is more than max_nodes={self.max_nodes}; "
+                "use --nnodes MIN:MAX with the smaller number first"
+            )
+        for name in ("join_timeout", "close_timeout", "keep_alive_interval", "patience"):
+            _check_seconds(name, getattr(self, name), zero=False)
+        _check_seconds("last_call_timeout", self.last_call_timeout, zero=True)
+
+    @property
+    def keep_alive_timeout(self) -> float:
+        """Seconds of silence after which a node is lost."""
+        return self.keep_alive_interval * self.keep_alive_max_attempt
+
+    def options(self) -> dict[str, str]:
+        """What all nodes have to agree on."""
+        return {
+            "run_id": self.run_id,
+            "nnodes": f"{self.min_nodes}:{self.max_nodes}",
+            "keep_alive_interval": f"{self.keep_alive_interval:g}",
+            "keep_alive_max_attempt": str(self.keep_alive_max_attempt),
+            **self.agreed,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """Who this node is, as far as it was told.
+
+    Args:
+        node_id: its id; one that nobody else has when None.
+        address: how the others reach it; found out when empty.
+        nproc: ranks that it starts.
+        role: what they do.
+    """
+
+    node_id: str | None = None
+    address: str = ""
+    nproc: int = 1
+    role: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.node_id is not None and not re.fullmatch(r"[\w.@+=-]+", self.node_id):
+            raise ValueError(
+                f"node_id={self.node_id!r} must consist of letters, digits and . @ + = - _; pass another one"
+            )
+        if self.nproc < 1:
+            raise ValueError(f"nproc={self.nproc} is too small; pass a number of at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class TcpOptions:
+    """How the store is reached.
+
+    Args:
+        is_host: whether this node hosts it; found out from the endpoint when None.
+        read_timeout: seconds for which a store that does not answer is tried again.
+    """
+
+    is_host: bool | None = None
+    read_timeout: float = 60.0
+
+
+_SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "keep_alive_interval", "patience")
+_KNOWN = (
+    *_SECONDS,
+    "keep_alive_max_attempt",
+    "is_host",
+    "read_timeout",
+    "store_type",
+    "node_id",
+    "nproc",
+    "role",
+)
+
+
+def read_parameters(parameters: RendezvousParameters) -> tuple[Settings, Identity, TcpOptions]:
+    """Reads torch's parameters, as torchrun makes them of ``--rdzv-*`` and ``--nnodes``.
+
+    Args:
+        parameters: ``config`` may hold all arguments of `Settings` but the first three and ``agreed``, those
+            of `TcpOptions`, ``store_type`` (``tcp``), ``node_id``, ``nproc`` and ``role``; as text or as
+            values.
+
+    Raises:
+        ValueError: something is unknown, or has a wrong value; names it and the way out.
+    """
+    config = {name: value for name, value in parameters.config.items() if value is not None}
+    for name in config:
+        if name not in _KNOWN and name not in _IGNORED:
+            near = difflib.get_close_matches(name, _KNOWN, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(_KNOWN)}"
+            raise ValueError(f"--rdzv-conf {name}={config[name]}: unknown option; {hint}")
+    if str(config.get("store_type", "tcp")).strip().lower() != "tcp":
+        raise ValueError(
+            f"--rdzv-conf store_type={config['store_type']}: only tcp is supported; leave it out"
+        )
+    given: dict[str, Any] = {name: _number(name, config[name]) for name in _SECONDS if name in config}
+    if "keep_alive_max_attempt" in config:
+        given["keep_alive_max_attempt"] = _whole("keep_alive_max_attempt", config["keep_alive_max_attempt"])
+    settings = Settings(parameters.run_id, parameters.min_nodes, parameters.max_nodes, **given)
+    identity = Identity(
+        node_id=str(config["node_id"]) if "node_id" in config else node_id_from_environment(),
+        address=parameters.local_addr or "",
+        nproc=_whole("nproc", config.get("nproc", 1)),
+        role=str(config.get("role", "default")),
+    )
+    read_timeout = _number("read_timeout", config.get("read_timeout", 60))
+    _check_seconds("read_timeout", read_timeout, zero=False)
+    return settings, identity, TcpOptions(parameters.get_as_bool("is_host"), read_timeout)
+
+
+def parameters_from_url(url: str) -> RendezvousParameters:
+    """Reads a URL: ``ft://HOST:PORT/RUN_ID?min_nodes=1&max_nodes=2&join_timeout=600``.
+
+    Args:
+        url: ``min_workers`` and ``max_workers`` mean the same as ``min_nodes`` and ``max_nodes``; everything
+            else after the question mark is an option as in ``--rdzv-conf``, ``local_addr`` too.
+
+    Raises:
+        ValueError: it is no such URL; says what is missing.
+    """
+    parts = urlsplit(url)
+    run_id = unquote(parts.path.strip("/"))
+    if not parts.scheme or not parts.netloc or not run_id:
+        raise ValueError(
+            f"rendezvous URL {url!r}: must look like {NAME}://HOST:PORT/RUN_ID?min_nodes=1&max_nodes=2"
+        )
+    config: dict[str, str] = {}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        name = {"min_workers": "min_nodes", "max_workers": "max_nodes"}.get(name, name)
+        if name in config:
+            raise ValueError(f"rendezvous URL {url!r}: {name} is given twice; leave one out")
+        config[name] = value
+    sizes = []
+    for name in ("min_nodes", "max_nodes"):
+        if name not in config:
+            raise ValueError(
+                f"rendezvous URL {url!r}: {name} is missing; append e.g. ?min_nodes=1&max_nodes=2"
+            )
+        sizes.append(_whole(name, config.pop(name)))
+    local_addr = config.pop("local_addr", None)
+    return RendezvousParameters(parts.scheme, parts.netloc, run_id, sizes[0], sizes[1], local_addr, **config)
+
+
+def node_id_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The number that a cluster manager gave this node; None without one.
+
+    SLURM's process number, within a job step only (a batch script's own is always 0), and the completion
+    index of a Kubernetes Job. Not tried on such clusters.
+    """
+    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+        return environment["SLURM_PROCID"]
+    return environment.get("JOB_COMPLETION_INDEX")
+
+
+def new_node_id() -> str:
+    """An id that no other node has."""
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '-', socket.gethostname())}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+
+
+def _check_seconds(name: str, value: float, *, zero: bool) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be a number of seconds")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ValueError(
+            f"{name}={value:g} must be finite and {'at least' if zero else 'more than'} 0 seconds"
+        )
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(str(value))
+    except ValueError:
+        raise ValueError(f"{name}={value}: is not a number of seconds; write e.g. {name}=30") from None
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ValueError(f"{name}={value}: is not a whole number; write e.g. {name}=3") from None

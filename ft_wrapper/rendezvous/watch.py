@@ -1,0 +1,181 @@
+"""The newest record in memory, and the two threads of a node: one is woken by changes, one keeps it alive."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
+
+from ..exception import StoreError
+from . import keys
+from .executor import REFRESH, Executor
+from .keep_alive import KeepAlive
+from .register import Register, Snapshot
+from .state import Node, State
+
+log = logging.getLogger(__name__)
+
+# torch counts a wait's milliseconds in 32 bits, and says two lines for each that ends for want of a change.
+_LONG = 14 * 24 * 3600.0
+
+OnChange = Callable[[State], None]
+
+
+class Board:
+    """The newest record that this process knows. For all of its threads.
+
+    A thread that waits here, unlike one that waits in a TCPStore, is interrupted by signals.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._latest: Snapshot | None = None
+        self._lost: Exception | None = None
+
+    def latest(self) -> Snapshot | None:
+        """The newest record; None if none is known yet."""
+        return self._latest
+
+    def learn(self, snapshot: Snapshot) -> None:
+        """Takes note of a record, if it is newer."""
+        with self._changed:
+            if self._latest is None or snapshot.state.version > self._latest.state.version:
+                self._latest = snapshot
+                self._changed.notify_all()
+
+    def lose(self, error: Exception) -> None:
+        """The store is lost: nothing new will come."""
+        with self._changed:
+            self._lost = self._lost or error
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raises RendezvousConnectionError if the store is lost."""
+        if self._lost is not None:
+            raise RendezvousConnectionError(f"the rendezvous store is lost: {self._lost}") from self._lost
+
+    def wait(self, version: int, seconds: float) -> Snapshot | None:
+        """Waits for a record newer than this version; None if none came in time.
+
+        Raises:
+            RendezvousConnectionError: the store is lost.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None or self._newer(version), seconds)
+            if self._newer(version):
+                return self._latest
+        self.check()
+        return None
+
+    def _newer(self, version: int) -> bool:
+        return self._latest is not None and self._latest.state.version > version
+
+
+class Watcher(threading.Thread):
+    """Waits for changes of the record and puts them on the board, until all is over.
+
+    Args:
+        node: the node.
+        register: the record, through a client of its own.
+        board: where to put it; the first record is there already.
+        on_change: told each record that it sees.
+    """
+
+    def __init__(self, node: Node, register: Register, board: Board, on_change: OnChange | None) -> None:
+        super().__init__(name=f"ft_wrapper-rendezvous-watch-{node.id}", daemon=True)
+        self._node = node
+        self._register = register
+        self._board = board
+        self._on_change = on_change
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Makes it end with the next change."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                known = self._board.latest()
+                assert known is not None
+                if known.state.closed:
+                    # Said by this thread, which has nothing to ask the store any more.
+                    self._register.store.set(keys.goodbye(self._node.name), "")
+                    self._register.store.check([keys.STATE])  # a set is not answered: now it has arrived
+                    return
+                snapshot = self._register.wait(known.state.version, _LONG) or self._register.read()
+                self._board.learn(snapshot)
+                self._tell(snapshot.state)
+        except (StoreError, DistError, RendezvousError) as error:
+            if not self._stopping.is_set():
+                self._board.lose(error)
+        finally:
+            self._register.store.close()
+
+    def _tell(self, state: State) -> None:
+        if self._on_change is None:
+            return
+        try:
+            self._on_change(state)
+        except Exception:
+            log.exception("on_change of the rendezvous failed")
+
+
+class Heart(threading.Thread):
+    """Says that a node lives, and takes out neighbours that are silent, until all is over.
+
+    Args:
+        node: the node.
+        executor: its operations, on a client of its own.
+        keep_alive: on the same client.
+        board: the newest record.
+        interval: seconds between two signs of life.
+        close: lets go of the client.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        executor: Executor,
+        keep_alive: KeepAlive,
+        board: Board,
+        interval: float,
+        close: Callable[[], None],
+    ) -> None:
+        super().__init__(name=f"ft_wrapper-rendezvous-heart-{node.id}", daemon=True)
+        self._executor = executor
+        self._keep_alive = keep_alive
+        self._board = board
+        self._interval = interval
+        self._close = close
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Makes it end."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        beats = 0
+        try:
+            while not self._stopping.is_set():
+                self._keep_alive.beat()
+                beats += 1
+                if beats % max(1, int(REFRESH / self._interval)) == 0:
+                    self._executor.sweep()
+                state = self._executor.look().state
+                if state.closed:
+                    return
+                silent = self._keep_alive.silent(state)
+                if silent:
+                    names = ", ".join(map(str, silent))
+                    log.warning("no sign of life from %s: taken out of the rendezvous", names)
+                    self._executor.expel(silent)
+                self._stopping.wait(self._interval)
+        except (StoreError, DistError, RendezvousError) as error:
+            if not self._stopping.is_set():
+                self._board.lose(error)
+        finally:
+            self._close()

@@ -1,0 +1,344 @@
+"""Nodes on a FakeStore under the deterministic scheduler, and what must hold after every step.
+
+Each node is three tasks, as it is three threads in a process: its agent, which joins, works, and joins again when
+others wait; its watcher, which waits for changes of the record; its heart, which keeps it alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable
+
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from ft_wrapper.rendezvous import keys
+from ft_wrapper.rendezvous.executor import Executor
+from ft_wrapper.rendezvous.keep_alive import KeepAlive
+from ft_wrapper.rendezvous.operations import nodes_waiting
+from ft_wrapper.rendezvous.register import Register, Snapshot
+from ft_wrapper.rendezvous.settings import Settings
+from ft_wrapper.rendezvous.state import RANK, SEAT, Node, Seat, State, adopt_rank_policy
+from ft_wrapper.testing import Scheduler, Task
+from ft_wrapper.testing.simulation import SimulatedStore
+
+WATCH = 100_000.0
+
+
+class Memory:
+    """What the three tasks of a node share: the newest record. Each task waits with its own client."""
+
+    def __init__(self) -> None:
+        self.snapshot: Snapshot | None = None
+
+    def of(self, register: Register) -> MemoryChanges:
+        return MemoryChanges(self, register)
+
+
+@dataclasses.dataclass
+class MemoryChanges:
+    """One task's view of it."""
+
+    memory: Memory
+    register: Register
+
+    def latest(self) -> Snapshot | None:
+        return self.memory.snapshot
+
+    def learn(self, snapshot: Snapshot) -> None:
+        known = self.memory.snapshot
+        if known is None or snapshot.state.version > known.state.version:
+            self.memory.snapshot = snapshot
+
+    def wait(self, version: int, seconds: float) -> Snapshot | None:
+        known = self.memory.snapshot
+        if known is not None and known.state.version > version:
+            return known
+        snapshot = self.register.wait(version, seconds)
+        if snapshot is not None:
+            self.learn(snapshot)
+        known = self.memory.snapshot
+        return known if known is not None and known.state.version > version else None
+
+
+class SimulatedNode:
+    """One agent with its node."""
+
+    def __init__(self, world: World, node: Node, plan: Callable[[SimulatedNode], None]) -> None:
+        self.world = world
+        self.node = node
+        self.plan = plan
+        self.memory = Memory()
+        self.inside: int | None = None
+        self.last_round: int | None = None
+        self.rounds: list[int] = []
+        self.error: BaseException | None = None
+        self.dead = False
+        self.unseated: list[Seat] = []
+        self.joined = False
+        self.agent = world.scheduler.spawn(f"agent {node.name}", self._run, daemon=False)
+        self.others: list[Task] = []
+
+    @property
+    def alive(self) -> bool:
+        return not self.dead and not self.agent.done
+
+    @property
+    def state(self) -> State:
+        assert self.memory.snapshot is not None
+        return self.memory.snapshot.state
+
+    def _make(self, what: str) -> tuple[Executor, SimulatedStore]:
+        store = self.world.store.clone(f"{what} {self.node.name}")
+        register = Register(store, self.world.initial)
+        changes = self.memory.of(register)
+        return Executor(self.node, register, changes, self.world.settings, self.unseated.extend), store
+
+    def _run(self) -> None:
+        self.executor, _ = self._make("agent")
+        self.executor.refresh()
+        spawn = self.world.scheduler.spawn
+        self.others = [
+            spawn(f"watch {self.node.name}", self._watch, daemon=True),
+            spawn(f"heart {self.node.name}", self._beat, daemon=True),
+        ]
+        try:
+            self.plan(self)
+        except RendezvousError as error:
+            self.error = error
+        finally:
+            self.inside = None
+            self.stop_others()
+
+    def stop_others(self) -> None:
+        for task in self.others:
+            if task is not self.world.scheduler.current:
+                self.world.scheduler.crash(task)
+
+    def _watch(self) -> None:
+        executor, store = self._make("watch")
+        register = Register(store, self.world.initial)
+        while not self.state.closed:
+            snapshot = register.wait(self.state.version, WATCH)
+            if snapshot is not None:
+                self.memory.of(register).learn(snapshot)
+
+    def _beat(self) -> None:
+        executor, store = self._make("heart")
+        keep_alive = KeepAlive(store, self.node, self.world.settings.keep_alive_timeout)
+        for beat in itertools.count(1):
+            keep_alive.beat()
+            if beat % 12 == 0:
+                executor.sweep()
+            if self.state.closed:
+                return
+            silent = keep_alive.silent(self.state)
+            if silent:
+                executor.expel(silent)
+            self.world.scheduler.sleep(self.world.settings.keep_alive_interval)
+
+    # What a plan does --------------------------------------------------------------------------------------
+
+    def join(self) -> State:
+        """Takes part in the next round, or the running one."""
+        leaving, self.inside = self.last_round, None
+        state = self.executor.join(leaving).state
+        seat = state.seat_of(self.node)
+        assert state.complete
+        assert seat is not None
+        assert seat.group_rank is not None
+        self.world.entered(self, state, seat)
+        self.inside = self.last_round = state.round
+        self.rounds.append(state.round)
+        return state
+
+    def work(self, until: float, fails: Callable[[], bool] = lambda: False) -> None:
+        """What a stock agent does with workers that run: joins again when others wait, or a worker failed."""
+        while self.world.scheduler.now() < until:
+            self.world.scheduler.sleep(1.0)
+            assert self.last_round is not None
+            if nodes_waiting(self.state, self.node, self.last_round) or fails():
+                self.join()
+
+
+class World:
+    """The store, the nodes, and what must hold."""
+
+    def __init__(self, scheduler: Scheduler, settings: Settings, use_libuv: bool = True) -> None:
+        self.scheduler = scheduler
+        self.settings = settings
+        self.store = SimulatedStore(scheduler, use_libuv=use_libuv)
+        self.initial = State(settings.min_nodes, settings.max_nodes, settings.options())
+        self.nodes: list[SimulatedNode] = []
+        self.disturbed_at = 0.0
+        self.groups: dict[int, dict[int, str]] = {}
+        self.expected: dict[int, int] = {}
+        self._incarnations: dict[str, int] = {}
+        self._text = ""
+        self.record = self.initial
+        scheduler.after_each_step(self._check)
+
+    def start(self, node_id: str, plan: Callable[[SimulatedNode], None], nproc: int = 1) -> SimulatedNode:
+        incarnation = self._incarnations.get(node_id, -1) + 1
+        self._incarnations[node_id] = incarnation
+        self.disturbed_at = self.scheduler.now()
+        made = SimulatedNode(self, Node(node_id, incarnation, f"host{node_id}", nproc), plan)
+        self.nodes.append(made)
+        return made
+
+    def kill(self, node: SimulatedNode) -> None:
+        """As a machine's failure would."""
+        if not node.alive:
+            return
+        node.dead, node.inside = True, None
+        self.disturbed_at = self.scheduler.now()
+        current = self.scheduler.current
+        for task in sorted([node.agent, *node.others], key=lambda task: task is current):
+            self.scheduler.crash(task)
+
+    def entered(self, node: SimulatedNode, state: State, seat: Seat) -> None:
+        """A node is in the group: the same for all of them, and nobody else has its rank."""
+        assert seat.group_rank is not None
+        size = self.expected.setdefault(state.round, len(state.seats))
+        assert state.policy == RANK or size == len(state.seats), "sizes of one round differ"
+        group = self.groups.setdefault(state.round, {})
+        other = group.get(seat.group_rank)
+        assert state.policy == RANK or other in (None, node.node.name), "two nodes with one group rank"
+        group[seat.group_rank] = node.node.name
+
+    def _check(self) -> None:
+        text = self.store.snapshot().get(keys.STATE, b"").decode()
+        if text == self._text:
+            return
+        self._text, before, after = text, self.record, State.from_text(text)
+        self.record = after
+        check_record(after)
+        check_change(before, after)
+        if after.complete and after.round > before.round or after.complete and not before.complete:
+            inside = [node for node in self.nodes if node.alive and node.inside is not None]
+            late = [n.node.name for n in inside if n.inside != after.round]
+            assert not late, f"two groups: {late} are still in an earlier round"
+
+
+def check_record(state: State) -> None:
+    """What holds for every record."""
+    ids = [node.id for node in state.nodes]
+    assert len(ids) == len(set(ids)), "a node is in two places"
+    assert len(state.participants) <= state.max_nodes
+    assert all(seat.occupant is None or seat.last == seat.occupant.id for seat in state.seats)
+    if state.complete:
+        assert [seat.group_rank for seat in state.seats] == list(range(len(state.seats)))
+        slots = [s for seat in state.seats for s in range(seat.base_slot, seat.base_slot + seat.nproc)]
+        assert sorted(slots) == list(range(state.next_slot)), "slots overlap, or have gaps"
+        assert state.policy == RANK or state.formation_size == len(slots)
+        assert state.policy == RANK or state.participants or state.closed
+        assert len(state.seats) >= state.min_nodes
+    else:
+        assert state.policy != RANK
+        assert not state.waiting
+        assert not state.spares
+        assert len(state.participants) < state.max_nodes or state.closed
+    if state.policy == RANK:
+        assert not state.waiting
+
+
+def check_change(before: State, after: State) -> None:
+    """What holds for every change."""
+    assert after.version == before.version + 1, "a version was passed over"
+    assert not before.closed or after.closed, "closed is final"
+    assert after.restarts >= before.restarts
+    assert before.round <= after.round <= before.round + 1
+    assert before.policy != RANK or after.policy == RANK
+    if before.policy == RANK:
+        assert (after.formation_size, after.round) == (before.formation_size, before.round)
+        assert [(s.base_slot, s.nproc, s.role) for s in after.seats[: len(before.seats)]] == [
+            (s.base_slot, s.nproc, s.role) for s in before.seats
+        ], "a seat has moved"
+    elif before.complete and after.complete and before.round == after.round and after.policy != RANK:
+        was = {s.group_rank: s.occupant for s in before.seats}
+        now = {s.group_rank: s.occupant for s in after.seats}
+        assert was.keys() == now.keys(), "the size of a complete round has changed"
+        assert all(now[r] in (None, was[r]) for r in now), "somebody came into a complete round"
+
+
+def random_world(seed: int) -> World:
+    """A job of two to four nodes with things happening to it, all from a seed."""
+    dice = random.Random(seed)
+    scheduler = Scheduler(seed, max_time=2000.0)
+    max_nodes = dice.randint(1, 4)
+    settings = Settings(
+        "job",
+        dice.randint(1, max_nodes),
+        max_nodes,
+        join_timeout=300.0,
+        last_call_timeout=dice.choice([0.0, 3.0, 10.0]),
+    )
+    world = World(scheduler, settings, use_libuv=dice.random() < 0.7)
+    end = 200.0
+    quiet = 40.0
+    settle = 150.0
+    rank_policy = dice.random() < 0.5
+
+    def plan(node: SimulatedNode) -> None:
+        scheduler.sleep(dice.choice([0.0, 0.0, dice.uniform(0, quiet)]))
+        node.join()
+        node.joined = True
+        for _ in range(dice.randint(0, 2)):
+            until = scheduler.now() + dice.uniform(0, 10)
+            node.work(min(until, quiet))
+            if scheduler.now() < quiet:
+                what = dice.random()
+                if what < 0.4:
+                    node.join()
+                elif what < 0.55:
+                    node.inside = None  # an agent stops its workers first
+                    node.executor.exit()
+                    return
+        if rank_policy and dice.random() < 0.5:
+            node.executor.change(adopt_rank_policy)
+        while scheduler.now() < max(end, world.disturbed_at + settle):
+            node.work(max(end, world.disturbed_at + settle))
+        check_settled(world)
+        node.executor.close()
+
+    for number in range(dice.randint(1, 4)):
+        node = world.start(str(number), plan)
+        if dice.random() < 0.5:
+            respawns = dice.random() < 0.6
+            delay = dice.choice([0.0, 1.0, dice.uniform(0, 30)])
+            scheduler.at_step(
+                node.agent,
+                dice.randint(1, 25),
+                lambda node=node, respawns=respawns, delay=delay: _die(world, node, plan, respawns, delay),
+            )
+    return world
+
+
+def _die(
+    world: World, node: SimulatedNode, plan: Callable[[SimulatedNode], None], respawns: bool, delay: float
+) -> None:
+    def reborn() -> None:
+        world.scheduler.sleep(delay)
+        world.start(node.node.id, plan)
+
+    if respawns:
+        world.scheduler.spawn(f"start of {node.node.id}", reborn)
+    world.kill(node)
+
+
+def check_settled(world: World) -> None:
+    """Long after the last disturbance all live nodes are where they belong."""
+    state = world.record
+    if state.closed:
+        return
+    live = {node.node.name for node in world.nodes if node.alive}
+    assert {node.name for node in state.nodes} == live, "the record still has dead nodes, or not all live ones"
+    if len(live) >= state.min_nodes or state.policy == RANK:
+        assert state.complete
+        assert len(state.participants) == min(state.max_nodes, len(live))
+        assert all(
+            state.place_of(node.node) != SEAT or node.inside == state.round
+            for node in world.nodes
+            if node.alive
+        )
