@@ -73,6 +73,7 @@ class TcpBackend(Backend):
         options = options or TcpOptions()
         self.name = name
         self.host_name, self.port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+        self._store: TCPStore | None = None
         self._server: TCPStoreServer | None = None
         host = _matches_machine_hostname(self.host_name) if options.is_host is None else options.is_host
         if host:
@@ -115,10 +116,15 @@ class TcpBackend(Backend):
         return self._server is not None
 
     def connect(self) -> StoreMixin:
-        return self._store.clone()
+        return self._connected().clone()
+
+    def _connected(self) -> TCPStore:
+        if self._store is None:
+            raise RendezvousConnectionError(f"{self.host_name}:{self.port}: this backend was closed")
+        return self._store
 
     def agents_store(self, prefix: str) -> Store:
-        return PrefixStore(prefix, self._store.torch_store.clone())  # type: ignore[attr-defined]
+        return PrefixStore(prefix, self._connected().torch_store.clone())  # type: ignore[attr-defined]
 
     def local_address(self) -> str:
         if _is_loopback(self.host_name):
@@ -131,6 +137,9 @@ class TcpBackend(Backend):
             return _address_towards(self.host_name, self.port)
 
     def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -243,7 +243,7 @@ class FtRendezvousHandler(RendezvousHandler):
         """
         try:
             state, node = self.state, self._node
-            if node is not None and state is not None and not state.closed:
+            if self._executor is not None and node is not None and state is not None and not state.closed:
                 with _store_errors():
                     self._board.check()
                     self._give_up(node)

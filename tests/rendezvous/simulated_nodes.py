@@ -333,7 +333,9 @@ def check_settled(world: World) -> None:
     if state.closed:
         return
     live = {node.node.name for node in world.nodes if node.alive}
-    assert {node.name for node in state.nodes} == live, "the record still has dead nodes, or not all live ones"
+    assert {node.name for node in state.nodes} == live, (
+        "the record still has dead nodes, or not all live ones"
+    )
     if len(live) >= state.min_nodes or state.policy == RANK:
         assert state.complete
         assert len(state.participants) == min(state.max_nodes, len(live))

@@ -1,0 +1,322 @@
+"""The handler on a real TCPStore: several nodes in one process, each with threads of its own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from ft_wrapper.rendezvous import keys
+from ft_wrapper.rendezvous.backend import TcpBackend
+from ft_wrapper.rendezvous.handler import FtRendezvousHandler, create_handler, create_handler_from_url
+from ft_wrapper.rendezvous.settings import Identity, Settings, TcpOptions
+from ft_wrapper.rendezvous.state import RANK, Seat, State
+from ft_wrapper.store import TCPStore, TCPStoreServer
+
+TIMEOUT = 30.0
+
+
+class Nodes:
+    """Handlers of several nodes at one endpoint, closed in the end."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._pool = concurrent.futures.ThreadPoolExecutor(8)
+        self._made: list[FtRendezvousHandler] = []
+
+    def make(self, node_id: str | None, low: int, high: int, **settings: Any) -> FtRendezvousHandler:
+        identity = Identity(node_id, "localhost", nproc=settings.pop("nproc", 1))
+        hooks = {name: settings.pop(name) for name in ("on_unseated", "on_change") if name in settings}
+        settings = {"join_timeout": TIMEOUT, "last_call_timeout": 0.2, **settings}
+        backend = TcpBackend(f"localhost:{self.port}")
+        handler = FtRendezvousHandler(Settings("job", low, high, **settings), identity, backend, **hooks)
+        self._made.append(handler)
+        return handler
+
+    def join(self, handler: FtRendezvousHandler) -> concurrent.futures.Future[RendezvousInfo]:
+        return self._pool.submit(handler.next_rendezvous)
+
+    def all_join(self, *handlers: FtRendezvousHandler) -> list[RendezvousInfo]:
+        return [future.result(TIMEOUT) for future in [self.join(handler) for handler in handlers]]
+
+    def close(self) -> None:
+        for handler in self._made:
+            handler.shutdown()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    server = TCPStoreServer(0)
+    made = Nodes(server.port)
+    yield made
+    made.close()
+    server.close()
+
+
+def wait_until(handler: FtRendezvousHandler, condition: Callable[[State], bool]) -> State:
+    """Waits until the handler knows a record for which the condition holds."""
+    state = handler.state
+    assert state is not None
+    while not condition(state):
+        newer = handler.wait_for_change(state.version, TIMEOUT)
+        assert newer is not None, f"it never came to that: {state}"
+        state = newer
+    return state
+
+
+def freeze(handler: FtRendezvousHandler) -> None:
+    """Makes a node silent, as a machine's failure would."""
+    assert handler._heart is not None
+    handler._heart.stop()
+    handler._heart.join(TIMEOUT)
+
+
+def test_two_nodes_meet(nodes: Nodes) -> None:
+    a, b = nodes.make("0", 2, 2), nodes.make("1", 2, 2)
+    infos = nodes.all_join(a, b)
+    assert [(info.rank, info.world_size) for info in infos] == [(0, 2), (1, 2)]
+    infos[0].store.set("hello", "from 0")
+    assert infos[1].store.get("hello") == b"from 0"
+    stores = [info.bootstrap_store_info for info in infos]
+    assert stores[0] == stores[1]
+    assert a.use_agent_store
+    assert a.get_run_id() == "job"
+
+
+def test_each_round_has_a_fresh_store_for_its_workers(nodes: Nodes) -> None:
+    a, b = nodes.make("0", 2, 2), nodes.make("1", 2, 2)
+    ports = []
+    for _ in range(3):
+        infos = nodes.all_join(a, b)
+        port = infos[1].bootstrap_store_info.master_port
+        workers = TCPStore("localhost", port)
+        assert workers.try_get("left over") is None
+        workers.set("left over", "x")
+        assert workers.check(["left over"])
+        workers.close()
+        ports.append(port)
+    assert len(set(ports)) == 3
+    state = wait_until(a, lambda state: state.round == 2)
+    assert state.restarts == 2
+
+
+def test_late_node_is_counted_and_is_in_the_next_round(nodes: Nodes) -> None:
+    a, b = nodes.make("0", 1, 2), nodes.make("1", 1, 2)
+    assert nodes.all_join(a)[0].world_size == 1
+    assert a.num_nodes_waiting() == 0
+    late = nodes.join(b)
+    wait_until(a, lambda state: bool(state.waiting))
+    assert a.num_nodes_waiting() == 1
+    assert nodes.all_join(a)[0].rank == 0
+    assert late.result(TIMEOUT).rank == 1
+    assert a.num_nodes_waiting() == b.num_nodes_waiting() == 0
+    assert a.state.restarts == 0, "a change of membership is no restart"
+
+
+def test_lost_node_is_taken_out_and_comes_back(nodes: Nodes) -> None:
+    fast = {"keep_alive_interval": 0.2, "keep_alive_max_attempt": 3}
+    lost: queue.SimpleQueue[tuple[Seat, ...]] = queue.SimpleQueue()
+    a = nodes.make("0", 1, 2, on_unseated=lost.put, **fast)
+    b = nodes.make("1", 1, 2, nproc=3, **fast)
+    nodes.all_join(a, b)
+    freeze(b)
+    wait_until(a, lambda state: len(state.participants) == 1)
+    (seat,) = lost.get(timeout=TIMEOUT)
+    assert (seat.base_slot, seat.nproc, seat.occupant.id) == (1, 3, "1")
+    wait_until(b, lambda state: len(state.participants) == 1)
+    assert b.num_nodes_waiting() == 1, "a node that was taken out has to come again"
+    late = nodes.join(b)
+    wait_until(a, lambda state: bool(state.waiting))
+    infos = [nodes.join(a), late]
+    assert sorted(info.result(TIMEOUT).rank for info in infos) == [0, 1]
+
+
+def test_policy_rank_gives_the_seat_to_a_spare_and_none_is_disturbed(nodes: Nodes) -> None:
+    fast = {"keep_alive_interval": 0.2, "keep_alive_max_attempt": 3}
+    lost: queue.SimpleQueue[tuple[Seat, ...]] = queue.SimpleQueue()
+    a = nodes.make("0", 1, 2, on_unseated=lost.put, **fast)
+    b, c = nodes.make("1", 1, 2, **fast), nodes.make("2", 1, 2, **fast)
+    nodes.all_join(a, b)
+    assert a.adopt_rank_policy()
+    spare = nodes.join(c)
+    wait_until(a, lambda state: len(state.spares) == 1)
+    freeze(b)
+    info = spare.result(TIMEOUT)
+    assert (info.rank, info.world_size) == (1, 2)
+    assert c.seat is not None
+    assert (c.seat.group_rank, c.seat.base_slot) == (1, 1)
+    assert lost.get(timeout=TIMEOUT)[0].occupant.id == "1"
+    assert a.num_nodes_waiting() == 0
+    state = a.state
+    assert state is not None
+    assert (state.policy, state.round, state.formation_size) == (RANK, 0, 2)
+
+
+def test_policy_rank_admits_a_late_node_without_a_new_round(nodes: Nodes) -> None:
+    a, b = nodes.make("0", 1, 2, nproc=2), nodes.make("1", 1, 2, nproc=4)
+    nodes.all_join(a)
+    assert a.adopt_rank_policy()
+    assert nodes.all_join(b)[0].rank == 1
+    assert b.seat is not None
+    assert (b.seat.base_slot, b.seat.nproc) == (2, 4)
+    state = wait_until(a, lambda state: len(state.participants) == 2)
+    assert (state.round, state.formation_size, state.next_slot) == (0, 2, 6)
+
+
+def test_same_id_again_supersedes_at_once(nodes: Nodes) -> None:
+    a, b = nodes.make("0", 2, 2), nodes.make("1", 2, 2)
+    nodes.all_join(a, b)
+    again = nodes.make("1", 2, 2)
+    coming = nodes.join(again)
+    wait_until(b, lambda state: state.find("1").incarnation == 1)
+    assert nodes.all_join(a)[0].rank == 0
+    assert coming.result(TIMEOUT).rank == 1
+    with pytest.raises(RendezvousError, match="node id '1': this agent was superseded"):
+        b.next_rendezvous()
+    assert b.shutdown()
+    assert not a.is_closed(), "a node that is out has ended the others' job"
+    assert a.state.restarts == 1
+
+
+def test_closing_reaches_everyone_and_is_final(nodes: Nodes) -> None:
+    a, b, spare, late = (nodes.make(str(number), 2, 2) for number in range(4))
+    nodes.all_join(a, b)
+    waiting = nodes.join(spare)
+    wait_until(a, lambda state: bool(state.spares))
+    a.set_closed()
+    wait_until(b, lambda state: state.closed)
+    assert b.is_closed()
+    assert b.num_nodes_waiting() == 0
+    with pytest.raises(RendezvousGracefulExitError, match="spare node 2"):
+        waiting.result(TIMEOUT)
+    for handler in (b, late):
+        with pytest.raises(RendezvousClosedError, match="'job' is closed"):
+            handler.next_rendezvous()
+
+
+def test_join_timeout_says_who_is_missing(nodes: Nodes) -> None:
+    a = nodes.make("0", 3, 3, join_timeout=0.3)
+    b = nodes.make("2", 3, 3, join_timeout=0.3)
+    futures = [nodes.join(a), nodes.join(b)]
+    errors = [future.exception(TIMEOUT) for future in futures]
+    assert all(isinstance(error, RendezvousTimeoutError) for error in errors)
+    assert any("missing: 1" in str(error) and "2 of 3 nodes" in str(error) for error in errors), errors
+    assert a.shutdown()
+    assert not b.is_closed(), "a node that came to nothing has closed the rendezvous"
+
+
+def test_other_options_are_refused(nodes: Nodes) -> None:
+    a, b = nodes.make("0", 1, 2), nodes.make("1", 1, 3)
+    nodes.all_join(a)
+    with pytest.raises(RendezvousError, match="nnodes is 1:3 here, but 1:2 there"):
+        b.next_rendezvous()
+    assert b.shutdown()
+    assert not a.is_closed()
+
+
+def test_other_options_are_refused_though_both_come_first(nodes: Nodes) -> None:
+    a, b = nodes.make("0", 2, 2, patience=0.1), nodes.make("1", 2, 3, patience=0.1, join_timeout=1.0)
+    both = [nodes.join(a), nodes.join(b)]
+    done, _ = concurrent.futures.wait(both, TIMEOUT, concurrent.futures.FIRST_COMPLETED)
+    error = done.pop().exception()
+    assert error is not None
+    assert "nnodes is 2:" in str(error)
+
+
+def test_garbage_in_the_record_names_the_key(nodes: Nodes) -> None:
+    store = TCPStore("localhost", nodes.port)
+    store.set(keys.STATE, "garbage")
+    with pytest.raises(RendezvousStateError, match=f"{keys.STATE}.*garbage"):
+        nodes.make("0", 1, 1).next_rendezvous()
+    store.close()
+
+
+def test_lost_store_is_an_error() -> None:
+    server = TCPStoreServer(0)
+    backend = TcpBackend(f"localhost:{server.port}", TcpOptions(read_timeout=0.5))
+    settings = Settings("job", 1, 1, keep_alive_interval=0.1, last_call_timeout=0.0)
+    handler = FtRendezvousHandler(settings, Identity("0", "localhost"), backend)
+    handler.next_rendezvous()
+    server.close()
+    for thread in (handler._heart, handler._watcher):
+        assert thread is not None
+        thread.join(TIMEOUT)
+    with pytest.raises(RendezvousConnectionError, match="is lost"):
+        handler.num_nodes_waiting()
+    with pytest.raises(RendezvousConnectionError, match="is lost"):
+        handler.next_rendezvous()
+    assert not handler.shutdown()
+
+
+def test_leaving_is_not_closing(nodes: Nodes) -> None:
+    a, b = nodes.make("0", 1, 2), nodes.make("1", 1, 2)
+    nodes.all_join(a, b)
+    b.leave()
+    wait_until(a, lambda state: len(state.participants) == 1)
+    assert not a.is_closed()
+    with pytest.raises(RendezvousStateError, match="was shut down"):
+        b.next_rendezvous()
+
+
+def test_signal_ends_the_wait_and_the_node_is_gone(nodes: Nodes) -> None:
+    """The wait is in Python: a handler that raises, as torch's agents have one, gets through at once."""
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise Interrupted
+
+    main = threading.get_ident()
+
+    def noticed(state: State) -> None:
+        if state.participants:
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        alone = nodes.make("0", 2, 2, on_change=noticed, patience=0.1)
+        with pytest.raises(Interrupted):
+            alone.next_rendezvous()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert alone.shutdown()
+    infos = nodes.all_join(nodes.make("1", 2, 2), nodes.make("2", 2, 2))
+    assert sorted(info.rank for info in infos) == [0, 1]
+
+
+def test_host_waits_until_the_others_have_seen_the_end() -> None:
+    host = create_handler_from_url(
+        "ft://localhost:0/job?min_nodes=1&max_nodes=2&node_id=0&last_call_timeout=0"
+    )
+    assert isinstance(host._backend, TcpBackend)
+    assert host._backend.is_host
+    parameters = RendezvousParameters(
+        "ft", f"localhost:{host._backend.port}", "job", 1, 2, node_id="1", is_host=False
+    )
+    other = create_handler(parameters)
+    host.next_rendezvous()
+    late = threading.Thread(target=lambda: pytest.raises(RendezvousClosedError, other.next_rendezvous))
+    late.start()
+    wait_until(host, lambda state: bool(state.waiting))
+    assert host.shutdown()
+    late.join(TIMEOUT)
+    assert not late.is_alive()
+    assert other.is_closed()
+    assert other.shutdown()

@@ -1,0 +1,148 @@
+"""Stock torchrun on our rendezvous: ``--rdzv-backend=ft``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TIMEOUT = 90.0
+
+# A plain script. "fail once": one worker of the first round fails. "grow": a lone worker waits until it is ended.
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+
+out, mode = Path(sys.argv[1]), sys.argv[2]
+first = not (out / "failed").exists()  # that is written when both have come this far
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+rank, size = dist.get_rank(), dist.get_world_size()
+name = f"{rank}of{size}-{os.getpid()}.json"
+record = {"total": total.item(), "port": os.environ["MASTER_PORT"]}
+(out / f".{name}").write_text(json.dumps(record))
+(out / f".{name}").rename(out / name)
+if mode == "fail once" and first and rank == 1:
+    (out / "failed").touch()
+    sys.exit(3)
+if (mode == "grow" and size == 1) or (mode == "fail once" and first):
+    print("waiting to be ended", flush=True)
+    time.sleep(1000)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def entry_points() -> str:
+    """Those of pyproject.toml, so that the test does not depend on when the package was installed."""
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(r'\[project\.entry-points\."torchrun\.handlers"\]\n((?:\S.*\n)+)', text)
+    assert found is not None
+    return "[torchrun.handlers]\n" + found[1].replace('"', "")
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a torchrun; kills what is left in the end."""
+    info = tmp_path / "site" / "ft_wrapper_for_test-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ft_wrapper_for_test\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(entry_points())
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "out").mkdir()
+    path = os.pathsep.join([str(ROOT), str(info.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"}
+    started: list[subprocess.Popen[str]] = []
+
+    def start(port: int, nnodes: str, mode: str, *options: str, conf: str = "") -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nnodes, "--nproc-per-node", "1"]
+        command += ["--rdzv-backend", "ft", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
+        command += ["--rdzv-conf", f"last_call_timeout=1,join_timeout=60{conf}", *options]
+        command += [str(tmp_path / "script.py"), str(tmp_path / "out"), mode]
+        process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that was free just now, and is kept from others who ask for a free one."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))  # not listening: the agent may listen there, whoever asks for port 0 gets another
+        yield holder.getsockname()[1]
+
+
+def records(tmp_path: Path) -> list[dict[str, str]]:
+    return [
+        {"name": path.name.split("-")[0], **json.loads(path.read_text())}
+        for path in sorted((tmp_path / "out").glob("[0-9]*.json"))
+    ]
+
+
+def test_two_agents(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
+    agents = [launch(port, "2", "plain") for _ in range(2)]
+    said = [agent.communicate(timeout=TIMEOUT)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+    found = records(tmp_path)
+    assert [record["name"] for record in found] == ["0of2", "1of2"]
+    assert all(record["total"] == 2.0 for record in found)
+    assert "Exception while registering" not in said[0]
+
+
+def test_failed_worker_is_a_restart_in_a_fresh_store(
+    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int
+) -> None:
+    agents = [launch(port, "2", "fail once", "--max-restarts", "1") for _ in range(2)]
+    said = [agent.communicate(timeout=TIMEOUT)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+    found = records(tmp_path)
+    assert sorted(record["name"] for record in found) == ["0of2", "0of2", "1of2", "1of2"]
+    assert len({record["port"] for record in found}) == 2
+
+
+def test_late_agent_joins(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
+    first = launch(port, "1:2", "grow", conf=",node_id=0")
+    assert first.stdout is not None
+    for line in first.stdout:
+        if "waiting to be ended" in line:
+            break
+    second = launch(port, "1:2", "grow", conf=",node_id=1")
+    said = [agent.communicate(timeout=TIMEOUT)[0] for agent in (first, second)]
+    assert [agent.returncode for agent in (first, second)] == [0, 0], "\n".join(said)
+    assert [record["name"] for record in records(tmp_path)] == ["0of1", "0of2", "1of2"]
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "conf", "says"),
+    [
+        ("1", ",joint_timeout=3", "did you mean join_timeout?"),
+        ("1", ",keep_alive_interval=often", "keep_alive_interval=often"),
+    ],
+)
+def test_bad_options(
+    launch: Callable[..., subprocess.Popen[str]], port: int, nnodes: str, conf: str, says: str
+) -> None:
+    agent = launch(port, nnodes, "plain", conf=conf)
+    said, _ = agent.communicate(timeout=TIMEOUT)
+    assert agent.returncode == 1
+    assert says in said
