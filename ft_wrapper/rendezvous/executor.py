@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from . import operations
+from . import keys, operations
 from .operations import Action, Announced, Context
 from .register import Register, Snapshot
 from .settings import Settings
@@ -109,6 +109,7 @@ class Executor:
         self._on_unseated = on_unseated
         self._announced: Announced | None = None
         self._leaving: int | None = None
+        self._last_beat: float | None = None
 
     # Operations ------------------------------------------------------------------------------------------
 
@@ -140,6 +141,10 @@ class Executor:
     def close(self) -> Snapshot:
         """Ends it all, for all nodes."""
         return self._run(operations.close, self._settings.close_timeout)
+
+    def keep_alive(self) -> Snapshot:
+        """Says that this node lives, if it is time to."""
+        return self._run(operations.keep_alive, self._settings.close_timeout)
 
     def change(self, change: Callable[[State], State]) -> Snapshot:
         """Makes a change, asked anew of each record until it is made or changes nothing.
@@ -200,8 +205,8 @@ class Executor:
     def sweep(self) -> Snapshot:
         """Looks whether something was left undone by a node that died over it, and does it.
 
-        A wake-up after a change, or taking entries of the log into the record: as long as a node is in the log
-        only, nobody sees whether it lives.
+        A wake-up after a change, or taking entries of the log into the record: as long as a node is in the
+        log only, nobody sees whether it lives.
         """
         snapshot = self.refresh()
         if snapshot.state.closed or snapshot.state.place_of(self.node) is None:
@@ -270,6 +275,9 @@ class Executor:
             announced=self._announced,
             last_call=self._settings.last_call_timeout,
             patience=self._settings.patience,
+            last_beat=self._last_beat,
+            # Whoever asks once in an interval may be a little early.
+            beat_interval=0.9 * self._settings.keep_alive_interval,
         )
 
     def _wait(self, snapshot: Snapshot, context: Context) -> Snapshot:
@@ -291,6 +299,10 @@ class Executor:
             return self._fold(snapshot, complete)
         if action in operations.REMOVING:
             return self._leave(snapshot, announced)
+        if action is Action.KEEP_ALIVE:
+            self._register.store.add(keys.alive(self.node.name), 1)
+            self._last_beat = self._register.store.now()
+            return snapshot
         if action is Action.MARK_RENDEZVOUS_CLOSED:
             return self._replace(snapshot, close(state))[0]
         raise AssertionError(f"{action} is no action of this executor")

@@ -27,7 +27,7 @@ from ..store import StoreMixin
 from . import keys, operations
 from .backend import Backend, TcpBackend, WorkerStore
 from .executor import Executor, OnUnseated
-from .keep_alive import KeepAlive
+from .keep_alive import NeighbourWatch
 from .register import Register, Snapshot
 from .settings import Identity, Settings, new_node_id, parameters_from_url, read_parameters
 from .state import GROUP, RANK, Node, Seat, State, adopt_rank_policy
@@ -273,7 +273,7 @@ class FtRendezvousHandler(RendezvousHandler):
         self._heart = Heart(
             node,
             heart_executor,
-            KeepAlive(heart_store, node, self.settings.keep_alive_timeout),
+            NeighbourWatch(heart_store, node, self.settings.keep_alive_timeout),
             self._board,
             self.settings.keep_alive_interval,
             heart_store.close,

@@ -1,4 +1,4 @@
-"""Who is silent: counters that nodes keep moving, each observed by two others on their own clocks."""
+"""Who is silent: each node keeps a counter moving, and observes those of two others on its own clock."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def neighbours(state: State, node: Node) -> list[Node]:
     return [*ring[here + 1 :], *ring[:here]][:WATCHED]
 
 
-class KeepAlive:
-    """Says that a node lives, and observes its neighbours.
+class NeighbourWatch:
+    """Observes the counters of a node's neighbours.
 
     Silence counts only between two looks that the store answered: an outage of the store silences nobody.
 
@@ -35,10 +35,6 @@ class KeepAlive:
         self._node = node
         self._timeout = timeout
         self._seen: dict[str, tuple[int, float]] = {}
-
-    def beat(self) -> None:
-        """Says that the node lives."""
-        self._store.add(keys.alive(self._node.name), 1)
 
     def silent(self, state: State) -> list[Node]:
         """Looks at the neighbours in the record, and returns those that are silent.

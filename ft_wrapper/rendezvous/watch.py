@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from ..exception import StoreError
 from . import keys
 from .executor import REFRESH, Executor
-from .keep_alive import KeepAlive
+from .keep_alive import NeighbourWatch
 from .register import Register, Snapshot
 from .state import Node, State
 
@@ -98,13 +98,15 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self._stopping.is_set():
+            while True:
                 known = self._board.latest()
                 assert known is not None
                 if known.state.closed:
                     # Said by this thread, which has nothing to ask the store any more.
                     self._register.store.set(keys.goodbye(self._node.name), "")
                     self._register.store.check([keys.STATE])  # a set is not answered: now it has arrived
+                    return
+                if self._stopping.is_set():
                     return
                 snapshot = self._register.wait(known.state.version, _LONG) or self._register.read()
                 self._board.learn(snapshot)
@@ -130,7 +132,7 @@ class Heart(threading.Thread):
     Args:
         node: the node.
         executor: its operations, on a client of its own.
-        keep_alive: on the same client.
+        neighbours: the others that it watches, on the same client.
         board: the newest record.
         interval: seconds between two signs of life.
         close: lets go of the client.
@@ -140,14 +142,14 @@ class Heart(threading.Thread):
         self,
         node: Node,
         executor: Executor,
-        keep_alive: KeepAlive,
+        neighbours: NeighbourWatch,
         board: Board,
         interval: float,
         close: Callable[[], None],
     ) -> None:
         super().__init__(name=f"ft_wrapper-rendezvous-heart-{node.id}", daemon=True)
         self._executor = executor
-        self._keep_alive = keep_alive
+        self._neighbours = neighbours
         self._board = board
         self._interval = interval
         self._close = close
@@ -161,14 +163,14 @@ class Heart(threading.Thread):
         beats = 0
         try:
             while not self._stopping.is_set():
-                self._keep_alive.beat()
+                self._executor.keep_alive()
                 beats += 1
                 if beats % max(1, int(REFRESH / self._interval)) == 0:
                     self._executor.sweep()
                 state = self._executor.look().state
                 if state.closed:
                     return
-                silent = self._keep_alive.silent(state)
+                silent = self._neighbours.silent(state)
                 if silent:
                     names = ", ".join(map(str, silent))
                     log.warning("no sign of life from %s: taken out of the rendezvous", names)

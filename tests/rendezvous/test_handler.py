@@ -301,7 +301,8 @@ def test_signal_ends_the_wait_and_the_node_is_gone(nodes: Nodes) -> None:
     assert sorted(info.rank for info in infos) == [0, 1]
 
 
-def test_host_waits_until_the_others_have_seen_the_end() -> None:
+def test_host_waits_until_the_others_have_seen_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     host = create_handler_from_url(
         "ft://localhost:0/job?min_nodes=1&max_nodes=2&node_id=0&last_call_timeout=0"
     )
@@ -312,11 +313,25 @@ def test_host_waits_until_the_others_have_seen_the_end() -> None:
     )
     other = create_handler(parameters)
     host.next_rendezvous()
-    late = threading.Thread(target=lambda: pytest.raises(RendezvousClosedError, other.next_rendezvous))
-    late.start()
-    wait_until(host, lambda state: bool(state.waiting))
-    assert host.shutdown()
-    late.join(TIMEOUT)
-    assert not late.is_alive()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        late = pool.submit(other.next_rendezvous)
+        wait_until(host, lambda state: bool(state.waiting))
+        assert host.shutdown()
+        assert isinstance(late.exception(TIMEOUT), RendezvousClosedError)
+    assert "not all nodes" not in caplog.text
     assert other.is_closed()
     assert other.shutdown()
+
+
+def test_host_waits_for_the_one_that_closed_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    host = create_handler_from_url("ft://localhost:0/job?min_nodes=2&max_nodes=2&node_id=0")
+    assert isinstance(host._backend, TcpBackend)
+    url = f"ft://localhost:{host._backend.port}/job?min_nodes=2&max_nodes=2&node_id=1&is_host=false"
+    other = create_handler_from_url(url)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for joined in [pool.submit(host.next_rendezvous), pool.submit(other.next_rendezvous)]:
+            joined.result(TIMEOUT)
+    assert other.shutdown()
+    assert host.shutdown()
+    assert "not all nodes" not in caplog.text

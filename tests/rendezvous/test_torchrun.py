@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 TIMEOUT = 90.0
 
-# A plain script. "fail once": one worker of the first round fails. "grow": a lone worker waits until it is ended.
+# A plain script. "fail once": one worker of the first round fails. "grow": a lone worker waits to be ended.
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
@@ -71,7 +71,12 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         command += ["--rdzv-conf", f"last_call_timeout=1,join_timeout=60{conf}", *options]
         command += [str(tmp_path / "script.py"), str(tmp_path / "out"), mode]
         process = subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         started.append(process)
         return process
@@ -88,7 +93,7 @@ def port() -> Iterator[int]:
     """A port that was free just now, and is kept from others who ask for a free one."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("", 0))  # not listening: the agent may listen there, whoever asks for port 0 gets another
+        holder.bind(("", 0))  # not listening: an agent may, and who asks for any port gets another one
         yield holder.getsockname()[1]
 
 

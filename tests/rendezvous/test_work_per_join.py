@@ -15,7 +15,7 @@ from ft_wrapper.testing.simulation import SimulatedStore
 
 
 def join_at_once(size: int, seed: int, rounds: int) -> tuple[list[float], collections.Counter[str]]:
-    """All nodes join at once, so many times in a row; operations a node of each round, and writes of the record."""
+    """All nodes join at once, so many times in a row: operations a node in each round, and all by kind."""
     scheduler = Scheduler(seed, max_steps=1_000_000)
     settings = Settings("job", size, size)
     initial = State(size, size, settings.options())

@@ -1,0 +1,212 @@
+"""The rendezvous on a FakeStore under the scheduler: orders at random, crashes at every step, a paused node.
+
+`simulated_nodes.World` checks after every step; each plan ends with what holds once all is quiet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections.abc import Iterator
+
+import pytest
+from simulated_nodes import SimulatedNode, World, check_settled, random_world
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+from ft_wrapper.rendezvous import executor, operations, state
+from ft_wrapper.rendezvous.settings import Settings
+from ft_wrapper.rendezvous.state import RANK, Entry, State, adopt_rank_policy
+from ft_wrapper.testing import Scheduler, SchedulerError
+
+END = 300.0
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Warnings of thousands of simulated nodes would take longer than the nodes."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(before)
+
+
+def test_random_schedules() -> None:
+    """Always the same ones, and as many from fresh seeds, which a failure tells."""
+    fresh = random.SystemRandom().randrange(10**9)
+    for seed in [*range(150), *range(fresh, fresh + 150)]:
+        try:
+            random_world(seed).scheduler.run()
+        except SchedulerError as error:
+            raise AssertionError(f"random_world({seed}): {error}") from error
+
+
+def crash_world(step: int, *, rank_policy: bool, respawns: bool, task: str) -> tuple[World, bool]:
+    """Three nodes of which two are enough; the third dies just before a step of its agent or its heart."""
+    scheduler = Scheduler(7, max_time=2000.0)
+    world = World(scheduler, Settings("job", 2, 3, join_timeout=200.0, last_call_timeout=2.0))
+    died = False
+
+    def plan(node: SimulatedNode) -> None:
+        node.join()
+        if rank_policy:
+            node.executor.change(adopt_rank_policy)
+        elif node.node.id == "2" and node.node.incarnation == 0:
+            node.join()  # a worker failed: a restart of all
+        node.work(END)
+        check_settled(world)
+        node.executor.close()
+
+    def die() -> None:
+        nonlocal died
+        died = True
+        if respawns:
+            world.start("2", plan)
+        world.kill(victim)
+
+    for number in range(3):
+        victim = world.start(str(number), plan)
+    if task == "agent":
+        scheduler.at_step(victim.agent, step, die)
+    else:
+        victim.on_begin = lambda: scheduler.at_step(victim.others[1], step, die)
+    scheduler.run()
+    return world, died
+
+
+@pytest.mark.parametrize("respawns", [False, True])
+@pytest.mark.parametrize("rank_policy", [False, True])
+def test_crash_at_every_step(rank_policy: bool, respawns: bool) -> None:
+    for task, most in (("agent", 40), ("heart", 12)):
+        for step in range(1, most):
+            world, died = crash_world(step, rank_policy=rank_policy, respawns=respawns, task=task)
+            if died:
+                size = 3 if respawns else 2
+                assert len([node for node in world.nodes if node.rounds]) >= size
+            assert world.record.closed
+
+
+def test_policy_rank_keeps_the_others_where_they_are() -> None:
+    """A node is lost, a spare takes its seat, it comes back as a spare: nobody else joins again."""
+    scheduler = Scheduler(3, max_time=2000.0)
+    world = World(scheduler, Settings("job", 2, 2, last_call_timeout=0.0))
+
+    def first(node: SimulatedNode) -> None:
+        node.join()
+        node.executor.change(adopt_rank_policy)
+        node.work(END)
+        assert node.rounds == [0]
+        node.executor.close()
+
+    def spare(node: SimulatedNode) -> None:
+        scheduler.sleep(5.0)
+        node.join()
+        node.work(END)
+        node.executor.close()
+
+    world.start("0", first)
+    lost = world.start("1", first)
+    helper = world.start("2", spare)
+
+    def disaster() -> None:
+        scheduler.sleep(20.0)
+        world.kill(lost)
+        scheduler.sleep(40.0)
+        assert [n.id for n in world.record.participants] == ["0", "2"]
+        world.start("1", spare)
+        scheduler.sleep(20.0)
+        assert [n.id for n in world.record.spares] == ["1"]
+        assert world.record.policy == RANK
+
+    scheduler.spawn("disaster", disaster)
+    scheduler.run()
+    assert helper.rounds == [0]
+    (seats,) = [node.unseated for node in world.nodes if node.unseated]
+    assert [(seat.base_slot, seat.occupant.name) for seat in seats if seat.occupant] == [(1, "1:0")]
+
+
+def test_paused_node_is_out_and_comes_back() -> None:
+    """Longer silent than it may be: the others go on without it; it learns so, and joins the next round."""
+    scheduler = Scheduler(5, max_time=2000.0)
+    world = World(scheduler, Settings("job", 1, 2, last_call_timeout=1.0), pauses=True)
+
+    def plan(node: SimulatedNode) -> None:
+        node.join()
+        node.work(END)
+        check_settled(world)
+        node.executor.close()
+
+    world.start("0", plan)
+    paused = world.start("1", plan)
+
+    def pause() -> None:
+        scheduler.sleep(10.0)
+        for task in (paused.agent, *paused.others):
+            scheduler.pause(task, 60.0)
+        scheduler.sleep(40.0)
+        assert [n.id for n in world.record.participants] == ["0"]
+
+    scheduler.spawn("pause", pause)
+    scheduler.run()
+    assert len(paused.rounds) == 2
+
+
+def test_closing_while_others_join() -> None:
+    for seed in range(60):
+        scheduler = Scheduler(seed)
+        world = World(scheduler, Settings("job", 2, 3, last_call_timeout=5.0))
+
+        def plan(node: SimulatedNode) -> None:
+            if node.node.id == "0":
+                node.executor.close()
+            else:
+                with pytest.raises(RendezvousClosedError):
+                    while True:
+                        node.join()
+
+        for number in range(3):
+            world.start(str(number), plan)
+        scheduler.run()
+        assert world.record.closed
+
+
+# The checks are checked, too: each mistake must be found. ------------------------------------------------
+
+
+def finds(scheduler_seeds: range) -> bool:
+    for seed in scheduler_seeds:
+        try:
+            random_world(seed).scheduler.run()
+        except SchedulerError:
+            return True
+    return False
+
+
+def test_finds_a_round_that_begins_while_the_last_one_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begins(record: State) -> State:
+        if record.policy != RANK and record.complete and record.waiting:
+            record = state._begin_round(record)
+        return right(record)
+
+    right = state.normalize
+    monkeypatch.setattr(state, "normalize", begins)
+    assert finds(range(40))
+
+
+def test_finds_that_entries_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes_all(record: State, entries: list[Entry]) -> State:
+        return right(dataclasses.replace(record, folded=0), entries)
+
+    right = state.fold
+    monkeypatch.setattr(executor, "fold", takes_all)
+    assert finds(range(200))
+
+
+def test_finds_seats_given_beyond_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(State, "is_full", property(lambda self: False))
+    assert finds(range(200))
+
+
+def test_finds_that_nobody_takes_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "is_due", lambda context: False)
+    assert finds(range(40))

@@ -1,0 +1,151 @@
+"""What a node does next, in each situation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from ft_wrapper.rendezvous.operations import (
+    Action,
+    Announced,
+    Context,
+    close,
+    exit_,
+    is_due,
+    join,
+    keep_alive,
+    nodes_waiting,
+)
+from ft_wrapper.rendezvous.state import Entry, Node, State, adopt_rank_policy, complete, digest, fold, remove
+from ft_wrapper.rendezvous.state import close as closed
+
+ME = Node("me")
+A, B, C = Node("a"), Node("b"), Node("c")
+
+
+def record(low: int, high: int, *nodes: Node) -> State:
+    state = State(low, high)
+    return fold(state, [Entry(node, None, digest({})) for node in nodes])
+
+
+def context(state: State, **more: object) -> Context:
+    return Context(ME, state, now=10.0, deadline=100.0, last_call=5.0, **more)  # type: ignore[arg-type]
+
+
+def announced(state: State, number: int, at: float = 10.0) -> Announced:
+    return Announced(state.epoch, number, at)
+
+
+ONE = complete(record(1, 2, A))
+TWO = record(2, 2, A, B)
+MINE = record(2, 2, A, ME)
+
+
+@pytest.mark.parametrize(
+    ("state", "action"),
+    [
+        (record(2, 3, A), Action.ADD_TO_PARTICIPANTS),
+        (ONE, Action.ADD_TO_WAIT_LIST),
+        (TWO, Action.ADD_TO_REDUNDANCY_LIST),
+        (adopt_rank_policy(TWO), Action.TAKE_SEAT),
+        (MINE, Action.FINISH),
+        (record(2, 3, ME), Action.SYNC),
+        (record(2, 2, A, B, ME), Action.SYNC),
+        (closed(TWO), Action.ERROR_CLOSED),
+    ],
+)
+def test_join(state: State, action: Action) -> None:
+    assert join(context(state)) is action
+
+
+def test_who_leaves_a_round_waits_for_the_next_unless_the_round_goes_on() -> None:
+    assert join(context(MINE, leaving=0)) is Action.ADD_TO_WAIT_LIST
+    assert join(context(MINE, leaving=5)) is Action.FINISH
+    assert join(context(adopt_rank_policy(MINE), leaving=0)) is Action.FINISH
+
+
+@pytest.mark.parametrize(
+    ("state", "action"),
+    [
+        (record(2, 3, A), Action.ERROR_TIMEOUT),
+        (record(2, 3, ME), Action.REMOVE_FROM_PARTICIPANTS),
+        (record(2, 3, A, ME), Action.MARK_RENDEZVOUS_COMPLETE),
+        (fold(ONE, [Entry(ME, None, digest({}))]), Action.REMOVE_FROM_WAIT_LIST),
+        (record(2, 2, A, B, ME), Action.SYNC),
+    ],
+)
+def test_join_too_late(state: State, action: Action) -> None:
+    enough = 100.0 if len(state.participants) >= 2 else None
+    late = dataclasses.replace(context(state), now=100.0, enough_since=enough)
+    assert join(late) is action
+
+
+def test_own_last_call() -> None:
+    state = record(1, 3, ME)
+    assert join(context(state, enough_since=5.1)) is Action.SYNC
+    assert join(context(state, enough_since=5.0)) is Action.MARK_RENDEZVOUS_COMPLETE
+    assert context(state, enough_since=5.1).next_timer == pytest.approx(10.1)
+    assert context(state).next_timer == 100.0
+    assert context(record(1, 1, A, ME)).next_timer == math.inf, "a spare waits for as long as it takes"
+
+
+def test_exactly_one_of_many_takes_the_log() -> None:
+    """A hundred at once: the one with which there are enough, and the last one."""
+    state = State(40, 100)
+    due = [n for n in range(1, 101) if is_due(context(state, announced=announced(state, n)))]
+    assert due == [40, 100]
+    due = [n for n in range(1, 101) if is_due(context(ONE, announced=announced(ONE, n)))]
+    assert due == [1]
+    seated = adopt_rank_policy(ONE)
+    due = [n for n in range(1, 101) if is_due(context(seated, announced=announced(seated, n)))]
+    assert due == [1]
+
+
+def test_who_waits_too_long_takes_the_log() -> None:
+    state = State(40, 100)
+    assert not is_due(context(state, announced=announced(state, 7, at=9.1)))
+    assert is_due(context(state, announced=announced(state, 7, at=9.0)))
+    assert join(context(state, announced=announced(state, 7, at=9.1))) is Action.SYNC
+    assert join(context(state, announced=announced(state, 7, at=9.0))) is Action.ADD_TO_PARTICIPANTS
+
+
+@pytest.mark.parametrize(
+    ("state", "action"),
+    [
+        (MINE, Action.REMOVE_FROM_PARTICIPANTS),
+        (fold(ONE, [Entry(ME, None, digest({}))]), Action.REMOVE_FROM_WAIT_LIST),
+        (record(2, 2, A, B, ME), Action.REMOVE_FROM_REDUNDANCY_LIST),
+        (TWO, Action.FINISH),
+    ],
+)
+def test_exit(state: State, action: Action) -> None:
+    assert exit_(context(state)) is action
+    late = Action.FINISH if action is Action.FINISH else Action.ERROR_TIMEOUT
+    assert exit_(dataclasses.replace(context(state), now=100.0)) is late
+
+
+def test_exit_of_one_who_is_in_the_log_only() -> None:
+    assert exit_(context(TWO, announced=announced(TWO, 1))) is Action.REMOVE_FROM_PARTICIPANTS
+
+
+def test_keep_alive() -> None:
+    assert keep_alive(context(MINE)) is Action.KEEP_ALIVE
+    assert keep_alive(context(MINE, last_beat=5.0)) is Action.KEEP_ALIVE
+    assert keep_alive(context(MINE, last_beat=5.1)) is Action.FINISH
+
+
+def test_close() -> None:
+    assert close(context(MINE)) is Action.MARK_RENDEZVOUS_CLOSED
+    assert close(context(closed(MINE))) is Action.FINISH
+    assert close(dataclasses.replace(context(MINE), now=100.0)) is Action.ERROR_TIMEOUT
+
+
+def test_nodes_waiting() -> None:
+    waiting = fold(complete(record(1, 3, ME)), [Entry(A, None, digest({}))])
+    assert nodes_waiting(waiting, ME, 0) == 1
+    assert nodes_waiting(MINE, ME, 0) == 0
+    assert nodes_waiting(remove(MINE, [ME])[0], ME, 0) == 1, "it was taken out: it has to come again"
+    assert nodes_waiting(closed(waiting), ME, 0) == 0
+    assert nodes_waiting(adopt_rank_policy(waiting), ME, 0) == 0

@@ -1,0 +1,124 @@
+"""Configuration: what is read, and one error for each mistake that names it and the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+
+from ft_wrapper.rendezvous.backend import TcpBackend
+from ft_wrapper.rendezvous.settings import (
+    Identity,
+    Settings,
+    TcpOptions,
+    node_id_from_environment,
+    parameters_from_url,
+    read_parameters,
+)
+from ft_wrapper.store import TCPStoreServer
+
+
+def parameters(**config: object) -> RendezvousParameters:
+    return RendezvousParameters("ft", "localhost:1", "job", 1, 2, "here", **config)
+
+
+def test_reads_what_torchrun_hands_over() -> None:
+    settings, identity, tcp = read_parameters(
+        parameters(timeout=900, join_timeout="60", keep_alive_max_attempt="2", is_host="0", node_id="7")
+    )
+    assert (settings.run_id, settings.min_nodes, settings.max_nodes) == ("job", 1, 2)
+    assert (settings.join_timeout, settings.last_call_timeout) == (60.0, 30.0)
+    assert settings.keep_alive_timeout == 10.0
+    assert identity == Identity("7", "here")
+    assert tcp == TcpOptions(is_host=False)
+
+
+def test_reads_a_url() -> None:
+    read = parameters_from_url("ft://host:29500/my%20job?min_workers=1&max_nodes=3&join_timeout=5")
+    assert (read.backend, read.endpoint, read.run_id) == ("ft", "host:29500", "my job")
+    assert (read.min_nodes, read.max_nodes, read.config) == (1, 3, {"join_timeout": "5"})
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"join_timeot": "1"}, "join_timeot=1: unknown option; did you mean join_timeout"),
+        ({"xyz": "1"}, "xyz=1: unknown option; there are: join_timeout"),
+        ({"join_timeout": "soon"}, "join_timeout=soon: is not a number"),
+        ({"join_timeout": "0"}, "join_timeout=0 must be finite and more than 0"),
+        ({"join_timeout": "inf"}, "join_timeout=inf must be finite"),
+        ({"last_call_timeout": "-1"}, "last_call_timeout=-1 must be finite and at least 0"),
+        ({"keep_alive_max_attempt": "1.5"}, "keep_alive_max_attempt=1.5: is not a whole number"),
+        ({"keep_alive_max_attempt": "0"}, "keep_alive_max_attempt=0 is too small"),
+        ({"nproc": "0"}, "nproc=0 is too small"),
+        ({"node_id": "a b"}, "node_id='a b' must consist of"),
+        ({"store_type": "file"}, "store_type=file: only tcp"),
+        ({"read_timeout": "0"}, "read_timeout=0 must be"),
+        ({"is_host": "perhaps"}, "is_host"),
+    ],
+)
+def test_mistakes(config: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_parameters(parameters(**config))
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("host:1/job", "must look like ft://"),
+        ("ft://host:1?min_nodes=1&max_nodes=1", "must look like"),
+        ("ft://host:1/job?min_nodes=1", "max_nodes is missing"),
+        ("ft://host:1/job?min_nodes=1&max_nodes=2&min_workers=1", "min_nodes is given twice"),
+        ("ft://host:1/job?min_nodes=one&max_nodes=2", "min_nodes=one: is not a whole number"),
+    ],
+)
+def test_mistakes_in_a_url(url: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parameters_from_url(url)
+
+
+def test_contradictions() -> None:
+    with pytest.raises(ValueError, match="min_nodes=3 is more than max_nodes=2; use --nnodes MIN:MAX"):
+        Settings("job", 3, 2)
+    with pytest.raises(TypeError, match=r"min_nodes=1\.5 must be an int"):
+        Settings("job", 1.5, 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="run_id='' must not be empty"):
+        Settings("", 1, 2)
+
+
+def test_node_id_of_a_cluster_manager() -> None:
+    assert node_id_from_environment({}) is None
+    assert node_id_from_environment({"SLURM_PROCID": "0"}) is None, "a batch script's own"
+    assert node_id_from_environment({"SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}) == "3"
+    assert node_id_from_environment({"JOB_COMPLETION_INDEX": "2"}) == "2"
+
+
+def test_first_node_of_a_machine_hosts_the_store_and_the_next_one_uses_it() -> None:
+    first = TcpBackend("localhost:0")
+    second = TcpBackend(f"localhost:{first.port}")
+    assert (first.is_host, second.is_host) == (True, False)
+    first.connect().set("key", "value")
+    assert second.connect().get("key") == b"value"
+    assert second.local_address() == "localhost"
+    second.close()
+    first.close()
+
+
+def test_endpoints_that_do_not_work() -> None:
+    server = TCPStoreServer(0)
+    with pytest.raises(RendezvousConnectionError, match="must host the store, and cannot"):
+        TcpBackend(f"localhost:{server.port}", TcpOptions(is_host=True))
+    port = server.port
+    server.close()
+    with pytest.raises(RendezvousConnectionError, match=f"localhost:{port}.*cannot be reached"):
+        TcpBackend(f"localhost:{port}", TcpOptions(is_host=False, read_timeout=0.1))
+    with pytest.raises(ValueError, match="port 0 lets the host"):
+        TcpBackend("localhost:0", TcpOptions(is_host=False))
+
+
+def test_entry_point_imports_nothing_of_torch_elastic() -> None:
+    code = "import sys, ft_wrapper.rendezvous.registry; print([m for m in sys.modules if 'elastic' in m])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
