@@ -137,17 +137,8 @@ def test_late_agent_joins(tmp_path: Path, launch: Callable[..., subprocess.Popen
     assert [record["name"] for record in records(tmp_path)] == ["0of1", "0of2", "1of2"]
 
 
-@pytest.mark.parametrize(
-    ("nnodes", "conf", "says"),
-    [
-        ("1", ",joint_timeout=3", "did you mean join_timeout?"),
-        ("1", ",keep_alive_interval=often", "keep_alive_interval=often"),
-    ],
-)
-def test_bad_options(
-    launch: Callable[..., subprocess.Popen[str]], port: int, nnodes: str, conf: str, says: str
-) -> None:
-    agent = launch(port, nnodes, "plain", conf=conf)
+def test_bad_option_is_named(launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
+    agent = launch(port, "1", "plain", conf=",joint_timeout=3")
     said, _ = agent.communicate(timeout=TIMEOUT)
     assert agent.returncode == 1
-    assert says in said
+    assert "did you mean join_timeout?" in said
