@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import events
 from .abort import close_aborted_sockets, protect_process, release_process_groups, wait_for_released_groups
 from .attribution import Interruption
 from .call_wrapper import CallWrapper
@@ -369,13 +368,7 @@ class Call:
         self._check_health()
         if self.state.mode == Mode.INACTIVE:
             return None
-        events.emit(
-            "enter",
-            iteration=self.job.view.n,
-            rank=self.state.active_rank,
-            slot=self.job.slot,
-            active=True,
-        )
+        self.job.emit("enter", rank=self.state.active_rank)
         return function()
 
     def _settle(self, error: BaseException | None) -> None:
@@ -386,7 +379,7 @@ class Call:
                 raise InternalError("the abort plug-in did not return within barrier_timeout")
             self._ended_at = watch.ended_at
             self._store_lost = watch.store_lost
-        events.emit("left", iteration=self.job.view.n, slot=self.job.slot)
+        self.job.emit("left")
         if self.wrapper.abort is not None:
             release_process_groups(aborted=True)
         self._user_store = None
@@ -406,6 +399,7 @@ class Call:
     def _complete(self) -> None:
         """All ranks have finished."""
         self._completed = True
+        self.job.emit("done")
         self._watch = None
         self.state.fn_exception = None
         if self.wrapper.completion is not None:
