@@ -43,9 +43,10 @@ ALLOWED: dict[str, set[str]] = {
     "call": BASE | PLUG_INS | PARTS | {HELPERS, "store", "monitor", "call_wrapper"},
     "wrapper": BASE | PLUG_INS | PARTS | {HELPERS, "store", "monitor", "call", "call_wrapper"},
     "report": BASE,
+    "status": BASE | {"restart_report", "store"},
     "rendezvous": BASE | {"store"},
     "agent": BASE | {"store", "monitor", "rendezvous"},
-    "run": BASE | {"report", "store", "rendezvous", "agent"},
+    "run": BASE | {"report", "status", "store", "rendezvous", "agent"},
 }
 # The package itself shows the public names; what tests use may use all that is tested.
 ALLOWED["__init__"] = set(ALLOWED)
