@@ -309,6 +309,8 @@ class Executor:
 
     def _announce(self, state: State) -> None:
         entry = Entry(self.node, self._leaving, digest(self._options))
+        # Noted before: whoever is interrupted in between, and gives up, has an entry to take back.
+        self._announced = Announced(state.epoch, state.folded + 1, self._register.store.now())
         number = self._register.announce(state.epoch, entry)
         self._announced = Announced(state.epoch, number, self._register.store.now())
 

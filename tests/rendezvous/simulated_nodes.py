@@ -52,13 +52,13 @@ class MemoryChanges:
             self.memory.snapshot = snapshot
 
     def wait(self, version: int, seconds: float) -> Snapshot | None:
-        known = self.memory.snapshot
+        known = self.latest()
         if known is not None and known.state.version > version:
             return known
         snapshot = self.register.wait(version, seconds)
         if snapshot is not None:
             self.learn(snapshot)
-        known = self.memory.snapshot
+        known = self.latest()
         return known if known is not None and known.state.version > version else None
 
 
