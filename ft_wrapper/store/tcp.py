@@ -29,6 +29,9 @@ _NEVER = "\x00no key holds this"
 _BACKLOG = 4096  # all ranks of a job come at once
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 _MOST_UNANSWERED = 64
+# Where the server goes while torch's client connects, that takes up to three times its timeout to say so.
+_ATTEMPT = timedelta(seconds=1)
+_LONGEST_ATTEMPT = 5.0  # seconds, with the look before it
 
 
 class TCPStore(HoldingStore):
@@ -63,14 +66,13 @@ class TCPStore(HoldingStore):
         wait_for_port(self.host_name, self.port, self._patience)
 
         def connect() -> None:
-            client = TorchTCPStore(
-                self.host_name, self.port, is_master=False, timeout=timeout, wait_for_workers=False
-            )
+            client = self._open(timeout)
             super(TCPStore, self).__init__(client, namespace)
             self._life = self._read_life(client)
 
         try:
-            answered = _ends_within(self._patience + 1.0, connect)
+            retrying = self._retrying().copy(reraise=True)
+            answered = _ends_within(self._patience + _LONGEST_ATTEMPT, lambda: retrying(connect))
         except DistError as error:
             raise StoreError(f"no TCPStore answers at {self.host_name}:{self.port}: {error}") from error
         if not answered:
@@ -138,13 +140,8 @@ class TCPStore(HoldingStore):
             self.check([LIFE])
 
     def _repeat(self, what: str, operation: Callable[[Store], T]) -> T:
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(DistNetworkError),
-            stop=tenacity.stop_after_delay(self._patience),
-            wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
-        )
         try:
-            result: T = retrying(self._reconnect_and_do, operation)
+            result: T = self._retrying()(self._reconnect_and_do, operation)
             return result
         except tenacity.RetryError as failure:
             raise StoreError(
@@ -153,7 +150,7 @@ class TCPStore(HoldingStore):
             ) from failure.last_attempt.exception()
 
     def _reconnect_and_do(self, operation: Callable[[Store], T]) -> T:
-        fresh = self._connect_again()
+        fresh = self._open(self.timeout)
         if self._read_life(fresh) != self._life:
             raise StoreError(
                 f"store at {self.host_name}:{self.port} came back without its contents; this job cannot go on"
@@ -163,12 +160,28 @@ class TCPStore(HoldingStore):
         self._store = fresh
         return operation(fresh)
 
-    def _connect_again(self) -> Store:
+    def _retrying(self) -> tenacity.Retrying:
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(DistNetworkError),
+            stop=tenacity.stop_after_delay(self._patience),
+            wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
+        )
+
+    def _open(self, timeout: timedelta) -> TorchTCPStore:
+        """Makes a connection, in one short attempt.
+
+        Args:
+            timeout: of the operations that wait.
+        """
         try:
-            wait_for_port(self.host_name, self.port, 1.0)
+            wait_for_port(self.host_name, self.port, _ATTEMPT.total_seconds())
         except StoreError as error:
             raise DistNetworkError(str(error)) from None
-        return self._store.clone()  # type: ignore[attr-defined, no-any-return]
+        client = TorchTCPStore(
+            self.host_name, self.port, is_master=False, timeout=_ATTEMPT, wait_for_workers=False
+        )
+        client.set_timeout(timeout)
+        return client
 
     def _read_life(self, store: Store) -> bytes:
         """The nonce written once in a store's life; whoever comes first writes it."""
