@@ -28,7 +28,7 @@ import pytest
 
 MARK = "FT_WRAPPER_TEST_RUN"
 # Longer than termination_grace_time, for which a monitor tries to reach a store that ended with its job.
-GRACE = 15.0
+GRACE = 60.0
 SHARED_MEMORY = Path("/dev/shm")
 
 # Helpers that Python keeps until its own end.

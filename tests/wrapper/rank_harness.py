@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-TIMEOUT = 45.0
-"""Seconds after which a wait of these tests counts as a hang."""
+TIMEOUT = 120.0
+"""Seconds after which a wait of these tests counts as a hang, however busy the machine is."""
 
 # What every wrapped function of these tests gets unless it says otherwise: nothing times out on a busy
 # machine, and missed events are noticed soon.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_harness import SETTINGS, Job, Process, Rank
+from rank_harness import SETTINGS, TIMEOUT, Job, Process, Rank
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.initialize import Initialize
@@ -172,7 +172,7 @@ class Training:
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
         """Looks at the store again and again: nothing tells of what is awaited here."""
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + TIMEOUT
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not come"
             time.sleep(0.01)

@@ -75,7 +75,7 @@ def test_the_last_rank_goes_on_alone(job: Job) -> None:
 
 
 def stands_still(rank: Rank, where: str) -> Any:
-    settings = {**SETTINGS, "soft_timeout": 1.5}
+    settings = {**SETTINGS, "soft_timeout": 2.5}
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> list[Any]:
@@ -139,8 +139,9 @@ def test_a_silent_rank_is_gone_on_without(job: Job, resumed: bool) -> None:
 
 
 def loses_its_monitor(rank: Rank) -> Any:
-    settings = {**SETTINGS, "soft_timeout": 1.5, "hard_timeout": 3.0, "heartbeat_timeout": 3.0}
-    settings.update(barrier_timeout=5.0)
+    # A store that is lost is given up after barrier_timeout.
+    settings = {**SETTINGS, "soft_timeout": 3.0, "hard_timeout": 6.0, "heartbeat_timeout": 6.0}
+    settings.update(barrier_timeout=8.0)
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> list[Any]:
