@@ -227,6 +227,8 @@ class Call:
         self._monitor_lost.set()
         if not (hasattr(self, "job") and hasattr(self.job, "view")):
             return  # not in yet: the rank finds out when it wants to tell the monitor that it is
+        if self._hosts:
+            return  # nor is there a store any more: all ranks find out at once
         try:
             store = self.plan.connect()
         except StoreError:
