@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
-import socket
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -157,19 +155,7 @@ def start(
         "RES_OPTIONS": "use-vc timeout:1 attempts:1",
         **(env or {}),
     }
-    job.port = quiet_port()
     job.start(WORLD, body, *args, env=variables, **kwargs)
-
-
-def quiet_port() -> int:
-    """A port that is free, as is the one behind it, and that no connection of anybody is given meanwhile."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.randrange(min(10000, lowest - 1000), lowest - 1)
-        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
-            first.bind(("", port))
-            second.bind(("", port + 1))
-            return port
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

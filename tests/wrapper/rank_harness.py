@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import select
 import selectors
 import signal
@@ -560,16 +561,14 @@ class Job:
 
 
 def free_port() -> int:
-    """A port that is free, as is the one behind it."""
+    """A port that is free, as is the one behind it, and that no connection of anybody is given meanwhile."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("", port + 1))
-            except OSError:
-                continue
-            return int(port)
+        port = random.randrange(min(10000, lowest - 1000), lowest - 1)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("", port))
+            second.bind(("", port + 1))
+            return port
 
 
 def await_end(pid: int, timeout: float = TIMEOUT) -> None:
