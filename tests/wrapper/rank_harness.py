@@ -447,6 +447,8 @@ class Job:
             process = self.ranks[slot]
 
             def came(process: Process = process) -> bool:
+                if not process.pid:
+                    return False  # it may speak before the template says which one it is
                 for position in range(process.expected, len(process.messages)):
                     message = process.messages[position]
                     if message["event"] == event and fields.items() <= message.items():
