@@ -29,9 +29,11 @@ _NEVER = "\x00no key holds this"
 _BACKLOG = 4096  # all ranks of a job come at once
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 _MOST_UNANSWERED = 64
-# Where the server goes while torch's client connects, that takes up to three times its timeout to say so.
-_ATTEMPT = timedelta(seconds=1)
-_LONGEST_ATTEMPT = 5.0  # seconds, with the look before it
+# Where the server goes while torch's client connects, that takes up to three times its timeout to say so. So
+# attempts are short, but each twice as long as the one before, for a server that thousands come to at once.
+_FIRST_ATTEMPT = 1.0  # seconds
+_LONGEST_ATTEMPT = 16.0
+_LAST_WORDS = 5.0  # seconds after the last attempt began
 
 
 class TCPStore(HoldingStore):
@@ -66,13 +68,14 @@ class TCPStore(HoldingStore):
         wait_for_port(self.host_name, self.port, self._patience)
 
         def connect() -> None:
-            client = self._open(timeout)
-            super(TCPStore, self).__init__(client, namespace)
-            self._life = self._read_life(client)
+            for attempt in self._retrying().copy(reraise=True):
+                with attempt:
+                    client = self._open(timeout, attempt.retry_state.attempt_number)
+                    super(TCPStore, self).__init__(client, namespace)
+                    self._life = self._read_life(client)
 
         try:
-            retrying = self._retrying().copy(reraise=True)
-            answered = _ends_within(self._patience + _LONGEST_ATTEMPT, lambda: retrying(connect))
+            answered = _ends_within(self._patience + _LAST_WORDS, connect)
         except DistError as error:
             raise StoreError(f"no TCPStore answers at {self.host_name}:{self.port}: {error}") from error
         if not answered:
@@ -141,7 +144,9 @@ class TCPStore(HoldingStore):
 
     def _repeat(self, what: str, operation: Callable[[Store], T]) -> T:
         try:
-            result: T = self._retrying()(self._reconnect_and_do, operation)
+            for attempt in self._retrying():
+                with attempt:
+                    result = self._reconnect_and_do(operation, attempt.retry_state.attempt_number)
             return result
         except tenacity.RetryError as failure:
             raise StoreError(
@@ -149,8 +154,8 @@ class TCPStore(HoldingStore):
                 "see whether the process that hosts it still runs"
             ) from failure.last_attempt.exception()
 
-    def _reconnect_and_do(self, operation: Callable[[Store], T]) -> T:
-        fresh = self._open(self.timeout)
+    def _reconnect_and_do(self, operation: Callable[[Store], T], number: int) -> T:
+        fresh = self._open(self.timeout, number)
         if self._read_life(fresh) != self._life:
             raise StoreError(
                 f"store at {self.host_name}:{self.port} came back without its contents; this job cannot go on"
@@ -167,18 +172,24 @@ class TCPStore(HoldingStore):
             wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
         )
 
-    def _open(self, timeout: timedelta) -> TorchTCPStore:
-        """Makes a connection, in one short attempt.
+    def _open(self, timeout: timedelta, number: int) -> TorchTCPStore:
+        """Makes a connection, in one attempt.
 
         Args:
             timeout: of the operations that wait.
+            number: which attempt in a row it is, from 1.
         """
+        seconds = min(_FIRST_ATTEMPT * 2 ** min(number - 1, 10), _LONGEST_ATTEMPT, max(self._patience, 0.1))
         try:
-            wait_for_port(self.host_name, self.port, _ATTEMPT.total_seconds())
+            wait_for_port(self.host_name, self.port, seconds)
         except StoreError as error:
             raise DistNetworkError(str(error)) from None
         client = TorchTCPStore(
-            self.host_name, self.port, is_master=False, timeout=_ATTEMPT, wait_for_workers=False
+            self.host_name,
+            self.port,
+            is_master=False,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
         )
         client.set_timeout(timeout)
         return client
