@@ -220,7 +220,9 @@ class Call:
         if self._hosts and kind is not None and hasattr(self, "job") and hasattr(self.job, "view"):
             self.monitor.detach()  # the others go on, and need the store that it hosts
         else:
-            self.monitor.close(self.wrapper.barrier_timeout.total_seconds())
+            # One that hosts nothing has nothing left to do; it may still look for a store that has ended.
+            patience = self.wrapper.barrier_timeout if self._hosts else self.wrapper.termination_grace_time
+            self.monitor.close(patience.total_seconds())
 
     def _on_monitor_lost(self) -> None:
         """In a thread of its own: nobody would notice this rank's faults any more, so it leaves the job."""

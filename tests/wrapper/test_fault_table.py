@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
 from rank_harness import SETTINGS, Job, Rank, await_end
 
 from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.testing.inject_fault import Fault, inject_fault
 
 
@@ -171,6 +173,24 @@ def test_without_the_monitor_that_hosts_the_store_all_ranks_say_so(job: Job) -> 
     assert {job[0].error, job[1].error} <= {"StoreError", "InternalError"}
     assert job[1].error == "StoreError"
     assert f"127.0.0.1:{job.port + 1}" in job[1].text
+
+
+def has_a_stuck_monitor(rank: Rank) -> Any:
+    if rank.slot == 1:
+        # As one that was halted, and looks for the store when that has ended with the job.
+        RankMonitor.__init__ = lambda *_: time.sleep(1000)  # type: ignore[method-assign]
+    settings = {**SETTINGS, "barrier_timeout": 600.0}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> str:
+        return os.environ["RANK"]
+
+    return train()
+
+
+def test_a_monitor_that_is_stuck_in_the_end_holds_nobody_up(job: Job) -> None:
+    job.start(2, has_a_stuck_monitor)
+    assert job.wait() == ["0", "1"]
 
 
 # ---- a spare
