@@ -29,6 +29,7 @@ from .state import (
     differences,
     digest,
     fold,
+    may_unseat,
     remove,
 )
 
@@ -162,7 +163,7 @@ class Executor:
                 return snapshot
 
     def expel(self, silent: Iterable[Node]) -> tuple[Seat, ...]:
-        """Takes silent nodes out, unless this one has been taken out itself.
+        """Takes silent nodes out, if this one may: see `state.may_unseat`.
 
         Args:
             silent: who; those that are not in the record do not matter.
@@ -171,11 +172,12 @@ class Executor:
             The seats that they lost by it.
         """
         lost: tuple[Seat, ...] = ()
+        silent = list(silent)
 
         def without(state: State) -> State:
             nonlocal lost
             lost = ()
-            if state.closed or state.place_of(self.node) is None:
+            if not may_unseat(state, self.node, silent):
                 return state
             after, lost = remove(state, [node for node in silent if state.place_of(node) is not None])
             return after

@@ -27,6 +27,7 @@ from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.rendezvous.state import RANK, SEAT, Node, Seat, State, adopt_rank_policy
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import Scheduler, Task
+from ft_wrapper.testing.exhaustive import Count, Search
 from ft_wrapper.testing.policies import Policy
 from ft_wrapper.testing.simulation import SimulatedStore
 
@@ -145,6 +146,8 @@ class ExploredNode:
             self._end("timed out")
         except RendezvousError:
             assert self.job.nodes_of(self.node.id)[-1] is not self, "nobody has superseded it"
+            self.leaving = True
+            self.executor.exit()  # as the handler does in the end, whatever was raised
             self._end("superseded")
 
     def _join(self) -> None:
@@ -236,7 +239,7 @@ class ExploredJob:
 
     def __init__(self, what: Job, policy: Policy) -> None:
         self.what = what
-        self.scheduler = Scheduler(policy=policy, max_steps=5_000, max_time=2 * END)
+        self.scheduler = Scheduler(policy=policy, max_steps=2_000, max_time=2 * END)
         self.settings = Settings("job", what.low, what.high, join_timeout=40.0, last_call_timeout=3.0)
         self.initial = State(what.low, what.high, self.settings.options())
         self.store = SimulatedStore(self.scheduler)
@@ -308,7 +311,10 @@ class ExploredJob:
         """Offers what may happen to a node just before a step of one of its tasks."""
 
         def offer(kind: str, action: Callable[[], None], allowed: Callable[[], bool] = lambda: True) -> None:
-            self._offer(kind, node.node.name, action, lambda: node.alive and not task.done and allowed(), task)
+            def may() -> bool:
+                return node.alive and not task.done and allowed()
+
+            self._offer(kind, node.node.name, action, may, task)
 
         # While all wait it makes no difference which of them it is.
         offer(CRASH, lambda: self._die(node), lambda: task is node.agent or not self.scheduler.idle)
@@ -375,6 +381,9 @@ class ExploredJob:
         self.record = self._versions[after.version] = after
         check_record(after)
         check_change(before, after)
+        if before.closed:
+            assert (after.round, after.complete) == (before.round, before.complete), "it goes on, closed"
+            assert set(after.nodes) <= set(before.nodes), "a node was let in though all is over"
         if before.complete:
             for seat in before.seats:
                 if seat.occupant is not None:
@@ -388,21 +397,31 @@ class ExploredJob:
             assert (now.group_rank, now.base_slot) == (seat.group_rank, seat.base_slot), "a node was moved"
             return
         node = self.find(occupant)
-        if after.writer.startswith("heart"):
+        superseded = node is not self.nodes_of(occupant.id)[-1]
+        silent = after.writer.startswith("heart")
+        if superseded or silent:
             self._removed.add(occupant.name)
+        if silent:
+            watcher = next(node for node in self.nodes if after.writer.endswith(f" {node.node.name}"))
+            self._check_unseating(watcher, before, after)
             return
-        other = after.find(occupant.id)
-        superseded = other is not None and other.incarnation > occupant.incarnation
         comes_again = node.inside is None and node.last_round == before.round
         assert superseded or comes_again or node.leaving or not node.alive, f"{occupant} has lost its seat"
+
+    @staticmethod
+    def _check_unseating(watcher: ExploredNode, before: State, after: State) -> None:
+        """Who takes others out is in the record itself; with a seat, unless all are lost that have one."""
+        place = before.place_of(watcher.node)
+        assert place is not None, "taken out by a node that is out itself"
+        if before.policy == RANK and place != SEAT:
+            left = [node for node in before.participants if after.place_of(node) is not None]
+            assert not left, "taken out by a node that has no seat"
 
     def _check_groups(self) -> None:
         """Who was told that it is in a round is so, with the rank that nobody else has, or was taken out."""
         ranks: set[int | None] = set()
         for node in self.nodes:
-            other = self.record.find(node.node.id)
-            superseded = other is not None and other.incarnation > node.node.incarnation
-            if node.inside is None or node.node.name in self._removed or superseded:
+            if node.inside is None or node.node.name in self._removed:
                 continue
             seat = self.record.seat_of(node.node)
             assert self.record.complete, "two groups: a round forms while a node is in the last one"
@@ -433,12 +452,28 @@ class ExploredJob:
             assert not live, f"all is over, and {sorted(live)} do not know it"
             return
         assert not any(node.fate == "closed" for node in self.nodes)
-        assert {node.name for node in state.nodes} == set(live), (
-            f"live nodes are {sorted(live)}, in the record are {[node.name for node in state.nodes]}"
-        )
+        if not live:
+            assert all(map(self.is_dead, state.nodes))  # and nobody is left to see it
+            return
+        there = {node.name for node in state.nodes}
+        assert there == set(live), f"live nodes are {sorted(live)}, in the record are {sorted(there)}"
         if len(live) >= state.min_nodes or state.policy == RANK:
             assert state.complete, "there are enough nodes, and they do not come together"
             assert len(state.participants) == min(state.max_nodes, len(live)), "a node could be in and is not"
         for node in live.values():
             seated = state.complete and state.place_of(node.node) == SEAT
             assert node.inside == (state.round if seated else None), f"{node.node} is not where it should be"
+
+
+def search(what: Job, departures: int, *, reduced: bool = True) -> Count:
+    """Makes every run of a job within a bound.
+
+    Args:
+        what: the job.
+        departures: at how many places an order may differ from that in which everyone runs on.
+        reduced: see `Search`.
+
+    Raises:
+        SchedulerError: something does not hold.
+    """
+    return Search(lambda policy: ExploredJob(what, policy), departures, anew=True, reduced=reduced).run()
