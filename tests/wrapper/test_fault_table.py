@@ -105,6 +105,7 @@ def test_no_progress_for_soft_timeout_restarts_everybody_in_their_processes(job:
 
 def is_cut_off(rank: Rank) -> Any:
     settings = {**SETTINGS, "heartbeat_timeout": 3.0}
+    settings.update(soft_timeout=80.0, hard_timeout=90.0, barrier_timeout=100.0)  # longer than the pause
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> list[Any]:
