@@ -28,17 +28,18 @@ from ft_wrapper.testing.workers import share
 _TRACE_LINES = 60
 
 
-def jobs(nodes: int, happenings: int = 1) -> Iterator[Job]:
+def jobs(nodes: int, happenings: int = 1, kinds: Sequence[str] = HAPPENINGS) -> Iterator[Job]:
     """Jobs that so many nodes begin: all needed, one less needed, one too many; under both policies.
 
     Args:
         nodes: how many.
         happenings: so many happen in one run, of each combination of kinds.
+        kinds: what can happen.
     """
     sizes = sorted({(nodes, nodes), (max(1, nodes - 1), nodes), (1, max(1, nodes - 1))})
-    for kinds in itertools.combinations_with_replacement(HAPPENINGS, happenings):
+    for happen in itertools.combinations_with_replacement(kinds, happenings):
         for (low, high), rank_policy in itertools.product(sizes, (False, True)):
-            yield Job(nodes, low, high, rank_policy, tuple(sorted(set(kinds))), happenings)
+            yield Job(nodes, low, high, rank_policy, tuple(sorted(set(happen))), happenings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=3, help="that begin (default: %(default)s)")
     parser.add_argument("--departures", type=int, default=0, help="see docs/rendezvous.md (%(default)s)")
     parser.add_argument("--happenings", type=int, default=1, help="in one run, at the most (%(default)s)")
+    parser.add_argument("--kinds", nargs="+", choices=HAPPENINGS, default=HAPPENINGS, help="what can happen")
     parser.add_argument("--processes", type=int, default=1, help="share the work (default: %(default)s)")
     options = parser.parse_args(arguments)
     for name, least in (("nodes", 1), ("departures", 0), ("happenings", 0), ("processes", 1)):
@@ -54,7 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} {getattr(options, name)}: must be at least {least}")
     if options.departures > MOST_LEFT:
         parser.error(f"--departures {options.departures}: must be at most {MOST_LEFT}")
-    parts, total, start = list(jobs(options.nodes, options.happenings)), Count(), time.monotonic()
+    parts, total, start = (
+        list(jobs(options.nodes, options.happenings, options.kinds)),
+        Count(),
+        time.monotonic(),
+    )
 
     def work(part: int) -> tuple[Count, str]:
         try:
@@ -72,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(failure)
             return 1
     print(
-        f"{options.nodes} nodes, {options.departures} departures, {options.happenings} happenings: "
+        f"{options.nodes} nodes, {options.departures} departures, {options.happenings} happenings of "
+        f"{', '.join(options.kinds)}: "
         f"{len(parts)} jobs, {total.schedules:,} schedules, {total.complete:,} of them to their end, "
         f"{total.states:,} states, {total.steps:,} steps in {time.monotonic() - start:.0f} s on "
         f"{options.processes} processes: no violation"
