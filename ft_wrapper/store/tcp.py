@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -70,7 +71,7 @@ class TCPStore(HoldingStore):
         def connect() -> None:
             for attempt in self._retrying().copy(reraise=True):
                 with attempt:
-                    client = self._open(timeout, attempt.retry_state.attempt_number)
+                    client = self._open(timeout, attempt.retry_state)
                     super(TCPStore, self).__init__(client, namespace)
                     self._life = self._read_life(client)
 
@@ -146,7 +147,7 @@ class TCPStore(HoldingStore):
         try:
             for attempt in self._retrying():
                 with attempt:
-                    result = self._reconnect_and_do(operation, attempt.retry_state.attempt_number)
+                    result = self._reconnect_and_do(operation, attempt.retry_state)
             return result
         except tenacity.RetryError as failure:
             raise StoreError(
@@ -154,8 +155,8 @@ class TCPStore(HoldingStore):
                 "see whether the process that hosts it still runs"
             ) from failure.last_attempt.exception()
 
-    def _reconnect_and_do(self, operation: Callable[[Store], T], number: int) -> T:
-        fresh = self._open(self.timeout, number)
+    def _reconnect_and_do(self, operation: Callable[[Store], T], tried: tenacity.RetryCallState) -> T:
+        fresh = self._open(self.timeout, tried)
         if self._read_life(fresh) != self._life:
             raise StoreError(
                 f"store at {self.host_name}:{self.port} came back without its contents; this job cannot go on"
@@ -172,14 +173,16 @@ class TCPStore(HoldingStore):
             wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
         )
 
-    def _open(self, timeout: timedelta, number: int) -> TorchTCPStore:
+    def _open(self, timeout: timedelta, tried: tenacity.RetryCallState) -> TorchTCPStore:
         """Makes a connection, in one attempt.
 
         Args:
             timeout: of the operations that wait.
-            number: which attempt in a row it is, from 1.
+            tried: which attempt in a row it is, and since when.
         """
-        seconds = min(_FIRST_ATTEMPT * 2 ** min(number - 1, 10), _LONGEST_ATTEMPT, max(self._patience, 0.1))
+        longer = _FIRST_ATTEMPT * 2 ** min(tried.attempt_number - 1, 10)
+        left = self._patience - (time.monotonic() - tried.start_time)
+        seconds = min(longer, _LONGEST_ATTEMPT, max(left, 0.1))
         try:
             wait_for_port(self.host_name, self.port, seconds)
         except StoreError as error:
