@@ -26,6 +26,7 @@ WRAPPED = """
     from ft_wrapper import CallWrapper, Wrapper
 
     folder = sys.argv[1]
+    found = dict(os.environ)  # the wrapper changes some of it
 
     @Wrapper(use_global_iteration=True, on_join="now", join_window=0.1, heartbeat_timeout=60)
     def train(call_wrapper: CallWrapper = None):
@@ -33,7 +34,7 @@ WRAPPED = """
         # Renamed, so that whoever sees it sees all of it.
         path = f"{folder}/in.{state.world_size}.{state.iteration}.{os.environ['RANK']}"
         with open(path + ".part", "w") as file:
-            json.dump({**os.environ, "pid": os.getpid(), "rank": state.rank}, file)
+            json.dump({**found, "pid": os.getpid(), "rank": state.rank}, file)
         os.rename(path + ".part", path)
         while not os.path.exists(f"{folder}/finish"):
             time.sleep(0.02)
