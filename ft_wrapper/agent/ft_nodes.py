@@ -48,7 +48,6 @@ class FtNodes(Nodes):
         identity: who this node is.
         tcp: how the store is reached.
         replaces: whether the job may go over to the policy ``rank``.
-        max_restarts: how often all ranks may be started anew because some failed.
         exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
     """
 
@@ -60,7 +59,6 @@ class FtNodes(Nodes):
         tcp: TcpOptions,
         *,
         replaces: bool,
-        max_restarts: int,
         exit_barrier_timeout: float,
     ) -> None:
         super().__init__()
@@ -69,7 +67,6 @@ class FtNodes(Nodes):
         self._identity = identity
         self._tcp = tcp
         self._replaces = replaces
-        self._max_restarts = max_restarts
         self._exit_barrier_timeout = exit_barrier_timeout
         self._handler: FtRendezvousHandler | None = None
         self._agents: Store | None = None
@@ -97,10 +94,6 @@ class FtNodes(Nodes):
             joined, node = handler.joined, handler.node
             assert joined is not None
             assert node is not None
-            if joined.policy == GROUP and joined.restarts > self._max_restarts:
-                why = f"all ranks were started anew {joined.restarts - 1} times already (--max-restarts)"
-                self.fail(why)
-                raise RendezvousError(why)
             workers = info.bootstrap_store_info
             assert workers is not None
             address = f"{workers.master_addr}:{workers.master_port}"

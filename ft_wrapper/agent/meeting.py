@@ -40,7 +40,6 @@ def _ft(options: Options, meeting: Meeting) -> FtNodes:
         identity,
         tcp,
         replaces=options.policy is not Policy.GROUP,
-        max_restarts=options.max_restarts,
         exit_barrier_timeout=meeting.exit_barrier_timeout,
     )
 

@@ -333,10 +333,12 @@ def close(state: State, reason: str = "") -> State:
 def adopt_rank_policy(state: State) -> State:
     """Goes over to the policy `RANK`, in a complete round which nobody has begun to leave.
 
-    Otherwise the next round is on its way, and nothing is changed.
+    Otherwise, or if the node of group rank 0 is lost, the next round is on its way, and nothing is changed.
     """
     leaving = any(waiting.group_rank is not None for waiting in state.waiting)
     if state.closed or state.policy == RANK or not state.complete or leaving:
+        return state
+    if state.seats[0].occupant is None:
         return state
     return normalize(dataclasses.replace(state, policy=RANK))
 
@@ -429,8 +431,10 @@ def _admit_to_seat(state: State, entry: Entry, before: Node | None) -> State:
             return _replace_node(state, before, node)
         # It comes back with another number of ranks, or without the store of the workers.
         state, _ = remove(state, [before])
+        if state.policy == GROUP and state.complete:
+            return _admit_to_next_round(state, entry, None)
         if state.policy == GROUP:
-            return _admit(state, entry)
+            return _admit_to_round(state, node, None)
     seated = _take_seat(state, node)
     return dataclasses.replace(state, spares=(*state.spares, node)) if seated is None else seated
 
