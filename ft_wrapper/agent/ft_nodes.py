@@ -201,7 +201,7 @@ class FtNodes(Nodes):
         try:
             dead = []
             if state is not None and state.policy == RANK and seat is not None and where is not None:
-                store = connect(where.address, timedelta(seconds=LEAVE_TIMEOUT))
+                store = connect(where.address, timedelta(seconds=LEAVE_TIMEOUT / 2))
                 dead = holders(store, _slots(seat))
             if self._agents is not None and node is not None:
                 self._agents.set(_done(node), "left")

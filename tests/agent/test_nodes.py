@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import FtRun, all_gone, await_that
+from agent_job import TIMEOUT, FtRun, all_gone, await_that
 
 from ft_wrapper.store import TCPStoreServer
 
@@ -146,7 +146,7 @@ def lose(node: FtRun) -> None:
             process.kill()
     node.process.kill()
     node.process.wait()
-    assert all_gone(family, 30.0) == []
+    assert all_gone(family, TIMEOUT) == []
 
 
 def pids_of(node: FtRun) -> dict[int, list[int]]:
@@ -291,7 +291,7 @@ def test_a_node_that_is_ended_leaves_and_the_others_go_on(tmp_path: Path) -> Non
         family = goes.family()
         goes.process.send_signal(signal.SIGTERM)
         assert goes.end() == 128 + signal.SIGTERM, goes.said
-        assert all_gone(family, 20.0) == []
+        assert all_gone(family, TIMEOUT) == []
         left = cluster.await_inside(1, stays)
         assert left[0]["pid"] == before[0]["pid"]
         assert "no sign of life" not in stays.said
@@ -306,7 +306,7 @@ def test_the_end_of_the_host_ends_the_others(tmp_path: Path) -> None:
         host.process.send_signal(signal.SIGINT)
         assert host.end() == 128 + signal.SIGINT, host.said
         assert other.end() == 1, other.said
-        assert all_gone(families, 20.0) == []
+        assert all_gone(families, TIMEOUT) == []
         assert "which hosts the rendezvous store, has left: it was ended by SIGINT" in other.said
 
 
@@ -318,7 +318,7 @@ def test_the_loss_of_the_host_ends_the_others(tmp_path: Path) -> None:
         family = other.family()
         lose(host)
         assert other.end() == 1, other.said
-        assert all_gone(family, 20.0) == []
+        assert all_gone(family, TIMEOUT) == []
         assert "the rendezvous store is lost" in other.said
 
 
@@ -328,7 +328,7 @@ def test_a_signal_ends_the_wait_for_other_nodes(tmp_path: Path) -> None:
         family = alone.family()
         alone.process.send_signal(signal.SIGTERM)
         assert alone.end() == 128 + signal.SIGTERM, alone.said
-        assert all_gone(family, 20.0) == []
+        assert all_gone(family, TIMEOUT) == []
         assert "SIGTERM: while the nodes came together" in alone.said
 
 
