@@ -64,7 +64,8 @@ class Cluster:
         self.shared.mkdir()
         self.script = folder / "script.py"
         self.script.write_text(textwrap.dedent(source))
-        self._options = ["--nnodes", nnodes, "--nproc-per-node", str(nproc), "--shutdown-timeout", "20"]
+        # Each rank imports torch once; a template would do so, too, and much more.
+        self._options = ["--nnodes", nnodes, "--nproc-per-node", str(nproc), "--no-standby"]
         self._endpoint = ""
         self._conf = CONF
         self._exits = contextlib.ExitStack()
@@ -254,7 +255,7 @@ def test_all_come_together_again_when_the_ranks_lose_their_store(tmp_path: Path)
 @pytest.mark.parametrize("backend", ["ft", "c10d"])
 def test_a_plain_script_is_started_anew_on_all_nodes(tmp_path: Path, backend: str) -> None:
     with Cluster(tmp_path, PLAIN, nnodes="2") as cluster:
-        options = ["--no-standby", "--max-restarts", "1"]
+        options = ["--max-restarts", "1"]
         if backend == "c10d":
             cluster.use_c10d()
         nodes = [cluster.start(node_id, *options) for node_id in ("0", "1")]
@@ -276,7 +277,7 @@ def free_port() -> int:
 
 def test_a_failure_for_good_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
     with Cluster(tmp_path, PLAIN, nnodes="2") as cluster:
-        nodes = [cluster.start(node_id, "--no-standby") for node_id in ("0", "1")]
+        nodes = [cluster.start(node_id) for node_id in ("0", "1")]
         assert [node.end() for node in nodes] == [1, 1], nodes[0].said + nodes[1].said
     assert "the job was ended: rank 1: exit code 7" in nodes[0].said
     assert "1 of 1 ranks of node 1 failed, the first one first" in nodes[1].said
