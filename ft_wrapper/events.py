@@ -20,7 +20,7 @@ def emit(event: str, **fields: Any) -> None:
     """Appends one record to the events file, if there is one. Never raises for want of a file.
 
     Args:
-        event: what happened, one word: ``fault``, ``end``, ``abort``, ``arrive``, ``decide``, ``enter`` …
+        event: what happened, one word: ``fault``, ``end``, ``abort``, ``arrive``, ``enter``, ``done`` …
         fields: JSON values that belong to it (iteration, rank, slot, incarnation …).
     """
     path = os.environ.get(ENV)
@@ -28,6 +28,7 @@ def emit(event: str, **fields: Any) -> None:
         return
     record = {
         "event": event,
+        "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
         **fields,
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -190,7 +190,7 @@ class Job:
             RankDiscarded: the others go on without this member.
             TimeoutError: too few members are left.
         """
-        events.emit("arrive", iteration=self.view.n, slot=self.slot)
+        self.emit("arrive")
         self.store.arrive(self.view, self.member, rank, world_size)
         step = self.store.await_next(
             self.view,
@@ -202,7 +202,7 @@ class Job:
         if step is None:
             raise RankDiscarded(self._left_out())
         self.view, self.decision = step
-        events.emit("decided", iteration=self.view.n, slot=self.slot)
+        self.emit("decided")
 
     def await_endpoint(self, rank: int | None, look_every: float) -> tuple[str, int] | None:
         """Waits until the iteration's rank 0 says where ``torch.distributed`` meets.
@@ -223,7 +223,7 @@ class Job:
 
     def publish(self, rank: int | None, error: BaseException) -> None:
         """Publishes an exception of this member and ends the iteration, if it is still on."""
-        events.emit("fault", iteration=self.view.n, slot=self.slot, kind=Interruption.EXCEPTION.name)
+        self.emit("fault", kind=Interruption.EXCEPTION.name)
         self.store.report_fault(self.view.n, self._raised(rank, Interruption.EXCEPTION, error))
 
     def leave(
@@ -328,6 +328,16 @@ class Job:
             log.warning("%s was passed over for too long, and joins again", self.member)
             asked = None
             self.register()
+
+    def emit(self, event: str, **fields: object) -> None:
+        """Notes what this member does in the present iteration; see `events`.
+
+        Args:
+            event: what it is.
+            fields: what belongs to it beside the member and the iteration.
+        """
+        member = {"slot": self.slot, "incarnation": self.member.incarnation}
+        events.emit(event, iteration=self.view.n, **member, **fields)
 
     def _record(self, **more: object) -> str:
         return json.dumps({"host": self.host, "pid": self.pid, **more})

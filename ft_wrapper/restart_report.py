@@ -32,7 +32,7 @@ def restart_line(
             who says so was not there then.
     """
     spares = world_size - active_world_size
-    parts = [_failures(faults)] if faults or not joined else []
+    parts = [in_words(faults)] if faults or not joined else []
     if joined:
         parts.append(_joiners(joined))
     parts.append(_promotions(promoted))
@@ -41,7 +41,12 @@ def restart_line(
     return f"restart {iteration}: {'; '.join(parts)}"
 
 
-def _failures(faults: Sequence[Fault]) -> str:
+def in_words(faults: Sequence[Fault]) -> str:
+    """Says what ended an iteration: the likeliest cause, and how many faults came in its wake.
+
+    Args:
+        faults: what was published, in that order.
+    """
     if not faults:
         return "no fault was published"
     worst = by_blame(fault.record for fault in faults)[0].interruption

@@ -14,7 +14,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from .abort import Abort, AbortTorchDistributed
-from .call_wrapper import Call, CallWrapper
+from .call import Call
+from .call_wrapper import CallWrapper
 from .completion import Completion
 from .compose import Compose
 from .finalize import Finalize

@@ -25,16 +25,23 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 MARK = "FT_WRAPPER_TEST_RUN"
 # Longer than termination_grace_time, for which a monitor tries to reach a store that ended with its job.
-GRACE = 15.0
+GRACE = 60.0
 SHARED_MEMORY = Path("/dev/shm")
 
 # Helpers that Python keeps until its own end.
 _PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 # Variables that pytest and torch change themselves.
 _OTHERS_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+# The same examples in every run, for as long as a busy machine takes.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
 
 _run_id = uuid.uuid4().hex
 # Who first had a descriptor open after it: for the message at the end.

@@ -82,7 +82,7 @@ BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.partition("\n")[0])
 def test_page_on_testing_prints_what_it_says(
     section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -152,6 +152,6 @@ def run_elsewhere(words: list[str], folder: Path) -> str:
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=100,
+        timeout=250,
         check=True,
     ).stdout

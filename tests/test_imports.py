@@ -27,7 +27,7 @@ PLUG_INS = {
 }
 
 # What a call of the function is made of, beside the plug-ins.
-PARTS = {"iteration_store", "job", "restart_report", "whereabouts"}
+PARTS = {"iteration_store", "job", "restart_report", "tracebacks", "whereabouts"}
 # Private modules directly under ft_wrapper (``_name``) are helpers of the plug-ins.
 HELPERS = "_helpers"
 
@@ -39,11 +39,14 @@ ALLOWED: dict[str, set[str]] = {
     "monitor": BASE | {"store"},
     **dict.fromkeys(PLUG_INS, BASE | PLUG_INS | {HELPERS, "store", "monitor"}),
     **dict.fromkeys(PARTS, BASE | PARTS | PLUG_INS | {HELPERS, "store", "monitor"}),
-    "call_wrapper": BASE | PLUG_INS | PARTS | {HELPERS, "store", "monitor"},
-    "wrapper": BASE | PLUG_INS | PARTS | {HELPERS, "store", "monitor", "call_wrapper"},
+    "call_wrapper": BASE | {"store"},
+    "call": BASE | PLUG_INS | PARTS | {HELPERS, "store", "monitor", "call_wrapper"},
+    "wrapper": BASE | PLUG_INS | PARTS | {HELPERS, "store", "monitor", "call", "call_wrapper"},
+    "report": BASE,
+    "status": BASE | {"restart_report", "store"},
     "rendezvous": BASE | {"store"},
     "agent": BASE | {"store", "monitor", "rendezvous"},
-    "run": BASE | {"store", "rendezvous", "agent"},
+    "run": BASE | {"report", "status", "store", "rendezvous", "agent"},
 }
 # The package itself shows the public names; what tests use may use all that is tested.
 ALLOWED["__init__"] = set(ALLOWED)

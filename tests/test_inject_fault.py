@@ -38,8 +38,6 @@ from ft_wrapper.testing.inject_fault import (
     random_faults,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 RETURNED = 40  # a child's exit code: the fault came back
 INTERRUPTED = 41
 FAILED = 42
@@ -119,7 +117,7 @@ def test_a_sleeping_hang_lasts_until_a_signal_interrupts_it() -> None:
 
 
 def test_a_hang_holding_the_gil_stops_other_threads_and_signal_handlers() -> None:
-    seconds = 0.3
+    seconds = 1.0
     handled: list[float] = []
     stamps: list[float] = []
     done = threading.Event()
@@ -133,7 +131,7 @@ def test_a_hang_holding_the_gil_stops_other_threads_and_signal_handlers() -> Non
         thread = threading.Thread(target=stamp)
         thread.start()
         begin = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, seconds / 3)
+        signal.setitimer(signal.ITIMER_REAL, seconds / 2)
         inject_fault(Fault.GIL, duration=seconds)
         end = time.monotonic()
         done.set()

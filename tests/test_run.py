@@ -26,7 +26,7 @@ from ft_wrapper.agent.failure import Failure, in_order, report
 from ft_wrapper.run import main, parse_args
 from ft_wrapper.store import TCPStore
 
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 # The others go on when a rank fails.
 ALONE = ("--restart-policy", "rank", "--max-rank-restarts", "0")
 
@@ -370,7 +370,7 @@ def test_a_failure_that_the_job_finished_without_is_forgiven(
         store = TCPStore(host, int(port))
         me = Member(rank, 0)
         store.join_first(me, [0, 2])
-        view, _ = store.await_first(me, [0, 2], 30)
+        view, _ = store.await_first(me, [0, 2], 100)
         store.end_iteration(view.n, sys.argv[1])
         sys.exit(9 if rank == 2 and sys.argv[2] == "member fails" else 0)
     """)
@@ -446,12 +446,12 @@ def test_signals_reach_helpers(launch: Launch) -> None:
 
 
 def test_who_ignores_the_signal_is_killed(launch: Launch) -> None:
-    job = launch(2, "--shutdown-timeout", "0.2")
+    job = launch(2, "--shutdown-timeout", "2")  # long enough for the other one to end
     assert job.ranks[0].ask("ignore SIGTERM") == "done"
     job.process.send_signal(signal.SIGTERM)
     code, said = job.end()
     assert code == 128 + signal.SIGTERM
-    assert "ranks 0: still there 0.2 s after the signal" in said
+    assert "ranks 0: still there 2 s after the signal" in said
 
 
 def test_other_signals_on_request(launch: Launch) -> None:

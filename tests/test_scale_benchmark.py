@@ -111,7 +111,7 @@ def test_restart_costs_a_rank_the_same_in_every_world(tmp_path: Path) -> None:
     # In a process of its own: what multiprocessing keeps open would look like a leftover here.
     command = [sys.executable, str(BENCHMARKS / "scale.py"), "--sizes", "8", "64", "--shared", "4"]
     command += ["--repeats", "2", "--plot", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     restart = figures(done.stdout, "One restart, from the fault until every rank knows its place")
     barrier = figures(done.stdout, "A barrier of NVRx's shape, in which each rank reads the whole list")

@@ -171,19 +171,23 @@ class RankMonitor:
         elif self._left_out_at == math.inf:
             self._left_out_at = time.monotonic()
 
+    def _emit_fault(self, view: View, interruption: Interruption) -> None:
+        member = {"slot": self.member.slot, "incarnation": self.member.incarnation}
+        events.emit("fault", iteration=view.n, kind=interruption.name, **member)
+
     def _publish_soft_timeout(self) -> None:
         view = self.view
         if view is None:
             return
         message = f"made no progress for soft_timeout={self._settings.soft_timeout:g} s"
         fault = self._fault(Interruption.SOFT_TIMEOUT, message)
-        events.emit("fault", iteration=view.n, slot=self.member.slot, kind=fault.interruption.name)
+        self._emit_fault(view, fault.interruption)
         self._store.report_fault(view.n, fault)
 
     def _publish_death(self, interruption: Interruption, message: str) -> None:
         self._gone = True
         if self.view is not None:
-            events.emit("fault", iteration=self.view.n, slot=self.member.slot, kind=interruption.name)
+            self._emit_fault(self.view, interruption)
         report_death(
             self._store,
             self.view,

@@ -29,6 +29,7 @@ from .state import (
     differences,
     digest,
     fold,
+    may_unseat,
     remove,
 )
 
@@ -168,7 +169,7 @@ class Executor:
                 return snapshot
 
     def expel(self, silent: Iterable[Node]) -> tuple[Seat, ...]:
-        """Takes silent nodes out, unless this one has been taken out itself.
+        """Takes silent nodes out, if this one may: see `state.may_unseat`.
 
         Args:
             silent: who; those that are not in the record do not matter.
@@ -177,11 +178,12 @@ class Executor:
             The seats that they lost by it.
         """
         lost: tuple[Seat, ...] = ()
+        silent = list(silent)
 
         def without(state: State) -> State:
             nonlocal lost
             lost = ()
-            if state.closed or state.place_of(self.node) is None:
+            if not may_unseat(state, self.node, silent):
                 return state
             after, lost = remove(state, [node for node in silent if state.place_of(node) is not None])
             return after
@@ -319,6 +321,8 @@ class Executor:
 
     def _announce(self, state: State) -> None:
         entry = Entry(self.node, self._leaving, digest(self._options))
+        # Noted before: whoever is interrupted in between, and gives up, has an entry to take back.
+        self._announced = Announced(state.epoch, state.folded + 1, self._register.store.now())
         number = self._register.announce(state.epoch, entry)
         self._announced = Announced(state.epoch, number, self._register.store.now())
 

@@ -1,28 +1,46 @@
-"""Who is silent: each node keeps a counter moving, and observes those of two others on its own clock."""
+"""Who is silent: each node keeps a counter moving, and observes those of a few others on its own clock."""
 
 from __future__ import annotations
 
 from ..store import StoreOperations
 from . import keys
-from .state import Node, State
+from .state import RANK, SEAT, Node, State
 
 WATCHED = 2
 
 
 def neighbours(state: State, node: Node) -> list[Node]:
-    """The next nodes in the record after this one, in a ring; none if it is not in the record itself."""
+    """The nodes that this one watches; none if it is not in the record itself.
+
+    Under `GROUP` the next two in a ring of all. Under `RANK`, where whoever has a seat takes the others out
+    (`state.may_unseat`), the next two with seats and the spares between them; a spare watches all that have
+    seats, since it is needed only when they are all lost.
+    """
     ring = state.nodes
     names = [other.name for other in ring]
     if node.name not in names:
         return []
     here = names.index(node.name)
-    return [*ring[here + 1 :], *ring[:here]][:WATCHED]
+    others = [*ring[here + 1 :], *ring[:here]]
+    if state.policy != RANK:
+        return others[:WATCHED]
+    if state.place_of(node) != SEAT:
+        return list(state.participants)
+    seated = {other.name for other in state.participants}
+    watched: list[Node] = []
+    for other in others:
+        watched.append(other)
+        if sum(one.name in seated for one in watched) == WATCHED:
+            break
+    return watched
 
 
 class NeighbourWatch:
     """Observes the counters of a node's neighbours.
 
-    Silence counts only between two looks that the store answered: an outage of the store silences nobody.
+    Silence counts only between two looks that the store answered: an outage of the store silences nobody. It
+    counts from when the first was answered to when the second was asked, so that neither a late answer nor a
+    pause of this node makes another one look silent.
 
     Args:
         store: a client of one's own.
@@ -43,12 +61,13 @@ class NeighbourWatch:
             Exception: whatever the store raised; what was seen before is forgotten then.
         """
         before, self._seen = self._seen, {}
+        asked = self._store.now()
         counts = [(node, self._store.add(keys.alive(node.name), 0)) for node in neighbours(state, self._node)]
-        now = self._store.now()
+        answered = self._store.now()
         silent = []
         for node, count in counts:
             last = before.get(node.name)
-            self._seen[node.name] = (count, now) if last is None or last[0] != count else last
-            if now - self._seen[node.name][1] >= self._timeout:
+            self._seen[node.name] = (count, answered) if last is None or last[0] != count else last
+            if asked - self._seen[node.name][1] >= self._timeout:
                 silent.append(node)
         return silent

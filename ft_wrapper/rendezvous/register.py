@@ -8,7 +8,6 @@ again.
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from datetime import timedelta
 
 from torch.distributed import DistStoreError
@@ -70,7 +69,7 @@ class Register:
             RendezvousStateError: there is no record any more, or what there is cannot be read.
         """
         version = before.state.version + 1
-        state = dataclasses.replace(after, version=version, writer=secrets.token_hex(4))
+        state = dataclasses.replace(after, version=version, writer=self._store.new_nonce())
         desired = state.to_text()
         held = self._store.compare_set(keys.STATE, before.text, desired).decode(errors="replace")
         if held == desired:

@@ -325,6 +325,27 @@ def remove(state: State, nodes: Iterable[Node]) -> tuple[State, tuple[Seat, ...]
     return normalize(left), lost
 
 
+def may_unseat(state: State, node: Node, silent: Iterable[Node]) -> bool:
+    """Whether a node may take those out that are silent in its eyes.
+
+    It must be in the record itself. Under `RANK`, where to be taken out is evidence of the death of all ranks
+    of a node, it must have a seat; only if all that have one are silent may a spare, or the job would wait
+    for ever.
+
+    Args:
+        state: the record.
+        node: who asks.
+        silent: whom it would take out.
+    """
+    place = state.place_of(node)
+    if state.closed or place is None:
+        return False
+    if state.policy == GROUP or place == SEAT:
+        return True
+    names = {other.name for other in silent}
+    return all(other.name in names for other in state.participants)
+
+
 def close(state: State, reason: str = "") -> State:
     """Ends it all; the first reason stands."""
     return state if state.closed else dataclasses.replace(state, closed=True, reason=reason)

@@ -26,6 +26,7 @@ from .housekeeping import HousekeepingMixin
 from .interruption import InterruptionMixin
 from .records import (
     DONE,
+    FAULT,
     Decision,
     Head,
     Member,
@@ -303,7 +304,9 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         self.set(keys.wake_endpoint(n), "1")
 
     def await_endpoint(self, n: int, timeout: float, look_every: float) -> tuple[str, int] | None:
-        """Waits for `publish_endpoint`; None if n ended before it came.
+        """Waits for `publish_endpoint`; None if a fault ended n before it came.
+
+        Where n is done already, this member is a spare that was slow to look: its rank 0 has been here.
 
         Args:
             n: the iteration.
@@ -320,7 +323,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
                 key = keys.endpoint(n)
                 host, port = split_entry(self._written(key), 2, key)
                 return host, to_number(port, key)
-            if self.outcome_of(n) is not None:
+            if self.outcome_of(n) == FAULT:
                 return None
             if remaining <= 0:
                 raise TimeoutError(f"rank 0 of iteration {n} opened no store for it within {timeout:g} s")

@@ -11,6 +11,7 @@ from . import keys as names
 from .coordinator import CoordinatorMixin
 from .holding import HoldingStore
 from .mixin import StoreMixin
+from .records import FAULT
 
 
 class PrefixStore(TorchPrefixStore, StoreMixin):
@@ -39,8 +40,8 @@ class PrefixStore(TorchPrefixStore, StoreMixin):
         super().__init__(namespace + self._prefix, inner)
 
     def is_over(self) -> bool:
-        """Whether the iteration has ended."""
-        return self._inner.outcome_of(self._iteration) is not None
+        """Whether a fault has ended the iteration. One that is done has had all whom it needed."""
+        return self._inner.outcome_of(self._iteration) == FAULT
 
     @property
     def _job(self) -> CoordinatorMixin:

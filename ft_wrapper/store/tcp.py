@@ -29,6 +29,11 @@ _NEVER = "\x00no key holds this"
 _BACKLOG = 4096  # all ranks of a job come at once
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 _MOST_UNANSWERED = 64
+# Where the server goes while torch's client connects, that takes up to three times its timeout to say so. So
+# attempts are short, but each twice as long as the one before, for a server that thousands come to at once.
+_FIRST_ATTEMPT = 1.0  # seconds
+_LONGEST_ATTEMPT = 16.0
+_LAST_WORDS = 5.0  # seconds after the last attempt began
 
 
 class TCPStore(HoldingStore):
@@ -63,14 +68,14 @@ class TCPStore(HoldingStore):
         wait_for_port(self.host_name, self.port, self._patience)
 
         def connect() -> None:
-            client = TorchTCPStore(
-                self.host_name, self.port, is_master=False, timeout=timeout, wait_for_workers=False
-            )
-            super(TCPStore, self).__init__(client, namespace)
-            self._life = self._read_life(client)
+            for attempt in self._retrying().copy(reraise=True):
+                with attempt:
+                    client = self._open(timeout, attempt.retry_state.attempt_number)
+                    super(TCPStore, self).__init__(client, namespace)
+                    self._life = self._read_life(client)
 
         try:
-            answered = _ends_within(self._patience + 1.0, connect)
+            answered = _ends_within(self._patience + _LAST_WORDS, connect)
         except DistError as error:
             raise StoreError(f"no TCPStore answers at {self.host_name}:{self.port}: {error}") from error
         if not answered:
@@ -138,13 +143,10 @@ class TCPStore(HoldingStore):
             self.check([LIFE])
 
     def _repeat(self, what: str, operation: Callable[[Store], T]) -> T:
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(DistNetworkError),
-            stop=tenacity.stop_after_delay(self._patience),
-            wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
-        )
         try:
-            result: T = retrying(self._reconnect_and_do, operation)
+            for attempt in self._retrying():
+                with attempt:
+                    result = self._reconnect_and_do(operation, attempt.retry_state.attempt_number)
             return result
         except tenacity.RetryError as failure:
             raise StoreError(
@@ -152,8 +154,8 @@ class TCPStore(HoldingStore):
                 "see whether the process that hosts it still runs"
             ) from failure.last_attempt.exception()
 
-    def _reconnect_and_do(self, operation: Callable[[Store], T]) -> T:
-        fresh = self._connect_again()
+    def _reconnect_and_do(self, operation: Callable[[Store], T], number: int) -> T:
+        fresh = self._open(self.timeout, number)
         if self._read_life(fresh) != self._life:
             raise StoreError(
                 f"store at {self.host_name}:{self.port} came back without its contents; this job cannot go on"
@@ -163,12 +165,34 @@ class TCPStore(HoldingStore):
         self._store = fresh
         return operation(fresh)
 
-    def _connect_again(self) -> Store:
+    def _retrying(self) -> tenacity.Retrying:
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(DistNetworkError),
+            stop=tenacity.stop_after_delay(self._patience),
+            wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
+        )
+
+    def _open(self, timeout: timedelta, number: int) -> TorchTCPStore:
+        """Makes a connection, in one attempt.
+
+        Args:
+            timeout: of the operations that wait.
+            number: which attempt in a row it is, from 1.
+        """
+        seconds = min(_FIRST_ATTEMPT * 2 ** min(number - 1, 10), _LONGEST_ATTEMPT, max(self._patience, 0.1))
         try:
-            wait_for_port(self.host_name, self.port, 1.0)
+            wait_for_port(self.host_name, self.port, seconds)
         except StoreError as error:
             raise DistNetworkError(str(error)) from None
-        return self._store.clone()  # type: ignore[attr-defined, no-any-return]
+        client = TorchTCPStore(
+            self.host_name,
+            self.port,
+            is_master=False,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
+        client.set_timeout(timeout)
+        return client
 
     def _read_life(self, store: Store) -> bytes:
         """The nonce written once in a store's life; whoever comes first writes it."""

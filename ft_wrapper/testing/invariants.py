@@ -315,8 +315,9 @@ class Invariants:
             return False
         scenario = self.simulation.scenario
         waits = scenario.barrier_timeout + scenario.heartbeat_timeout
-        if any(stop.seconds > waits for stop in scenario.of("pause", "freeze")):
-            return True
+        for begin, end in self.simulation.stops:
+            if end - begin > waits and begin < process.died_at and end > process.wants_since:
+                return True
         newest = {other.slot: other for other in self.simulation.processes}.values()
         is_lost = any(other.fate in ("dead", "left", "failed") for other in newest if other is not process)
         return is_lost and bool(self.heads) and self.outcomes.get(self.heads[-1].n) == DONE

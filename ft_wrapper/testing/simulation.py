@@ -25,7 +25,7 @@ from .invariants import Invariants, Violation
 from .policies import Policy
 from .process import Leave, SimulatedProcess
 from .scenario import Disturbance, Scenario
-from .scheduler import Deadlock, Scheduler, TooLong
+from .scheduler import Deadlock, Scheduler, Task, TooLong
 
 Connect = Callable[[str], StoreMixin]
 StoreFactory = Callable[[Scheduler, Scenario], Connect]
@@ -104,6 +104,7 @@ class Simulation:
         self.scheduler.add_state(self.known)
         self.scheduler.after_each_step(self.invariants.check)
         self.scheduler.at_end(self.invariants.check_end)
+        self.stops: list[tuple[float, float]] = []  # of paused processes: from when to when
         self._respawned: set[tuple[int, int]] = set()
         self._planned: dict[tuple[int, int], list[Disturbance]] = {}
         for disturbance in scenario.disturbances:
@@ -238,7 +239,7 @@ class Simulation:
             "leave": lambda: _leave(process),
             "doom": lambda: self._doom(process),
             "loop": lambda: self._crash_loop(process, seconds),
-            "pause": lambda: self.scheduler.pause(task, seconds),
+            "pause": lambda: self._stop(task, seconds),
             "freeze": lambda: self._freeze(process, seconds),
             "outage": lambda: self._outage(seconds),
             "error": lambda: self._fake(process).fail(client=process.name, error=StoreError("simulated")),
@@ -286,7 +287,12 @@ class Simulation:
         assert process.task is not None
         if process.heart is not None:
             self.scheduler.pause(process.heart, seconds)
-        self.scheduler.pause(process.task, seconds)
+        self._stop(process.task, seconds)
+
+    def _stop(self, task: Task, seconds: float) -> None:
+        now = self.scheduler.now()
+        self.stops.append((now, now + seconds))
+        self.scheduler.pause(task, seconds)
 
     def _outage(self, seconds: float) -> None:
         for task in self.scheduler.tasks:

@@ -23,8 +23,11 @@ from torch._C._distributed_c10d import TCPStore
 from ft_wrapper.abort import AbortTorchDistributed, release_process_groups, wait_for_released_groups
 from ft_wrapper.state import FrozenState
 
-TIMEOUT = 40.0
+TIMEOUT = 120.0
 """Seconds after which a wait of these tests counts as a hang."""
+
+ONCE = 30.0
+"""Seconds before another abort where one must do, however busy the machine is."""
 
 
 @dataclasses.dataclass
@@ -75,18 +78,19 @@ class Rank:
             self.control.set(f"all left {iteration}", "1")
         self.control.wait([f"all left {iteration}"])
 
-    def freed(self, stuck: Callable[[], object], *where: str) -> BaseException:
+    def freed(self, stuck: Callable[[], object], *where: str, again: float = 0.5) -> BaseException:
         """Calls something that never returns by itself, and aborts once it is stuck.
 
         Args:
             stuck: what to call.
             where: names of the innermost Python functions that it may get stuck in.
+            again: seconds after which, still inside, it is aborted once more.
 
         Returns:
             What it raised.
         """
         left = threading.Event()
-        thread = threading.Thread(target=self._abort_until, args=(left, threading.get_ident(), where))
+        thread = threading.Thread(target=self._abort_until, args=(left, threading.get_ident(), where, again))
         thread.start()
         try:
             stuck()
@@ -98,13 +102,13 @@ class Rank:
             thread.join()
         raise AssertionError("it returned, so it was not stuck")
 
-    def _abort_until(self, left: threading.Event, ident: int, where: tuple[str, ...]) -> None:
+    def _abort_until(self, left: threading.Event, ident: int, where: tuple[str, ...], again: float) -> None:
         wait_until_stuck(ident, where, left)
         abort = AbortTorchDistributed()
         while not left.is_set():
             abort(FrozenState(rank=self.rank, world_size=self.world_size))
             self.aborts += 1
-            left.wait(0.5)
+            left.wait(again)
 
 
 def wait_until_stuck(ident: int, where: tuple[str, ...], give_up: threading.Event) -> None:

@@ -9,7 +9,7 @@ import abort_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from abort_ranks import Rank, run_ranks
+from abort_ranks import ONCE, Rank, run_ranks
 
 
 def all_reduce(rank: Rank) -> None:
@@ -58,7 +58,7 @@ def stuck_in(rank: Rank, stuck: Callable[[Rank], None], where: str) -> Any:
         return None
     if stuck is subgroup and rank.rank == 1:
         stuck, where = barrier, "barrier"
-    error = rank.freed(lambda: stuck(rank), where)
+    error = rank.freed(lambda: stuck(rank), where, again=ONCE)
     return goes_on(rank, error)
 
 

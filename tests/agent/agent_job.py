@@ -17,7 +17,7 @@ import psutil
 
 from ft_wrapper import events
 
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ft_wrapper.agent.orphans import adopted
 
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 
 
 def await_end(pid: int) -> None:
@@ -23,9 +23,13 @@ def await_end(pid: int) -> None:
 
 
 def start_orphan() -> int:
-    """Starts a process whose parent is gone when this returns."""
-    done = subprocess.run(["sh", "-c", "true & echo $!"], capture_output=True, timeout=TIMEOUT)
-    return int(done.stdout)
+    """Starts a process that ends when its parent is gone, and not before: that would wait for it."""
+    script = "exec 3<&0; cat <&3 >/dev/null & echo $!"
+    with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        orphan = int(parent.stdout.readline())
+        parent.wait(TIMEOUT)
+    return orphan
 
 
 def test_orphans_are_reaped_and_other_children_are_not() -> None:

@@ -199,7 +199,7 @@ def trains_though_a_monitor_dies(rank: Rank, k: int, victim: int, folder: str) -
             rank_monitor.RankMonitor.rank_died, lambda *_: True
         )
 
-    @Wrapper(**trainer.settings(heartbeat_timeout=1.5))
+    @Wrapper(**trainer.settings(heartbeat_timeout=3.0))
     def train(call: CallWrapper) -> int:
         return trainer.train(call)
 

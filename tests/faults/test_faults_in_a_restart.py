@@ -57,7 +57,7 @@ def test_a_rank_assignment_that_hangs(job: Job, tmp_path: Path, victim: int) -> 
     check(job, tmp_path, gone={victim}, faults=2)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_proposer_dies_at_any_step(template: Template, tmp_path: Path) -> None:
     k = alone = 0
     while alone < 2:
@@ -77,7 +77,7 @@ def test_the_proposer_dies_at_any_step(template: Template, tmp_path: Path) -> No
     assert k >= 6
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", [0, 1] if FULL else [0])
 def test_the_monitor_dies_with_its_rank_at_any_step(template: Template, tmp_path: Path, victim: int) -> None:
     for k in range(100):

@@ -68,10 +68,11 @@ def test_running_python_is_progress(recorder: Recorder) -> None:
 
 def test_a_blocked_main_thread_is_no_progress_but_the_gil_can_be_had(recorder: Recorder) -> None:
     with watchdog_of(recorder):
-        recorder.wait_for_gil_stamps(2)  # one pending call may run on the way in
+        recorder.wait_for_gil_stamps(2)
         stamps = len(recorder.main)
         recorder.wait_for_gil_stamps(20)
-        assert len(recorder.main) <= stamps + 1
+        # A pending call may run on the way in, and several on a machine that halts this thread there.
+        assert len(recorder.main) <= stamps + 5
         run_python_until_main_stamps(recorder, len(recorder.main) + 2)  # and it goes on
 
 
@@ -82,9 +83,9 @@ def test_a_held_gil_stops_both_stamps(recorder: Recorder) -> None:
         begin = time.monotonic()
         sleep_holding_the_gil(ctypes.c_uint(200_000))
         end = time.monotonic()
-    # One of each may have come between reading the clock and the call.
-    assert len([stamp for stamp in recorder.gil if begin < stamp < end]) <= 1
-    assert len([stamp for stamp in recorder.main if begin < stamp < end]) <= 1
+    # Twenty intervals long. Some may have passed between reading the clock and the call.
+    assert len([stamp for stamp in recorder.gil if begin < stamp < end]) <= 5
+    assert len([stamp for stamp in recorder.main if begin < stamp < end]) <= 5
 
 
 def test_outside_the_main_thread_both_stamps_go_together(recorder: Recorder) -> None:

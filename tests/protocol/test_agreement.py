@@ -20,7 +20,7 @@ from ft_wrapper.store import (
     StoreMixin,
     keys,
 )
-from ft_wrapper.store.records import FAULT, roster_from_json
+from ft_wrapper.store.records import DONE, FAULT, roster_from_json
 from ft_wrapper.testing import FakeStore, Scheduler, Task
 
 SHORT = timedelta(seconds=10)
@@ -207,6 +207,38 @@ def test_assignments_that_give_a_rank_twice() -> None:
     error = assigned(store, 2, 0, 3, 2)
     assert isinstance(error, InternalError)
     assert "active rank 0" in str(error) and "slot 2" in str(error) and "slot 0" in str(error)
+
+
+# A spare that is slow to look
+
+
+@pytest.mark.parametrize("step", range(1, 8))
+@pytest.mark.parametrize("at_barrier", [False, True])
+def test_who_looks_once_all_is_done_still_gets_what_was_there_for_it(step: int, at_barrier: bool) -> None:
+    """Stopped between a wait that found nothing and its look at the end, it must not see a fault."""
+    scheduler = Scheduler(step)
+    store = FakeStore(scheduler)
+    part = PrefixStore(1, store)
+
+    def spare() -> Any:
+        if not at_barrier:
+            return store.await_endpoint(1, 60.0, 1.0)
+        part.barrier([0], "all", 2, timedelta(seconds=60), timedelta(seconds=1))
+        return "through"
+
+    def others() -> None:
+        scheduler.sleep(1.5)
+        if at_barrier:
+            part.barrier([1], "all", 2, SHORT)
+        else:
+            store.publish_endpoint(1, "host", 29)
+        store.end_iteration(1, DONE)
+
+    waits = scheduler.spawn("spare", spare)
+    scheduler.pause_at(waits, step, 5.0)
+    scheduler.spawn("others", others)
+    scheduler.run()
+    assert waits.result == ("through" if at_barrier else ("host", 29))
 
 
 # The formation

@@ -52,13 +52,13 @@ class MemoryChanges:
             self.memory.snapshot = snapshot
 
     def wait(self, version: int, seconds: float) -> Snapshot | None:
-        known = self.memory.snapshot
+        known = self.latest()
         if known is not None and known.state.version > version:
             return known
         snapshot = self.register.wait(version, seconds)
         if snapshot is not None:
             self.learn(snapshot)
-        known = self.memory.snapshot
+        known = self.latest()
         return known if known is not None and known.state.version > version else None
 
 
@@ -234,10 +234,11 @@ def check_record(state: State) -> None:
     """What holds for every record."""
     ids = [node.id for node in state.nodes]
     assert len(ids) == len(set(ids)), "a node is in two places"
-    assert len(state.participants) <= state.max_nodes
+    assert len(state.participants) <= state.max_nodes, "more nodes have seats than may"
     assert all(seat.occupant is None or seat.last == seat.occupant.id for seat in state.seats)
     if state.complete:
-        assert [seat.group_rank for seat in state.seats] == list(range(len(state.seats)))
+        ranks = [seat.group_rank for seat in state.seats]
+        assert ranks == list(range(len(state.seats))), f"group ranks are {ranks}"
         slots = [s for seat in state.seats for s in range(seat.base_slot, seat.base_slot + seat.nproc)]
         assert sorted(slots) == list(range(state.next_slot)), "slots overlap, or have gaps"
         assert state.formation_size <= len(slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import queue
 import signal
 import threading
@@ -27,6 +28,8 @@ from ft_wrapper.rendezvous.handler import FtRendezvousHandler, create_handler, c
 from ft_wrapper.rendezvous.settings import Identity, Settings, TcpOptions
 from ft_wrapper.rendezvous.state import RANK, Seat, State
 from ft_wrapper.store import TCPStore, TCPStoreServer
+from ft_wrapper.testing import FakeStore
+from ft_wrapper.testing.memory_backend import MemoryBackend, RealClock
 
 TIMEOUT = 30.0
 
@@ -97,6 +100,33 @@ def test_two_nodes_meet(nodes: Nodes) -> None:
     assert stores[0] == stores[1]
     assert a.use_agent_store
     assert a.get_run_id() == "job"
+
+
+def test_nodes_meet_in_memory() -> None:
+    """On a backend that is no TCPStore: a round, one more node, the end."""
+    store = FakeStore(RealClock())
+    settings = Settings("job", 1, 2, join_timeout=TIMEOUT, last_call_timeout=0.1)
+    host, late = (
+        FtRendezvousHandler(settings, Identity(str(number)), MemoryBackend(store, is_host=number == 0))
+        for number in range(2)
+    )
+    assert host.get_backend() == "memory"
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor())
+        for handler in (late, host):
+            stack.callback(handler.shutdown)
+        first = host.next_rendezvous()
+        assert (first.rank, first.world_size) == (0, 1)
+        coming = pool.submit(late.next_rendezvous)
+        wait_until(host, lambda state: bool(state.waiting))
+        assert host.num_nodes_waiting() == 1
+        infos = [host.next_rendezvous(), coming.result(TIMEOUT)]
+        assert [(info.rank, info.world_size) for info in infos] == [(0, 2), (1, 2)]
+        infos[0].store.set("hello", "from 0")
+        assert infos[1].store.get("hello") == b"from 0"
+        assert host.shutdown()
+        with pytest.raises(RendezvousClosedError):
+            late.next_rendezvous()
 
 
 def test_each_round_has_a_fresh_store_for_its_workers(nodes: Nodes) -> None:

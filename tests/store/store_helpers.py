@@ -56,6 +56,7 @@ class Proxy:
         self._wake, self._woken = socket.socketpair()
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._lock = threading.Lock()
+        self._refuses = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -69,6 +70,11 @@ class Proxy:
                 line.close()
         self._wake.send(b"!")
         return len(pairs) // 2
+
+    def refuse(self) -> None:
+        """Cuts all connections, and from then on each new one at once."""
+        self._refuses = True
+        self.cut()
 
     def close(self) -> None:
         """Ends it."""
@@ -94,6 +100,9 @@ class Proxy:
                         return
                 elif line is self._listener:
                     client, _ = line.accept()
+                    if self._refuses:
+                        client.close()
+                        continue
                     server = socket.create_connection(("localhost", self._target))
                     with self._lock:
                         self._pairs |= {client: server, server: client}

@@ -14,7 +14,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from ft_wrapper.testing import Clock, FakeStore
 
-BRIEF = timedelta(seconds=1)
+BRIEF = timedelta(seconds=3)
 
 
 class Pair:
@@ -44,7 +44,7 @@ class Pair:
         else:
             self.store.clock.wait_for_sleepers(1)
             wake(here)
-            self.store.clock.advance(2.0)
+            self.store.clock.advance(BRIEF.total_seconds())
         with contextlib.suppress(DistStoreError):
             return waiting.join()
         return None

@@ -217,6 +217,8 @@ def test_prefix_store_is_over_with_its_iteration() -> None:
     assert not part.is_over()
     store.end_iteration(1, "fault")
     assert part.is_over() and not PrefixStore(2, store).is_over() and not store.is_over()
+    store.end_iteration(2, "done")
+    assert not PrefixStore(2, store).is_over()
 
 
 def test_file_store_of_another_process_sees_the_same(tmp_path: Path) -> None:

@@ -88,6 +88,17 @@ def test_lost_server(what: str) -> None:
     store.close()
 
 
+def test_patience_counts_also_where_connections_are_made_and_lost_at_once(proxy: Proxy) -> None:
+    """As to a server that is ending: torch's client would try again by itself, twice its timeout long."""
+    store = TCPStore("localhost", proxy.port, timeout=timedelta(hours=1))
+    store.add("n", 1)
+    store.set_patience(0.5)
+    proxy.refuse()
+    with pytest.raises(StoreError, match=f"localhost:{proxy.port} is lost: add n failed for 0.5 s"):
+        Background(lambda: store.add("n", 1)).join()
+    store.close()
+
+
 def test_server_that_comes_back_empty() -> None:
     server = TCPStoreServer(0)
     store = TCPStore("localhost", server.port, timeout=LONG)

@@ -304,10 +304,10 @@ def test_a_port_in_use_is_named(job: Job) -> None:
 
 
 SHORT = {
-    "soft_timeout": 0.7,
-    "hard_timeout": 0.8,
-    "heartbeat_timeout": 0.9,
-    "barrier_timeout": 1.0,
+    "soft_timeout": 2.5,
+    "hard_timeout": 3.0,
+    "heartbeat_timeout": 3.5,
+    "barrier_timeout": 4.0,
 }
 
 
@@ -315,7 +315,7 @@ def test_an_unreachable_store_is_named_within_its_timeout(job: Job) -> None:
     job.start(2, calls, SHORT, slots=[1])  # rank 0, whose monitor hosts the store, never comes
     job.wait_for_end()
     assert job[1].error == "StoreError"
-    assert f"127.0.0.1:{job.port + 1} cannot be reached within 1 s" in job[1].text
+    assert f"127.0.0.1:{job.port + 1} cannot be reached within 4 s" in job[1].text
     assert "rank 0" in job[1].text
 
 
@@ -343,7 +343,7 @@ def test_ranks_that_never_come_are_named(job: Job) -> None:
     for slot in (0, 2):
         assert job[slot].error == "TimeoutError"
         assert "ranks [1] of 3 are missing" in job[slot].text
-        assert "within 1 s" in job[slot].text
+        assert "within 4 s" in job[slot].text
 
 
 def has_a_group(rank: Rank) -> Any:

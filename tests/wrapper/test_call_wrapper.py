@@ -72,15 +72,15 @@ def test_atomic_is_not_interrupted_half_way(job: Job, fails: bool) -> None:
 
 
 def is_unprotected(rank: Rank) -> Any:
-    settings = {**SETTINGS, "soft_timeout": 1.0, "hard_timeout": 2.0}
+    settings = {**SETTINGS, "soft_timeout": 2.5, "hard_timeout": 4.0}
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> int:
         if rank.slot == 0:
             with call_wrapper.disable_hang_protection(), call_wrapper.disable_hang_protection():
-                time.sleep(3.0)  # a hang, were it not announced
+                time.sleep(5.0)  # a hang, were it not announced
             return call_wrapper.iteration
-        until = time.monotonic() + 3.0
+        until = time.monotonic() + 5.0
         while time.monotonic() < until:
             time.sleep(0.02)
         return call_wrapper.iteration
@@ -94,7 +94,7 @@ def test_hang_protection_can_be_suspended(job: Job) -> None:
 
 
 def stops_pinging(rank: Rank) -> Any:
-    settings = {**SETTINGS, "soft_timeout": 1.5}
+    settings = {**SETTINGS, "soft_timeout": 2.5}
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> list[Any]:
@@ -102,7 +102,7 @@ def stops_pinging(rank: Rank) -> Any:
             call_wrapper.ping()
             rank.train()  # runs bytecode, but makes no progress of its own
         if call_wrapper.iteration == 1:
-            until = time.monotonic() + 3.0
+            until = time.monotonic() + 5.0
             while time.monotonic() < until:
                 call_wrapper.ping()
                 time.sleep(0.02)
@@ -220,7 +220,7 @@ def test_the_store_of_store_kwargs_is_hosted_where_they_say(job: Job) -> None:
 
 
 def runs_in_a_thread(rank: Rank) -> Any:
-    settings = {**SETTINGS, "soft_timeout": 2.0, "hard_timeout": 4.0}
+    settings = {**SETTINGS, "soft_timeout": 3.0, "hard_timeout": 6.0}
     results: list[Any] = []
 
     @Wrapper(**settings)
@@ -233,7 +233,7 @@ def runs_in_a_thread(rank: Rank) -> Any:
                 raise ValueError
             rank.train()
         if n == 1:
-            until = time.monotonic() + 3.0
+            until = time.monotonic() + 5.0
             while time.monotonic() < until:  # longer than soft_timeout: the main thread only waits
                 time.sleep(0.02)
         return [n, threading.current_thread() is threading.main_thread()]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
 from rank_harness import SETTINGS, Job, Rank, await_end
 
 from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.testing.inject_fault import Fault, inject_fault
 
 
@@ -75,7 +77,7 @@ def test_the_last_rank_goes_on_alone(job: Job) -> None:
 
 
 def stands_still(rank: Rank, where: str) -> Any:
-    settings = {**SETTINGS, "soft_timeout": 1.5}
+    settings = {**SETTINGS, "soft_timeout": 2.5}
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> list[Any]:
@@ -139,8 +141,9 @@ def test_a_silent_rank_is_gone_on_without(job: Job, resumed: bool) -> None:
 
 
 def loses_its_monitor(rank: Rank) -> Any:
-    settings = {**SETTINGS, "soft_timeout": 1.5, "hard_timeout": 3.0, "heartbeat_timeout": 3.0}
-    settings.update(barrier_timeout=5.0)
+    # A store that is lost is given up after barrier_timeout.
+    settings = {**SETTINGS, "soft_timeout": 3.0, "hard_timeout": 6.0, "heartbeat_timeout": 6.0}
+    settings.update(barrier_timeout=8.0)
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> list[Any]:
@@ -170,6 +173,24 @@ def test_without_the_monitor_that_hosts_the_store_all_ranks_say_so(job: Job) -> 
     assert {job[0].error, job[1].error} <= {"StoreError", "InternalError"}
     assert job[1].error == "StoreError"
     assert f"127.0.0.1:{job.port + 1}" in job[1].text
+
+
+def has_a_stuck_monitor(rank: Rank) -> Any:
+    if rank.slot == 1:
+        # As one that was halted, and looks for the store when that has ended with the job.
+        RankMonitor.__init__ = lambda *_: time.sleep(1000)  # type: ignore[method-assign]
+    settings = {**SETTINGS, "barrier_timeout": 600.0}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> str:
+        return os.environ["RANK"]
+
+    return train()
+
+
+def test_a_monitor_that_is_stuck_in_the_end_holds_nobody_up(job: Job) -> None:
+    job.start(2, has_a_stuck_monitor)
+    assert job.wait() == ["0", "1"]
 
 
 # ---- a spare

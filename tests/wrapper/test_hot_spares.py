@@ -67,8 +67,8 @@ def test_a_spare_waits_at_no_cost_and_returns_none(job: Job) -> None:
     job.tell("work", 0)
     job.expect("worked", 0)
     used = [cpu_seconds(pid) - was for pid, was in zip(spare, before, strict=True)]
-    # While the rank used a whole second.
-    assert max(used) <= 0.2, used
+    # While the rank used a whole second, and several passed on a busy machine.
+    assert max(used) <= 0.4, used
     job.tell("finish", 0)
     assert job.wait() == ["trained", None]
     assert not job[1].said("in")

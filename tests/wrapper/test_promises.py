@@ -423,7 +423,7 @@ class SaysWhenFreed(Finalize):
 def is_behind_a_hung_peer(rank: Rank, stopped: bool) -> Any:
     settings = {**SETTINGS, "finalize": SaysWhenFreed(rank)}
     if stopped:
-        settings.update(soft_timeout=1.5, hard_timeout=6.0)
+        settings.update(soft_timeout=2.5, hard_timeout=10.0)
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> list[int]:
@@ -505,7 +505,7 @@ def test_a_group_that_waits_for_a_peer_is_freed(job: Job, subgroup: bool) -> Non
 
 
 def never_returns(rank: Rank, holding_the_gil: bool) -> Any:
-    settings = {**SETTINGS, "soft_timeout": 1.5, "hard_timeout": 3.0}
+    settings = {**SETTINGS, "soft_timeout": 2.5, "hard_timeout": 5.0}
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> list[Any]:

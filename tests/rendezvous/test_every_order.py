@@ -1,0 +1,201 @@
+"""Every order of the steps of a few nodes within a bound; the larger bounds are those of `explore.py`.
+
+`explored_nodes.ExploredJob` checks after every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+from explored_nodes import CLOSE, CRASH, EXIT, FAILURE, LATE, SUSPECT, ExploredJob, Job, search
+
+from ft_wrapper.rendezvous import executor, keys, operations, state
+from ft_wrapper.rendezvous.executor import Executor
+from ft_wrapper.rendezvous.operations import Announced
+from ft_wrapper.rendezvous.register import Register, Snapshot
+from ft_wrapper.rendezvous.state import RANK, Entry, Seat, State
+from ft_wrapper.testing import SchedulerError
+from ft_wrapper.testing.exhaustive import Search
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Warnings of thousands of simulated nodes would take longer than the nodes."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(before)
+
+
+TWO = Job(2, 1, 2)
+THREE = Job(3, 2, 3)
+FOUR = Job(4, 3, 3)
+
+
+@pytest.mark.parametrize("rank_policy", [False, True])
+@pytest.mark.parametrize(
+    ("job", "departures"),
+    [(dataclasses.replace(TWO, happenings=()), 4), (TWO, 0), (THREE, 0), (FOUR, 0)],
+)
+def test_every_order(job: Job, departures: int, rank_policy: bool) -> None:
+    job = dataclasses.replace(job, rank_policy=rank_policy)
+    count = search(job, departures)
+    print(f"{job}: {count}")
+    assert count.complete > 10
+
+
+def ends(job: Job, *, reduced: bool) -> set[object]:
+    """How a job can end."""
+    found: set[object] = set()
+
+    class Noted(ExploredJob):
+        def run(self) -> None:
+            super().run()
+            if self.finished:
+                nodes = tuple((node.node.name, node.fate, node.inside) for node in self.nodes)
+                found.add((*nodes, dataclasses.replace(self.record, writer="").to_text()))
+
+    Search(lambda policy: Noted(job, policy), 1, anew=True, reduced=reduced).run()
+    return found
+
+
+@pytest.mark.parametrize("happening", [CRASH, EXIT, CLOSE])
+def test_nothing_is_lost_by_what_is_left_out(happening: str) -> None:
+    job = dataclasses.replace(TWO, happenings=(happening,))
+    every = ends(job, reduced=False)
+    assert len(every) > 3
+    assert ends(job, reduced=True) == every
+
+
+# The checks are checked, too: each mistake must be found. ------------------------------------------------
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def notes_its_entry_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    """As it was: an agent that was interrupted in between did not take its entry back."""
+
+    def announce(self: Executor, record: State) -> None:
+        entry = Entry(self.node, self._leaving, state.digest(self._options))
+        number = self._register.announce(record.epoch, entry)
+        self._announced = Announced(record.epoch, number, self._register.store.now())
+
+    patch.setattr(Executor, "_announce", announce)
+
+
+def leaves_its_entry_behind(patch: pytest.MonkeyPatch) -> None:
+    right = Executor._leave
+    patch.setattr(Executor, "_leave", lambda self, snapshot, announced: right(self, snapshot, False))
+
+
+def takes_entries_again(patch: pytest.MonkeyPatch) -> None:
+    right = state.fold
+    patch.setattr(
+        executor, "fold", lambda record, entries: right(dataclasses.replace(record, folded=0), entries)
+    )
+
+
+def takes_entries_though_all_is_over(patch: pytest.MonkeyPatch) -> None:
+    def fold(record: State, entries: list[Entry]) -> State:
+        after = right(dataclasses.replace(record, closed=False), entries)
+        return dataclasses.replace(after, closed=record.closed)
+
+    right = state.fold
+    patch.setattr(executor, "fold", fold)
+
+
+def is_not_final(patch: pytest.MonkeyPatch) -> None:
+    """Who takes the log into the record writes it as if it were not closed."""
+
+    def fold(record: State, entries: list[Entry]) -> State:
+        return right(dataclasses.replace(record, closed=False), entries)
+
+    right = state.fold
+    patch.setattr(executor, "fold", fold)
+
+
+def sets_instead_of_comparing(patch: pytest.MonkeyPatch) -> None:
+    def replace(self: Register, before: Snapshot, after: State) -> tuple[Snapshot, bool]:
+        version = before.state.version + 1
+        written = dataclasses.replace(after, version=version, writer=self.store.new_nonce())
+        text = written.to_text()
+        self.store.set(keys.STATE, text)
+        self.store.multi_set([keys.version(version - 1), keys.version(version)], ["", text])
+        return Snapshot(text, written), True
+
+    patch.setattr(Register, "replace", replace)
+
+
+def takes_out_though_it_is_out_itself(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(executor, "may_unseat", lambda record, node, silent: not record.closed)
+
+
+def takes_out_though_it_is_a_spare(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(executor, "may_unseat", lambda record, node, silent: record.place_of(node) is not None)
+
+
+def spares_never_take_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(executor, "may_unseat", lambda record, node, silent: record.seat_of(node) is not None)
+
+
+def takes_a_seat_that_is_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Seat, "fits", lambda self, node: self.nproc == node.nproc)
+
+
+def begins_a_round_while_the_last_one_is_on(patch: pytest.MonkeyPatch) -> None:
+    def begins(record: State) -> State:
+        if record.policy != RANK and record.complete and record.waiting:
+            record = state._begin_round(record)
+        return right(record)
+
+    right = state.normalize
+    patch.setattr(state, "normalize", begins)
+
+
+def gives_ranks_by_order_only(patch: pytest.MonkeyPatch) -> None:
+    """All seats of a round have rank 0."""
+    patch.setattr(state, "_ranks", lambda seats: [0] * len(seats))
+
+
+def waits_for_others_to_take_the_log(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(operations, "is_due", lambda context: False)
+
+
+def lets_more_in_than_there_may_be(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(State, "is_full", property(lambda self: False))
+
+
+MISTAKES: list[tuple[Patch, Job, str]] = [
+    (notes_its_entry_when_it_is_written, Job(2, 1, 2, happenings=(EXIT,)), "in the record are"),
+    (leaves_its_entry_behind, Job(2, 1, 2, happenings=(EXIT,)), "in the record are"),
+    (takes_entries_again, Job(2, 1, 2, happenings=(EXIT, FAILURE), most=2), "lost its seat|record are"),
+    (takes_entries_though_all_is_over, Job(2, 1, 2, happenings=(CLOSE, EXIT), most=2), "closed"),
+    (is_not_final, Job(2, 1, 2, happenings=(CLOSE, EXIT), most=2), "closed is final"),
+    (sets_instead_of_comparing, Job(2, 1, 2, happenings=()), "version"),
+    (takes_out_though_it_is_out_itself, Job(2, 1, 2, happenings=(SUSPECT,), most=2), "is out itself"),
+    (takes_out_though_it_is_a_spare, Job(3, 1, 2, True, (SUSPECT,)), "has no seat"),
+    (spares_never_take_out, Job(2, 1, 1, True, (CRASH,)), "in the record are"),
+    (takes_a_seat_that_is_taken, Job(1, 1, 2, True, (LATE,)), "lost its seat"),
+    (begins_a_round_while_the_last_one_is_on, Job(1, 1, 2, happenings=(LATE,)), "lost its seat"),
+    (gives_ranks_by_order_only, Job(2, 2, 2, happenings=()), "group ranks"),
+    (
+        waits_for_others_to_take_the_log,
+        Job(2, 2, 2, happenings=()),
+        "more than .* steps",
+    ),
+    (lets_more_in_than_there_may_be, Job(2, 1, 1, happenings=()), "more nodes"),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "job", "found"), [pytest.param(*case, id=case[0].__name__) for case in MISTAKES]
+)
+def test_finds(mistake: Patch, job: Job, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    with pytest.raises(SchedulerError, match=found) as raised:
+        for departures in (0, 1, 2):
+            search(job, departures)
+    print(raised.value.what)

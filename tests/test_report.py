@@ -1,0 +1,140 @@
+"""`ftrun report`: what the events of a job tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_wrapper import report
+from ft_wrapper.report import PHASES, make_report
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "minimal.py"
+
+
+def records(host: str, rows: list[tuple[float, str, int, int]], **more: Any) -> list[dict[str, Any]]:
+    """Records of a host: moment, event, iteration and pid of each."""
+    return [
+        {"event": event, "iteration": n, "pid": pid, "monotonic": moment, "host": host, **more}
+        for moment, event, n, pid in rows
+    ]
+
+
+def two_ranks(host: str = "a", slower: float = 0.0, since: float = 100.0) -> list[dict[str, Any]]:
+    """Ten seconds of which 3 + 4 are spent in the function, and a restart in which one rank is lost."""
+    found = records(host, [(since, "enter", 0, 1), (since + 1, "enter", 0, 2)], slot=0)
+    found += records(host, [(since + 4, "fault", 0, 9)], slot=1, kind="TERMINATED")
+    found += records(
+        host,
+        [
+            (since + 4.1, "end", 0, 1),
+            (since + 4.3, "abort", 0, 1),
+            (since + 4.4, "left", 0, 1),
+            (since + 4.5, "arrive", 0, 1),
+            (since + 4.6, "end", 0, 2),  # of the one that is out
+            (since + 4.7, "decided", 1, 1),
+            (since + 5.5 + slower, "enter", 1, 1),
+            (since + 5.5, "enter", 1, 3),  # of one that joins
+            (since + 9.5 + slower, "done", 1, 1),
+            (since + 10.0 + slower, "left", 1, 1),
+        ],
+        slot=0,
+    )
+    return found
+
+
+def test_phases_of_a_restart_and_the_share_of_training() -> None:
+    found = make_report(two_ranks())
+    (restart,) = found.restarts
+    assert (restart.iteration, restart.next_iteration) == (0, 1)
+    assert restart.causes == ("slot 1: TERMINATED",)
+    expected = {"told": 0.1, "abort": 0.2, "leave": 0.1, "arrive": 0.1, "decide": 0.2, "enter": 0.8}
+    assert restart.phases == pytest.approx(expected)
+    assert restart.seconds == pytest.approx(1.5)
+    assert (found.seconds, found.training) == pytest.approx((10.0, 7.0))
+    assert found.goodput == pytest.approx(0.7)
+
+
+def test_clocks_of_two_hosts_are_not_compared_and_the_slower_one_is_shown() -> None:
+    found = make_report(two_ranks() + two_ranks("b", slower=2.0, since=5e6))
+    assert found.hosts == ("a", "b")
+    (restart,) = found.restarts
+    assert restart.seconds == pytest.approx(3.5)
+    assert restart.causes == ("slot 1: TERMINATED",)
+    assert (found.seconds, found.training) == pytest.approx((12.0, 7.0))
+
+
+def test_an_iteration_that_nobody_entered_belongs_to_the_restart_around_it() -> None:
+    rows = [
+        (0.0, "enter", 0, 1),
+        (1.0, "fault", 0, 1),
+        (1.1, "decided", 1, 1),
+        (1.2, "fault", 1, 1),
+        (1.3, "decided", 2, 1),
+        (2.0, "enter", 2, 1),
+    ]
+    (restart,) = make_report(records("a", rows)).restarts
+    assert (restart.iteration, restart.next_iteration) == (0, 2)
+    assert restart.seconds == pytest.approx(1.0)
+
+
+def test_numbers_that_begin_again_in_the_next_call_are_another_iteration() -> None:
+    first = [(0.0, "enter", 0, 1), (1.0, "fault", 0, 1), (1.5, "decided", 1, 1), (2.0, "enter", 1, 1)]
+    rows = [*first, (3.0, "done", 1, 1), *((moment + 4.0, *rest) for moment, *rest in first)]
+    found = make_report(records("a", rows))
+    assert [restart.seconds for restart in found.restarts] == pytest.approx([1.0, 1.0])
+
+
+def test_calls_without_faults_may_have_the_same_number() -> None:
+    one = [(0.0, "enter", 0, 1), (3.0, "done", 0, 1)]
+    rows = [*one, *((moment + 4.0, *rest) for moment, *rest in one), (8.0, "left", 0, 1)]
+    found = make_report(records("a", rows))
+    assert (found.restarts, found.seconds, found.training) == ((), 8.0, 6.0)
+
+
+def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = tmp_path / "events"
+    command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", "2", str(EXAMPLE)]
+    subprocess.run(
+        command,
+        env={**os.environ, "FT_WRAPPER_EVENTS": str(events)},
+        check=True,
+        timeout=100,
+        capture_output=True,
+    )
+    assert report.main([str(events), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (restart,) = found["restarts"]
+    assert restart["causes"] == ["slot 1: EXCEPTION"]
+    assert list(restart["phases"]) == list(PHASES)
+    assert min(restart["phases"].values()) >= 0 and 0 < found["goodput"] < 1
+    assert report.main([str(events)]) == 0
+    table, *_, summary = capsys.readouterr().out.splitlines()
+    assert table.split() == ["iteration", "cause", *PHASES, "in", "all"]
+    assert summary.startswith("1 restart in ")
+    jobs = {json.loads(line)["job"] for line in events.read_text().splitlines()} - {""}
+    assert len(jobs) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("", "there are no events: was FT_WRAPPER_EVENTS set"),
+        ("{", ":1 is not a JSON record"),
+        ('{"event": "enter"}', "a record lacks 'monotonic'"),
+    ],
+)
+def test_files_that_are_none(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "events"
+    if text is not None:
+        path.write_text(text)
+    assert report.main([str(path)]) == 2
+    assert message in capsys.readouterr().err

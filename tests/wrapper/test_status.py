@@ -1,0 +1,85 @@
+"""`ftrun status`: how a running job stands, read from its store."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rank_harness import Job
+from rejoin_job import Training, training
+
+from ft_wrapper import status
+from ft_wrapper.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
+from ft_wrapper.testing import FakeStore
+
+
+@pytest.fixture
+def run(job: Job, tmp_path: Path) -> Iterator[Training]:
+    """A training that nothing has been started of."""
+    with training(job, tmp_path) as run:
+        yield run
+
+
+def test_the_status_of_a_job_from_its_begin_to_its_end(
+    run: Training, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = os.uname().nodename
+    assert read_status(run.store).state == NOT_FORMED
+    run.start(4, active_world_size=3)
+    job.expect("in", 0, 1, 2, n=0)
+    seen = watch(run.store, 5.0)
+    first = next(found for found in seen if found.state == RUNNING)
+    assert (first.call, first.iteration, first.world_size, first.active_world_size) == (0, 0, 4, 3)
+    assert first.last_faults is None
+    assert [(rank.slot, rank.incarnation, rank.active_rank, rank.host, rank.pid) for rank in first.ranks] == [
+        (slot, 0, slot if slot < 3 else None, host, job[slot].pid) for slot in range(4)
+    ]
+    gone = job[1].pid
+    run.abort(1)
+    job.expect("in", 0, 2, 3, n=1, world=3)
+    second = next(found for found in seen if found.iteration == 1 and found.state == RUNNING)
+    assert [rank.slot for rank in second.ranks] == [0, 2, 3]
+    assert second.last_faults is not None
+    assert f"(slot 1 on {host} pid {gone}) " in second.last_faults
+
+    endpoint = run.env["FT_WRAPPER_STORE"]
+    assert endpoint is not None
+    assert status.main([endpoint, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["iteration"] == 1
+    assert status.main([endpoint]) == 0
+    head, titles, *ranks, fault = capsys.readouterr().out.splitlines()
+    assert head == "running: iteration 1 of call 0, 3 of 3 ranks active"
+    assert titles.split() == ["slot", "incarnation", "active", "rank", "host", "pid"]
+    assert [row.split()[0] for row in ranks] == ["0", "2", "3"]
+    assert fault == f"last fault: {second.last_faults}"
+
+    job.forget(1)
+    run.finish()
+    *_, last = seen
+    assert last.state == COMPLETED
+
+
+def test_a_job_that_has_not_formed() -> None:
+    found = read_status(FakeStore())
+    assert found.to_text() == "not formed: no wrapped function has been entered by all ranks yet"
+    assert json.loads(found.to_json())["iteration"] is None
+
+
+@pytest.mark.parametrize("endpoint", [[], ["host"], ["host:port"], [":29400"]])
+def test_no_endpoint(
+    endpoint: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FT_WRAPPER_STORE", raising=False)
+    assert status.main(endpoint) == 2
+    assert "give HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_store_that_does_not_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_TIMEOUT", status.timedelta(seconds=0.2))
+    assert status.main(["127.0.0.1:1"]) == 2
+    assert "127.0.0.1:1" in capsys.readouterr().err
