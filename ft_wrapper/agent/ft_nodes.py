@@ -106,7 +106,7 @@ class FtNodes(Nodes):
                 if handler.wait_for_change(joined.version, limit) is None:
                     raise
         try:
-            where = _round(joined, node, address)
+            where = round_of(joined, node, address)
             if where.formed:
                 predecessors = holders(store, _slots(joined.seat_of(node)))
                 log_deaths(store, predecessors, f"node {node.id} has been started again", return_=True)
@@ -308,7 +308,14 @@ def _await_all(handler: FtRendezvousHandler, agents: Store, timeout: float | Non
             return f"not waited for any longer, after {timeout:g} s: node {', '.join(map(str, waited_for))}"
 
 
-def _round(state: State, node: Node, address: str) -> Round:
+def round_of(state: State, node: Node, address: str) -> Round:
+    """A node's place in a round.
+
+    Args:
+        state: the record in which it has its seat.
+        node: the node.
+        address: of the store of the ranks.
+    """
     seat = state.seat_of(node)
     assert seat is not None
     assert seat.group_rank is not None

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 from torch.distributed.run import determine_local_world_size
 
@@ -318,6 +318,9 @@ def _meeting(parser: _Parser, args: argparse.Namespace, nproc: int) -> Meeting |
                 )
         return None
     config = _config(parser, args, nproc)
+    known = set(rendezvous_handler_registry._registry) | {NAME}
+    if args.rdzv_backend not in known:
+        parser.error(f"--rdzv-backend {args.rdzv_backend}: there is no such; use {', '.join(sorted(known))}")
     try:
         parse_rendezvous_endpoint(args.rdzv_endpoint, DEFAULT_PORT)
         parameters = RendezvousParameters(
