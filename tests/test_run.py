@@ -588,6 +588,7 @@ def test_console_script() -> None:
 
 # Bad input -----------------------------------------------------------------------------------------------
 
+MEET = ("--nnodes", "2", "--rdzv-endpoint", "localhost:1")
 BAD = {
     "no script": ([], ["script"]),
     "missing script": (["nowhere.py"], ["nowhere.py", "no such file"]),
@@ -625,7 +626,28 @@ BAD = {
         ["--max-rank-restarts 1", "--restart-policy group", "contradict"],
     ),
     "handling of SIGCHLD": (["--signals-to-handle", "SIGCHLD", "x.py"], ["--signals-to-handle", "SIGCHLD"]),
-    "unknown option": (["--nnodes", "2", "x.py"], ["--nnodes"]),
+    "unknown option": (["--node-rank", "2", "x.py"], ["--node-rank"]),
+    "nodes without an endpoint": (["--nnodes", "2", "x.py"], ["--nnodes 2", "--rdzv-endpoint HOST:PORT"]),
+    "nodes word": (["--nnodes", "some", "x.py"], ["--nnodes some", "2:4"]),
+    "no nodes": (["--nnodes", "0:2", "x.py"], ["--nnodes 0:2", "at least one"]),
+    "least above most": (["--nnodes", "3:2", "x.py"], ["--nnodes 3:2", "3, is more than the most, 2"]),
+    "rendezvous alone": (["--rdzv-id", "job", "x.py"], ["--rdzv-id job", "--rdzv-endpoint"]),
+    "rendezvous option": (
+        [*MEET, "--rdzv-conf", "last_call=3", "x.py"],
+        ["last_call=3", "did you mean last_call_timeout"],
+    ),
+    "rendezvous value": ([*MEET, "--rdzv-conf", "join_timeout=x", "x.py"], ["join_timeout=x"]),
+    "rendezvous list": ([*MEET, "--rdzv-conf", "join_timeout", "x.py"], ["--rdzv-conf", "NAME=VALUE"]),
+    "rendezvous twice": ([*MEET, "--rdzv-conf", "node_id=3", "x.py"], ["node_id=3", "use --node-id"]),
+    "endpoint": (["--nnodes", "2", "--rdzv-endpoint", "a:b:c", "x.py"], ["--rdzv-endpoint a:b:c"]),
+    "node id": ([*MEET, "--node-id", "a b", "x.py"], ["'a b'", "letters, digits"]),
+    "node id elsewhere": (
+        [*MEET, "--rdzv-backend", "c10d", "--node-id", "1", "x.py"],
+        ["--node-id 1", "c10d"],
+    ),
+    "no such backend": ([*MEET, "--rdzv-backend", "carrier", "x.py"], ["--rdzv-backend carrier", "c10d"]),
+    "monitor interval": (["--monitor-interval", "0", "x.py"], ["--monitor-interval 0", "more than 0"]),
+    "exit barrier": (["--exit-barrier-timeout", "-1", "x.py"], ["--exit-barrier-timeout -1", "at least 0"]),
     "abbreviated option": (["--nproc", "2", "x.py"], ["--nproc"]),
 }
 

@@ -6,19 +6,21 @@ import dataclasses
 import os
 
 from ..monitor.death import REPLACED_ENV
+from .round import Round
 
 STORE_ENV = "FT_WRAPPER_STORE"
+FORMATION_SIZE_ENV = "FT_WRAPPER_FORMATION_SIZE"
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What all ranks of a run have in common.
+    """What all ranks of this node have in common.
 
     Args:
         nproc: number of ranks.
         role: their name in log lines.
-        run_id: another one for each run.
+        run_id: of the job on all nodes.
         max_restarts: how often the whole group may be started anew.
     """
 
@@ -41,31 +43,31 @@ class Job:
         """Whether each rank gets one thread, because there are several and nobody said otherwise."""
         return self.nproc > 1 and "OMP_NUM_THREADS" not in os.environ
 
-    def environment(self, rank: int, restarts: int, store_address: str) -> dict[str, str]:
+    def environment(self, local_rank: int, restarts: int, where: Round) -> dict[str, str]:
         """What a rank finds, in all of its incarnations.
 
         Args:
-            rank: the rank.
+            local_rank: which one of this node.
             restarts: how often the group has been started anew.
-            store_address: ``host:port`` of the store.
+            where: what there is on the other nodes.
         """
-        host, _, port = store_address.rpartition(":")
-        size = str(self.nproc)
+        host, _, port = where.address.rpartition(":")
         return {
             **self.shared_environment(),
-            STORE_ENV: store_address,
+            STORE_ENV: where.address,
+            FORMATION_SIZE_ENV: str(where.formation_size),
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
             # The store is there already: no rank shall try to host it.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "ROLE_RANK": str(rank),
-            "GROUP_RANK": "0",
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "ROLE_WORLD_SIZE": size,
-            "GROUP_WORLD_SIZE": "1",
+            "RANK": str(where.rank(local_rank)),
+            "LOCAL_RANK": str(local_rank),
+            "ROLE_RANK": str(where.role_rank + local_rank),
+            "GROUP_RANK": str(where.group_rank),
+            "WORLD_SIZE": str(where.world_size),
+            "LOCAL_WORLD_SIZE": str(self.nproc),
+            "ROLE_WORLD_SIZE": str(where.role_world_size),
+            "GROUP_WORLD_SIZE": str(where.group_world_size),
             "ROLE_NAME": self.role,
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),

@@ -20,7 +20,7 @@ class Failure:
     """The end of a rank that did not exit with 0.
 
     Args:
-        rank: the rank.
+        rank: the rank, of those of all nodes.
         pid: its process.
         exitcode: its exit code, or minus the number of the signal that ended it.
         when: seconds since the epoch: of the exception, if it was recorded, else of the end.
@@ -49,12 +49,13 @@ class Failure:
         return f"exit code {self.exitcode}"
 
 
-def read_failure(process: RankProcess, exitcode: int) -> Failure:
+def read_failure(process: RankProcess, exitcode: int, rank: int) -> Failure:
     """Puts together what is known about the end of a rank's process, right after it.
 
     Args:
         process: what has ended.
         exitcode: its exit code, or minus the number of the signal.
+        rank: the rank, of those of all nodes.
     """
     error, when = "", time.time()
     error_file, files = process.files.error_file, list(process.files.logs)
@@ -64,13 +65,13 @@ def read_failure(process: RankProcess, exitcode: int) -> Failure:
             message, recorded = _read_record(error_file)
         except (OSError, ValueError, KeyError, TypeError) as problem:
             # Half a file, for instance, left by a rank that died while it wrote it.
-            log.warning("rank %s: its error file %s cannot be read: %r", process.name, error_file, problem)
+            log.warning("rank %d: its error file %s cannot be read: %r", rank, error_file, problem)
         else:
             error = (message.strip().splitlines() or [""])[0]
             if 0 < recorded < when:
                 when = recorded
     file = files[-1] if files else ""
-    return Failure(process.rank, process.pid, exitcode, when, error, file, process.incarnation)
+    return Failure(rank, process.pid, exitcode, when, error, file, process.incarnation)
 
 
 def _read_record(error_file: str) -> tuple[str, float]:
@@ -88,12 +89,13 @@ def in_order(failures: Iterable[Failure]) -> list[Failure]:
     return sorted(failures, key=lambda failure: int(failure.when))
 
 
-def report(failures: Sequence[Failure], nproc: int) -> str:
+def report(failures: Sequence[Failure], nproc: int, node: str = "") -> str:
     """Says who failed, how and where to look.
 
     Args:
         failures: in the order of happening.
-        nproc: number of ranks in all.
+        nproc: number of ranks of this node.
+        node: what it is called; empty if there is no other.
 
     Returns:
         A table of several lines.
@@ -114,7 +116,8 @@ def report(failures: Sequence[Failure], nproc: int) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ranks = len({failure.rank for failure in failures})
     times = f", {len(failures)} times in all" if len(failures) > ranks else ""
-    lines = [f"{ranks} of {nproc} ranks failed{times}, the first one first:"]
+    where = f" of node {node}" if node else ""
+    lines = [f"{ranks} of {nproc} ranks{where} failed{times}, the first one first:"]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(("  " + "  ".join(cells)).rstrip())

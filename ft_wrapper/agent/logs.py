@@ -48,6 +48,7 @@ class Logs:
         self._specs = specs
         self._role = role
         self._destinations: LogsDest | None = None
+        self._first_rank = 0
         self._tails: dict[tuple[int, int], list[TailLog]] = {}
         # torch's tail ends with a last look, a tenth of a second later: nobody waits for that.
         self._closer = concurrent.futures.ThreadPoolExecutor(1, "ft_wrapper-logs")
@@ -60,15 +61,17 @@ class Logs:
             self.close(rank, incarnation)
         self._closer.shutdown()
 
-    def begin_round(self, environments: Mapping[int, dict[str, str]]) -> None:
+    def begin_round(self, environments: Mapping[int, dict[str, str]], first_rank: int = 0) -> None:
         """Makes the directories of a round, in which all ranks are started; empties them if they exist.
 
         Args:
             environments: by local rank; torch names directories by what it finds in them.
+            first_rank: what local rank 0 is called in the lines that are shown.
 
         Raises:
             OSError: they cannot be made.
         """
+        self._first_rank = first_rank
         self._destinations = self._specs.reify({rank: dict(env) for rank, env in environments.items()})
 
     def open(self, rank: int, incarnation: int) -> RankFiles:
@@ -99,7 +102,8 @@ class Logs:
             tails[stderr] = sys.stderr
         files = RankFiles(stdout, stderr, own(to.error_files[rank]))
         self._tails[rank, incarnation] = [
-            TailLog(self._role, {rank: file}, console).start() for file, console in tails.items()
+            TailLog(self._role, {self._first_rank + rank: file}, console).start()
+            for file, console in tails.items()
         ]
         return files
 

@@ -57,8 +57,8 @@ class WatchedJob(Protocol):
     def admits(self) -> bool:
         """Whether a process may join it."""
 
-    def has_given_up(self, rank: int, pid: int) -> bool:
-        """Whether a rank's process has left it by ``RestartAbort``."""
+    def has_given_up(self, slot: int, pid: int) -> bool:
+        """Whether a slot's process has left it by ``RestartAbort``."""
 
 
 class RestartPolicy:
@@ -78,6 +78,17 @@ class RestartPolicy:
         self._budgets: dict[int, RankBudget] = {}
         self._has_formed = False
 
+    def begin_round(self, restarts: int | None, *, formed: bool) -> None:
+        """All ranks are about to be started.
+
+        Args:
+            restarts: how often that was done because some failed, if all nodes count together.
+            formed: whether the job that they are to join has formed already.
+        """
+        self._has_formed = formed
+        if restarts is not None:
+            self.restarts = restarts
+
     def replaces(self, rank: int) -> bool:
         """Whether a rank's process, in a job that has formed, is replaced if it dies, as far as is known."""
         return self._policy is not Policy.GROUP and self._budget(rank).left > 0
@@ -86,7 +97,7 @@ class RestartPolicy:
         """Decides what a failure leads to, and takes it from the budget.
 
         Args:
-            rank: whose process failed.
+            rank: whose process failed: its rank, and slot, among those of all nodes.
             pid: the process.
             lived: for how many seconds it had run.
             job: what the ranks have formed.

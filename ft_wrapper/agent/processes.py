@@ -42,11 +42,6 @@ class RankProcess:
     popen: subprocess.Popen[bytes] | None = None
     started: float = dataclasses.field(default_factory=time.monotonic)
 
-    @property
-    def name(self) -> str:
-        """The rank; a replacement with its number behind it, as ``2:1``."""
-        return str(self.rank) if self.incarnation == 0 else f"{self.rank}:{self.incarnation}"
-
     def send(self, signum: int) -> None:
         """Sends a signal to the process group."""
         try:

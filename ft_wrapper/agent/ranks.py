@@ -20,21 +20,19 @@ from contextlib import ExitStack
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from .. import events
-from ..exception import StoreError
-from ..store import TCPStoreServer
 from .environment import Job, of_incarnation
 from .failure import Failure, in_order, read_failure
 from .logs import Logs, opened
+from .nodes import News, Nodes, What
 from .orphans import Orphans
 from .policy import Action, RestartPolicy
 from .processes import RankProcess, start
+from .round import Round
 from .signals import SignalQueue, signal_name
 from .standby import Forked, Program, Request, Standby
 from .watched_job import JobInStore
 
 log = logging.getLogger(__name__)
-
-HOST = "127.0.0.1"
 
 # Seconds that a process may take to vanish after SIGKILL. One that is stuck in the kernel never does.
 KILL_TIMEOUT = 10.0
@@ -54,11 +52,23 @@ class End:
         failures: those that count, in the order of happening.
         signum: the signal that ended the job, or None.
         forgiven: those that the job finished without.
+        again: whether all are to be started anew, in the next round.
+        failed: why the job cannot go on, on any node; empty if it can, or has finished.
+        ended_by: why another node has ended the job; empty if none has.
+        lost: whether no rank of this node is left in a job that goes on elsewhere.
+        closed: whether the other nodes wait for nobody any more.
+        node: what this node is called; empty if there is no other.
     """
 
     failures: list[Failure]
     signum: int | None
     forgiven: list[Failure]
+    again: bool = False
+    failed: str = ""
+    ended_by: str = ""
+    lost: bool = False
+    closed: bool = False
+    node: str = ""
 
 
 @dataclasses.dataclass
@@ -129,9 +139,10 @@ class Ranks:
         self._asked: set[int] = set()  # ranks that the template was asked for
         self._standby: Standby | None = None
         self._spare_at: float | None = None  # when a process is to be forked ahead
-        self._round: ExitStack | None = None
-        self._address = ""
-        self._in_store: JobInStore
+        self._round: Round
+        self._in_store: JobInStore | None = None
+        self._failed = self._ended_by = ""
+        self._closed = False
         self._cleanup = ExitStack()
         try:
             self._selector = self._cleanup.enter_context(selectors.DefaultSelector())
@@ -147,68 +158,66 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         with self._cleanup:
-            self._cleanup.callback(self._end_round)
+            self._cleanup.callback(self._close_store)
             self._end_standby()
             self._begin_stop(again=False)  # nobody is replaced any more
             self._kill()
 
-    def start(self) -> None:
+    def start(self, where: Round) -> None:
         """Starts all ranks, in a new round: with a store of their own.
+
+        Args:
+            where: the round.
 
         Raises:
             OSError: one cannot be started. Those that were end with the context.
-            StoreError: there can be no store.
+            StoreError: the store does not answer.
         """
-        with ExitStack() as stores:
-            server = TCPStoreServer()
-            stores.callback(server.close)
-            in_store = JobInStore(HOST, server.port)
-            stores.callback(in_store.close)
-            self._end_round()
-            self._round = stores.pop_all()
-        self._in_store = in_store
+        self._close_store()
+        self._in_store = JobInStore(where.address)
+        self._round = where
+        self._policy.begin_round(where.restarts, formed=where.formed)
         self._stop = None
         self._failures.clear()
         self._healed.clear()
-        self._address = f"{HOST}:{server.port}"
         ranks = range(self._job.nproc)
-        self._logs.begin_round({rank: self._environment(rank) for rank in ranks})
+        called = where.base_rank if where.node else 0
+        self._logs.begin_round({rank: self._environment(rank) for rank in ranks}, called)
         for rank in ranks:
             self._start(rank, 0)
 
-    def wait(self, signals: SignalQueue) -> End:
-        """Waits until all ranks have ended, and nobody is to be started again.
+    def wait(self, signals: SignalQueue, nodes: Nodes) -> End:
+        """Waits until all ranks have ended, and nobody is to be started again alone.
 
         A signal is forwarded to all that live; those that still do after ``shutdown_timeout`` are killed.
 
         Args:
             signals: what is to be forwarded; and SIGCHLD, which says that there may be orphans to reap.
+            nodes: the others: their news, and who is told that this node leaves.
         """
-        self._selector.register(signals.fd, selectors.EVENT_READ)
+        for waited_for in (signals.fd, nodes.inbox):
+            self._selector.register(waited_for, selectors.EVENT_READ)
         try:
-            while self._running or self._asked or self._due_ranks() or self._starts_again():
-                if self._starts_again():
-                    self._start_anew()
+            while self._running or self._asked or self._due_ranks():
                 for key in self._select():
                     if isinstance(key.data, RankProcess):
                         self._take_end(key.data)
                     elif key.data is self._standby and self._standby is not None:
                         self._take_answers(self._standby)
-                self._take_signals(signals)
+                self._take_signals(signals, nodes)
+                for news in nodes.inbox.take():
+                    self._take_news(news)
                 self._do_what_is_due()
         finally:
-            self._selector.unregister(signals.fd)
+            for waited_for in (signals.fd, nodes.inbox):
+                self._selector.unregister(waited_for)
         return self._end()
 
     # Waiting -------------------------------------------------------------------------------------------
 
-    def _starts_again(self) -> bool:
-        """Whether the group has been ended in order to be started anew."""
-        return self._stop is not None and self._stop.again and not self._running
-
     def _due_ranks(self) -> bool:
         """Whether somebody is to be replaced: nobody is when the others have finished the job meanwhile."""
-        if self._due and not self._running and not self._asked and self._in_store.finished_with() is not None:
+        if self._due and not self._running and not self._asked and self._store().finished_with() is not None:
             self._due.clear()
         return bool(self._due)
 
@@ -225,7 +234,7 @@ class Ranks:
         timeout = max(0.0, min(moments) - time.monotonic()) if moments else None
         return [key for key, _ in self._selector.select(timeout)]
 
-    def _take_signals(self, signals: SignalQueue) -> None:
+    def _take_signals(self, signals: SignalQueue, nodes: Nodes) -> None:
         for arrived in signals.read():
             if arrived == signal.SIGCHLD:
                 self._reap_orphans()
@@ -236,7 +245,23 @@ class Ranks:
                 self._healed.update(self._running)
                 self._end_standby()
                 self._begin_stop(again=False)
+                # First, so that nobody waits for ranks that are about to end.
+                nodes.leave(f"it was ended by {signal_name(arrived)}")
             self._send(arrived)
+
+    def _take_news(self, news: News) -> None:
+        if news.what is What.CLOSED:
+            self._closed = True  # the ranks come to their own end
+            return
+        ends = news.what in (What.OVER, What.LOST)
+        if ends:
+            self._ended_by = self._ended_by or news.why
+        if self._stop is not None:
+            self._stop.again = self._stop.again and not ends
+            return
+        log.warning("%s; %s", news.why, "all ranks end" if ends else f"{self._names()} are started anew")
+        self._begin_stop(again=not ends)
+        self._send(signal.SIGTERM)
 
     def _reap_orphans(self) -> None:
         ours = [process.pid for process in self._running.values()]
@@ -272,14 +297,14 @@ class Ranks:
     # Starting ------------------------------------------------------------------------------------------
 
     def _environment(self, rank: int) -> dict[str, str]:
-        return self._job.environment(rank, self._policy.restarts, self._address)
+        return self._job.environment(rank, self._policy.restarts, self._round)
 
     def _start(self, rank: int, incarnation: int) -> None:
         """Starts a process, or asks the template for it."""
         files = self._logs.open(rank, incarnation)
         environment = {
             **self._environment(rank),
-            **of_incarnation(incarnation, files.error_file, self._policy.replaces(rank)),
+            **of_incarnation(incarnation, files.error_file, self._policy.replaces(self._round.rank(rank))),
         }
         request = Request(rank, incarnation, files, environment)
         if self._standby is None:
@@ -302,21 +327,18 @@ class Ranks:
             self._start(rank, incarnation)
         except OSError as error:
             self._logs.close(rank, incarnation)
-            self._decide(_not_started(rank, incarnation, error), lived=0.0)
-
-    def _start_anew(self) -> None:
-        try:
-            self.start()
-        except (OSError, StoreError) as error:
-            self._failures.append(_not_started(0, 0, error))
-            self._begin_stop(again=False)
-            self._send(signal.SIGTERM)
+            self._decide(rank, self._not_started(rank, incarnation, error), lived=0.0)
 
     def _add(self, process: RankProcess) -> None:
+        rank = self._round.rank(process.rank)
         self._running[process.rank] = process
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
-        self._spare_at = time.monotonic() + SPARE_DELAY if self._policy.replaces(process.rank) else None
-        events.emit("rank_started", rank=process.rank, incarnation=process.incarnation, child=process.pid)
+        self._spare_at = time.monotonic() + SPARE_DELAY if self._policy.replaces(rank) else None
+        events.emit("rank_started", rank=rank, incarnation=process.incarnation, child=process.pid)
+
+    def _not_started(self, rank: int, incarnation: int, error: Exception) -> Failure:
+        words = f"cannot be started: {error}"
+        return Failure(self._round.rank(rank), 0, 1, time.time(), words, "", incarnation)
 
     # The template --------------------------------------------------------------------------------------
 
@@ -345,7 +367,8 @@ class Ranks:
         request = forked.request
         self._asked.discard(request.rank)
         if forked.pid is None:
-            log.warning("rank %d is started without the standby process: %s", request.rank, forked.error)
+            rank = self._round.rank(request.rank)
+            log.warning("rank %d is started without the standby process: %s", rank, forked.error)
             self._execute_or_fail(request)
             return
         pidfd = os.pidfd_open(forked.pid)  # of a child that nobody has waited for
@@ -356,7 +379,8 @@ class Ranks:
             self._execute(request)
         except OSError as error:
             self._logs.close(request.rank, request.incarnation)
-            self._decide(_not_started(request.rank, request.incarnation, error), lived=0.0)
+            failure = self._not_started(request.rank, request.incarnation, error)
+            self._decide(request.rank, failure, lived=0.0)
 
     def _replace_standby(self, standby: Standby) -> None:
         """The template has ended: another one takes its place, unless that would be a loop."""
@@ -379,10 +403,11 @@ class Ranks:
         self._selector.unregister(process.pidfd)
         del self._running[process.rank]
         exitcode = process.reap()
+        rank = self._round.rank(process.rank)
         self._logs.close(process.rank, process.incarnation)
         events.emit(
             "rank_ended",
-            rank=process.rank,
+            rank=rank,
             incarnation=process.incarnation,
             child=process.pid,
             exitcode=exitcode,
@@ -392,19 +417,20 @@ class Ranks:
             return
         if self._stop is not None:
             return  # what a signal of ours ended did not fail of its own accord
-        failure = read_failure(process, exitcode)
-        self._decide(failure, lived=time.monotonic() - process.started)
+        failure = read_failure(process, exitcode, rank)
+        self._decide(process.rank, failure, lived=time.monotonic() - process.started)
 
-    def _decide(self, failure: Failure, lived: float) -> None:
-        rank = failure.rank
+    def _decide(self, rank: int, failure: Failure, lived: float) -> None:
         self._failures.append(failure)
         verdict = self._policy.decide(
-            rank, failure.pid, lived, self._in_store, is_first=failure.incarnation == 0
+            failure.rank, failure.pid, lived, self._store(), is_first=failure.incarnation == 0
         )
         if verdict.action is Action.REPLACE:
             self._due[rank] = _Due(time.monotonic() + verdict.delay, failure.incarnation + 1)
             self._do_what_is_due()
         elif verdict.action in (Action.RESTART_GROUP, Action.END_GROUP):
+            if verdict.action is Action.END_GROUP:
+                self._failed = f"rank {failure.name}: {failure.how()}"
             self._begin_stop(again=verdict.action is Action.RESTART_GROUP)
             self._send(signal.SIGTERM)
         # Last: nobody waits for the words.
@@ -443,14 +469,20 @@ class Ranks:
             log.error("%s: still there %g s after SIGKILL, left behind", self._names(), KILL_TIMEOUT)
             self._running.clear()
 
-    def _end_round(self) -> None:
-        if self._round is not None:
-            self._round.close()
-            self._round = None
+    def _store(self) -> JobInStore:
+        assert self._in_store is not None, "no round has begun"
+        return self._in_store
+
+    def _close_store(self) -> None:
+        if self._in_store is not None:
+            self._in_store.close()
+            self._in_store = None
 
     def _end(self) -> End:
         """Which failures count."""
-        finished = self._in_store.finished_with()
+        again = self._stop is not None and self._stop.again
+        # The store may be gone with the node that has ended the job.
+        finished = None if again or self._ended_by else self._store().finished_with()
         counted: list[Failure] = []
         forgiven: list[Failure] = []
         for failure in in_order(self._failures):
@@ -458,18 +490,27 @@ class Ranks:
                 # A process that was in the job to its end, and failed then, has lost what it was to do.
                 was_in = failure.rank in finished and finished[failure.rank] in (None, failure.pid)
                 (counted if was_in else forgiven).append(failure)
-            elif failure.rank in self._healed:
+            elif failure.rank - self._round.base_rank in self._healed:
                 forgiven.append(failure)
             else:
                 counted.append(failure)
-        return End(counted, self._signum, forgiven)
+        return End(
+            counted,
+            self._signum,
+            forgiven,
+            again=again,
+            failed=self._failed,
+            ended_by=self._ended_by,
+            lost=finished is None
+            and not again
+            and len({failure.rank for failure in counted}) == self._job.nproc,
+            closed=self._closed,
+            node=self._round.node,
+        )
 
     def _names(self) -> str:
-        return "ranks " + ", ".join(map(str, self._running)) if self._running else "no rank"
+        ranks = ", ".join(str(self._round.rank(rank)) for rank in sorted(self._running))
+        return f"ranks {ranks}" if ranks else "no rank"
 
     def _others(self) -> str:
         return f"; {len(self._running)} still running" if self._running else ""
-
-
-def _not_started(rank: int, incarnation: int, error: Exception) -> Failure:
-    return Failure(rank, 0, 1, time.time(), f"cannot be started: {error}", "", incarnation)

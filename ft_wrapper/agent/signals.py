@@ -9,6 +9,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 
+class Signalled(BaseException):
+    """A signal has come while nothing else could be done about it.
+
+    Args:
+        signum: its number.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal_name(signum))
+        self.signum = signum
+
+
 class SignalQueue:
     """The signals that arrived and were not looked at yet.
 
@@ -20,6 +32,12 @@ class SignalQueue:
     def __init__(self, fd: socket.socket, signals: Iterable[int]) -> None:
         self.fd = fd
         self._signals = frozenset(signals)
+        self._raises = False
+
+    @property
+    def ending(self) -> frozenset[int]:
+        """Those that end the job: all but SIGCHLD."""
+        return self._signals - {signal.SIGCHLD}
 
     def read(self) -> list[int]:
         """Takes out what arrived since the last call. Does not block."""
@@ -27,6 +45,26 @@ class SignalQueue:
             return [signum for signum in self.fd.recv(4096) if signum in self._signals]
         except BlockingIOError:
             return []
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Within it, the first signal is raised instead, as `Signalled`; SIGCHLD is not.
+
+        For waits that know nothing of signals. One that had come before counts, too.
+        """
+        self._raises = True
+        try:
+            for signum in self.read():
+                self.note(signum, None)
+            yield
+        finally:
+            self._raises = False
+
+    def note(self, signum: int, frame: types.FrameType | None) -> None:
+        """The handler. The wakeup fd has got the number already."""
+        if self._raises and signum in self.ending:
+            self._raises = False
+            raise Signalled(signum)
 
 
 @contextmanager
@@ -41,13 +79,14 @@ def queued(signals: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
         read_end, write_end = (cleanup.enter_context(end) for end in socket.socketpair())
         read_end.setblocking(False)
         write_end.setblocking(False)
+        queue = SignalQueue(read_end, taken)
         cleanup.callback(
             signal.set_wakeup_fd, signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
         )
         for signum in taken:
-            previous = signal.signal(signum, _noted)
+            previous = signal.signal(signum, queue.note)
             cleanup.callback(signal.signal, signum, signal.SIG_DFL if previous is None else previous)
-        yield SignalQueue(read_end, taken)
+        yield queue
 
 
 def signal_name(signum: int) -> str:
@@ -56,7 +95,3 @@ def signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
-
-
-def _noted(signum: int, frame: types.FrameType | None) -> None:
-    """Does nothing: the wakeup fd has got the number already."""

@@ -15,22 +15,21 @@ from ..store import keys as names
 
 log = logging.getLogger(__name__)
 
-_TIMEOUT = timedelta(seconds=10)  # the server is in this process
+_TIMEOUT = timedelta(seconds=10)  # of an agent that hosts it, and answers at once if it can
 
 
 class JobInStore:
     """A job whose store is at hand.
 
     Args:
-        host: of the store.
-        port: of the store.
+        address: ``host:port`` of the store.
 
     Raises:
         StoreError: it does not answer.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._store = TCPStore(host, port, timeout=_TIMEOUT)
+    def __init__(self, address: str) -> None:
+        self._store = connect(address)
 
     def close(self) -> None:
         """Closes the connection."""
@@ -55,12 +54,12 @@ class JobInStore:
             return True
         return not isinstance(terms, dict) or terms.get("use_global_iteration", True) is True
 
-    def has_given_up(self, rank: int, pid: int) -> bool:
-        """Whether a rank's process has left the job by ``RestartAbort``."""
+    def has_given_up(self, slot: int, pid: int) -> bool:
+        """Whether a slot's process has left the job by ``RestartAbort``."""
         try:
-            record = self._store.record_of(self._store.newest_of(rank))
+            record = self._store.record_of(self._store.newest_of(slot))
         except (StoreError, DistError) as error:
-            log.warning("how rank %d has left the job is not known: %s", rank, error)
+            log.warning("how slot %d has left the job is not known: %s", slot, error)
             return False
         return record.get("gave_up") is True and record.get("pid") == pid
 
@@ -84,3 +83,17 @@ class JobInStore:
         record = self._store.record_of(member)
         pid = record.get("pid")
         return pid if record.get("host") == socket.gethostname() and isinstance(pid, int) else None
+
+
+def connect(address: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
+    """A client of the store of the ranks.
+
+    Args:
+        address: ``host:port``.
+        timeout: how long a store that does not answer is tried again.
+
+    Raises:
+        StoreError: it does not answer.
+    """
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), timeout=timeout)

@@ -19,6 +19,7 @@ from .settings import TcpOptions
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29400
+_TAKEN = 5.0  # seconds to find out whether it is another node of this machine that has the port
 
 
 class Backend(abc.ABC):
@@ -83,8 +84,13 @@ class TcpBackend(Backend):
                 f"--rdzv-endpoint {endpoint}: port 0 lets the host of the store take a free port, and this "
                 "node is not the host; name the host's port"
             )
+        # Somebody listens here already: if that is another node, it answers at once.
+        taken = host and self._server is None
+        seconds = min(options.read_timeout, _TAKEN) if taken else options.read_timeout
         try:
-            self._store = TCPStore(self.host_name, self.port, timeout=timedelta(seconds=options.read_timeout))
+            self._store = TCPStore(self.host_name, self.port, timeout=timedelta(seconds=seconds))
+            self._store.set_patience(options.read_timeout)
+            self._store.set_timeout(timedelta(seconds=options.read_timeout))
         except StoreError as error:
             self.close()
             raise RendezvousConnectionError(
@@ -127,14 +133,7 @@ class TcpBackend(Backend):
         return PrefixStore(prefix, self._connected().torch_store.clone())  # type: ignore[attr-defined]
 
     def local_address(self) -> str:
-        if _is_loopback(self.host_name):
-            return "localhost"  # then all nodes are on this machine
-        name = socket.getfqdn()
-        try:
-            socket.getaddrinfo(name, None)
-            return name
-        except OSError:
-            return _address_towards(self.host_name, self.port)
+        return address_of_this_node(self.host_name, self.port)
 
     def close(self) -> None:
         if self._store is not None:
@@ -171,6 +170,23 @@ class WorkerStore:
     def close(self) -> None:
         """Ends it."""
         self._store = None
+
+
+def address_of_this_node(host_name: str, port: int) -> str:
+    """How other nodes reach this one, which all reach a host.
+
+    Args:
+        host_name: of that host.
+        port: of something there.
+    """
+    if _is_loopback(host_name):
+        return "localhost"  # then all nodes are on this machine
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+        return name
+    except OSError:
+        return _address_towards(host_name, port)
 
 
 def _is_loopback(host_name: str) -> bool:

@@ -111,6 +111,7 @@ class Executor:
         self._announced: Announced | None = None
         self._leaving: int | None = None
         self._last_beat: float | None = None
+        self._reason = ""
 
     # Operations ------------------------------------------------------------------------------------------
 
@@ -139,8 +140,13 @@ class Executor:
         """Gives up whatever place this node has, or is about to get."""
         return self._run(operations.exit_, self._settings.close_timeout)
 
-    def close(self) -> Snapshot:
-        """Ends it all, for all nodes."""
+    def close(self, reason: str = "") -> Snapshot:
+        """Ends it all, for all nodes.
+
+        Args:
+            reason: why; empty if the job has ended well.
+        """
+        self._reason = reason
         return self._run(operations.close, self._settings.close_timeout)
 
     def keep_alive(self) -> Snapshot:
@@ -246,6 +252,10 @@ class Executor:
             context = self._context(state, now(), deadline)
             if was_spare and context.place != SPARE:
                 deadline = now() + timeout  # only now is it this node's turn
+            if context.place == SPARE and not was_spare:
+                log.info(
+                    "%s: node %s is a spare: there is no seat for it now", self._settings.run_id, self.node
+                )
             was_spare = context.place == SPARE
             if not context.has_enough:
                 enough = None
@@ -258,7 +268,7 @@ class Executor:
             if action is Action.FINISH:
                 return snapshot
             if action is Action.ERROR_CLOSED:
-                raise self._closed(was_spare)
+                raise self._closed(state, was_spare)
             if action is Action.ERROR_TIMEOUT:
                 raise self._timed_out(state, timeout)
             if action is Action.SYNC:
@@ -306,7 +316,7 @@ class Executor:
             self._last_beat = self._register.store.now()
             return snapshot
         if action is Action.MARK_RENDEZVOUS_CLOSED:
-            return self._replace(snapshot, close(state))[0]
+            return self._replace(snapshot, close(state, self._reason))[0]
         raise AssertionError(f"{action} is no action of this executor")
 
     def _announce(self, state: State) -> None:
@@ -353,8 +363,9 @@ class Executor:
 
     # Errors ----------------------------------------------------------------------------------------------
 
-    def _closed(self, was_spare: bool) -> RendezvousError:
-        text = f"the rendezvous {self._settings.run_id!r} is closed: the job is over"
+    def _closed(self, state: State, was_spare: bool) -> RendezvousError:
+        why = f": {state.reason}" if state.reason else ""
+        text = f"the rendezvous {self._settings.run_id!r} is closed: the job is over{why}"
         if was_spare:
             return RendezvousGracefulExitError(f"{text}, and spare node {self.node} was not needed")
         return RendezvousClosedError(f"{text}; start another one with another --rdzv-id or endpoint")

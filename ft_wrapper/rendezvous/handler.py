@@ -31,7 +31,7 @@ from .keep_alive import NeighbourWatch
 from .register import Register, Snapshot
 from .settings import Identity, Settings, new_node_id, parameters_from_url, read_parameters
 from .state import GROUP, RANK, Node, Seat, State, adopt_rank_policy
-from .watch import Board, Heart, OnChange, Watcher
+from .watch import Board, Heart, OnChange, OnLost, Watcher
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ class FtRendezvousHandler(RendezvousHandler):
             only one that is told, and under the policy ``rank`` that is evidence of the death of all the
             node's ranks. Called in the thread that keeps the node alive.
         on_change: told each new record. Called in the thread that waits for them.
+        on_lost: told, once, that the store cannot be reached any more: nothing new will come. Called in the
+            thread that noticed.
     """
 
     def __init__(
@@ -65,16 +67,18 @@ class FtRendezvousHandler(RendezvousHandler):
         backend: Backend,
         on_unseated: OnUnseated | None = None,
         on_change: OnChange | None = None,
+        on_lost: OnLost | None = None,
     ) -> None:
         self.settings = settings
         self.identity = identity
         self.on_unseated = on_unseated
         self.on_change = on_change
         self._backend = backend
-        self._board = Board()
+        self._board = Board(on_lost)
         self._initial = State(settings.min_nodes, settings.max_nodes, settings.options())
         self._node: Node | None = None
         self._round: int | None = None
+        self._joined: State | None = None
         self._executor: Executor | None = None
         self._register: Register | None = None
         self._side: Executor | None = None
@@ -121,7 +125,7 @@ class FtRendezvousHandler(RendezvousHandler):
             while True:
                 leaving = self._round
                 snapshot = self._executor.join(leaving)
-                self._round = snapshot.state.round
+                self._round, self._joined = snapshot.state.round, snapshot.state
                 info = self._info(snapshot.state)
                 if info is not None:
                     log.info(
@@ -144,13 +148,17 @@ class FtRendezvousHandler(RendezvousHandler):
             self._board.check()
         return known.state.closed
 
-    def set_closed(self) -> None:
-        """Ends it all, for all nodes."""
+    def set_closed(self, reason: str = "") -> None:
+        """Ends it all, for all nodes.
+
+        Args:
+            reason: why, for their agents; empty if the job has ended well. The first one stands.
+        """
         known = self._board.latest()
         if known is not None and known.state.closed:
             return
         with _store_errors():
-            self._with_side(lambda side: side.close())
+            self._with_side(lambda side: side.close(reason))
 
     def num_nodes_waiting(self) -> int:
         """How many nodes wait for the next round. From memory.
@@ -208,6 +216,25 @@ class FtRendezvousHandler(RendezvousHandler):
         """This node's seat; None if it has none."""
         state, node = self.state, self._node
         return None if state is None or node is None else state.seat_of(node)
+
+    @property
+    def joined(self) -> State | None:
+        """The record in which this node was given its seat at last; None before that."""
+        return self._joined
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the others lose the rendezvous store when this node ends."""
+        return self._backend.is_host
+
+    def refresh(self) -> State:
+        """Reads the record, as it is now.
+
+        Raises:
+            RendezvousConnectionError: the store cannot be reached any more.
+        """
+        with _store_errors():
+            return self._with_side(lambda side: side.refresh()).state
 
     def wait_for_change(self, version: int, timeout: float) -> State | None:
         """Waits until the record is newer than a version.

@@ -7,7 +7,8 @@ thousand. `normalize` does all moving that follows by itself.
 Under the policy ``group`` every change of membership is a new round: nodes that come late wait, and once all
 nodes have left a round the next one begins with those who wait. A round is complete at `State.max_nodes` at
 once, with fewer when somebody says so (`complete`). Under the policy ``rank`` the round stays: a node takes
-a seat, or loses it, and the others go on.
+a seat, or loses it, and the others go on. But with the node of group rank 0 the store of the workers is lost:
+then the policy is ``group`` again, and the others come to a new round.
 
 The words of torch's elastic agents: the participants are the occupied seats, the wait list is
 `State.waiting`, the redundancy list is `State.spares`.
@@ -141,6 +142,7 @@ class State:
         round: number of the round that forms or is complete, from 0.
         complete: whether the round has formed.
         closed: whether all is over. Final.
+        reason: why it was closed; empty if the job has ended well.
         policy: `GROUP` or `RANK`.
         formation_size: ranks of the last round that formed under `GROUP`; from then on fixed for the job.
         next_slot: the first slot that no seat has.
@@ -160,6 +162,7 @@ class State:
     round: int = 0
     complete: bool = False
     closed: bool = False
+    reason: str = ""
     policy: str = GROUP
     formation_size: int = 0
     next_slot: int = 0
@@ -311,8 +314,10 @@ def remove(state: State, nodes: Iterable[Node]) -> tuple[State, tuple[Seat, ...]
         seats = tuple(_emptied(seat) if goes(seat.occupant) else seat for seat in state.seats)
     else:
         seats = tuple(seat for seat in state.seats if not goes(seat.occupant))
+    hosts = state.policy == RANK and any(seat.group_rank == 0 for seat in lost)
     left = dataclasses.replace(
         state,
+        policy=GROUP if hosts else state.policy,
         seats=seats,
         waiting=tuple(waiting for waiting in state.waiting if not goes(waiting.node)),
         spares=tuple(spare for spare in state.spares if not goes(spare)),
@@ -341,18 +346,20 @@ def may_unseat(state: State, node: Node, silent: Iterable[Node]) -> bool:
     return all(other.name in names for other in state.participants)
 
 
-def close(state: State) -> State:
-    """Ends it all."""
-    return dataclasses.replace(state, closed=True)
+def close(state: State, reason: str = "") -> State:
+    """Ends it all; the first reason stands."""
+    return state if state.closed else dataclasses.replace(state, closed=True, reason=reason)
 
 
 def adopt_rank_policy(state: State) -> State:
     """Goes over to the policy `RANK`, in a complete round which nobody has begun to leave.
 
-    Otherwise the next round is on its way, and nothing is changed.
+    Otherwise, or if the node of group rank 0 is lost, the next round is on its way, and nothing is changed.
     """
     leaving = any(waiting.group_rank is not None for waiting in state.waiting)
     if state.closed or state.policy == RANK or not state.complete or leaving:
+        return state
+    if state.seats[0].occupant is None:
         return state
     return normalize(dataclasses.replace(state, policy=RANK))
 
@@ -382,7 +389,7 @@ def _admit(state: State, entry: Entry) -> State:
         return state  # an agent that was superseded, and does not know it yet
     state = dataclasses.replace(state, restarts=state.restarts + _is_restart(state, entry, before))
     if state.policy == RANK:
-        return _admit_to_seat(state, node, before)
+        return _admit_to_seat(state, entry, before)
     if state.complete:
         return _admit_to_next_round(state, entry, before)
     return _admit_to_round(state, node, before)
@@ -392,6 +399,8 @@ def _is_restart(state: State, entry: Entry, before: Node | None) -> bool:
     """Whether the entry begins a restart with the same nodes, rather than a change of membership."""
     if not state.complete:
         return False
+    if state.policy == RANK:
+        return False  # the others go on
     if before is None:
         return any(seat.occupant is None and seat.last == entry.node.id for seat in state.seats)
     if not any(_is(seat.occupant, before) for seat in state.seats):
@@ -399,7 +408,7 @@ def _is_restart(state: State, entry: Entry, before: Node | None) -> bool:
     if before != entry.node:
         return True  # its agent was started again
     all_there = all(seat.occupant is not None for seat in state.seats)
-    return state.policy == GROUP and entry.leaves == state.round and all_there and not state.waiting
+    return entry.leaves == state.round and all_there and not state.waiting
 
 
 def _admit_to_round(state: State, node: Node, before: Node | None) -> State:
@@ -431,15 +440,22 @@ def _admit_to_next_round(state: State, entry: Entry, before: Node | None) -> Sta
     return dataclasses.replace(state, waiting=(*state.waiting, Waiting(node, rank)))
 
 
-def _admit_to_seat(state: State, node: Node, before: Node | None) -> State:
+def _admit_to_seat(state: State, entry: Entry, before: Node | None) -> State:
     """Under `RANK`."""
+    node = entry.node
     if before == node:
         return state
     if before is not None:
         seat = state.seat_of(before)
-        if seat is None or dataclasses.replace(seat, occupant=None).fits(node):
+        hosts = seat is not None and seat.group_rank == 0
+        if not hosts and (seat is None or dataclasses.replace(seat, occupant=None).fits(node)):
             return _replace_node(state, before, node)
-        state, _ = remove(state, [before])  # it comes back with another number of ranks
+        # It comes back with another number of ranks, or without the store of the workers.
+        state, _ = remove(state, [before])
+        if state.policy == GROUP and state.complete:
+            return _admit_to_next_round(state, entry, None)
+        if state.policy == GROUP:
+            return _admit_to_round(state, node, None)
     seated = _take_seat(state, node)
     return dataclasses.replace(state, spares=(*state.spares, node)) if seated is None else seated
 

@@ -22,15 +22,20 @@ log = logging.getLogger(__name__)
 _LONG = 14 * 24 * 3600.0
 
 OnChange = Callable[[State], None]
+OnLost = Callable[[Exception], None]
 
 
 class Board:
     """The newest record that this process knows. For all of its threads.
 
     A thread that waits here, unlike one that waits in a TCPStore, is interrupted by signals.
+
+    Args:
+        on_lost: told, once, that the store is lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_lost: OnLost | None = None) -> None:
+        self._on_lost = on_lost
         self._changed = threading.Condition()
         self._latest: Snapshot | None = None
         self._lost: Exception | None = None
@@ -49,8 +54,14 @@ class Board:
     def lose(self, error: Exception) -> None:
         """The store is lost: nothing new will come."""
         with self._changed:
+            is_first = self._lost is None
             self._lost = self._lost or error
             self._changed.notify_all()
+        if is_first and self._on_lost is not None:
+            try:
+                self._on_lost(error)
+            except Exception:
+                log.exception("on_lost of the rendezvous failed")
 
     def check(self) -> None:
         """Raises RendezvousConnectionError if the store is lost."""

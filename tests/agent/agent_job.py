@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,21 @@ class FtRun:
             == min(c.create_time() for c in psutil.Process(self.process.pid).children())
         )
         return found
+
+
+def await_that(condition: Callable[[], bool], *jobs: FtRun) -> None:
+    """Waits until something holds, by a look now and then, while all of these run."""
+    deadline = time.monotonic() + TIMEOUT
+    pidfds = [os.pidfd_open(job.process.pid) for job in jobs]
+    try:
+        while not condition():
+            ended = select.select(pidfds, [], [], 0.02)[0]
+            if ended or time.monotonic() >= deadline:
+                assert condition(), "it never came to that:\n" + "\n---\n".join(job.said for job in jobs)
+                return
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
 
 
 def all_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:

@@ -179,6 +179,7 @@ class World:
         self.pauses = pauses
         self.groups: dict[int, dict[int, str]] = {}
         self.expected: dict[int, int] = {}
+        self.ranked: set[int] = set()  # rounds in which nodes have come and gone
         self._incarnations: dict[str, int] = {}
         self._text = ""
         self.record = self.initial
@@ -206,10 +207,11 @@ class World:
         """A node is in the group: the same for all of them, and nobody else has its rank."""
         assert seat.group_rank is not None
         size = self.expected.setdefault(state.round, len(state.seats))
-        assert state.policy == RANK or size == len(state.seats), "sizes of one round differ"
+        grows = state.policy == RANK or state.round in self.ranked
+        assert grows or size == len(state.seats), "sizes of one round differ"
         group = self.groups.setdefault(state.round, {})
         other = group.get(seat.group_rank)
-        assert state.policy == RANK or other in (None, node.node.name), "two nodes with one group rank"
+        assert grows or other in (None, node.node.name), "two nodes with one group rank"
         group[seat.group_rank] = node.node.name
 
     def _check(self) -> None:
@@ -218,6 +220,8 @@ class World:
             return
         self._text, before, after = text, self.record, State.from_text(text)
         self.record = after
+        if after.policy == RANK:
+            self.ranked.add(after.round)
         check_record(after)
         check_change(before, after)
         if after.complete and (after.round > before.round or not before.complete):
@@ -237,7 +241,7 @@ def check_record(state: State) -> None:
         assert ranks == list(range(len(state.seats))), f"group ranks are {ranks}"
         slots = [s for seat in state.seats for s in range(seat.base_slot, seat.base_slot + seat.nproc)]
         assert sorted(slots) == list(range(state.next_slot)), "slots overlap, or have gaps"
-        assert state.policy == RANK or state.formation_size == len(slots)
+        assert state.formation_size <= len(slots)
         assert state.policy == RANK or state.participants or state.closed
         assert len(state.seats) >= state.min_nodes
     else:
@@ -247,6 +251,7 @@ def check_record(state: State) -> None:
         assert len(state.participants) < state.max_nodes or state.closed
     if state.policy == RANK:
         assert not state.waiting
+        assert state.seats[0].occupant is not None, "the store of the workers is lost"
 
 
 def check_change(before: State, after: State) -> None:
@@ -255,8 +260,10 @@ def check_change(before: State, after: State) -> None:
     assert not before.closed or after.closed, "closed is final"
     assert after.restarts >= before.restarts
     assert before.round <= after.round <= before.round + 1
-    assert before.policy != RANK or after.policy == RANK
-    if before.policy == RANK:
+    if before.policy == RANK != after.policy:
+        host = before.seats[0].occupant
+        assert after.round > before.round or after.seats[0].occupant is None, f"{host} is there yet"
+    elif before.policy == RANK:
         assert (after.formation_size, after.round) == (before.formation_size, before.round)
         assert [(s.base_slot, s.nproc, s.role) for s in after.seats[: len(before.seats)]] == [
             (s.base_slot, s.nproc, s.role) for s in before.seats

@@ -157,14 +157,15 @@ def test_same_nodes_again_are_one_restart() -> None:
     assert (state.round, state.restarts) == (1, 1)
 
 
-@pytest.mark.parametrize("policy", [GROUP, RANK])
-def test_leaving_and_coming_back_counts(policy: str) -> None:
-    state = begun(node("a"), node("b"))
-    if policy == RANK:
-        state = adopt_rank_policy(state)
-    state, _ = remove(state, [node("b")])
+def test_leaving_and_coming_back_counts() -> None:
+    state, _ = remove(begun(node("a"), node("b")), [node("b")])
     assert come(state, node("b", 1)).restarts == 1
     assert come(begun(node("a"), node("b")), node("b", 1)).restarts == 1
+
+
+def test_where_the_others_go_on_nothing_is_restarted() -> None:
+    state, _ = remove(adopt_rank_policy(begun(node("a"), node("b"))), [node("b")])
+    assert come(state, node("b", 1)).restarts == 0
 
 
 def test_change_of_membership_does_not_count() -> None:
@@ -191,11 +192,11 @@ def test_those_who_waited_are_seated_when_the_policy_moves() -> None:
 
 def test_seat_order_old_seat_then_one_that_fits_then_a_new_one_then_spare() -> None:
     state = adopt_rank_policy(begun(node("a"), node("b"), node("c"), high=4))
-    state, _ = remove(state, [node("a"), node("b")])
-    state = come(state, node("b", 1))
-    assert ranks(state) == {"c": 2, "b": 1}, "its old seat"
+    state, _ = remove(state, [node("b"), node("c")])
+    state = come(state, node("c", 1))
+    assert ranks(state) == {"a": 0, "c": 2}, "its old seat"
     state = come(state, node("x"))
-    assert ranks(state)["x"] == 0, "an empty one"
+    assert ranks(state)["x"] == 1, "an empty one"
     state = come(state, node("y", nproc=2))
     assert ranks(state)["y"] == 3, "a new one"
     assert (state.next_slot, state.formation_size) == (5, 3)
@@ -216,6 +217,21 @@ def test_lost_seat_goes_to_the_first_spare_that_fits_in_the_same_change() -> Non
     state, lost = remove(state, [node("b")])
     assert (ranks(state), ids(state.spares)) == ({"a": 0, "s": 1}, ["big", "t"])
     assert [seat.occupant for seat in lost] == [node("b")]
+
+
+def test_with_the_store_of_the_workers_the_policy_is_lost() -> None:
+    state = adopt_rank_policy(begun(node("a"), node("b"), node("c")))
+    lost, _ = remove(state, [node("a")])
+    again = come(state, node("a", 1))
+    for shrunk in (lost, again):
+        assert (shrunk.policy, shrunk.round, shrunk.complete) == (GROUP, 0, True)
+        assert ranks(shrunk) == {"b": 1, "c": 2}
+        assert adopt_rank_policy(shrunk) == shrunk, "its seat is empty"
+        assert come(shrunk, node("b"), node("c"), leaves=0).round == 1
+    assert ids(tuple(waiting.node for waiting in again.waiting)) == ["a"]
+    assert again.restarts == 0, "the policy was rank"
+    alone = remove(adopt_rank_policy(begun(node("a"))), [node("a")])[0]
+    assert (alone.policy, alone.round, alone.complete) == (GROUP, 1, False)
 
 
 # Text ----------------------------------------------------------------------------------------------------

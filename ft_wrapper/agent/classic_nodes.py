@@ -1,0 +1,264 @@
+"""The other nodes, by any of torch's rendezvous handlers, in the way of torch's own agents.
+
+Every change of membership is a new round. Nobody tells this node of one: it asks `num_nodes_waiting` now and
+then. Single ranks are replaced within a round as with our own rendezvous; nodes are not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError, DistNetworkError, DistStoreError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousTimeoutError,
+)
+
+from ..rendezvous.backend import WorkerStore
+from .background import bounded, in_background
+from .nodes import News, Nodes, What
+from .round import Round
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EXCHANGE_TIMEOUT = 60.0
+"""Seconds within which the nodes of a round that has formed tell each other how many ranks they have."""
+END_TIMEOUT = 15.0
+_JOIN_THREAD = 5.0
+
+
+class ClassicNodes(Nodes):
+    """This node's part, by a handler of torch's.
+
+    Args:
+        make_handler: makes the handler; called with the first round.
+        address: how the other nodes reach this one.
+        nproc: ranks of this node.
+        role: what they do.
+        monitor_interval: seconds between two questions whether nodes are waiting.
+        exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
+    """
+
+    def __init__(
+        self,
+        make_handler: Callable[[], RendezvousHandler],
+        *,
+        address: str,
+        nproc: int,
+        role: str,
+        monitor_interval: float,
+        exit_barrier_timeout: float,
+    ) -> None:
+        super().__init__()
+        self._make_handler = make_handler
+        self._address = address
+        self._nproc = nproc
+        self._role = role
+        self._monitor_interval = monitor_interval
+        self._exit_barrier_timeout = exit_barrier_timeout
+        self._handler: RendezvousHandler | None = None
+        self._store: Store | None = None
+        self._round: Round | None = None
+        self._worker_store: WorkerStore | None = None
+        self._asking: tuple[threading.Thread, threading.Event] | None = None
+
+    def next_round(self) -> Round:
+        self._stop_asking()
+        self.inbox.begin_term()
+        if self._handler is None:
+            self._handler = self._make_handler()
+        info = self._handler.next_rendezvous()
+        before, self._worker_store = self._worker_store, None
+        if before is not None:
+            before.close()
+        if info.rank == 0:
+            self._worker_store = WorkerStore(self._address)
+        hosted = self._worker_store
+        own = "" if hosted is None else f"{hosted.address}:{hosted.port}"
+        store = _clone(info.store)
+        place = _interruptibly(
+            lambda: exchange(store, info.rank, info.world_size, self._nproc, self._role, own)
+        )
+        self._store, self._round = store, place
+        self._start_asking(self._handler)
+        return place
+
+    # Whether others wait ------------------------------------------------------------------------------
+
+    def _start_asking(self, handler: RendezvousHandler) -> None:
+        stop = threading.Event()
+        term = self.inbox.term
+        asking = in_background("whether nodes wait", lambda: self._ask(handler, term, stop))
+        self._asking = (asking, stop)
+
+    def _ask(self, handler: RendezvousHandler, term: int, stop: threading.Event) -> None:
+        while not stop.wait(self._monitor_interval):
+            try:
+                waiting = handler.num_nodes_waiting()
+            except (RendezvousError, DistError) as error:
+                self.inbox.put(term, News(What.LOST, f"the rendezvous is lost: {error}"))
+                return
+            if waiting > 0:
+                self.inbox.put(term, News(What.COME, f"{waiting} node(s) wait for the next round"))
+                return
+
+    def _stop_asking(self) -> None:
+        if self._asking is not None:
+            thread, stop = self._asking
+            stop.set()
+            thread.join(_JOIN_THREAD)
+            self._asking = None
+
+    # The end ------------------------------------------------------------------------------------------
+
+    def leave(self, why: str) -> None:
+        """The others notice that there is no sign of life any more, as with torch's agents."""
+
+    def fail(self, why: str) -> None:
+        self._shut_down()
+
+    def await_others(self, *, as_host_only: bool) -> bool:
+        store, where = self._store, self._round
+        assert store is not None
+        assert where is not None
+        if as_host_only and where.group_rank != 0:
+            return False
+        timeout = self._exit_barrier_timeout
+        term = self.inbox.term
+
+        def wait() -> None:
+            why = ""
+            try:
+                store.set(f"done/{where.group_rank}", "")
+                keys = [f"done/{rank}" for rank in range(where.group_world_size)]
+                store.wait(keys, timedelta(seconds=max(timeout, 0.001)))
+            except DistNetworkError as error:
+                why = f"the other nodes are not waited for: {error}"
+            except DistStoreError:
+                why = f"the other nodes are not waited for any longer, after {timeout:g} s"
+            finally:
+                self.inbox.put(term, News(What.CLOSED, why))
+
+        in_background("exit barrier", wait)
+        return True
+
+    def finish(self) -> None:
+        self._shut_down()
+
+    def close(self) -> None:
+        self._stop_asking()
+        if self._worker_store is not None:
+            self._worker_store.close()
+            self._worker_store = None
+        super().close()
+
+    def _shut_down(self) -> None:
+        self._stop_asking()
+        handler, self._handler = self._handler, None
+        if handler is None:
+            return
+
+        def end() -> None:
+            handler.shutdown()
+
+        bounded("the end of the rendezvous", end, END_TIMEOUT)
+
+
+def exchange(store: Store, rank: int, size: int, nproc: int, role: str, address: str) -> Round:
+    """Tells the others what this node has, and learns its place among them; O(size) in all.
+
+    As in torch's agents, the first node reads what all have written, and answers each of them.
+
+    Args:
+        store: fresh in each round.
+        rank: this node's number.
+        size: number of nodes.
+        nproc: ranks of this node.
+        role: what they do.
+        address: of the store of the ranks, on the first node.
+
+    Raises:
+        RendezvousTimeoutError: a node has not written anything; says which.
+        RendezvousConnectionError: the store is lost.
+    """
+    store.set_timeout(timedelta(seconds=EXCHANGE_TIMEOUT))
+    try:
+        store.set(f"ranks/{rank}", json.dumps([nproc, role]))
+        if rank == 0:
+            _assign(store, size, address)
+        return Round(**json.loads(_get(store, f"place/{rank}", 0)))
+    except DistNetworkError as error:
+        raise RendezvousConnectionError(f"the rendezvous store is lost: {error}") from error
+
+
+def _assign(store: Store, size: int, address: str) -> None:
+    nodes = [json.loads(_get(store, f"ranks/{rank}", rank)) for rank in range(size)]
+    world_size = sum(nproc for nproc, _ in nodes)
+    of_role: dict[str, int] = {}
+    for nproc, role in nodes:
+        of_role[role] = of_role.get(role, 0) + nproc
+    before, before_of_role = 0, dict.fromkeys(of_role, 0)
+    for rank, (nproc, role) in enumerate(nodes):
+        place = {
+            "address": address,
+            "world_size": world_size,
+            "base_rank": before,
+            "group_rank": rank,
+            "group_world_size": size,
+            "role_rank": before_of_role[role],
+            "role_world_size": of_role[role],
+            "formation_size": world_size,
+            "node": str(rank),
+        }
+        store.set(f"place/{rank}", json.dumps(place))
+        before += nproc
+        before_of_role[role] += nproc
+
+
+def _get(store: Store, key: str, rank: int) -> str:
+    try:
+        return store.get(key).decode()
+    except DistNetworkError:
+        raise
+    except DistStoreError as error:
+        raise RendezvousTimeoutError(
+            f"node {rank} has come to the round, but has not said how many ranks it has within "
+            f"{EXCHANGE_TIMEOUT:g} s; see whether it runs"
+        ) from error
+
+
+def _clone(store: Store) -> Store:
+    """A client of its own, where torch can make one: the handler's is busy with signs of life."""
+    try:
+        clone: Store = store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
+    return clone
+
+
+def _interruptibly(function: Callable[[], T]) -> T:
+    """Calls a function that no signal interrupts so that one does: in another thread."""
+    answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((function(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    in_background("exchange of places", run)
+    result, error = answers.get()
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]

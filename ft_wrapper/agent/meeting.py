@@ -1,0 +1,62 @@
+"""Which way the nodes of a job find each other, by what the command line says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from ..rendezvous.backend import DEFAULT_PORT, address_of_this_node
+from ..rendezvous.settings import NAME, read_parameters
+from .classic_nodes import ClassicNodes
+from .ft_nodes import FtNodes
+from .nodes import Nodes, OneNode
+from .options import Meeting, Options
+from .policy import Policy
+
+
+def meet(options: Options) -> Nodes:
+    """This node's part among the others. Connects to nobody yet.
+
+    Args:
+        options: the job.
+    """
+    meeting = options.meeting
+    if meeting is None:
+        return OneNode(options.nproc_per_node)
+    if meeting.parameters.backend == NAME:
+        return _ft(options, meeting)
+    return _classic(options, meeting)
+
+
+def _ft(options: Options, meeting: Meeting) -> FtNodes:
+    settings, identity, tcp = read_parameters(meeting.parameters)
+    agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
+    return FtNodes(
+        meeting.parameters.endpoint,
+        dataclasses.replace(settings, agreed=agreed),
+        identity,
+        tcp,
+        replaces=options.policy is not Policy.GROUP,
+        exit_barrier_timeout=meeting.exit_barrier_timeout,
+    )
+
+
+def _classic(options: Options, meeting: Meeting) -> ClassicNodes:
+    given = meeting.parameters
+    address = given.local_addr or address_of_this_node(
+        *parse_rendezvous_endpoint(given.endpoint, DEFAULT_PORT)
+    )
+    parameters = RendezvousParameters(
+        given.backend, given.endpoint, given.run_id, given.min_nodes, given.max_nodes, address, **given.config
+    )
+    return ClassicNodes(
+        lambda: get_rendezvous_handler(parameters),
+        address=address,
+        nproc=options.nproc_per_node,
+        role=options.role,
+        monitor_interval=meeting.monitor_interval,
+        exit_barrier_timeout=meeting.exit_barrier_timeout,
+    )

@@ -1,0 +1,95 @@
+"""The life of a node: round after round, until the job is over, here or everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import selectors
+
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
+
+from ..exception import StoreError
+from .nodes import Nodes, What
+from .ranks import End, Ranks
+from .signals import Signalled, SignalQueue, signal_name
+
+log = logging.getLogger(__name__)
+
+
+class CannotStart(Exception):
+    """No rank could be started."""
+
+
+def run_rounds(nodes: Nodes, ranks: Ranks, signals: SignalQueue) -> End:
+    """Runs the ranks of this node until the job is over, or this node's part in it.
+
+    Args:
+        nodes: the others.
+        ranks: this node's.
+        signals: what ends the job, and SIGCHLD.
+
+    Raises:
+        CannotStart: the first round does not form, or its ranks cannot be started; says why.
+    """
+    is_first = True
+    while True:
+        try:
+            with signals.raised():
+                where = nodes.next_round()
+            ranks.start(where)
+        except Signalled as signalled:
+            log.warning("%s: while the nodes came together", signal_name(signalled.signum))
+            nodes.leave(f"it was ended by {signal_name(signalled.signum)}")
+            return End([], signalled.signum, [])
+        except RendezvousGracefulExitError as error:
+            log.info("%s", error)
+            return End([], None, [])
+        except (OSError, StoreError, ValueError, RendezvousError) as error:
+            nodes.leave(f"it could not go on: {error}")
+            if is_first:
+                raise CannotStart(error) from error
+            return End([], None, [], ended_by=f"the next round has not begun: {error}")
+        is_first = False
+        end = ranks.wait(signals, nodes)
+        if end.signum is None and not end.again and not end.ended_by:
+            end = _await_others(end, nodes, signals)
+        if end.signum is not None or not end.again:
+            return end
+
+
+def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
+    """This node's ranks have ended for good: what that means for the others, and what they do yet."""
+    if end.failed:
+        nodes.fail(end.failed)
+        return end
+    if not end.closed and nodes.await_others(as_host_only=end.lost):
+        end = _wait(end, nodes, signals)
+        if end.again or end.signum is not None or end.ended_by:
+            return end
+    elif end.lost:
+        nodes.leave("its ranks are lost")
+        return end
+    nodes.finish()
+    return end
+
+
+def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
+    """Waits until the others are done, too; the end with what has come of that."""
+    with selectors.DefaultSelector() as selector:
+        for waited_for in (signals.fd, nodes.inbox):
+            selector.register(waited_for, selectors.EVENT_READ)
+        while True:
+            selector.select()
+            for signum in signals.read():
+                if signum in signals.ending:
+                    log.warning("%s: while the other nodes were waited for", signal_name(signum))
+                    nodes.leave(f"it was ended by {signal_name(signum)}")
+                    return dataclasses.replace(end, signum=signum)
+            for news in nodes.inbox.take():
+                if news.why:
+                    log.warning("%s", news.why)
+                if news.what is What.COME:
+                    return dataclasses.replace(end, again=True)
+                if news.what is What.OVER:
+                    return dataclasses.replace(end, ended_by=news.why)
+                return dataclasses.replace(end, closed=True)

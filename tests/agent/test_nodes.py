@@ -1,0 +1,403 @@
+"""Several ftruns, each one node of a job, on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_job import TIMEOUT, FtRun, all_gone, await_that
+
+from ft_wrapper.store import TCPStoreServer
+
+# Silence of five seconds: on a busy machine nobody who lives is silent for so long.
+CONF = "last_call_timeout=0.2,keep_alive_interval=0.5,keep_alive_max_attempt=10,read_timeout=20"
+
+WRAPPED = """
+    import json, os, sys, time
+    from ft_wrapper import CallWrapper, Wrapper
+
+    folder = sys.argv[1]
+    found = dict(os.environ)  # the wrapper changes some of it
+
+    @Wrapper(use_global_iteration=True, on_join="now", join_window=0.1, heartbeat_timeout=60)
+    def train(call_wrapper: CallWrapper = None):
+        state = call_wrapper.state
+        # Renamed, so that whoever sees it sees all of it.
+        path = f"{folder}/in.{state.world_size}.{state.iteration}.{os.environ['RANK']}"
+        with open(path + ".part", "w") as file:
+            json.dump({**found, "pid": os.getpid(), "rank": state.rank}, file)
+        os.rename(path + ".part", path)
+        while not os.path.exists(f"{folder}/finish"):
+            time.sleep(0.02)
+
+    train()
+"""
+
+PLAIN = """
+    import os, sys, time
+    folder, rank = sys.argv[1], os.environ["RANK"]
+    if not os.path.exists(f"{folder}/failed"):
+        open(f"{folder}/started.{rank}", "w").close()
+        while rank == "0" or not os.path.exists(f"{folder}/started.0"):
+            time.sleep(0.02)
+        open(f"{folder}/failed", "w").close()
+        sys.exit(7)
+    print("done", rank, os.environ["WORLD_SIZE"], os.environ["TORCHELASTIC_RESTART_COUNT"])
+"""
+
+
+class Cluster:
+    """The nodes of a job, and what their ranks have written."""
+
+    def __init__(self, folder: Path, source: str, *, nnodes: str, nproc: int = 1) -> None:
+        self.folder = folder
+        self.shared = folder / "shared"
+        self.shared.mkdir()
+        self.script = folder / "script.py"
+        self.script.write_text(textwrap.dedent(source))
+        # Each rank imports torch once; a template would do so, too, and much more.
+        self._options = ["--nnodes", nnodes, "--nproc-per-node", str(nproc), "--no-standby"]
+        self._endpoint = ""
+        self._conf = CONF
+        self._exits = contextlib.ExitStack()
+        self._count = 0
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._exits.__exit__(*error)
+
+    def host_store(self) -> None:
+        """Has the test itself host the rendezvous store, so that any node may die."""
+        server = TCPStoreServer(0)
+        self._exits.callback(server.close)
+        self._endpoint = f"localhost:{server.port}"
+        self._conf += ",is_host=false"
+
+    def use_c10d(self) -> None:
+        """Has the nodes meet by torch's own handler."""
+        self._endpoint = f"localhost:{free_port()}"
+        self._options += ["--rdzv-backend", "c10d"]
+        self._conf = ""
+
+    def start(self, node_id: str, *options: str) -> FtRun:
+        """Starts a node; the first one hosts the rendezvous store, unless the test does."""
+        self._count += 1
+        ids = ["--node-id", node_id] if self._conf else []
+        node = FtRun(
+            self.folder / f"node{node_id}.{self._count}",
+            *self._options,
+            *("--rdzv-endpoint", self._endpoint or "localhost:0", "--rdzv-conf", self._conf),
+            *ids,
+            *options,
+            str(self.script),
+            str(self.shared),
+        )
+        self._exits.enter_context(node)
+        if not self._endpoint:
+            await_that(lambda: "hosting the rendezvous store at" in node.said, node)
+            found = re.search(r"hosting the rendezvous store at (\S+:\d+)", node.said)
+            assert found is not None
+            self._endpoint = found[1]
+        return node
+
+    def inside(self, world_size: int, iteration: int | None = None) -> list[dict[str, Any]]:
+        """What the ranks found that are in an iteration of so many ranks, once all of them are, by slot."""
+        by_iteration: dict[int, list[Path]] = {}
+        for path in self.shared.glob(f"in.{world_size}.*"):
+            if not path.name.endswith(".part"):
+                by_iteration.setdefault(int(path.name.split(".")[2]), []).append(path)
+        for number, paths in sorted(by_iteration.items()):
+            if len(paths) == world_size and iteration in (None, number):
+                paths.sort(key=lambda path: int(path.name.split(".")[3]))
+                return [json.loads(path.read_text()) for path in paths]
+        return []
+
+    def await_inside(self, world_size: int, *nodes: FtRun) -> list[dict[str, Any]]:
+        """Waits until there is such an iteration; forgets it, and all before it."""
+        await_that(lambda: bool(self.inside(world_size)), *nodes)
+        found = self.inside(world_size)
+        for path in self.shared.glob("in.*"):
+            path.rename(path.with_name("was." + path.name))
+        return found
+
+    def finish(self, *nodes: FtRun) -> None:
+        """Lets the ranks return, and sees that all of these nodes end well."""
+        (self.shared / "finish").touch()
+        for node in nodes:
+            assert node.end() == 0, node.said
+
+
+def lose(node: FtRun) -> None:
+    """Loses a machine: nobody is left there who could tell anything."""
+    family = node.family()
+    node.process.send_signal(signal.SIGSTOP)
+    for process in family:
+        with contextlib.suppress(Exception):
+            process.kill()
+    node.process.kill()
+    node.process.wait()
+    assert all_gone(family, TIMEOUT) == []
+
+
+def pids_of(node: FtRun) -> dict[int, list[int]]:
+    """The processes that each rank has had, by rank."""
+    pids: dict[int, list[int]] = {}
+    for record in node.events("rank_started"):
+        pids.setdefault(record["rank"], []).append(record["child"])
+    return pids
+
+
+def test_two_nodes_run_a_job(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="2", nproc=2) as cluster:
+        nodes = [cluster.start(node_id, "--rdzv-id", "job7") for node_id in ("0", "1")]
+        ranks = cluster.await_inside(4, *nodes)
+        cluster.finish(*nodes)
+    for rank, found in enumerate(ranks):
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % 2),
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": str(rank // 2),
+            "GROUP_WORLD_SIZE": "2",
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "default",
+            "ROLE_WORLD_SIZE": "4",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": ranks[0]["MASTER_PORT"],
+            "TORCHELASTIC_RUN_ID": "job7",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "FT_WRAPPER_FORMATION_SIZE": "4",
+            "FT_WRAPPER_STORE": f"localhost:{ranks[0]['MASTER_PORT']}",
+        }
+        assert {name: found.get(name) for name in expected} == expected
+        assert found["TORCHELASTIC_ERROR_FILE"].endswith(f"/{rank % 2}/error.json")
+    assert sorted(pids_of(nodes[0])) == [0, 1]
+    assert sorted(pids_of(nodes[1])) == [2, 3]
+
+
+def test_a_lost_node_comes_back_and_nobody_else_is_disturbed(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2", nproc=2) as cluster:
+        # Both are to be there before it begins.
+        last_call = ("--rdzv-conf", CONF.replace("last_call_timeout=0.2", "last_call_timeout=60"))
+        stays, goes = cluster.start("0", *last_call), cluster.start("1", *last_call)
+        before = cluster.await_inside(4, stays, goes)
+        await_that(lambda: "a job has formed" in stays.said, stays)
+        lose(goes)
+        # Not by their heartbeats, of which a minute may be missing: by the agent that has taken the node out.
+        left = cluster.await_inside(2, stays)
+        assert [rank["pid"] for rank in left] == [rank["pid"] for rank in before[:2]]
+        back = cluster.start("1", *last_call)
+        after = cluster.await_inside(4, stays, back)
+        cluster.finish(stays, back)
+    assert [rank["pid"] for rank in after[:2]] == [rank["pid"] for rank in before[:2]]
+    assert [rank["RANK"] for rank in after] == ["0", "1", "2", "3"]
+    assert [len(pids) for pids in pids_of(stays).values()] == [1, 1]
+    assert "no sign of life from 1 (localhost)" in stays.said
+
+
+def test_a_late_node_enlarges_the_job_and_a_spare_steps_in(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
+        first = cluster.start("a")
+        began = cluster.await_inside(1, first)
+        await_that(lambda: "a job has formed" in first.said, first)
+        late = cluster.start("b")
+        grown = cluster.await_inside(2, first, late)
+        assert grown[0]["pid"] == began[0]["pid"]
+        assert (grown[1]["RANK"], grown[1]["WORLD_SIZE"], grown[1]["FT_WRAPPER_FORMATION_SIZE"]) == (
+            "1",
+            "2",
+            "1",
+        )
+        spare = cluster.start("c")
+        await_that(lambda: "there is no seat for it now" in spare.said, spare)
+        lose(late)
+        replaced = cluster.await_inside(2, first, spare)
+        unneeded = cluster.start("d")
+        await_that(lambda: "there is no seat for it now" in unneeded.said, unneeded)
+        cluster.finish(first, spare)
+        assert unneeded.end() == 0, unneeded.said
+    assert replaced[0]["pid"] == began[0]["pid"]
+    assert replaced[1]["RANK"] == "1"
+    assert list(pids_of(spare)) == [1]
+    assert pids_of(unneeded) == {}
+
+
+def test_all_come_together_again_when_the_ranks_lose_their_store(tmp_path: Path) -> None:
+    """It is on the node of group rank 0: with that all ranks of a wrapped job have to begin anew."""
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
+        cluster.host_store()
+        last_call = ("--rdzv-conf", cluster._conf.replace("last_call_timeout=0.2", "last_call_timeout=1"))
+        hosts, other = cluster.start("0", *last_call), cluster.start("1", *last_call)
+        before = cluster.await_inside(2, hosts, other)
+        await_that(lambda: "a job has formed" in hosts.said, hosts)
+        lose(hosts)
+        alone = cluster.await_inside(1, other)
+        assert alone[0]["RANK"] == "0"
+        assert alone[0]["FT_WRAPPER_STORE"] != before[0]["FT_WRAPPER_STORE"]
+        assert alone[0]["TORCHELASTIC_RESTART_COUNT"] == "0", "a change of membership is no restart"
+        cluster.finish(other)
+
+
+@pytest.mark.parametrize("backend", ["ft", "c10d"])
+def test_a_plain_script_is_started_anew_on_all_nodes(tmp_path: Path, backend: str) -> None:
+    with Cluster(tmp_path, PLAIN, nnodes="2") as cluster:
+        options = ["--max-restarts", "1"]
+        if backend == "c10d":
+            cluster.use_c10d()
+        nodes = [cluster.start(node_id, *options) for node_id in ("0", "1")]
+        for node in nodes:
+            assert node.end() == 0, node.said
+    said = "".join(node.said for node in nodes)
+    assert said.count("done ") == 2
+    # Our own nodes count together, torch's handler leaves that to each agent.
+    assert "done 0 2 1" in said or backend == "c10d"
+    assert "done 1 2 1" in said
+    assert "all ranks are started anew (1 of 1)" in said
+
+
+def free_port() -> int:
+    """A port that was free just now; c10d does not say which one it has taken."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_a_failure_for_good_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
+    with Cluster(tmp_path, PLAIN, nnodes="2") as cluster:
+        nodes = [cluster.start(node_id) for node_id in ("0", "1")]
+        assert [node.end() for node in nodes] == [1, 1], nodes[0].said + nodes[1].said
+    assert "the job was ended: rank 1: exit code 7" in nodes[0].said
+    assert "1 of 1 ranks of node 1 failed, the first one first" in nodes[1].said
+
+
+def test_a_node_that_is_ended_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
+        last_call = ("--rdzv-conf", CONF.replace("last_call_timeout=0.2", "last_call_timeout=60"))
+        stays, goes = cluster.start("0", *last_call), cluster.start("1", *last_call)
+        before = cluster.await_inside(2, stays, goes)
+        await_that(lambda: "a job has formed" in stays.said, stays)
+        family = goes.family()
+        goes.process.send_signal(signal.SIGTERM)
+        assert goes.end() == 128 + signal.SIGTERM, goes.said
+        assert all_gone(family, TIMEOUT) == []
+        left = cluster.await_inside(1, stays)
+        assert left[0]["pid"] == before[0]["pid"]
+        assert "no sign of life" not in stays.said
+        cluster.finish(stays)
+
+
+def test_the_end_of_the_host_ends_the_others(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
+        host, other = cluster.start("0"), cluster.start("1")
+        cluster.await_inside(2, host, other)
+        families = [*host.family(), *other.family()]
+        host.process.send_signal(signal.SIGINT)
+        assert host.end() == 128 + signal.SIGINT, host.said
+        assert other.end() == 1, other.said
+        assert all_gone(families, TIMEOUT) == []
+        assert "which hosts the rendezvous store, has left: it was ended by SIGINT" in other.said
+
+
+def test_the_loss_of_the_host_ends_the_others(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
+        conf = ("--rdzv-conf", CONF.replace("read_timeout=20", "read_timeout=3"))
+        host, other = cluster.start("0", *conf), cluster.start("1", *conf)
+        cluster.await_inside(2, host, other)
+        family = other.family()
+        lose(host)
+        assert other.end() == 1, other.said
+        assert all_gone(family, TIMEOUT) == []
+        assert "the rendezvous store is lost" in other.said
+
+
+def test_a_signal_ends_the_wait_for_other_nodes(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
+        alone = cluster.start("0")
+        family = alone.family()
+        alone.process.send_signal(signal.SIGTERM)
+        assert alone.end() == 128 + signal.SIGTERM, alone.said
+        assert all_gone(family, TIMEOUT) == []
+        assert "SIGTERM: while the nodes came together" in alone.said
+
+
+# Bad input ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def silent_server() -> Iterator[int]:
+    """Somebody who listens, and knows nothing of stores."""
+    stop = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.1)
+        held: list[socket.socket] = []
+
+        def serve() -> None:
+            while not stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    held.append(listener.accept()[0])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield int(listener.getsockname()[1])
+        finally:
+            stop.set()
+            thread.join()
+            for connection in held:
+                connection.close()
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    port = free_port()
+    conf = "is_host=false,read_timeout=1"
+    check_refused(tmp_path, port, ["--rdzv-conf", conf], f"--rdzv-endpoint localhost:{port}", "is the node")
+
+
+def test_the_port_belongs_to_another_program(tmp_path: Path) -> None:
+    with silent_server() as port:
+        check_refused(tmp_path, port, [], "though somebody listens there")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--rdzv-id", "other"], "run_id is other here, but none there"),
+        (["--nnodes", "2:4"], "nnodes is 2:4 here, but 2:2 there"),
+        (["--max-restarts", "3"], "max_restarts is 3 here, but 0 there"),
+    ],
+)
+def test_other_options_than_the_jobs(tmp_path: Path, options: list[str], word: str) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
+        first = cluster.start("0")
+        stranger = cluster.start("1", *options)
+        assert stranger.end() == 2
+        (line,) = [line for line in stranger.said.splitlines() if "error" in line]
+        assert line.startswith("ftrun: error: ")
+        assert word in line
+        # The others have not noticed.
+        second = cluster.start("1")
+        cluster.await_inside(2, first, second)
+        cluster.finish(first, second)
+
+
+def check_refused(folder: Path, port: int, options: list[str], *words: str) -> None:
+    endpoint = ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}"]
+    with FtRun(folder / "node", *endpoint, *options, "--no-python", "true") as node:
+        assert node.end() == 2
+        lines = [line for line in node.said.splitlines() if line.startswith("ftrun: error: ")]
+        assert len(lines) == 1, node.said
+        for word in words:
+            assert word in lines[0]

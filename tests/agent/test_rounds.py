@@ -1,0 +1,154 @@
+"""What a node makes of the record, and of what the others have: decisions without processes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import select
+
+from torch.distributed import HashStore
+
+from ft_wrapper.agent.classic_nodes import exchange
+from ft_wrapper.agent.deaths import holders, log_deaths
+from ft_wrapper.agent.environment import Job
+from ft_wrapper.agent.ft_nodes import round_of, what_follows
+from ft_wrapper.agent.nodes import Inbox, News, What
+from ft_wrapper.rendezvous.state import (
+    RANK,
+    Entry,
+    Node,
+    State,
+    adopt_rank_policy,
+    close,
+    complete,
+    digest,
+    fold,
+    remove,
+)
+from ft_wrapper.store import TCPStore, TCPStoreServer
+
+TIMEOUT = 60.0
+
+
+def node(name: str, nproc: int = 1, role: str = "default") -> Node:
+    return Node(name, 0, "host", nproc, role)
+
+
+def come(state: State, *nodes: Node, leaves: int | None = None) -> State:
+    old = [Entry(node("old"))] * state.folded
+    return fold(state, [*old, *(Entry(one, leaves, digest(state.options)) for one in nodes)])
+
+
+def begun(*nodes: Node, high: int | None = None) -> State:
+    return complete(come(State(1, high or len(nodes)), *nodes))
+
+
+def test_nothing_follows_while_all_are_there() -> None:
+    state = begun(node("a"), node("b"))
+    assert what_follows(state, node("a"), 0) is None
+    assert what_follows(adopt_rank_policy(state), node("a"), 0) is None
+
+
+def test_a_lost_or_a_late_node_calls_all_together_unless_the_others_go_on() -> None:
+    state = begun(node("a"), node("b"), high=3)
+    for changed, word in (
+        (remove(state, [node("b")])[0], "node b is lost"),
+        (come(state, node("c")), "come together"),
+        (come(state, node("b"), leaves=0), "come together"),
+    ):
+        news = what_follows(changed, node("a"), 0)
+        assert news is not None
+        assert news.what is What.COME
+        assert word in news.why
+        kept = remove(adopt_rank_policy(state), [node("b")])[0] if word.endswith("lost") else None
+        assert kept is None or what_follows(kept, node("a"), 0) is None
+
+
+def test_who_was_taken_out_comes_again() -> None:
+    state = remove(adopt_rank_policy(begun(node("a"), node("b"))), [node("b")])[0]
+    assert state.policy == RANK
+    news = what_follows(state, node("b"), 0)
+    assert news is not None
+    assert news.what is What.COME
+    assert "taken out" in news.why
+
+
+def test_the_loss_of_the_ranks_store_calls_all_together() -> None:
+    state = remove(adopt_rank_policy(begun(node("a"), node("b"))), [node("a")])[0]
+    news = what_follows(state, node("b"), 0)
+    assert news is not None
+    assert news.what is What.COME
+
+
+def test_the_end_says_whether_the_job_has_failed() -> None:
+    state = begun(node("a"), node("b"))
+    assert what_follows(close(state), node("a"), 0) == News(What.CLOSED)
+    failed = what_follows(close(close(state, "rank 3: exit code 7"), "later"), node("a"), 0)
+    assert failed == News(What.OVER, "the job was ended: rank 3: exit code 7")
+
+
+SIZES = [(2, "trainer"), (1, "reader"), (3, "trainer")]
+PLACES = [
+    # base rank, role rank, role world size
+    (0, 0, 5),
+    (2, 0, 1),
+    (3, 2, 5),
+]
+
+
+def test_places_from_the_record() -> None:
+    nodes = [node(str(number), *size) for number, size in enumerate(SIZES)]
+    state = begun(*nodes)
+    for number, (one, (base, role_rank, role_size)) in enumerate(zip(nodes, PLACES, strict=True)):
+        where = round_of(state, one, "host:1")
+        assert (where.base_rank, where.role_rank, where.role_world_size) == (base, role_rank, role_size)
+        assert (where.group_rank, where.group_world_size, where.world_size) == (number, 3, 6)
+        environment = Job(one.nproc, one.role, "id", 0).environment(0, 0, where)
+        assert environment["RANK"] == str(base)
+        assert environment["ROLE_RANK"] == str(role_rank)
+        assert environment["LOCAL_WORLD_SIZE"] == str(one.nproc)
+
+
+def test_places_by_exchange_are_the_same() -> None:
+    store = HashStore()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        rounds = list(
+            pool.map(lambda n: exchange(store, n, 3, *SIZES[n], "host:1" if n == 0 else ""), range(3))
+        )
+    found = [(one.base_rank, one.role_rank, one.role_world_size) for one in rounds]
+    assert found == PLACES
+    assert {one.address for one in rounds} == {"host:1"}
+    assert [one.group_rank for one in rounds] == [0, 1, 2]
+
+
+def test_news_of_another_round_do_not_count() -> None:
+    inbox = Inbox()
+    inbox.put(inbox.term, News(What.COME, "old"))
+    inbox.begin_term()
+    inbox.put(inbox.term, News(What.COME, "new"))
+    assert select.select([inbox], [], [], 0)[0] == [inbox]
+    assert inbox.take() == [News(What.COME, "new")]
+    assert select.select([inbox], [], [], 0)[0] == []
+    inbox.close()
+    inbox.put(inbox.term, News(What.COME, "too late"))
+
+
+def test_exactly_those_are_declared_dead_that_held_the_slots() -> None:
+    server = TCPStoreServer()
+    store = TCPStore("127.0.0.1", server.port)
+    old = [store.register(slot, "{}") for slot in (0, 1)]
+    dead = holders(store, range(3))
+    assert dead == old, "nobody has held slot 2"
+    store.register(1, "{}")  # a new one, started by whoever got the seat
+    for thread in log_deaths(store, dead, "its node was lost", return_=False):
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
+    assert store.deaths_of(-1) == set(old)
+    assert {fault.message for fault in store.faults_of(-1)} == {"its node was lost"}
+    store.close()
+    server.close()
+
+
+def test_formation_size_stays_when_the_job_grows() -> None:
+    state = come(adopt_rank_policy(begun(node("a", 2), high=2)), node("b", 2))
+    where = round_of(state, node("b", 2), "host:1")
+    assert (where.world_size, where.formation_size, where.base_rank, where.formed) == (4, 2, 2, True)
