@@ -3,6 +3,8 @@
 It starts the ranks of this node and hosts the store that they agree on, outside of them, so that any rank may
 die. A dead rank of a wrapped job is replaced alone, and joins the others, which go on in their processes. A
 script that uses no wrapper is ended, or started anew, as a whole. Options have torchrun's names and meanings.
+
+``ftrun status`` and ``ftrun report`` tell how a job stands, and what its restarts took.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from contextlib import ExitStack, contextmanager
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
+from . import report as restarts
+from . import status
 from .agent.environment import Job
 from .agent.failure import report
 from .agent.meeting import meet
@@ -30,6 +34,9 @@ from .agent.rounds import CannotStart, run_rounds
 from .agent.signals import queued
 
 __all__ = ["main", "parse_args", "run"]
+
+COMMANDS = {"status": status.main, "report": restarts.main}
+"""What ``ftrun`` does beside starting a script. One of such a name is started as ``./status``."""
 
 # Not __name__, which is "__main__" under `python -m ft_wrapper.run`.
 log = logging.getLogger("ft_wrapper.run")
@@ -118,9 +125,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; ``sys.argv`` without the program's name when None.
 
     Returns:
-        The exit code, see `run`.
+        The exit code, see `run`; and that of a command.
     """
-    options = parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and words[0] in COMMANDS:
+        return COMMANDS[words[0]](words[1:])
+    options = parse_args(words)
     logging.basicConfig(format="ftrun: %(message)s")
     logging.getLogger("ft_wrapper").setLevel(os.environ.get("LOGLEVEL", "INFO"))
     return run(options)

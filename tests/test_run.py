@@ -397,6 +397,14 @@ def test_the_store_outlives_every_rank(launch: Launch, script: Callable[[str], s
         store.close()
 
 
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_commands_beside_starting_a_script(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"usage: ftrun {command} " in capsys.readouterr().out
+
+
 def test_order_of_failures() -> None:
     def failure(rank: int, when: float) -> Failure:
         return Failure(rank, 100 + rank, 1, when, "", "")

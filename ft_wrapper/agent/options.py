@@ -94,7 +94,8 @@ def _parser() -> _Parser:
         prog="ftrun",
         description="Starts the ranks of a job on this machine, which may be one of several, and hosts the "
         "store that they agree on. A rank of a wrapped job that dies is started again alone.",
-        epilog="Options mean the same as torchrun's and can be set by the same PET_* environment variables.",
+        epilog="Options mean the same as torchrun's and can be set by the same PET_* environment variables. "
+        "'ftrun status' shows how a job stands, 'ftrun report' what its restarts took: see their --help.",
         allow_abbrev=False,
     )
     parser.add_argument(

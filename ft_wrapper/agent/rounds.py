@@ -37,6 +37,8 @@ def run_rounds(nodes: Nodes, ranks: Ranks, signals: SignalQueue) -> End:
             with signals.raised():
                 where = nodes.next_round()
             ranks.start(where)
+            if where.group_rank == 0:
+                log.info("see how the job stands: ftrun status %s", where.address)
         except Signalled as signalled:
             log.warning("%s: while the nodes came together", signal_name(signalled.signum))
             nodes.leave(f"it was ended by {signal_name(signalled.signum)}")

@@ -17,6 +17,7 @@ import pytest
 from agent_job import TIMEOUT, FtRun, all_gone, await_that
 
 from ft_wrapper.store import TCPStoreServer
+from ft_wrapper.testing.ports import free_port
 
 # Silence of five seconds: on a busy machine nobody who lives is silent for so long.
 CONF = "last_call_timeout=0.2,keep_alive_interval=0.5,keep_alive_max_attempt=10,read_timeout=20"
@@ -267,12 +268,6 @@ def test_a_plain_script_is_started_anew_on_all_nodes(tmp_path: Path, backend: st
     assert "done 0 2 1" in said or backend == "c10d"
     assert "done 1 2 1" in said
     assert "all ranks are started anew (1 of 1)" in said
-
-
-def free_port() -> int:
-    """A port that was free just now; c10d does not say which one it has taken."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_a_failure_for_good_ends_the_job_on_all_nodes(tmp_path: Path) -> None:

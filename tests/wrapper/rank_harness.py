@@ -15,7 +15,6 @@ import gc
 import importlib
 import json
 import os
-import random
 import select
 import selectors
 import signal
@@ -28,6 +27,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+
+from ft_wrapper.testing.ports import free_port
 
 TIMEOUT = 120.0
 """Seconds after which a wait of these tests counts as a hang, however busy the machine is."""
@@ -374,7 +375,7 @@ class Job:
             kwargs: keyword arguments of the body.
         """
         if not hasattr(self, "port"):
-            self.port = free_port()
+            self.port = free_port(consecutive=2)  # the store takes the second one
         for slot in range(world_size) if slots is None else slots:
             variables: dict[str, str | None] = {
                 **os.environ,
@@ -560,17 +561,6 @@ class Job:
             process.unread += data
         *lines, process.unread = process.unread.split(b"\n")
         process.messages += [json.loads(line) for line in lines]
-
-
-def free_port() -> int:
-    """A port that is free, as is the one behind it, and that no connection of anybody is given meanwhile."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.randrange(min(10000, lowest - 1000), lowest - 1)
-        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
-            first.bind(("", port))
-            second.bind(("", port + 1))
-            return port
 
 
 def await_end(pid: int, timeout: float = TIMEOUT) -> None:

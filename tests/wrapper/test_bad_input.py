@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import SETTINGS, Job, Rank, free_port
+from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, Compose, Wrapper
 from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.rank_assignment import ActivateAllRanks, ShiftRanks
 from ft_wrapper.store import FileStore
+from ft_wrapper.testing.ports import free_port
 
 DURATIONS = (
     "monitor_thread_interval",
@@ -293,7 +294,7 @@ def calls(rank: Rank, settings: dict[str, Any]) -> Any:
 
 
 def test_a_port_in_use_is_named(job: Job) -> None:
-    job.port = free_port()
+    job.port = free_port(consecutive=2)
     with socket.create_server(("127.0.0.1", job.port + 1)):
         job.start(1, calls, {})
         job.wait_for_end()
@@ -320,7 +321,7 @@ def test_an_unreachable_store_is_named_within_its_timeout(job: Job) -> None:
 
 
 def test_an_unreachable_announced_store_is_named(job: Job) -> None:
-    port = free_port()
+    port = free_port(consecutive=2)
     job.start(1, calls, SHORT, env={"FT_WRAPPER_STORE": f"127.0.0.1:{port}"})
     job.wait_for_end()
     assert job[0].error == "StoreError"

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import SETTINGS, Job, Rank, free_port
+from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.state import FrozenState
 from ft_wrapper.store import TCPStore, TCPStoreServer
+from ft_wrapper.testing.ports import free_port
 
 # ---- atomic
 
@@ -207,7 +208,7 @@ def keeps_a_key(rank: Rank) -> Any:
 
 def test_the_store_of_store_kwargs_is_hosted_where_they_say(job: Job) -> None:
     server = TCPStoreServer(0)
-    port = free_port()
+    port = free_port(consecutive=2)
     env = {"STORE_HOST": "127.0.0.1", "STORE_PORT": str(server.port), "OWN_PORT": str(port)}
     job.start(1, keeps_a_key, env={**env, "MASTER_PORT": None, "MASTER_ADDR": None})
     try:

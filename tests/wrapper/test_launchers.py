@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rank_harness import TIMEOUT, free_port
+from rank_harness import TIMEOUT
+
+from ft_wrapper.testing.ports import free_port
 
 SCRIPT = """
 import json, os, sys
@@ -44,7 +46,7 @@ def test_under_torchrun(tmp_path: Path, share: bool) -> None:
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    command += [str(script), str(tmp_path), "0" if share else str(free_port())]
+    command += [str(script), str(tmp_path), "0" if share else str(free_port(consecutive=2))]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in (0, 1):
