@@ -73,6 +73,7 @@ def run(options: Options) -> int:
                     options.program,
                     job,
                     RestartPolicy(options.policy, options.max_restarts, options.max_rank_restarts),
+                    nodes,
                     logs_specs,
                     shutdown_timeout=options.shutdown_timeout,
                     standby=options.standby,

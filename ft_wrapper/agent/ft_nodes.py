@@ -8,6 +8,7 @@ nodes take and lose seats while the ranks of the others go on.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,6 +33,8 @@ from .watched_job import connect
 
 log = logging.getLogger(__name__)
 
+PLACE_TIMEOUT = 2.0
+"""Seconds that looking for one's place may take; it is looked for again."""
 LEAVE_TIMEOUT = 5.0
 """Seconds that leaving may take, before the ranks are signalled all the same."""
 END_TIMEOUT = 15.0
@@ -71,6 +74,8 @@ class FtNodes(Nodes):
         self._handler: FtRendezvousHandler | None = None
         self._agents: Store | None = None
         self._round: Round | None = None
+        self._looking: threading.Thread | None = None
+        self._has_place = False
         # What the handler's threads look at: the term, and the record in which it began.
         self._term: tuple[int, State] | None = None
 
@@ -136,6 +141,20 @@ class FtNodes(Nodes):
                 log.info("a job has formed: from now on nodes are replaced while the others go on")
         except (StoreError, DistError, RendezvousError):
             log.debug("the round ended before a job had formed", exc_info=True)
+
+    def has_place(self) -> bool:
+        handler = self._handler
+        if handler is None:
+            return False
+        if self._looking is None or not self._looking.is_alive():
+            self._has_place = False
+            self._looking = in_background("looking for the place", lambda: self._look_for_place(handler))
+        self._looking.join(PLACE_TIMEOUT)
+        return not self._looking.is_alive() and self._has_place
+
+    def _look_for_place(self, handler: FtRendezvousHandler) -> None:
+        state, node = handler.refresh(), handler.node
+        self._has_place = node is not None and not state.closed and state.seat_of(node) is not None
 
     # Told by the handler's threads -------------------------------------------------------------------
 

@@ -124,6 +124,14 @@ class Nodes(abc.ABC):
             ValueError: something that this node was started with is wrong.
         """
 
+    def has_place(self) -> bool:
+        """Whether this node is known to have its place among the others at this time. Bounded.
+
+        Asked before a rank is started again: where the others have taken the node out, it may not know yet,
+        and another one may have its ranks.
+        """
+        return True
+
     @abc.abstractmethod
     def leave(self, why: str) -> None:
         """A signal ends this node's part: the others go on without it, or hear that they cannot. Bounded.

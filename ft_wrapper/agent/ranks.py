@@ -40,6 +40,8 @@ KILL_TIMEOUT = 10.0
 STANDBY_TIMEOUT = 300.0
 # Seconds from a start to the fork of the next process ahead, which is not to be in the way of a restart.
 SPARE_DELAY = 1.0
+# Seconds after which a node that was not known to have its place asks again.
+PLACE_DELAY = 1.0
 # A template that ended sooner than this is not tried again.
 STANDBY_SETTLED = 60.0
 
@@ -108,6 +110,7 @@ class Ranks:
         program: what each rank runs.
         job: what they have in common.
         policy: what is done about those that fail.
+        nodes: the others: their news, and who is told that this node leaves.
         logs_specs: where their streams and errors go.
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
         standby: whether they are forked from a process that has torch imported, where that is possible.
@@ -119,6 +122,7 @@ class Ranks:
         program: Program,
         job: Job,
         policy: RestartPolicy,
+        nodes: Nodes,
         logs_specs: LogsSpecs,
         *,
         shutdown_timeout: float,
@@ -128,6 +132,7 @@ class Ranks:
         self._program = program
         self._job = job
         self._policy = policy
+        self._nodes = nodes
         self._shutdown_timeout = shutdown_timeout
         self._orphans = orphans
         self._running: dict[int, RankProcess] = {}
@@ -186,16 +191,15 @@ class Ranks:
         for rank in ranks:
             self._start(rank, 0)
 
-    def wait(self, signals: SignalQueue, nodes: Nodes) -> End:
+    def wait(self, signals: SignalQueue) -> End:
         """Waits until all ranks have ended, and nobody is to be started again alone.
 
         A signal is forwarded to all that live; those that still do after ``shutdown_timeout`` are killed.
 
         Args:
             signals: what is to be forwarded; and SIGCHLD, which says that there may be orphans to reap.
-            nodes: the others: their news, and who is told that this node leaves.
         """
-        for waited_for in (signals.fd, nodes.inbox):
+        for waited_for in (signals.fd, self._nodes.inbox):
             self._selector.register(waited_for, selectors.EVENT_READ)
         try:
             while self._running or self._asked or self._due_ranks():
@@ -204,12 +208,12 @@ class Ranks:
                         self._take_end(key.data)
                     elif key.data is self._standby and self._standby is not None:
                         self._take_answers(self._standby)
-                self._take_signals(signals, nodes)
-                for news in nodes.inbox.take():
+                self._take_signals(signals)
+                for news in self._nodes.inbox.take():
                     self._take_news(news)
                 self._do_what_is_due()
         finally:
-            for waited_for in (signals.fd, nodes.inbox):
+            for waited_for in (signals.fd, self._nodes.inbox):
                 self._selector.unregister(waited_for)
         return self._end()
 
@@ -234,7 +238,7 @@ class Ranks:
         timeout = max(0.0, min(moments) - time.monotonic()) if moments else None
         return [key for key, _ in self._selector.select(timeout)]
 
-    def _take_signals(self, signals: SignalQueue, nodes: Nodes) -> None:
+    def _take_signals(self, signals: SignalQueue) -> None:
         for arrived in signals.read():
             if arrived == signal.SIGCHLD:
                 self._reap_orphans()
@@ -246,7 +250,7 @@ class Ranks:
                 self._end_standby()
                 self._begin_stop(again=False)
                 # First, so that nobody waits for ranks that are about to end.
-                nodes.leave(f"it was ended by {signal_name(arrived)}")
+                self._nodes.leave(f"it was ended by {signal_name(arrived)}")
             self._send(arrived)
 
     def _take_news(self, news: News) -> None:
@@ -290,9 +294,13 @@ class Ranks:
                 self._standby.ask_ahead()
                 self._take_answers(self._standby)
         for rank, due in list(self._due.items()):
-            if now >= due.at:
+            if now < due.at:
+                continue
+            if self._nodes.has_place():
                 del self._due[rank]
                 self._start_or_fail(rank, due.incarnation)
+            else:  # a new process of its slot would throw out whoever has the place now
+                self._due[rank] = _Due(now + PLACE_DELAY, due.incarnation)
 
     # Starting ------------------------------------------------------------------------------------------
 

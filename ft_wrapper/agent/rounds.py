@@ -52,7 +52,7 @@ def run_rounds(nodes: Nodes, ranks: Ranks, signals: SignalQueue) -> End:
                 raise CannotStart(error) from error
             return End([], None, [], ended_by=f"the next round has not begun: {error}")
         is_first = False
-        end = ranks.wait(signals, nodes)
+        end = ranks.wait(signals)
         if end.signum is None and not end.again and not end.ended_by:
             end = _await_others(end, nodes, signals)
         if end.signum is not None or not end.again:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,17 @@ class FtRun:
     Args:
         folder: for its files.
         arguments: of ftrun.
+        before: what to put in front of the command.
     """
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, before: Sequence[str] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._events = folder / "events"
         self._output = folder / "output"
         environment = {**os.environ, events.ENV: str(self._events), "TMPDIR": str(folder)}
         with open(self._output, "wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ft_wrapper.run", *arguments],
+                [*before, sys.executable, "-m", "ft_wrapper.run", *arguments],
                 env=environment,
                 cwd=folder,
                 stdout=output,
