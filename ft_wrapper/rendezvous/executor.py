@@ -331,8 +331,10 @@ class Executor:
         state = snapshot.state
         after = then(fold(state, self._register.entries(state.epoch)))
         if after == state:
-            self._forget_entry(after)
-            return snapshot
+            newest = self.refresh()
+            if newest.text == snapshot.text:
+                self._forget_entry(after)
+            return newest
         snapshot, won = self._replace(snapshot, after)
         if won:
             self._forget_entry(snapshot.state)
@@ -349,8 +351,11 @@ class Executor:
             state = fold(state, self._register.entries(state.epoch))
         after, _ = remove(state, [self.node])
         if after == snapshot.state:
-            self._announced = None
-            return snapshot
+            # Somebody else may have taken the log into the record since that was read, and deleted it.
+            newest = self.refresh()
+            if newest.text == snapshot.text:
+                self._announced = None
+            return newest
         snapshot, won = self._replace(snapshot, after)
         if won:
             self._announced = None

@@ -18,13 +18,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from ft_wrapper.agent.ft_nodes import what_follows
+from ft_wrapper.agent.nodes import What
 from ft_wrapper.rendezvous import keys
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.keep_alive import neighbours
 from ft_wrapper.rendezvous.operations import nodes_waiting
 from ft_wrapper.rendezvous.register import Register, Snapshot
 from ft_wrapper.rendezvous.settings import Settings
-from ft_wrapper.rendezvous.state import RANK, SEAT, Node, Seat, State, adopt_rank_policy
+from ft_wrapper.rendezvous.state import RANK, SEAT, Entry, Node, Seat, State, adopt_rank_policy
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import Scheduler, Task
 from ft_wrapper.testing.exhaustive import Count, Search
@@ -161,10 +163,16 @@ class ExploredNode:
         assert self.last_round is not None
         while not self._is_over():
             state = self._state()
-            if nodes_waiting(state, self.node, self.last_round):
+            if self._has_to_come(state, self.last_round):
                 return
             if self.changes.wait(state.version, REFRESH) is None:
                 self.executor.sweep()
+
+    def _has_to_come(self, state: State, number: int) -> bool:
+        if self.job.what.rank_policy:  # as our own agent sees it
+            news = what_follows(state, self.node, number)
+            return news is not None and news.what is What.COME
+        return nodes_waiting(state, self.node, number) > 0
 
     def _is_over(self) -> bool:
         return self._state().closed
@@ -406,7 +414,16 @@ class ExploredJob:
             self._check_unseating(watcher, before, after)
             return
         comes_again = node.inside is None and node.last_round == before.round
+        if self._has_said_that_it_leaves(occupant, before):
+            # Under `RANK` it stayed nevertheless. Since then all have to come together again, it too.
+            self._removed.add(occupant.name)
+            return
         assert superseded or comes_again or node.leaving or not node.alive, f"{occupant} has lost its seat"
+
+    def _has_said_that_it_leaves(self, node: Node, before: State) -> bool:
+        lines = self.store.snapshot().get(keys.log(before.epoch), b"").decode().splitlines()
+        entries = [Entry.from_text(line) for line in lines]
+        return any(entry.node == node and entry.leaves == before.round for entry in entries)
 
     @staticmethod
     def _check_unseating(watcher: ExploredNode, before: State, after: State) -> None:
@@ -453,7 +470,9 @@ class ExploredJob:
             return
         assert not any(node.fate == "closed" for node in self.nodes)
         if not live:
-            assert all(map(self.is_dead, state.nodes))  # and nobody is left to see it
+            # Of the dead nobody is left to see it.
+            left = [node.name for node in state.nodes if not self.is_dead(node)]
+            assert not left, f"nobody lives, and {left} are left in the record"
             return
         there = {node.name for node in state.nodes}
         assert there == set(live), f"live nodes are {sorted(live)}, in the record are {sorted(there)}"

@@ -259,7 +259,7 @@ def check_change(before: State, after: State) -> None:
     assert after.version == before.version + 1, "a version was passed over"
     assert not before.closed or after.closed, "closed is final"
     assert after.restarts >= before.restarts
-    assert before.round <= after.round <= before.round + 1
+    assert before.round <= after.round  # several entries of the log may each begin one
     if before.policy == RANK != after.policy:
         host = before.seats[0].occupant
         assert after.round > before.round or after.seats[0].occupant is None, f"{host} is there yet"

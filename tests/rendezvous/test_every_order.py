@@ -91,6 +91,23 @@ def leaves_its_entry_behind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Executor, "_leave", lambda self, snapshot, announced: right(self, snapshot, False))
 
 
+def believes_that_it_has_left(patch: pytest.MonkeyPatch) -> None:
+    """Another node has taken its entry into the record and deleted the log, since it read the record."""
+
+    def leave(self: Executor, snapshot: Snapshot, announced: bool) -> Snapshot:
+        entries = self._register.entries(snapshot.state.epoch) if announced else []
+        after, _ = state.remove(state.fold(snapshot.state, entries), [self.node])
+        if after == snapshot.state:
+            self._announced = None
+            return snapshot
+        snapshot, won = self._replace(snapshot, after)
+        if won:
+            self._announced = None
+        return snapshot
+
+    patch.setattr(Executor, "_leave", leave)
+
+
 def takes_entries_again(patch: pytest.MonkeyPatch) -> None:
     right = state.fold
     patch.setattr(
@@ -171,6 +188,7 @@ def lets_more_in_than_there_may_be(patch: pytest.MonkeyPatch) -> None:
 MISTAKES: list[tuple[Patch, Job, str]] = [
     (notes_its_entry_when_it_is_written, Job(2, 1, 2, happenings=(EXIT,)), "in the record are"),
     (leaves_its_entry_behind, Job(2, 1, 2, happenings=(EXIT,)), "in the record are"),
+    (believes_that_it_has_left, Job(2, 1, 1, happenings=(EXIT,), most=2), "are left in the record"),
     (takes_entries_again, Job(2, 1, 2, happenings=(EXIT, FAILURE), most=2), "lost its seat|record are"),
     (takes_entries_though_all_is_over, Job(2, 1, 2, happenings=(CLOSE, EXIT), most=2), "closed"),
     (is_not_final, Job(2, 1, 2, happenings=(CLOSE, EXIT), most=2), "closed is final"),
