@@ -342,11 +342,16 @@ class Ranks:
         self._running[process.rank] = process
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self._spare_at = time.monotonic() + SPARE_DELAY if self._policy.replaces(rank) else None
-        events.emit("rank_started", rank=rank, incarnation=process.incarnation, child=process.pid)
+        self._emit("rank_started", process)
 
     def _not_started(self, rank: int, incarnation: int, error: Exception) -> Failure:
         words = f"cannot be started: {error}"
         return Failure(self._round.rank(rank), 0, 1, time.time(), words, "", incarnation)
+
+    def _emit(self, event: str, process: RankProcess, **fields: object) -> None:
+        rank = self._round.rank(process.rank)
+        who = {"rank": rank, "incarnation": process.incarnation, "child": process.pid}
+        events.emit(event, job=self._job.run_id, **who, **fields)
 
     # The template --------------------------------------------------------------------------------------
 
@@ -413,13 +418,7 @@ class Ranks:
         exitcode = process.reap()
         rank = self._round.rank(process.rank)
         self._logs.close(process.rank, process.incarnation)
-        events.emit(
-            "rank_ended",
-            rank=rank,
-            incarnation=process.incarnation,
-            child=process.pid,
-            exitcode=exitcode,
-        )
+        self._emit("rank_ended", process, exitcode=exitcode)
         if exitcode == 0:
             self._healed.add(process.rank)
             return
