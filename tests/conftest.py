@@ -27,6 +27,9 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ft_wrapper.testing import EtcdServer
+from ft_wrapper.testing.etcd_server import EtcdNotFound
+
 MARK = "FT_WRAPPER_TEST_RUN"
 # Longer than termination_grace_time, for which a monitor tries to reach a store that ended with its job.
 GRACE = 60.0
@@ -310,3 +313,35 @@ def _matters(target: str) -> bool:
     return target.startswith(("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")) or target.endswith(
         " (deleted)"
     )
+
+
+# etcd ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def etcd_if_any() -> Iterator[EtcdServer | EtcdNotFound]:
+    """An etcd of one member, for all tests that leave it as it is; or why there is none.
+
+    Whoever asks for `etcd` by ``getfixturevalue`` names this one, too: or it would seem to be left behind.
+    """
+    try:
+        server = EtcdServer()
+    except EtcdNotFound as error:
+        yield error
+        return
+    with server:
+        yield server
+
+
+@pytest.fixture
+def etcd(etcd_if_any: EtcdServer | EtcdNotFound) -> EtcdServer:
+    """The same; where there is no etcd the test is skipped."""
+    if isinstance(etcd_if_any, EtcdNotFound):
+        pytest.skip(str(etcd_if_any))
+    return etcd_if_any
+
+
+@pytest.fixture
+def prefix() -> str:
+    """A prefix in etcd that nobody else has."""
+    return f"test/{uuid.uuid4().hex}"

@@ -111,8 +111,9 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             rank: its rank, in a world of
             world_size: so many, before the next rank assignment.
         """
-        self.log_append(keys.arrived(view.n), f"{member} {rank} {world_size}")
-        if self.add(keys.count_gone(view.n), 1) >= len(view.members):
+        arrival = f"{member} {rank} {world_size}"
+        gone = self.log_append_counted(keys.arrived(view.n), arrival, keys.count_gone(view.n))
+        if gone >= len(view.members):
             self.advance(view, member)
 
     def ask_to_join(self, n: int, member: Member, call: int) -> None:
@@ -140,7 +141,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
 
     def count_death(self, view: View) -> None:
         """Counts a logged death; decides the next iteration if it was the last thing missing."""
-        if self.add(keys.count_gone(view.n), 1) >= len(view.members):
+        if self.count(keys.count_gone(view.n)) >= len(view.members):
             self.advance(view, None)
 
     def advance(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeVar
 
 from . import keys
 from .operations import StoreOperations
 from .records import Member
+
+K = TypeVar("K", bound=Hashable)
 
 
 class HeartbeatMixin(StoreOperations):
@@ -21,13 +24,59 @@ class HeartbeatMixin(StoreOperations):
         return self.add(keys.heartbeat(str(member)), 0)
 
 
-class HeartbeatObserver:
-    """Watches counters and says which have stood still for too long.
+class CounterObserver(Generic[K]):
+    """Watches counters and says for how long they have stood still.
 
-    Silence counts only between two reads that the store answered: a failed read forgets what was seen, so
-    an outage of the store silences nobody. And of the time between two reads no more than half of the timeout
-    counts: where the observer was stopped for longer, or had to wait for the store, so may all others have
-    been, and a moment later they are heard again.
+    Standing still counts only between two reads that the store answered: a failed read forgets what was seen,
+    so an outage of the store silences nobody. And of the time between two reads no more than half of the
+    timeout counts: where the observer was stopped for longer, or had to wait for the store, so may all others
+    have been, and a moment later they are heard again.
+
+    Args:
+        read: reads the counter of somebody.
+        now: the observer's own clock, in seconds.
+        timeout: seconds after which somebody whose counter stands still is silent.
+    """
+
+    def __init__(self, read: Callable[[K], int], now: Callable[[], float], timeout: float) -> None:
+        self._read = read
+        self._now = now
+        self._timeout = timeout
+        # The counter, when it was read last, and for how long it has stood still by then.
+        self._seen: dict[K, tuple[int, float, float]] = {}
+
+    def silent(self, watched: Iterable[K]) -> frozenset[K]:
+        """Reads counters and returns whose have stood still for the timeout.
+
+        Raises:
+            Exception: whatever the store raised; all earlier observations are forgotten then.
+        """
+        return frozenset(one for one in watched if self.stillness(one) >= self._timeout)
+
+    def stillness(self, one: K) -> float:
+        """Reads somebody's counter; seconds for which this observer has seen it stand still."""
+        try:
+            count = self._read(one)
+        except Exception:
+            self._seen.clear()
+            raise
+        now = self._now()
+        still = 0.0
+        if one in self._seen:
+            last_count, last_read, so_far = self._seen[one]
+            if last_count == count:
+                still = so_far + min(now - last_read, self._timeout / 2)
+        self._seen[one] = (count, now, still)
+        return still
+
+    def forget_all_but(self, watched: Iterable[K]) -> None:
+        """Drops what was seen of those that are no longer watched."""
+        keep = set(watched)
+        self._seen = {one: seen for one, seen in self._seen.items() if one in keep}
+
+
+class HeartbeatObserver(CounterObserver[Member]):
+    """Watches the heartbeats of members.
 
     Args:
         store: where the counters are.
@@ -35,36 +84,4 @@ class HeartbeatObserver:
     """
 
     def __init__(self, store: HeartbeatMixin, timeout: float) -> None:
-        self._store = store
-        self._timeout = timeout
-        # The counter, when it was read last, and for how long it has stood still by then.
-        self._seen: dict[Member, tuple[int, float, float]] = {}
-
-    def silent(self, members: Iterable[Member]) -> frozenset[Member]:
-        """Reads the members' counters and returns those that have stood still for the timeout.
-
-        Raises:
-            Exception: whatever the store raised; all earlier observations are forgotten then.
-        """
-        return frozenset(member for member in members if self.stillness(member) >= self._timeout)
-
-    def stillness(self, member: Member) -> float:
-        """Reads a member's counter; seconds for which this observer has seen it stand still."""
-        try:
-            count = self._store.get_heartbeat(member)
-        except Exception:
-            self._seen.clear()
-            raise
-        now = self._store.now()
-        still = 0.0
-        if member in self._seen:
-            last_count, last_read, so_far = self._seen[member]
-            if last_count == count:
-                still = so_far + min(now - last_read, self._timeout / 2)
-        self._seen[member] = (count, now, still)
-        return still
-
-    def forget_all_but(self, members: Iterable[Member]) -> None:
-        """Drops what was seen of members that are no longer watched."""
-        keep = set(members)
-        self._seen = {member: seen for member, seen in self._seen.items() if member in keep}
+        super().__init__(store.get_heartbeat, store.now, timeout)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from . import keys
 from .operations import StoreOperations
-from .records import Head, View, split_entry, to_number
+from .records import Head, Member, View, split_entry, to_number
 
 
 class HousekeepingMixin(StoreOperations):
@@ -22,6 +22,19 @@ class HousekeepingMixin(StoreOperations):
         key = keys.world(n)
         sizes = self.try_get(key)
         return 0 if sizes is None else to_number(split_entry(sizes, 2, key)[1], key)
+
+    def may_be_active(self, n: int, member: Member) -> bool:
+        """Whether a member may be an active rank of n, for those who do not know the rank assignment.
+
+        False only once others have all of the active ranks: then it is a spare in n.
+
+        Args:
+            n: the iteration.
+            member: who.
+        """
+        active = self.active_in(n)
+        holders = (self.try_get(keys.seat(n, rank)) for rank in range(active))
+        return active == 0 or any(holder in (None, str(member)) for holder in holders)
 
     def note_wanted(self, n: int) -> bool:
         """Raises `wanted` to the active ranks of n; tells whether they are known yet."""

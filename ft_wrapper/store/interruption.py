@@ -122,8 +122,8 @@ class InterruptionMixin(StoreOperations):
 
     def finish(self, n: int, active_rank: int, active_world_size: int) -> None:
         """Says that an active rank has returned from the function of n; the last one ends n as done."""
-        self.log_append(keys.finished(n), str(active_rank))
-        if self.add(keys.count_finished(n), 1) >= active_world_size:
+        finished = self.log_append_counted(keys.finished(n), str(active_rank), keys.count_finished(n))
+        if finished >= active_world_size:
             self.complete(n, active_world_size)
 
     def complete(self, n: int, active_world_size: int) -> str | None:

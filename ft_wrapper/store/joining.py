@@ -148,7 +148,7 @@ class JoiningMixin(GlobalIterationMixin):
         n = keys.BEFORE_FIRST
         expected = frozenset(slots)
         self.ask_to_join(n, member, 0)
-        if self.add(keys.count_gone(n), 1) >= len(expected):
+        if self.count(keys.count_gone(n)) >= len(expected):
             self.form(expected, min_world_size)
 
     def joined_first(self) -> set[Member]:

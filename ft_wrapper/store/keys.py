@@ -14,6 +14,8 @@ _ROOT = f"ft_wrapper/{THIS_VERSION}"
 
 VERSION = "ft_wrapper/version"
 """Register, the same in all versions of these names: which of them the store's job uses."""
+WAKE = f"{_ROOT}/wake/"
+"""What all keys begin with that only wake somebody."""
 LIFE = f"{_ROOT}/life"
 HEAD = f"{_ROOT}/head"
 GOODBYES = f"{_ROOT}/goodbyes"

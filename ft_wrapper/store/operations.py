@@ -15,8 +15,8 @@ from ..exception import StoreError
 class StoreOperations:
     """The operations of ``torch.distributed.Store`` that the protocol uses, and steps made of them.
 
-    A store implements the first group; ``log_append``, ``log_read`` and ``now`` may be replaced where a
-    store has a better way.
+    A store implements the first group; ``log_append``, ``log_read``, ``count``, ``log_append_counted`` and
+    ``now`` may be replaced where a store has a better way.
     """
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -133,6 +133,15 @@ class StoreOperations:
     def log_append(self, key: str, entry: str) -> None:
         """Adds an entry (one line) to a log."""
         self.append(key, entry + "\n")
+
+    def count(self, key: str) -> int:
+        """Counts one more, and returns the count: a hint, since a lost answer may be counted twice."""
+        return self.add(key, 1)
+
+    def log_append_counted(self, key: str, entry: str, count_key: str) -> int:
+        """Adds an entry to a log, then counts it; returns the count."""
+        self.log_append(key, entry)
+        return self.count(count_key)
 
     def log_read(self, key: str) -> list[str]:
         """Reads a log as it stands; an absent one is empty."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from .address import connector, is_etcd
 from .mixin import StoreMixin
 from .tcp import TCPStore, master_port, tcp_address
 
@@ -24,12 +25,15 @@ class StorePlan:
         port: where the monitor of the job's first slot has to host a server; None if somebody else does.
         host: the host of that server, as the clients call it.
         description: what to call it in messages; the same for the same store.
+        plain: what `announced_plan` makes the same plan of in another process, as JSON values; None if it is
+            no store that ``ftrun`` announces.
     """
 
     connect: Callable[[], StoreMixin]
     port: int | None
     host: str
     description: str
+    plain: Mapping[str, Any] | None = None
 
 
 def plan_store(
@@ -50,11 +54,10 @@ def plan_store(
     """
     announced = os.environ.get(ANNOUNCED)
     if announced:
-        return _tcp(*_announced_address(announced), None, {"timeout": timeout})
+        return announced_plan(announced, timeout.total_seconds())
     if factory is not TCPStore:
-        return StorePlan(
-            functools.partial(factory, **(kwargs or {})), None, "", f"{factory.__name__}({kwargs})"
-        )
+        described = f"{factory.__name__}({without_secrets(kwargs or {})})"
+        return StorePlan(functools.partial(factory, **(kwargs or {})), None, "", described)
     if not kwargs and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps its store when it starts the workers again: each attempt is a job of its own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -68,15 +71,31 @@ def plan_store(
     return _tcp(host, port, port, {"timeout": timeout, **given})
 
 
+def without_secrets(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A store's arguments as they may be shown: without its password."""
+    return {name: "…" if name == "password" else value for name, value in kwargs.items()}
+
+
+def announced_plan(address: str, timeout: float) -> StorePlan:
+    """The plan for a store that ``ftrun`` announces.
+
+    Args:
+        address: ``host:port``, or ``etcd://…``.
+        timeout: seconds for which to keep trying.
+
+    Raises:
+        ValueError: the address is malformed.
+    """
+    try:
+        connect = connector(address, timedelta(seconds=timeout))
+    except ValueError as error:
+        raise ValueError(
+            f"environment variable {ANNOUNCED}: {error}; ftrun sets it, remove it otherwise"
+        ) from None
+    described = address if is_etcd(address) else f"TCPStore({address})"
+    return StorePlan(connect, None, "", described, plain={"address": address, "timeout": timeout})
+
+
 def _tcp(host: str, port: int, hosted: int | None, kwargs: dict[str, Any]) -> StorePlan:
     connect = functools.partial(TCPStore, host, port, **kwargs)
     return StorePlan(connect, hosted, host, f"TCPStore({host}:{port})")
-
-
-def _announced_address(text: str) -> tuple[str, int]:
-    host, separator, port = text.rpartition(":")
-    if not separator or not host or not port.isdigit():
-        raise ValueError(
-            f"environment variable {ANNOUNCED}={text!r} must be host:port; ftrun sets it, remove it otherwise"
-        )
-    return tcp_address(host, int(port))

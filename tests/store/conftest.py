@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from store_helpers import Proxy
 
-from ft_wrapper.store import FileStore, PrefixStore, StoreMixin, TCPStore, TCPStoreServer
+from ft_wrapper.store import EtcdStore, FileStore, PrefixStore, StoreMixin, TCPStore, TCPStoreServer
 from ft_wrapper.testing import FakeStore
 
-KINDS = ["fake", "fake without libuv", "tcp", "file"]
+KINDS = ["fake", "fake without libuv", "tcp", "file", "etcd"]
 TIMEOUT = timedelta(seconds=20)
 
 
 @pytest.fixture(params=[*KINDS, *(f"prefix over {kind}" for kind in KINDS)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreMixin]:
+def store(request: pytest.FixtureRequest, tmp_path: Path, etcd_if_any: object) -> Iterator[StoreMixin]:
     """A store of each kind."""
     kind = request.param.removeprefix("prefix over ")
     with contextlib.ExitStack() as exits:
@@ -30,6 +30,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreMixin
             exits.callback(inner.close)
         elif kind == "file":
             inner = FileStore(str(tmp_path / "store"), timeout=TIMEOUT)
+        elif kind == "etcd":
+            server = request.getfixturevalue("etcd")
+            inner = EtcdStore(server.endpoints, request.getfixturevalue("prefix"), timeout=TIMEOUT)
+            exits.callback(inner.close)
+            exits.callback(inner.remove)
         else:
             inner = FakeStore(use_libuv=kind == "fake", timeout=TIMEOUT)
         yield inner if request.param == kind else PrefixStore(5, inner)

@@ -26,6 +26,15 @@ def test_the_wanted_size_is_the_largest_that_any_iteration_had() -> None:
     assert store.wanted() == 4
 
 
+def test_a_spare_is_known_once_others_have_all_active_ranks() -> None:
+    store, view, (first, second, spare) = formed([0, 1, 2])
+    assert store.may_be_active(view.n, spare), "nobody has entered yet"
+    store.check_assignment(view.n, second, 1, 3, 2)
+    assert store.may_be_active(view.n, spare), "it may be the other one"
+    store.check_assignment(view.n, first, 0, 3, 2)
+    assert [store.may_be_active(view.n, member) for member in (first, second, spare)] == [True, True, False]
+
+
 def test_iterations_that_ended_early_are_counted() -> None:
     store = FakeStore()
     assert [store.restless(n) for n in range(3)] == [0, 1, 2]

@@ -1,0 +1,444 @@
+"""Keys in etcd: the job survives the loss of any machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import NamedTuple, TypeVar
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+from ..exception import StoreError
+from . import etcd_address
+from . import keys as names
+from .etcd_gateway import LARGEST_REQUEST, MOST_OPERATIONS, EtcdGateway, EtcdRefused
+from .etcd_job import Changed, EtcdJob, EtcdWriter
+from .etcd_messages import Answer, Compare, Delete, KeyValue, Operation, Put, Range, Span
+from .mixin import StoreMixin
+from .operations import to_text
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = timedelta(seconds=30)
+DEFAULT_TTL = timedelta(seconds=etcd_address.DEFAULT_TTL)
+
+_PLAIN, _ENTRIES = b"k/", b"l/"
+_END = b"\0\0"
+
+_LOOK_AGAIN = 10.0  # seconds; bounds how late a write is noticed whose wake was missed
+_KEYS_A_WRITE = (MOST_OPERATIONS - 1) // 2  # a write and a deletion each, beside the client's register
+_BYTES_A_WRITE = LARGEST_REQUEST * 2 // 3
+
+
+class EtcdTimeout(DistStoreError, LookupError):
+    """Nobody wrote a key in time. The message names the keys."""
+
+
+class _Spans(NamedTuple):
+    """Where a key is: what was set, and what was appended since, an entry each."""
+
+    plain: Span
+    entries: Span
+
+    @property
+    def ranges(self) -> list[Range]:
+        return [Range(self.plain), Range(self.entries, by_creation=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """What a key holds."""
+
+    plain: KeyValue | None = None
+    entries: tuple[KeyValue, ...] = ()
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> _Held:
+        plain, entries = answers
+        return cls(plain.keys[0] if plain.keys else None, entries.keys)
+
+    @property
+    def value(self) -> bytes | None:
+        if self.plain is None and not self.entries:
+            return None
+        return b"".join(kv.value for kv in ([] if self.plain is None else [self.plain]) + [*self.entries])
+
+    def unchanged(self, spans: _Spans) -> list[Compare]:
+        """What holds as long as the key holds the same."""
+        plain = Compare(spans.plain, "mod", 0 if self.plain is None else self.plain.mod_revision)
+        if not self.entries:
+            return [plain, Compare(spans.entries, "version", 0)]
+        # Entries are only ever deleted all together.
+        first, last = self.entries[0], self.entries[-1]
+        return [
+            plain,
+            Compare(Span(first.key), "create", first.create_revision),
+            Compare(spans.entries, "create", last.create_revision + 1, "less"),
+        ]
+
+
+class EtcdStore(Store, StoreMixin):
+    """Keys in an etcd cluster (version 3.4 or later), under one prefix.
+
+    All keys of a job go with one lease, which each process that has made a store keeps alive until it closes
+    that store; its clones live on it. When no process has done so for ``ttl`` the keys are gone, and whoever
+    comes back gets a `StoreError`, never a number that was used before. An answer that was lost is asked for
+    again, from another member, and nothing is carried out twice.
+
+    Args:
+        endpoints: the members: ``"host:port,host:port"`` or a list of these.
+        prefix: in front of all keys of the job: no other job may have the same.
+        user: who to log in as; nobody when None.
+        password: the user's.
+        ca: path of the certificates of those who may sign the members', PEM; makes it TLS.
+        cert: path of a certificate to show, PEM.
+        key: path of its key, PEM.
+        timeout: how long to try to reach etcd, and to wait in operations that wait.
+        ttl: how long the keys stay when no process keeps them alive any more. Whoever begins the job decides.
+        namespace: in front of the keys of this store, behind the prefix: one job may have several.
+        begins: whether to begin the job if there is none. One that died must not begin again unnoticed.
+
+    Raises:
+        StoreError: etcd cannot be reached within the timeout, or refuses; the message says why.
+        ValueError: an argument cannot be right.
+    """
+
+    # torch's Store has had a method of this name and another meaning since 2.12.
+    barrier = StoreMixin.barrier
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        prefix: str,
+        *,
+        user: str | None = None,
+        password: str | None = None,
+        ca: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        ttl: timedelta = DEFAULT_TTL,
+        namespace: str = "",
+        begins: bool = True,
+    ) -> None:
+        if not prefix.strip("/"):
+            raise ValueError(f"prefix={prefix!r} of the job's keys in etcd is no name; take the job's own")
+        if ttl < timedelta(seconds=1):
+            raise ValueError(f"ttl={ttl!r} of the job's keys in etcd must be at least a second")
+        super().__init__()
+        self._patience = timeout.total_seconds()
+        gateway = EtcdGateway(
+            endpoints, user=user, password=password, ca=ca, cert=cert, key=key, timeout=self._patience
+        )
+        self.set_timeout(timeout)
+        lease_lasts = int(ttl.total_seconds()) if begins else None
+        self._etcd = EtcdJob(gateway, prefix.rstrip("/") + "/", lease_lasts, self._patience)
+        self._namespace = namespace.encode()
+        self._writer = EtcdWriter(self._etcd)
+        self._origin: EtcdStore | None = None
+        self._stop_keeping = self._etcd.keep_alive(self)
+
+    def __repr__(self) -> str:
+        return f"EtcdStore({self._etcd!r})"
+
+    def clone(self) -> EtcdStore:
+        other = EtcdStore.__new__(EtcdStore)
+        Store.__init__(other)
+        other.set_timeout(self.timeout)
+        other._patience, other._etcd, other._place = self._patience, self._etcd, self._place
+        other._namespace = self._namespace
+        other._writer = EtcdWriter(self._etcd)
+        other._origin = self._origin or self  # which keeps the lease alive
+        return other
+
+    def close(self) -> None:
+        """Ends what this process does to keep the job's keys alive, if this is no clone."""
+        if self._origin is None:
+            self._stop_keeping()
+
+    def remove(self) -> bool:
+        """Deletes all keys of the job, for all its processes; tells whether they were there still."""
+        return self._etcd.remove(self._patience)
+
+    def within(self, namespace: str) -> EtcdStore:
+        """A clone with other keys: they have this in front of them, behind the namespace of this store."""
+        other = self.clone()
+        other._namespace += namespace.encode()
+        return other
+
+    def clear(self) -> None:
+        """Deletes all keys of the namespace."""
+        spans = [Span.prefix(self._etcd.prefix + kind + self._namespace) for kind in (_PLAIN, _ENTRIES)]
+        self._change("clear", {}, [], [Delete(span) for span in spans], [])
+
+    def set_patience(self, seconds: float) -> None:
+        self._patience = seconds
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        # torch's own PrefixStore sets it where only torch's half of this store sees it.
+        return super().timeout
+
+    # Operations that write -----------------------------------------------------------------------------
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._write(f"set {key!r}", {key: _encode(value)})
+
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
+        """Writes several keys; all at once up to some 60 keys and a megabyte."""
+        part: dict[str, bytes] = {}
+        for key, value in zip(keys, map(_encode, values), strict=True):
+            size = sum(len(name) + len(other) for name, other in part.items()) + len(key) + len(value)
+            if part and (len(part) == _KEYS_A_WRITE or size > _BYTES_A_WRITE):
+                self._write("multi_set", part)
+                part = {}
+            part[key] = value
+        if part:
+            self._write("multi_set", part)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        put = self._entry(key, _encode(value))
+        self._change(f"append to {key!r}", {key: put.value}, [], [put], [])
+
+    def count(self, key: str) -> int:
+        return self._count(f"count in {key!r}", key, [])
+
+    def log_append_counted(self, key: str, entry: str, count_key: str) -> int:
+        return self._count(f"append to {key!r}", count_key, [self._entry(key, f"{entry}\n".encode())])
+
+    def _count(self, what: str, key: str, before: list[Put]) -> int:
+        """Counts by entries, of which nobody is in another one's way; with other writes, all at once."""
+        every = Range(self._spans(key).entries, count_only=True)
+        changed = self._change(what, {}, [], [*before, self._entry(key, b""), every], [])
+        if not changed.answers:  # it was lost
+            return self._etcd.read(what, [every], self._patience)[1][0].number
+        return changed.answers[-1].number
+
+    def _entry(self, key: str, value: bytes) -> Put:
+        return Put(self._spans(key).entries.key + self._writer.new_name(), value, self._etcd.lease)
+
+    def add(self, key: str, amount: int) -> int:
+        def decide(value: bytes | None) -> tuple[bytes | None, int]:
+            try:
+                after = int(value or b"0") + amount
+            except ValueError:
+                raise DistStoreError(f"add: key {key!r} holds {value!r}, which is no number") from None
+            return (None if value is not None and not amount else str(after).encode()), after
+
+        return self._modify(f"add to {key!r}", key, decide, self._held(key))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        wanted, new = _encode(expected), _encode(desired)
+
+        def decide(value: bytes | None) -> tuple[bytes | None, bytes]:
+            if value == wanted or (value is None and not wanted):
+                return new, new
+            return None, wanted if value is None else value
+
+        # Who expects nothing may be right; then reading first would be for nothing.
+        held = self._held(key) if wanted else _Held()
+        return self._modify(f"compare_set {key!r}", key, decide, held)
+
+    def delete_key(self, key: str) -> bool:
+        spans, held, what = self._spans(key), self._held(key), f"delete_key {key!r}"
+        while held.value is not None:
+            operations = [Delete(spans.plain), Delete(spans.entries)]
+            changed = self._change(what, {}, held.unchanged(spans), operations, spans.ranges)
+            if changed.carried_out:
+                return True
+            held = _Held.of(changed.answers)
+        return False
+
+    # Operations that read ------------------------------------------------------------------------------
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            ranges = [r for key in keys for r in self._spans(key).ranges]
+            _, answers = self._etcd.read(f"get {keys}", ranges, self._patience)
+            held = [_Held.of(answers[i : i + 2]).value for i in range(0, len(answers), 2)]
+            values = [value for value in held if value is not None]
+            if len(values) == len(keys):
+                return values
+            self._await("get", keys, deadline)
+
+    def check(self, keys: list[str]) -> bool:
+        return len(self._existing(f"check {keys}", keys)[1]) == len(set(keys))
+
+    def try_get(self, key: str) -> str | None:
+        value = self._held(key).value
+        return None if value is None else to_text(value, key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        self._await("wait", keys, time.monotonic() + seconds)
+
+    def num_keys(self) -> int:
+        return len(self.list_keys())
+
+    def list_keys(self) -> list[str]:
+        kinds = [Span.prefix(self._etcd.prefix + kind + self._namespace) for kind in (_PLAIN, _ENTRIES)]
+        _, (plain, entries) = self._etcd.read(
+            "list_keys", [Range(kind, keys_only=True) for kind in kinds], self._patience
+        )
+        names = {kv.key.removeprefix(kinds[0].key) for kv in plain.keys}
+        names |= {_name_of(kv.key.removeprefix(kinds[1].key)) for kv in entries.keys}
+        return sorted(name.decode() for name in names)
+
+    def has_extended_api(self) -> bool:
+        """Tells torch that append, multi_get and multi_set exist."""
+        return True
+
+    # torch's C++ PrefixStore knows these two under its own names.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    # Steps ---------------------------------------------------------------------------------------------
+
+    def _spans(self, key: str) -> _Spans:
+        name, prefix = self._namespace + key.encode(), self._etcd.prefix
+        # No name with its end is the beginning of another one.
+        ended = name.replace(b"\0", b"\0\xff") + _END
+        return _Spans(Span(prefix + _PLAIN + name), Span.prefix(prefix + _ENTRIES + ended))
+
+    def _held(self, key: str) -> _Held:
+        return _Held.of(self._etcd.read(f"get {key!r}", self._spans(key).ranges, self._patience)[1])
+
+    def _modify(
+        self,
+        what: str,
+        key: str,
+        decide: Callable[[bytes | None], tuple[bytes | None, T]],
+        held: _Held,
+    ) -> T:
+        """Writes what follows from what a key holds.
+
+        Args:
+            what: what to call it in messages.
+            key: the key.
+            decide: from what the key holds to what it shall hold, None if that need not be written; and to
+                the result.
+            held: what it holds, as far as is known.
+        """
+        spans = self._spans(key)
+        while True:
+            new, result = decide(held.value)
+            if new is None:
+                return result
+            changed = self._change(
+                what, {key: new}, held.unchanged(spans), self._replace(spans, new), spans.ranges
+            )
+            if changed.carried_out:
+                return result
+            held = _Held.of(changed.answers)
+
+    def _write(self, what: str, values: dict[str, bytes]) -> None:
+        operations = [o for key, value in values.items() for o in self._replace(self._spans(key), value)]
+        self._change(what, values, [], operations, [])
+
+    def _replace(self, spans: _Spans, value: bytes) -> list[Operation]:
+        return [Put(spans.plain.key, value, self._etcd.lease), Delete(spans.entries)]
+
+    def _change(
+        self,
+        what: str,
+        values: dict[str, bytes],
+        conditions: Sequence[Compare],
+        operations: Sequence[Operation],
+        otherwise: Sequence[Range],
+    ) -> Changed:
+        try:
+            return self._writer.change(what, conditions, operations, otherwise, self._patience)
+        except EtcdRefused as error:
+            if values and error.is_too_large:
+                key = max(values, key=lambda key: len(values[key]))
+                raise StoreError(
+                    f"{self!r}: the value of key {key!r} is too large: {len(values[key])} bytes, of at most "
+                    f"about {LARGEST_REQUEST}"
+                ) from error
+            raise
+
+    def _existing(self, what: str, keys: Iterable[str]) -> tuple[int, frozenset[str]]:
+        """Which of some keys exist, and as of which revision."""
+        names = list(dict.fromkeys(keys))
+        ranges = [Range(span, keys_only=True) for name in names for span in self._spans(name)]
+        revision, answers = self._etcd.read(what, ranges, self._patience)
+        existing = (n for i, n in enumerate(names) if answers[2 * i].keys or answers[2 * i + 1].keys)
+        return revision, frozenset(existing)
+
+    def _await(self, what: str, keys: Sequence[str], deadline: float) -> None:
+        if all(key.startswith(names.WAKE) for key in keys):
+            self._await_wakes(what, keys, deadline)
+        else:
+            self._await_any(what, keys, deadline)
+
+    def _await_wakes(self, what: str, keys: Sequence[str], deadline: float) -> None:
+        """Waits for keys that are written to wake somebody: one watch of this process follows them all."""
+        places = {self._spans(key).plain.key: key for key in keys}
+        missing = set(keys)
+        while True:
+            every = self._spans(names.WAKE).plain
+            standing = self._etcd.standing_watch(Span.prefix(every.key), self._patience)
+            if standing is None:
+                return self._await_any(what, keys, deadline)
+            with standing.listening(places) as listener:
+                _, existing = self._existing(f"{what} {list(keys)}", missing)
+                missing.difference_update(existing)
+                woken: bytes | Exception | None = b""
+                while missing and woken is not None:
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        raise self._timed_out(what, missing)
+                    try:
+                        woken = listener.get(timeout=min(remaining, _LOOK_AGAIN))
+                    except queue.Empty:
+                        woken = None
+                    if isinstance(woken, Exception):
+                        raise woken
+                    if woken is not None:
+                        missing.discard(places[woken])
+            if not missing:
+                return None
+
+    def _await_any(self, what: str, keys: Sequence[str], deadline: float) -> None:
+        missing, since = set(keys), None
+        while True:
+            revision, existing = self._existing(f"{what} {list(keys)}", missing)
+            missing.difference_update(existing)
+            if not missing:
+                return
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise self._timed_out(what, missing)
+            places = {span: name for name in missing for span in self._spans(name)}
+            # From the first look on: a key that is there and gone again by the next one has been there.
+            since = revision if since is None else since
+            written = self._etcd.wait(list(places), since, min(remaining, _LOOK_AGAIN))
+            if written is None:
+                since = None
+            elif written in places:
+                missing.discard(places[written])
+                if not missing:
+                    return
+
+    def _timed_out(self, what: str, missing: Iterable[str]) -> EtcdTimeout:
+        return EtcdTimeout(f"{self!r}: {what} timed out: nobody wrote the keys {sorted(missing)}")
+
+
+def _encode(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _name_of(entry: bytes) -> bytes:
+    """The name of the key that an entry belongs to."""
+    return entry[: entry.index(_END)].replace(b"\0\xff", b"\0")

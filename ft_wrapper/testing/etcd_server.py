@@ -1,0 +1,363 @@
+"""An etcd of one's own, of one member or three, for tests, demos and single nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import tenacity
+from typing_extensions import Self
+
+from ..agent.processes import start as start_process
+from ..store.etcd_gateway import EtcdGateway
+from .ports import free_port
+
+BINARY_VARIABLES = ("FT_WRAPPER_ETCD", "TORCHELASTIC_ETCD_BINARY_PATH")
+INSTALL = "apt-get install etcd-server, or unpack a release of github.com/etcd-io/etcd"
+
+_HOST = "127.0.0.1"
+_MOST_STARTS = 5
+_ANSWER_WITHIN = 2.0  # seconds
+
+
+class EtcdNotFound(Exception):
+    """There is no etcd binary. The message says where it was sought, and how to install it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EtcdTLS:
+    """Certificates of a server that speaks TLS to its clients. All are paths of PEM files.
+
+    Args:
+        cert: the server's certificate, valid for 127.0.0.1; used as a client's, too, to ask for its health.
+        key: its key.
+        ca: who signs certificates; clients that show none are refused.
+    """
+
+    cert: str
+    key: str
+    ca: str
+
+
+@dataclasses.dataclass
+class _Member:
+    name: str
+    directory: Path
+    client_port: int
+    peer_port: int
+    process: subprocess.Popen[bytes] | None = None
+
+
+def find_etcd() -> str:
+    """Finds the etcd binary: what an environment variable names, else beside this file, else on PATH.
+
+    Raises:
+        EtcdNotFound: there is none.
+    """
+    for variable in BINARY_VARIABLES:
+        named = os.environ.get(variable)
+        if named:
+            if shutil.which(named) is None:
+                raise EtcdNotFound(f"environment variable {variable}={named!r} names no program")
+            return named
+    found = shutil.which("etcd", path=str(Path(__file__).parent / "bin")) or shutil.which("etcd")
+    if found is None:
+        raise EtcdNotFound(
+            f"no etcd on PATH or beside {Path(__file__).name}, and {BINARY_VARIABLES[0]} is not set; "
+            f"install it: {INSTALL}"
+        )
+    return found
+
+
+class EtcdServer:
+    """A standalone etcd, or a cluster of them, on free ports of this host, with its data in a directory.
+
+    ``start`` and ``stop`` it, or use it as a context manager. Its processes are killed when the thread that
+    started them ends, however that happens; so nothing is left of it.
+
+    Args:
+        members: how many. Of 3 one may be lost.
+        data_dir: where its data goes, and stays; a temporary directory, which goes with it, when None.
+        tls: its certificates; plain HTTP when None.
+        quick_election: elect another leader after 0.2 s rather than etcd's own 1 s: for one host.
+        options: further options for each member.
+
+    Raises:
+        EtcdNotFound: there is no etcd binary.
+    """
+
+    def __init__(
+        self,
+        members: int = 1,
+        *,
+        data_dir: str | None = None,
+        tls: EtcdTLS | None = None,
+        quick_election: bool = True,
+        options: Sequence[str] = (),
+    ) -> None:
+        if members < 1:
+            raise ValueError(f"members={members} must be at least 1")
+        self._binary = find_etcd()
+        self._number = members
+        self._given_dir = data_dir
+        self._tls = tls
+        self._options = [*options]
+        if quick_election:
+            self._options += ["--heartbeat-interval", "20", "--election-timeout", "200"]
+        self._members: list[_Member] = []
+        self._directory: Path | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"EtcdServer({self.endpoints})" if self._members else "EtcdServer()"
+
+    @property
+    def endpoints(self) -> str:
+        """All members' addresses for clients: ``host:port,host:port``; with ``https://`` where it is TLS."""
+        return ",".join(self._endpoint(member) for member in self._members)
+
+    def get_endpoint(self) -> str:
+        """The first member's address for clients."""
+        return self._endpoint(self._members[0])
+
+    def get_client(self, timeout: float = 30.0) -> EtcdGateway:
+        """A client of all members; with TLS it shows the server's own certificate.
+
+        Args:
+            timeout: seconds for which it tries to get an answer.
+        """
+        tls = self._tls
+        if tls is None:
+            return EtcdGateway(self.endpoints, timeout=timeout)
+        return EtcdGateway(self.endpoints, timeout=timeout, ca=tls.ca, cert=tls.cert, key=tls.key)
+
+    def start(self, timeout: float = 60.0) -> None:
+        """Starts all members and waits until each says that it is healthy.
+
+        Args:
+            timeout: seconds to wait.
+
+        Raises:
+            RuntimeError: a member did not start; with the end of its log.
+        """
+        if self._members:
+            raise RuntimeError(f"{self!r} has been started already")
+        for attempt in range(_MOST_STARTS):
+            self._prepare()
+            try:
+                for member in self._members:
+                    self._start(member)
+                for member in self._members:
+                    self._await_health(member, timeout)
+                return
+            except BaseException as error:
+                # Between the choice of a port and its use somebody else may take it.
+                taken = "address already in use" in str(error)
+                self.stop()
+                if not taken or attempt == _MOST_STARTS - 1:
+                    raise
+
+    def stop(self) -> None:
+        """Ends all members and removes what is temporary; where the data stays, they may end in order."""
+        patience = 0.0 if self._given_dir is None else 10.0
+        for member in self._members:
+            if member.process is not None and patience:
+                member.process.send_signal(signal.SIGTERM)
+        for member in self._members:
+            self._end(member, patience)
+        self._members = []
+        if self._directory is not None and self._given_dir is None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory = None
+
+    # For tests of what happens when a member fails -----------------------------------------------------
+
+    def kill(self, index: int) -> None:
+        """Kills a member, and waits for its end.
+
+        Args:
+            index: which one, from 0.
+        """
+        self._end(self._members[index], 0.0)
+
+    def restart(self, index: int, timeout: float = 60.0) -> None:
+        """Starts a member that was killed, with its data and its ports, and waits until it is healthy.
+
+        Args:
+            index: which one, from 0.
+            timeout: seconds to wait.
+
+        Raises:
+            RuntimeError: it did not start; with the end of its log.
+        """
+        member = self._members[index]
+        if member.process is not None:
+            raise RuntimeError(f"member {index} of {self!r} still runs; kill it first")
+        self._start(member)
+        self._await_health(member, timeout)
+
+    def pause(self, index: int) -> None:
+        """Stops a member where it is: connections to it stay open, and nothing answers."""
+        self._signal(index, signal.SIGSTOP)
+
+    def resume(self, index: int) -> None:
+        """Lets a member go on that was paused."""
+        self._signal(index, signal.SIGCONT)
+
+    def leader(self, timeout: float = 30.0) -> int:
+        """Which member leads the cluster, from 0; waits until the first that answers knows.
+
+        Args:
+            timeout: seconds to wait.
+
+        Raises:
+            RuntimeError: no member answers, or knows of a leader.
+        """
+        try:
+            leader: int = _retrying(timeout)(self._ask_for_leader)
+            return leader
+        except tenacity.RetryError as failure:
+            raise RuntimeError(f"{self!r} has no leader") from failure.last_attempt.exception()
+
+    # Steps ---------------------------------------------------------------------------------------------
+
+    def _endpoint(self, member: _Member) -> str:
+        return f"{'https://' if self._tls else ''}{_HOST}:{member.client_port}"
+
+    def _prepare(self) -> None:
+        if self._given_dir is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="ft_wrapper-etcd-"))
+        else:
+            self._directory = Path(self._given_dir)
+            self._directory.mkdir(parents=True, exist_ok=True)
+        first = free_port(2 * self._number)
+        self._members = [
+            _Member(f"member{i}", self._directory / f"member{i}", first + 2 * i, first + 2 * i + 1)
+            for i in range(self._number)
+        ]
+
+    def _start(self, member: _Member) -> None:
+        scheme = "https" if self._tls else "http"
+        client, peer = f"{scheme}://{_HOST}:{member.client_port}", f"http://{_HOST}:{member.peer_port}"
+        command = [self._binary, "--name", member.name, "--data-dir", str(member.directory)]
+        command += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        command += [
+            "--initial-cluster",
+            ",".join(f"{m.name}=http://{_HOST}:{m.peer_port}" for m in self._members),
+        ]
+        if self._tls:
+            command += ["--cert-file", self._tls.cert, "--key-file", self._tls.key]
+            command += ["--trusted-ca-file", self._tls.ca, "--client-cert-auth"]
+        command += self._options
+        # Variables of another etcd on this host would be options of this one.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
+        if os.uname().machine == "aarch64":
+            environment["ETCD_UNSUPPORTED_ARCH"] = "arm64"
+        with open(_log_of(member), "ab") as log:
+            member.process = start_process(command, environment, log.fileno(), log.fileno())
+
+    def _end(self, member: _Member, patience: float) -> None:
+        process, member.process = member.process, None
+        if process is None:
+            return
+        if patience:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+        process.kill()
+        process.wait()
+
+    def _signal(self, index: int, signum: int) -> None:
+        process = self._members[index].process
+        if process is None:
+            raise RuntimeError(f"member {index} of {self!r} does not run")
+        process.send_signal(signum)
+
+    def _await_health(self, member: _Member, timeout: float) -> None:
+        try:
+            _retrying(timeout)(self._check_health, member)
+        except tenacity.RetryError as failure:
+            error = failure.last_attempt.exception()
+            raise RuntimeError(
+                f"{member.name} of etcd was not healthy within {timeout:g} s: {error}\n{_end_of_log(member)}"
+            ) from error
+
+    def _check_health(self, member: _Member) -> None:
+        assert member.process is not None
+        if member.process.poll() is not None:
+            raise RuntimeError(
+                f"{member.name} of etcd ended with code {member.process.returncode}:\n{_end_of_log(member)}"
+            )
+        health = self._ask(member, "GET", "/health").get("health")
+        if str(health).lower() != "true":
+            raise OSError(f"it says that its health is {health!r}")
+
+    def _ask_for_leader(self) -> int:
+        leading: list[tuple[int, int]] = []
+        for index, member in enumerate(self._members):
+            with contextlib.suppress(OSError):
+                status = self._ask(member, "POST", "/v3/maintenance/status")
+                if status.get("leader") == status["header"]["member_id"]:
+                    leading.append((int(status["raftTerm"]), index))
+        if not leading:
+            raise OSError(f"none of {len(self._members)} members leads")
+        return max(leading)[1]  # one that was cut off may believe for a while that it still leads
+
+    def _ask(self, member: _Member, method: str, path: str) -> dict[str, Any]:
+        connection = self._connection(member)
+        try:
+            connection.request(method, path, body="{}" if method == "POST" else None)
+            answer = json.loads(connection.getresponse().read())
+        except (http.client.HTTPException, ValueError) as error:
+            raise OSError(f"{path}: {error!r}") from error
+        finally:
+            connection.close()
+        if not isinstance(answer, dict):
+            raise OSError(f"{path} answers {answer!r}")
+        return answer
+
+    def _connection(self, member: _Member) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(_HOST, member.client_port, timeout=_ANSWER_WITHIN)
+        context = ssl.create_default_context(cafile=self._tls.ca)
+        context.load_cert_chain(self._tls.cert, self._tls.key)
+        return http.client.HTTPSConnection(_HOST, member.client_port, timeout=_ANSWER_WITHIN, context=context)
+
+
+def _retrying(timeout: float) -> tenacity.Retrying:
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(OSError),
+        stop=tenacity.stop_after_delay(timeout),
+        wait=tenacity.wait_exponential(multiplier=0.01, max=0.2),
+    )
+
+
+def _log_of(member: _Member) -> Path:
+    return member.directory.with_suffix(".log")
+
+
+def _end_of_log(member: _Member) -> str:
+    try:
+        return "\n".join(_log_of(member).read_text(errors="replace").splitlines()[-20:])
+    except OSError as error:
+        return f"(no log: {error})"
