@@ -135,8 +135,8 @@ class AbortProcesses(Abort):
     """Ends helper processes of the function: SIGTERM, and SIGKILL after the grace time.
 
     A hung DataLoader worker, for one, delays the function's unwinding by about 5 s. The processes are ended,
-    not reaped: whoever started them gets their exit status. This process, its parent and the wrapper's
-    monitor process are never ended, whatever ``find`` says.
+    not reaped: whoever started them gets their exit status. This process, its parent and the process of the
+    wrapper's monitor are never ended, whatever ``find`` says.
 
     Args:
         find: the processes, by pid or as ``psutil.Process``; or a function without arguments that returns
@@ -225,7 +225,7 @@ def find_data_loader_workers() -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def protect_process(pid: int) -> Iterator[None]:
-    """Keeps `AbortProcesses` from ending a process: the wrapper's monitor process, while it runs.
+    """Keeps `AbortProcesses` from ending a process: that of the wrapper's monitor, while it runs.
 
     Args:
         pid: the process.

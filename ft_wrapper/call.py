@@ -19,6 +19,7 @@ from .exception import HealthCheckError, InternalError, RankShouldRestart, Store
 from .iteration_store import Environment, connect, own_address, point_to
 from .job import Job, Patience, Remembered, formation_size
 from .monitor.interrupt import Interrupter
+from .monitor.line import MonitorLine, line_to_agent
 from .monitor.process import MonitorProcess
 from .monitor.process_main import MonitorFiles
 from .monitor.progress_watchdog import ProgressWatchdog
@@ -73,7 +74,7 @@ class Call:
     # ---- what the call owns
 
     def open(self) -> None:
-        """Forks the monitor, joins the job, takes part in the decision of the first iteration.
+        """Gets a monitor, joins the job, takes part in the decision of the first iteration.
 
         Raises:
             RestartError: the store cannot be used, or somebody is missing.
@@ -94,7 +95,7 @@ class Call:
             owned.callback(close_aborted_sockets)
             owned.callback(wait_for_released_groups)
             self._hosts = self.plan.port is not None and slot == min(slots)
-            self.monitor = self._fork_monitor(settings, slot)
+            self.monitor = self._find_monitor(settings, slot)
             owned.push(self._end_monitor)
             owned.enter_context(protect_process(self.monitor.pid))
             store = self.plan.connect()
@@ -158,11 +159,16 @@ class Call:
             **self.wrapper.shared_settings(),
         }
 
-    def _fork_monitor(self, settings: MonitorSettings, slot: int) -> MonitorProcess:
+    def _find_monitor(self, settings: MonitorSettings, slot: int) -> MonitorLine:
+        """The monitor inside the agent, if there is one; otherwise one in a process of its own."""
         files = MonitorFiles(
             _filled_in(self.wrapper.monitor_process_logfile, slot),
             _filled_in(self.wrapper.monitor_process_pidfile, slot),
         )
+        if files == MonitorFiles():  # those are a process's
+            line = line_to_agent(settings, self.plan, self.memory, self._on_monitor_lost)
+            if line is not None:
+                return line
         try:
             return self._monitor_process(settings, files)
         except StoreError:
@@ -397,7 +403,7 @@ class Call:
             self.wrapper.finalize(self.state.freeze())
         self._check_health()
         if self._monitor_lost.is_set():
-            raise InternalError("this rank's monitor process ended; see monitor_process_logfile")
+            raise InternalError(f"this rank's {self.monitor.name} ended; see {self.monitor.log_of}")
         self.memory.enter_phase(Phase.IDLE)
 
     def _complete(self) -> None:
@@ -488,7 +494,7 @@ class Call:
         if not self._was_active:
             store.log_append(names.promoted(view.n), f"{self.job.slot} {state.active_rank}")
         active = state.active_world_size or 0
-        if store.add(names.count_entered(view.n), 1) != active:
+        if store.count(names.count_entered(view.n)) != active:
             return
         promoted = [line.split() for line in store.log_read(names.promoted(view.n))]
         log.warning(

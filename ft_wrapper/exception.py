@@ -34,3 +34,7 @@ class TimeoutError(RestartError):
 
 class StoreError(RestartError):
     """The store that the ranks agree on failed. The message names its endpoint and the operation."""
+
+
+class StoreUnavailable(StoreError):
+    """The store does not answer at this time, but may again: it is kept on several machines."""

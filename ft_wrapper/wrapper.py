@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import os
 import pathlib
 import types
 import typing
@@ -26,8 +28,12 @@ from .monitor.death import is_replaced
 from .monitor.settings import MonitorSettings
 from .rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, ShiftRanks
 from .state import State
-from .store import StoreMixin, TCPStore, plan_store
+from .store import StoreMixin, TCPStore, plan_store, without_secrets
 from .terminate import Terminate
+
+log = logging.getLogger(__name__)
+
+ACTIVE_ENV = "FT_WRAPPER_ACTIVE_WORLD_SIZE"
 
 F = TypeVar("F", bound=Callable[..., Any])
 Duration = timedelta | float
@@ -85,7 +91,7 @@ class Wrapper:
         terminate: run when this rank leaves the job.
         rank_assignment: who gets which rank, and who is active; all ranks, shifted, when None.
         monitor_thread_interval: how late the monitor thread notices a missed event at the most.
-        monitor_process_interval: how late the monitor process does.
+        monitor_process_interval: how late the monitor does, in whatever process.
         heartbeat_interval: between two heartbeats.
         progress_watchdog_interval: between two automatic time stamps of progress.
         soft_timeout: no progress for so long restarts all ranks.
@@ -95,11 +101,14 @@ class Wrapper:
         completion_timeout: how long a rank that has finished waits for the others.
         last_call_wait: how long to gather further faults before aborting.
         termination_grace_time: from SIGTERM to SIGKILL.
-        monitor_process_logfile: absolute path; ``{rank}`` is filled in.
+        monitor_process_logfile: absolute path; ``{rank}`` is filled in. With this or the next one the rank
+            has a monitor process of its own, also where its agent would run the monitor.
         monitor_process_pidfile: absolute path; ``{rank}`` is filled in.
         enabled: False leaves the function as it is.
         use_global_iteration: iteration numbers are unique for the whole life of the store.
         active_world_size: so many ranks are active, the rest are hot spares; short for a rank assignment.
+            When None, and without a ``rank_assignment``: what ``ftrun --active-world-size`` or
+            ``--spare-nodes`` says, or fewer while there are not so many ranks.
         min_world_size: with fewer ranks than this the call fails rather than going on.
         on_join: what a process causes that joins the running job (which needs ``use_global_iteration``): it
             waits for the ``next`` restart; or it ends the iteration if fewer ranks are active than there were
@@ -213,7 +222,12 @@ class Wrapper:
         self.health_check = health_check
         self.completion = completion
         self.terminate = terminate
-        self.rank_assignment = rank_assignment or _default_assignment(active_world_size)
+        self._launched_active = None
+        if active_world_size is None and rank_assignment is None:
+            self._launched_active = _launched_active_world_size()
+        self.rank_assignment = rank_assignment or _default_assignment(
+            active_world_size or self._launched_active
+        )
         self.monitor_thread_interval = durations["monitor_thread_interval"]
         self.monitor_process_interval = durations["monitor_process_interval"]
         self.heartbeat_interval = durations["heartbeat_interval"]
@@ -287,7 +301,7 @@ class Wrapper:
         """The settings that must be the same on all ranks, as they are compared."""
         return {
             "use_global_iteration": self.use_global_iteration,
-            "active_world_size": self.active_world_size,
+            "active_world_size": self.active_world_size or self._launched_active,
             "min_world_size": self.min_world_size,
             "on_join": self.on_join,
             "rank_assignment": _outline(self.rank_assignment),
@@ -307,6 +321,7 @@ class Wrapper:
                 raise ValueError(
                     f"{name}={value} is more than WORLD_SIZE={state.world_size}; start more ranks or lower it"
                 )
+        self._say_who_wins(state)
         if torch.distributed.is_initialized():
             raise RuntimeError(
                 "a process group is already initialized; call torch.distributed.destroy_process_group() "
@@ -318,6 +333,37 @@ class Wrapper:
                 "safely; call the wrapped function before anything that touches CUDA"
             )
         return state
+
+    def _say_who_wins(self, state: State) -> None:
+        """What the code says goes before what ``ftrun`` was told; one rank says so, if that differs."""
+        launched = _launched_active_world_size()
+        if state.rank != 0 or launched in (None, self.active_world_size, self._launched_active):
+            return
+        what = (
+            "a rank_assignment"
+            if self.active_world_size is None
+            else f"active_world_size={self.active_world_size}"
+        )
+        log.warning(
+            "%s=%d, as ftrun was told, does not count: the wrapper has %s", ACTIVE_ENV, launched, what
+        )
+
+
+def _launched_active_world_size() -> int | None:
+    """How many ranks are to be active as far as ``ftrun`` knows.
+
+    Raises:
+        ValueError: the variable is no number of at least 1.
+    """
+    text = os.environ.get(ACTIVE_ENV)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"environment variable {ACTIVE_ENV}={text!r} must be an integer of at least 1; ftrun sets it by "
+            "--active-world-size and --spare-nodes; remove it otherwise"
+        )
+    return int(text)
 
 
 def _default_assignment(active_world_size: int | None) -> RankAssignment:
@@ -369,7 +415,8 @@ def _check_store(factory: object, kwargs: object) -> None:
     try:
         inspect.signature(factory).bind(**kwargs)
     except TypeError as error:
-        raise TypeError(f"store_kwargs={kwargs!r} do not fit store_factory={factory!r}: {error}") from None
+        shown = without_secrets(kwargs)
+        raise TypeError(f"store_kwargs={shown!r} do not fit store_factory={factory!r}: {error}") from None
 
 
 def _check_function(function: Callable[..., Any]) -> None:

@@ -34,6 +34,7 @@ class RankMonitor:
         memory: shared with the rank.
         pid: the rank's process.
         settings: the times to keep.
+        job: what the job is called in events; None for what the environment says.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class RankMonitor:
         memory: RankMemory,
         pid: int,
         settings: MonitorSettings,
+        job: str | None = None,
     ) -> None:
         self.member = member
         self.view: View | None = None
@@ -50,10 +52,12 @@ class RankMonitor:
         self._memory = memory
         self._pid = pid
         self._settings = settings
+        self._job = {} if job is None else {"job": job}
         self._store = connect()
         self._reported = names.BEFORE_FIRST - 1  # iteration whose soft timeout has been published
         self._gone = False
         self._left_out_at = math.inf  # when the heart saw that the others went on without this rank
+        self._teller: threading.Thread | None = None  # of a soft timeout
         self._stop = threading.Event()
         self._heart = threading.Thread(
             target=self._beat, args=(connect,), name="ft_wrapper-heartbeat", daemon=True
@@ -65,9 +69,17 @@ class RankMonitor:
         self.view = view
         self._rank = rank
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stops the heartbeat."""
         self._stop.set()
+
+    def close(self) -> None:
+        """Stops the heartbeat, waits for its end, and lets go of the store."""
+        self.stop()
+        self._heart.join()  # bounded: the store is not tried for ever
+        if self._teller is not None:
+            self._teller.join()
+        self._store.close()
 
     def rank_died(self) -> None:
         """The rank's process has died: tells the others, unless that was done when it was ended."""
@@ -119,7 +131,11 @@ class RankMonitor:
             self._end_rank(pidfd, f"{what} for hard_timeout={hard:g} s")
         elif watched and progress >= self._settings.soft_timeout and self._reported < self._memory.iteration:
             self._reported = self._memory.iteration
-            self._publish_soft_timeout()
+            # Not here: a store that is out of reach for the moment must not keep the hard timeout waiting.
+            self._teller = threading.Thread(
+                target=self._publish_soft_timeout, name="ft_wrapper-soft-timeout", daemon=True
+            )
+            self._teller.start()
 
     def await_goodbyes(self) -> None:
         """Waits until all members have said that they need the store no more.
@@ -164,6 +180,7 @@ class RankMonitor:
                     house.keep(view, self._rank)
             except Exception:
                 log.exception("heartbeat of %s failed", self.member)
+        store.close()
 
     def _note_left_out(self, left_out: bool) -> None:
         if not left_out:
@@ -173,7 +190,7 @@ class RankMonitor:
 
     def _emit_fault(self, view: View, interruption: Interruption) -> None:
         member = {"slot": self.member.slot, "incarnation": self.member.incarnation}
-        events.emit("fault", iteration=view.n, kind=interruption.name, **member)
+        events.emit("fault", **self._job, iteration=view.n, kind=interruption.name, **member)
 
     def _publish_soft_timeout(self) -> None:
         view = self.view
@@ -182,7 +199,10 @@ class RankMonitor:
         message = f"made no progress for soft_timeout={self._settings.soft_timeout:g} s"
         fault = self._fault(Interruption.SOFT_TIMEOUT, message)
         self._emit_fault(view, fault.interruption)
-        self._store.report_fault(view.n, fault)
+        try:
+            self._store.report_fault(view.n, fault)
+        except StoreError as error:
+            log.warning("nobody could be told that %s %s: %s", self.member, message, error)
 
     def _publish_death(self, interruption: Interruption, message: str) -> None:
         self._gone = True

@@ -11,6 +11,7 @@ aligned bytes written in one store, so that no reader sees half of a value and n
 from __future__ import annotations
 
 import enum
+import fcntl
 import logging
 import os
 import threading
@@ -24,6 +25,7 @@ from ft_wrapper.monitor import libc
 logger = logging.getLogger(__name__)
 
 _SIZE = 4096
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MAGIC = 0x66745F72616E6B31
 _MUTEX = 0  # byte offset; all below are indices of eight-byte fields after the mutex
 _MAIN, _GIL, _PING, _PHASE, _ITERATION, _ACTIVE, _HANG_PROTECTION, _LIFE, _MAGIC_FIELD = range(
@@ -59,9 +61,11 @@ class RankMemory:
 
     def __init__(self) -> None:
         libc.require()
-        fd = os.memfd_create("ft_wrapper_rank", os.MFD_CLOEXEC)
+        fd = os.memfd_create("ft_wrapper_rank", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, _SIZE)
+            # Whoever maps it, an agent for one, shall not be ended by a file that has become shorter.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             self._map(fd)
         except BaseException:
             os.close(fd)
@@ -90,6 +94,8 @@ class RankMemory:
             raise ValueError(
                 f"fd={fd} is no rank's memory: {size} bytes instead of {_SIZE}; pass the fd of a RankMemory"
             )
+        if not _is_sealed(fd):
+            raise ValueError(f"fd={fd} is no rank's memory: it can shrink; pass the fd of a RankMemory")
         memory = cls.__new__(cls)
         own = os.dup(fd)
         try:
@@ -332,6 +338,13 @@ class RankMemory:
         self._floats.release()
         self._ints.release()
         libc.unmap(self._address, _SIZE)
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:
+        return False  # no memory file
 
 
 def _views(address: int) -> tuple[memoryview[float], memoryview[int]]:

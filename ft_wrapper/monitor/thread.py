@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from .. import events
-from ..exception import StoreError
+from ..exception import StoreError, StoreUnavailable
 from ..store import StoreMixin
 from ..store.records import FAULT
 from .interrupt import Interrupter
@@ -110,8 +110,17 @@ class MonitorThread:
         self._store.close()
 
     def _await_end(self, watch: Watch) -> str | None:
+        told = False
         while True:
-            outcome = self._store.wait_for_end(watch.n, _LONG, lambda: watch.may_be_done)
+            try:
+                outcome = self._store.wait_for_end(watch.n, _LONG, lambda: watch.may_be_done)
+            except StoreUnavailable as error:
+                if self._stopping.is_set():
+                    raise
+                if not told:
+                    log.warning("training goes on; faults elsewhere are heard of after this: %s", error)
+                told = True
+                continue
             if outcome is not None:
                 return outcome
 

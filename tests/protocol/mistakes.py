@@ -122,7 +122,7 @@ class WallClockStore(SimulatedStore):
 
 
 def _stillness_by_wall_clock(observer: HeartbeatObserver, member: Member) -> float:
-    store: Any = observer._store
+    store: Any = observer._read.__self__  # type: ignore[attr-defined]
     text = store.try_get(keys.heartbeat(str(member)))
     still = store.now() - float(text or 0.0)
     return still if still >= observer._timeout else 0.0
