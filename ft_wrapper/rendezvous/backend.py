@@ -28,10 +28,12 @@ class Backend(abc.ABC):
     Attributes:
         name: what ``--rdzv-backend`` calls it.
         is_host: whether the others lose the store when this node closes it.
+        hosts_workers: whether a node has to host the store of the workers: that of group rank 0.
     """
 
     name: str
     is_host: bool = False
+    hosts_workers: bool = True
 
     @abc.abstractmethod
     def connect(self) -> StoreMixin:
@@ -44,6 +46,23 @@ class Backend(abc.ABC):
         Args:
             prefix: in front of all keys.
         """
+
+    def workers_store(self, round_number: int) -> str:
+        """Address of the store in which the workers of a round agree; empty where a node hosts it."""
+        return ""
+
+    def forget_workers_store(self, round_number: int) -> None:
+        """Deletes what the workers of a round that is over have left there, if it is not gone with a node."""
+        return
+
+    def leave(self, name: str, others: list[str]) -> None:
+        """All is over, and this node uses the store no more; the last one tidies up.
+
+        Args:
+            name: of this node.
+            others: names of all others that are in the record.
+        """
+        return
 
     @abc.abstractmethod
     def local_address(self) -> str:
@@ -107,7 +126,7 @@ class TcpBackend(Backend):
             if required or self.port == 0:
                 raise RendezvousConnectionError(
                     f"--rdzv-endpoint {self.host_name}:{self.port}: this node must host the store, "
-                    f"and cannot: {error.__cause__}; choose another port, or leave out is_host"
+                    f"and cannot: {error.__cause__}; choose another port, or let another node host it"
                 ) from error
             log.debug(
                 "%s:%d is taken: another node of this machine hosts the store", self.host_name, self.port

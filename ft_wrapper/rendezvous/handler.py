@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
 
+from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -26,10 +28,20 @@ from ..exception import StoreError
 from ..store import StoreMixin
 from . import keys, operations
 from .backend import Backend, TcpBackend, WorkerStore
+from .etcd_backend import EtcdBackend
 from .executor import Executor, OnUnseated
 from .keep_alive import NeighbourWatch
 from .register import Register, Snapshot
-from .settings import Identity, Settings, new_node_id, parameters_from_url, read_parameters
+from .settings import (
+    ETCD_NAMES,
+    EtcdOptions,
+    Identity,
+    Settings,
+    TcpOptions,
+    new_node_id,
+    parameters_from_url,
+    read_parameters,
+)
 from .state import GROUP, RANK, Node, Seat, State, adopt_rank_policy
 from .watch import Board, Heart, OnChange, OnLost, Watcher
 
@@ -75,7 +87,9 @@ class FtRendezvousHandler(RendezvousHandler):
         self.on_change = on_change
         self._backend = backend
         self._board = Board(on_lost)
-        self._initial = State(settings.min_nodes, settings.max_nodes, settings.options())
+        self._initial = State(
+            settings.min_nodes, settings.max_nodes, settings.options(), hosted=backend.hosts_workers
+        )
         self._node: Node | None = None
         self._round: int | None = None
         self._joined: State | None = None
@@ -126,6 +140,7 @@ class FtRendezvousHandler(RendezvousHandler):
                 leaving = self._round
                 snapshot = self._executor.join(leaving)
                 self._round, self._joined = snapshot.state.round, snapshot.state
+                self._forget_predecessors()
                 info = self._info(snapshot.state)
                 if info is not None:
                     log.info(
@@ -226,6 +241,19 @@ class FtRendezvousHandler(RendezvousHandler):
     def is_host(self) -> bool:
         """Whether the others lose the rendezvous store when this node ends."""
         return self._backend.is_host
+
+    def agents_store(self) -> Store:
+        """Another client of the store that the agents of this node's round share."""
+        assert self._round is not None
+        return self._backend.agents_store(keys.agents(self._round))
+
+    def workers_store(self, round_number: int) -> str:
+        """Address of the store in which the workers of a round agree, if it outlives all nodes; else empty.
+
+        Args:
+            round_number: the round.
+        """
+        return self._backend.workers_store(round_number)
 
     def refresh(self) -> State:
         """Reads the record, as it is now.
@@ -375,6 +403,17 @@ class FtRendezvousHandler(RendezvousHandler):
         self._forget_round(number - 2)
         return RendezvousStoreInfo(worker_store.address, worker_store.port)
 
+    def _forget_predecessors(self) -> None:
+        """Deletes the counters of agents that had this id: nobody watches them once this one has its place.
+
+        Of two, since the last one may never have got as far as this.
+        """
+        assert self._node is not None
+        assert self._register is not None
+        for incarnation in range(max(0, self._node.incarnation - 2), self._node.incarnation):
+            before = dataclasses.replace(self._node, incarnation=incarnation)
+            self._register.store.delete_key(keys.alive(before.name))
+
     def _find_worker_store(self, state: State) -> RendezvousStoreInfo | None:
         assert self._register is not None
         store, key = self._register.store, keys.endpoint(state.round)
@@ -382,17 +421,22 @@ class FtRendezvousHandler(RendezvousHandler):
             self._worker_store.close()
             self._worker_store = None
         deadline = store.now() + self.settings.join_timeout
-        while not _interruptible(lambda: store.wait_for(key, self.settings.keep_alive_timeout)):
-            newest = self._board.latest()
-            assert newest is not None
-            if newest.state.round != state.round or newest.state.closed or _is_empty(newest.state, 0):
-                return None
-            if store.now() >= deadline:
-                raise RendezvousTimeoutError(
-                    f"node {state.seats[0].occupant}, which has group rank 0 in round {state.round} of the "
-                    f"rendezvous {self.settings.run_id!r}, has not opened the store of the workers within "
-                    f"{self.settings.join_timeout:g} s"
-                )
+        # Whoever is interrupted leaves this client waiting, and needs the other one to give up its place.
+        waiting = self._backend.connect()
+        try:
+            while not _interruptible(lambda: waiting.wait_for(key, self.settings.keep_alive_timeout)):
+                newest = self._board.latest()
+                assert newest is not None
+                if newest.state.round != state.round or newest.state.closed or _is_empty(newest.state, 0):
+                    return None
+                if store.now() >= deadline:
+                    raise RendezvousTimeoutError(
+                        f"node {state.seats[0].occupant}, which has group rank 0 in round {state.round} of "
+                        f"the rendezvous {self.settings.run_id!r}, has not opened the store of the workers "
+                        f"within {self.settings.join_timeout:g} s"
+                    )
+        finally:
+            waiting.close()
         text = store.try_get(key) or ""
         address, _, port = text.rpartition(":")
         if not address or not port.isdecimal():
@@ -410,6 +454,7 @@ class FtRendezvousHandler(RendezvousHandler):
         for key in store.list_keys():
             if key.startswith(prefix):
                 store.delete_key(key)
+        self._backend.forget_workers_store(number)
 
     # The end -----------------------------------------------------------------------------------------------
 
@@ -450,6 +495,7 @@ class FtRendezvousHandler(RendezvousHandler):
             if thread is not None and thread is not threading.current_thread():
                 thread.join(_JOIN_THREAD)
         self._heart = self._watcher = None
+        self._tidy_up()
         self._executor = self._register = self._side = None
         for client in self._clients:
             client.close()
@@ -459,9 +505,24 @@ class FtRendezvousHandler(RendezvousHandler):
             self._worker_store = None
         self._backend.close()
 
+    def _tidy_up(self) -> None:
+        """If all is over, the last one that lets go of the store removes it, where no node hosts it.
+
+        Not if a node was lost: it may come back, and must not find an empty store, and begin anew.
+        """
+        state, node = self.state, self._node
+        if self._backend.hosts_workers or self._executor is None or state is None or node is None:
+            return
+        if not state.closed or any(seat.occupant is None for seat in state.seats):
+            return
+        try:
+            self._backend.leave(node.name, [other.name for other in state.nodes if other.name != node.name])
+        except (StoreError, DistError) as error:
+            log.debug("%s: nothing was tidied up: %s", self.settings.run_id, error)
+
 
 def create_handler(parameters: RendezvousParameters) -> FtRendezvousHandler:
-    """Makes a handler on a TCPStore, from torch's parameters.
+    """Makes a handler, from torch's parameters.
 
     Args:
         parameters: as torchrun makes them; see `settings.read_parameters`.
@@ -470,13 +531,52 @@ def create_handler(parameters: RendezvousParameters) -> FtRendezvousHandler:
         ValueError: a parameter is unknown or wrong; names it and the way out.
         RendezvousConnectionError: nobody answers at the endpoint, or the port is taken.
     """
-    settings, identity, tcp = read_parameters(parameters)
-    return FtRendezvousHandler(settings, identity, TcpBackend(parameters.endpoint, tcp, parameters.backend))
+    settings, identity, options = read_parameters(parameters)
+    return FtRendezvousHandler(settings, identity, make_backend(parameters, options))
 
 
 def create_handler_from_url(url: str) -> FtRendezvousHandler:
-    """The same from a URL: ``ft://HOST:PORT/RUN_ID?min_nodes=1&max_nodes=2``."""
+    """The same from a URL: ``ft://HOST:PORT/RUN_ID?min_nodes=1&max_nodes=2``, or ``etcd://…``."""
     return create_handler(parameters_from_url(url))
+
+
+class EtcdRendezvousHandler(FtRendezvousHandler):
+    """The handler on etcd, from a URL: ``etcd://HOST:PORT,HOST:PORT/JOB_ID?min_workers=1&max_workers=2``.
+
+    Further options: ``timeout`` (seconds within which enough nodes have to come, 600), ``last_call_timeout``
+    (seconds for which those who are enough wait for more, 30), ``etcd_prefix`` (in front of all keys,
+    ``ft_wrapper``), and those of ``--rdzv-conf``.
+
+    Args:
+        url: where, which job, and how many nodes.
+
+    Raises:
+        ValueError: the URL cannot be right; says why.
+        RendezvousConnectionError: etcd cannot be reached, or refuses; says why.
+    """
+
+    def __init__(self, url: str) -> None:
+        parameters = parameters_from_url(url)
+        if parameters.backend not in ETCD_NAMES:
+            raise ValueError(f"rendezvous URL {url!r}: must begin with etcd://")
+        settings, identity, options = read_parameters(parameters)
+        super().__init__(settings, identity, make_backend(parameters, options))
+
+
+def make_backend(parameters: RendezvousParameters, options: TcpOptions | EtcdOptions) -> Backend:
+    """Connects to where the record is kept.
+
+    Args:
+        parameters: torch's.
+        options: what `settings.read_parameters` has made of them.
+
+    Raises:
+        ValueError: a parameter is wrong; names it and the way out.
+        RendezvousConnectionError: nobody answers at the endpoint, or the port is taken.
+    """
+    if isinstance(options, EtcdOptions):
+        return EtcdBackend(options.address, options.read_timeout, parameters.backend)
+    return TcpBackend(parameters.endpoint, options, parameters.backend)
 
 
 def _is_empty(state: State, group_rank: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..store import StoreOperations
+from ..store import CounterObserver, StoreOperations
 from . import keys
 from .state import RANK, SEAT, Node, State
 
@@ -36,11 +36,7 @@ def neighbours(state: State, node: Node) -> list[Node]:
 
 
 class NeighbourWatch:
-    """Observes the counters of a node's neighbours.
-
-    Silence counts only between two looks that the store answered: an outage of the store silences nobody. It
-    counts from when the first was answered to when the second was asked, so that neither a late answer nor a
-    pause of this node makes another one look silent.
+    """Observes the counters of a node's neighbours, by the rules of `CounterObserver`.
 
     Args:
         store: a client of one's own.
@@ -49,10 +45,10 @@ class NeighbourWatch:
     """
 
     def __init__(self, store: StoreOperations, node: Node, timeout: float) -> None:
-        self._store = store
         self._node = node
-        self._timeout = timeout
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._observer: CounterObserver[Node] = CounterObserver(
+            lambda node: store.add(keys.alive(node.name), 0), store.now, timeout
+        )
 
     def silent(self, state: State) -> list[Node]:
         """Looks at the neighbours in the record, and returns those that are silent.
@@ -60,14 +56,7 @@ class NeighbourWatch:
         Raises:
             Exception: whatever the store raised; what was seen before is forgotten then.
         """
-        before, self._seen = self._seen, {}
-        asked = self._store.now()
-        counts = [(node, self._store.add(keys.alive(node.name), 0)) for node in neighbours(state, self._node)]
-        answered = self._store.now()
-        silent = []
-        for node, count in counts:
-            last = before.get(node.name)
-            self._seen[node.name] = (count, answered) if last is None or last[0] != count else last
-            if asked - self._seen[node.name][1] >= self._timeout:
-                silent.append(node)
-        return silent
+        watched = neighbours(state, self._node)
+        silent = self._observer.silent(watched)
+        self._observer.forget_all_but(watched)
+        return [node for node in watched if node in silent]

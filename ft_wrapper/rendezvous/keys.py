@@ -46,3 +46,8 @@ def agents(round_number: int) -> str:
 def goodbye(name: str) -> str:
     """Set once a node has seen that all is over, and needs the store no more."""
     return f"{_ROOT}/goodbye/{name}"
+
+
+def gone(name: str) -> str:
+    """Set once a node whose rendezvous is over uses the store no more, where the last one removes it."""
+    return f"{_ROOT}/gone/{name}"

@@ -17,7 +17,7 @@ from ..store import StoreOperations
 from . import keys
 from .state import Entry, State
 
-KEPT_VERSIONS = 256
+KEPT_VERSIONS = 32
 """Waiters that are further behind notice at the next look at the record itself."""
 
 

@@ -15,7 +15,12 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from ..store.etcd_address import DEFAULT_PREFIX, DEFAULT_TTL, EtcdAddress, login, tls_files
+
 NAME = "ft"
+ETCD_NAMES = ("etcd", "ft-etcd")
+"""The first one is taken under torchrun, by a handler for a version of etcd that is gone."""
+ETCD_PORT = 2379
 
 # What torchrun hands over whatever was asked for, and its own handler's option that has no meaning here.
 _IGNORED = frozenset({"timeout", "heartbeat_timeout", "rank"})
@@ -125,35 +130,46 @@ class TcpOptions:
     read_timeout: float = 60.0
 
 
+@dataclasses.dataclass(frozen=True)
+class EtcdOptions:
+    """How etcd is reached.
+
+    Args:
+        address: where the job's keys are.
+        read_timeout: seconds for which an etcd that does not answer is tried again.
+    """
+
+    address: EtcdAddress
+    read_timeout: float = 60.0
+
+
 _SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "keep_alive_interval", "patience")
-_KNOWN = (
-    *_SECONDS,
-    "keep_alive_max_attempt",
-    "is_host",
-    "read_timeout",
-    "store_type",
-    "node_id",
-    "nproc",
-    "role",
-)
+_KNOWN = (*_SECONDS, "keep_alive_max_attempt", "read_timeout", "node_id", "nproc", "role")
+_TCP_ONLY = ("is_host", "store_type")
+_ETCD_ONLY = ("etcd_prefix", "cacert", "cert", "key", "ttl")
 
 
-def read_parameters(parameters: RendezvousParameters) -> tuple[Settings, Identity, TcpOptions]:
+def read_parameters(
+    parameters: RendezvousParameters,
+) -> tuple[Settings, Identity, TcpOptions | EtcdOptions]:
     """Reads torch's parameters, as torchrun makes them of ``--rdzv-*`` and ``--nnodes``.
 
     Args:
-        parameters: ``config`` may hold all arguments of `Settings` but the first three and ``agreed``, those
-            of `TcpOptions`, ``store_type`` (``tcp``), ``node_id``, ``nproc`` and ``role``; as text or as
-            values.
+        parameters: ``config`` may hold all arguments of `Settings` but the first three and ``agreed``,
+            ``read_timeout``, ``node_id``, ``nproc`` and ``role``, as text or as values. On a TCPStore also
+            ``is_host`` and ``store_type`` (``tcp``); in etcd ``etcd_prefix`` (``ft_wrapper``), ``cacert``,
+            ``cert`` and ``key`` (paths), ``ttl`` (seconds for which the keys of a job that has died stay).
 
     Raises:
         ValueError: something is unknown, or has a wrong value; names it and the way out.
     """
     config = {name: value for name, value in parameters.config.items() if value is not None}
+    on_etcd = parameters.backend in ETCD_NAMES
+    known = _KNOWN + (_ETCD_ONLY if on_etcd else _TCP_ONLY)
     for name in config:
-        if name not in _KNOWN and name not in _IGNORED:
-            near = difflib.get_close_matches(name, _KNOWN, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(_KNOWN)}"
+        if name not in known and name not in _IGNORED:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
             raise ValueError(f"--rdzv-conf {name}={config[name]}: unknown option; {hint}")
     if str(config.get("store_type", "tcp")).strip().lower() != "tcp":
         raise ValueError(
@@ -171,7 +187,29 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[Settings, Identit
     )
     read_timeout = _number("read_timeout", config.get("read_timeout", 60))
     _check_seconds("read_timeout", read_timeout, zero=False)
+    if on_etcd:
+        return settings, identity, EtcdOptions(_etcd_address(parameters, config), read_timeout)
     return settings, identity, TcpOptions(parameters.get_as_bool("is_host"), read_timeout)
+
+
+def _etcd_address(parameters: RendezvousParameters, config: Mapping[str, Any]) -> EtcdAddress:
+    """Where a job's keys are: under its own name."""
+    members = [member.strip() for member in parameters.endpoint.split(",") if member.strip()]
+    if not members:
+        raise ValueError("--rdzv-endpoint is empty; name etcd's members: HOST:PORT,HOST:PORT")
+    endpoints = [member if re.search(r":\d+$", member) else f"{member}:{ETCD_PORT}" for member in members]
+    prefix = str(config.get("etcd_prefix", DEFAULT_PREFIX)).strip("/")
+    if not prefix:
+        raise ValueError("--rdzv-conf etcd_prefix is empty; leave it out, or name what all keys begin with")
+    files = tls_files()
+    for option, name in (("cacert", "ca"), ("cert", "cert"), ("key", "key")):
+        if option in config:
+            files[name] = str(config[option])
+    login()  # says what is wrong, before anything is done
+    ttl = _whole("ttl", config.get("ttl", DEFAULT_TTL))
+    if ttl < 10:
+        raise ValueError(f"--rdzv-conf ttl={ttl}: must be at least 10 seconds")
+    return EtcdAddress(",".join(endpoints), f"{prefix}/{parameters.run_id}", ttl=ttl, **files)
 
 
 def parameters_from_url(url: str) -> RendezvousParameters:
@@ -204,6 +242,8 @@ def parameters_from_url(url: str) -> RendezvousParameters:
             )
         sizes.append(_whole(name, config.pop(name)))
     local_addr = config.pop("local_addr", None)
+    if "timeout" in config:  # of a URL, which torchrun has not written
+        config.setdefault("join_timeout", config.pop("timeout"))
     return RendezvousParameters(parts.scheme, parts.netloc, run_id, sizes[0], sizes[1], local_addr, **config)
 
 

@@ -7,8 +7,8 @@ thousand. `normalize` does all moving that follows by itself.
 Under the policy ``group`` every change of membership is a new round: nodes that come late wait, and once all
 nodes have left a round the next one begins with those who wait. A round is complete at `State.max_nodes` at
 once, with fewer when somebody says so (`complete`). Under the policy ``rank`` the round stays: a node takes
-a seat, or loses it, and the others go on. But with the node of group rank 0 the store of the workers is lost:
-then the policy is ``group`` again, and the others come to a new round.
+a seat, or loses it, and the others go on. But where the node of group rank 0 hosts the store of the workers,
+that is lost with it: then the policy is ``group`` again, and the others come to a new round.
 
 The words of torch's elastic agents: the participants are the occupied seats, the wait list is
 `State.waiting`, the redundancy list is `State.spares`.
@@ -153,6 +153,7 @@ class State:
         waiting: who waits for the next round, in the order of coming.
         spares: who waits for a seat to become free, in the order of coming.
         writer: who made this change, unlike any other: so that it can tell that it was made.
+        hosted: whether the node of group rank 0 hosts the store of the workers; else that outlives all nodes.
     """
 
     min_nodes: int
@@ -173,6 +174,7 @@ class State:
     waiting: tuple[Waiting, ...] = ()
     spares: tuple[Node, ...] = ()
     writer: str = ""
+    hosted: bool = True
 
     # Looking ---------------------------------------------------------------------------------------------
 
@@ -314,7 +316,7 @@ def remove(state: State, nodes: Iterable[Node]) -> tuple[State, tuple[Seat, ...]
         seats = tuple(_emptied(seat) if goes(seat.occupant) else seat for seat in state.seats)
     else:
         seats = tuple(seat for seat in state.seats if not goes(seat.occupant))
-    hosts = state.policy == RANK and any(seat.group_rank == 0 for seat in lost)
+    hosts = state.policy == RANK and any(_hosts(state, seat) for seat in lost)
     left = dataclasses.replace(
         state,
         policy=GROUP if hosts else state.policy,
@@ -354,12 +356,13 @@ def close(state: State, reason: str = "") -> State:
 def adopt_rank_policy(state: State) -> State:
     """Goes over to the policy `RANK`, in a complete round which nobody has begun to leave.
 
-    Otherwise, or if the node of group rank 0 is lost, the next round is on its way, and nothing is changed.
+    Otherwise, or if the store of the workers is lost with its node, the next round is on its way, and nothing
+    is changed.
     """
     leaving = any(waiting.group_rank is not None for waiting in state.waiting)
     if state.closed or state.policy == RANK or not state.complete or leaving:
         return state
-    if state.seats[0].occupant is None:
+    if any(_hosts(state, seat) and seat.occupant is None for seat in state.seats):
         return state
     return normalize(dataclasses.replace(state, policy=RANK))
 
@@ -377,6 +380,11 @@ def differences(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
         for name in names
         if theirs.get(name) != ours.get(name)
     ]
+
+
+def _hosts(state: State, seat: Seat) -> bool:
+    """Whether whoever has this seat hosts the store of the workers."""
+    return state.hosted and seat.group_rank == 0
 
 
 # One node ------------------------------------------------------------------------------------------------
@@ -447,7 +455,7 @@ def _admit_to_seat(state: State, entry: Entry, before: Node | None) -> State:
         return state
     if before is not None:
         seat = state.seat_of(before)
-        hosts = seat is not None and seat.group_rank == 0
+        hosts = seat is not None and _hosts(state, seat)
         if not hosts and (seat is None or dataclasses.replace(seat, occupant=None).fits(node)):
             return _replace_node(state, before, node)
         # It comes back with another number of ranks, or without the store of the workers.

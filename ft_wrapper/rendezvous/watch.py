@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
-from ..exception import StoreError
+from ..exception import StoreError, StoreUnavailable
 from . import keys
 from .executor import REFRESH, Executor
 from .keep_alive import NeighbourWatch
@@ -119,7 +119,10 @@ class Watcher(threading.Thread):
                     return
                 if self._stopping.is_set():
                     return
-                snapshot = self._register.wait(known.state.version, _LONG) or self._register.read()
+                try:
+                    snapshot = self._register.wait(known.state.version, _LONG) or self._register.read()
+                except StoreUnavailable:
+                    continue  # the heart says so
                 self._board.learn(snapshot)
                 self._tell(snapshot.state)
         except (StoreError, DistError, RendezvousError) as error:
@@ -164,6 +167,7 @@ class Heart(threading.Thread):
         self._board = board
         self._interval = interval
         self._close = close
+        self._beats = 0
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -171,24 +175,37 @@ class Heart(threading.Thread):
         self._stopping.set()
 
     def run(self) -> None:
-        beats = 0
+        unavailable = False
         try:
             while not self._stopping.is_set():
-                self._executor.keep_alive()
-                beats += 1
-                if beats % max(1, int(REFRESH / self._interval)) == 0:
-                    self._executor.sweep()
-                state = self._executor.look().state
-                if state.closed:
-                    return
-                silent = self._neighbours.silent(state)
-                if silent:
-                    names = ", ".join(map(str, silent))
-                    log.warning("no sign of life from %s: taken out of the rendezvous", names)
-                    self._executor.expel(silent)
+                try:
+                    if self._beat():
+                        return
+                    if unavailable:
+                        log.warning("the rendezvous store is back")
+                    unavailable = False
+                except StoreUnavailable as error:
+                    if not unavailable:
+                        log.warning("the job goes on; nodes can come and go when this is over: %s", error)
+                    unavailable = True
                 self._stopping.wait(self._interval)
         except (StoreError, DistError, RendezvousError) as error:
             if not self._stopping.is_set():
                 self._board.lose(error)
         finally:
             self._close()
+
+    def _beat(self) -> bool:
+        """Once: says that the node lives, and looks after the others. True if all is over."""
+        self._executor.keep_alive()
+        self._beats += 1
+        if self._beats % max(1, int(REFRESH / self._interval)) == 0:
+            self._executor.sweep()
+        state = self._executor.look().state
+        if state.closed:
+            return True
+        silent = self._neighbours.silent(state)
+        if silent:
+            log.warning("no sign of life from %s: taken out of the rendezvous", ", ".join(map(str, silent)))
+            self._executor.expel(silent)
+        return False

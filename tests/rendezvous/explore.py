@@ -26,10 +26,17 @@ from ft_wrapper.testing.seen import MOST_LEFT
 from ft_wrapper.testing.workers import share
 
 _TRACE_LINES = 60
+POLICIES = (
+    (False, True),
+    (True, True),
+    (True, False),
+)  # whether it is `rank`, whether a node hosts the store
 
 
 def jobs(nodes: int, happenings: int = 1, kinds: Sequence[str] = HAPPENINGS) -> Iterator[Job]:
     """Jobs that so many nodes begin: all needed, one less needed, one too many; under both policies.
+
+    Under ``rank`` also where the store of the workers outlives the nodes.
 
     Args:
         nodes: how many.
@@ -38,8 +45,8 @@ def jobs(nodes: int, happenings: int = 1, kinds: Sequence[str] = HAPPENINGS) -> 
     """
     sizes = sorted({(nodes, nodes), (max(1, nodes - 1), nodes), (1, max(1, nodes - 1))})
     for happen in itertools.combinations_with_replacement(kinds, happenings):
-        for (low, high), rank_policy in itertools.product(sizes, (False, True)):
-            yield Job(nodes, low, high, rank_policy, tuple(sorted(set(happen))), happenings)
+        for (low, high), (rank_policy, hosted) in itertools.product(sizes, POLICIES):
+            yield Job(nodes, low, high, rank_policy, tuple(sorted(set(happen))), happenings, hosted)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -61,6 +61,7 @@ class Job:
         rank_policy: whether each agent goes over to the policy ``rank`` once it is in a round.
         happenings: what may happen, each at any step of any node.
         most: so many of those in one run.
+        hosted: whether the node of group rank 0 hosts the store of the workers.
     """
 
     nodes: int
@@ -69,9 +70,11 @@ class Job:
     rank_policy: bool = False
     happenings: tuple[str, ...] = HAPPENINGS
     most: int = 1
+    hosted: bool = True
 
     def __str__(self) -> str:
         what = f"{self.nodes} nodes, {self.low}:{self.high}, policy {'rank' if self.rank_policy else 'group'}"
+        what += "" if self.hosted else ", the store of the workers outlives the nodes"
         return f"{what}, at the most {self.most} of {', '.join(self.happenings)}"
 
 
@@ -171,7 +174,7 @@ class ExploredNode:
     def _has_to_come(self, state: State, number: int) -> bool:
         if self.job.what.rank_policy:  # as our own agent sees it
             news = what_follows(state, self.node, number)
-            return news is not None and news.what is What.COME
+            return news is not None and news.what in (What.COME, What.GONE)
         return nodes_waiting(state, self.node, number) > 0
 
     def _is_over(self) -> bool:
@@ -249,7 +252,7 @@ class ExploredJob:
         self.what = what
         self.scheduler = Scheduler(policy=policy, max_steps=2_000, max_time=2 * END)
         self.settings = Settings("job", what.low, what.high, join_timeout=40.0, last_call_timeout=3.0)
-        self.initial = State(what.low, what.high, self.settings.options())
+        self.initial = State(what.low, what.high, self.settings.options(), hosted=what.hosted)
         self.store = SimulatedStore(self.scheduler)
         self.nodes: list[ExploredNode] = []
         self.record = self.initial

@@ -168,12 +168,17 @@ class World:
     """The store, the nodes, and what must hold."""
 
     def __init__(
-        self, scheduler: Scheduler, settings: Settings, use_libuv: bool = True, pauses: bool = False
+        self,
+        scheduler: Scheduler,
+        settings: Settings,
+        use_libuv: bool = True,
+        pauses: bool = False,
+        hosted: bool = True,
     ) -> None:
         self.scheduler = scheduler
         self.settings = settings
         self.store = SimulatedStore(scheduler, use_libuv=use_libuv)
-        self.initial = State(settings.min_nodes, settings.max_nodes, settings.options())
+        self.initial = State(settings.min_nodes, settings.max_nodes, settings.options(), hosted=hosted)
         self.nodes: list[SimulatedNode] = []
         self.disturbed_at = 0.0
         self.pauses = pauses
@@ -251,7 +256,7 @@ def check_record(state: State) -> None:
         assert len(state.participants) < state.max_nodes or state.closed
     if state.policy == RANK:
         assert not state.waiting
-        assert state.seats[0].occupant is not None, "the store of the workers is lost"
+        assert not state.hosted or state.seats[0].occupant is not None, "the store of the workers is lost"
 
 
 def check_change(before: State, after: State) -> None:
@@ -260,7 +265,9 @@ def check_change(before: State, after: State) -> None:
     assert not before.closed or after.closed, "closed is final"
     assert after.restarts >= before.restarts
     assert before.round <= after.round  # several entries of the log may each begin one
+    assert after.hosted == before.hosted
     if before.policy == RANK != after.policy:
+        assert before.hosted, "nothing was lost by which the ranks go on"
         host = before.seats[0].occupant
         assert after.round > before.round or after.seats[0].occupant is None, f"{host} is there yet"
     elif before.policy == RANK:
@@ -287,7 +294,7 @@ def random_world(seed: int) -> World:
         join_timeout=300.0,
         last_call_timeout=dice.choice([0.0, 3.0, 10.0]),
     )
-    world = World(scheduler, settings, use_libuv=dice.random() < 0.7)
+    world = World(scheduler, settings, use_libuv=dice.random() < 0.7, hosted=dice.random() < 0.7)
     end = 200.0
     quiet = 40.0
     settle = 150.0

@@ -35,13 +35,13 @@ THREE = Job(3, 2, 3)
 FOUR = Job(4, 3, 3, happenings=(CRASH, EXIT, CLOSE))
 
 
-@pytest.mark.parametrize("rank_policy", [False, True])
+@pytest.mark.parametrize(("rank_policy", "hosted"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize(
     ("job", "departures"),
     [(dataclasses.replace(TWO, happenings=()), 3), (TWO, 0), (THREE, 0), (FOUR, 0)],
 )
-def test_every_order(job: Job, departures: int, rank_policy: bool) -> None:
-    job = dataclasses.replace(job, rank_policy=rank_policy)
+def test_every_order(job: Job, departures: int, rank_policy: bool, hosted: bool) -> None:
+    job = dataclasses.replace(job, rank_policy=rank_policy, hosted=hosted)
     count = search(job, departures)
     print(f"{job}: {count}")
     assert count.complete > 10

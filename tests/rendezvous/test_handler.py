@@ -1,4 +1,4 @@
-"""The handler on a real TCPStore: several nodes in one process, each with threads of its own."""
+"""The handler on a real TCPStore, and on etcd: several nodes in one process, each with threads of its own."""
 
 from __future__ import annotations
 
@@ -22,23 +22,35 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from ft_wrapper.rendezvous import handler as handler_module
 from ft_wrapper.rendezvous import keys
-from ft_wrapper.rendezvous.backend import TcpBackend
-from ft_wrapper.rendezvous.handler import FtRendezvousHandler, create_handler, create_handler_from_url
+from ft_wrapper.rendezvous.backend import Backend, TcpBackend
+from ft_wrapper.rendezvous.etcd_backend import EtcdBackend
+from ft_wrapper.rendezvous.handler import (
+    EtcdRendezvousHandler,
+    FtRendezvousHandler,
+    create_handler,
+    create_handler_from_url,
+)
 from ft_wrapper.rendezvous.settings import Identity, Settings, TcpOptions
 from ft_wrapper.rendezvous.state import RANK, Seat, State
 from ft_wrapper.store import TCPStore, TCPStoreServer
-from ft_wrapper.testing import FakeStore
+from ft_wrapper.store.etcd_address import EtcdAddress
+from ft_wrapper.testing import EtcdServer, FakeStore
 from ft_wrapper.testing.memory_backend import MemoryBackend, RealClock
 
 TIMEOUT = 30.0
 
 
 class Nodes:
-    """Handlers of several nodes at one endpoint, closed in the end."""
+    """Handlers of several nodes at one endpoint, closed in the end.
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    Args:
+        make_backend: connects to where the record is kept.
+    """
+
+    def __init__(self, make_backend: Callable[[], Backend]) -> None:
+        self.make_backend = make_backend
         self._pool = concurrent.futures.ThreadPoolExecutor(8)
         self._made: list[FtRendezvousHandler] = []
 
@@ -46,8 +58,9 @@ class Nodes:
         identity = Identity(node_id, "localhost", nproc=settings.pop("nproc", 1))
         hooks = {name: settings.pop(name) for name in ("on_unseated", "on_change") if name in settings}
         settings = {"join_timeout": TIMEOUT, "last_call_timeout": 0.2, **settings}
-        backend = TcpBackend(f"localhost:{self.port}")
-        handler = FtRendezvousHandler(Settings("job", low, high, **settings), identity, backend, **hooks)
+        handler = FtRendezvousHandler(
+            Settings("job", low, high, **settings), identity, self.make_backend(), **hooks
+        )
         self._made.append(handler)
         return handler
 
@@ -63,10 +76,16 @@ class Nodes:
         self._pool.shutdown()
 
 
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
+@pytest.fixture(params=["tcp", "etcd"])
+def nodes(request: pytest.FixtureRequest, prefix: str, etcd_if_any: object) -> Iterator[Nodes]:
+    if request.param == "etcd":
+        etcd = request.getfixturevalue("etcd")
+        made = Nodes(lambda: EtcdBackend(EtcdAddress(etcd.endpoints, prefix)))
+        yield made
+        made.close()
+        return
     server = TCPStoreServer(0)
-    made = Nodes(server.port)
+    made = Nodes(lambda: TcpBackend(f"localhost:{server.port}"))
     yield made
     made.close()
     server.close()
@@ -224,6 +243,16 @@ def test_same_id_again_supersedes_at_once(nodes: Nodes) -> None:
     assert a.state.restarts == 1
 
 
+def test_agents_that_are_gone_leave_no_counters(nodes: Nodes) -> None:
+    agents = [nodes.make("0", 1, 1, keep_alive_interval=0.05) for _ in range(3)]
+    for agent in agents:
+        nodes.all_join(agent)
+        if agent is not agents[-1]:
+            freeze(agent)
+    counters = [key for key in nodes.make_backend().connect().list_keys() if "/alive/" in key]
+    assert counters in ([], [keys.alive("0:2")])
+
+
 def test_closing_reaches_everyone_and_is_final(nodes: Nodes) -> None:
     a, b, spare, late = (nodes.make(str(number), 2, 2) for number in range(4))
     nodes.all_join(a, b)
@@ -270,11 +299,9 @@ def test_other_options_are_refused_though_both_come_first(nodes: Nodes) -> None:
 
 
 def test_garbage_in_the_record_names_the_key(nodes: Nodes) -> None:
-    store = TCPStore("localhost", nodes.port)
-    store.set(keys.STATE, "garbage")
+    nodes.make_backend().connect().set(keys.STATE, "garbage")
     with pytest.raises(RendezvousStateError, match=f"{keys.STATE}.*garbage"):
         nodes.make("0", 1, 1).next_rendezvous()
-    store.close()
 
 
 def test_lost_store_is_an_error() -> None:
@@ -331,6 +358,51 @@ def test_signal_ends_the_wait_and_the_node_is_gone(nodes: Nodes) -> None:
     assert sorted(info.rank for info in infos) == [0, 1]
 
 
+def test_signal_ends_the_wait_for_the_store_of_the_workers(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes on waiting for it in vain is not in the way of leaving."""
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise Interrupted
+
+    main, wait = threading.get_ident(), handler_module._interruptible
+
+    def interrupted(function: Callable[[], bool]) -> bool:
+        def signalled() -> bool:
+            signal.pthread_kill(main, signal.SIGUSR1)
+            return function()
+
+        return wait(signalled)
+
+    opened = threading.Event()
+    host, other = (
+        nodes.make(str(number), 2, 2, keep_alive_interval=TIMEOUT, patience=0.1) for number in range(2)
+    )
+    monkeypatch.setattr(host, "_open_worker_store", lambda number: opened.wait(TIMEOUT) and None)
+    monkeypatch.setattr(handler_module, "_interruptible", interrupted)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        hosting = nodes.join(host)
+        with pytest.raises(Interrupted):
+            other.next_rendezvous()
+        other.leave()
+        wait_until(host, lambda state: state.complete and len(state.participants) == 1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        opened.set()
+    hosting.exception(TIMEOUT)
+    backend = nodes.make_backend()
+    backend.connect().set(keys.endpoint(0), "localhost:1")  # it comes after all
+    for thread in threading.enumerate():
+        if thread.name == "ft_wrapper-rendezvous-wait":
+            thread.join(TIMEOUT)
+    backend.close()
+
+
 def test_host_waits_until_the_others_have_seen_the_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     host = create_handler_from_url(
@@ -365,3 +437,18 @@ def test_host_waits_for_the_one_that_closed_too(caplog: pytest.LogCaptureFixture
     assert other.shutdown()
     assert host.shutdown()
     assert "not all nodes" not in caplog.text
+
+
+def test_the_handler_on_etcd_by_a_url(etcd: EtcdServer, prefix: str) -> None:
+    handler = EtcdRendezvousHandler(
+        f"etcd://{etcd.endpoints}/job?min_workers=1&max_workers=1&etcd_prefix={prefix}"
+    )
+    assert (handler.get_backend(), handler.get_run_id()) == ("etcd", "job")
+    info = handler.next_rendezvous()
+    assert (info.rank, info.world_size) == (0, 1)
+    assert handler.shutdown()
+
+
+def test_a_url_of_another_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="must begin with etcd://"):
+        EtcdRendezvousHandler("ft://localhost:1/job?min_workers=1&max_workers=1")

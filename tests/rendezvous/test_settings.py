@@ -10,6 +10,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from ft_wrapper.rendezvous.backend import TcpBackend
 from ft_wrapper.rendezvous.settings import (
+    EtcdOptions,
     Identity,
     Settings,
     TcpOptions,
@@ -18,6 +19,7 @@ from ft_wrapper.rendezvous.settings import (
     read_parameters,
 )
 from ft_wrapper.store import TCPStoreServer
+from ft_wrapper.store.etcd_address import EtcdAddress
 
 
 def parameters(**config: object) -> RendezvousParameters:
@@ -39,6 +41,31 @@ def test_reads_a_url() -> None:
     read = parameters_from_url("ft://host:29500/my%20job?min_workers=1&max_nodes=3&join_timeout=5")
     assert (read.backend, read.endpoint, read.run_id) == ("ft", "host:29500", "my job")
     assert (read.min_nodes, read.max_nodes, read.config) == (1, 3, {"join_timeout": "5"})
+
+
+def etcd(options: str) -> RendezvousParameters:
+    return parameters_from_url(f"etcd://a,b:1/my%20job?min_workers=1&max_workers=3&{options}")
+
+
+def test_reads_where_etcd_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("ETCDCTL_USER", "ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    settings, _, options = read_parameters(etcd("timeout=5&etcd_prefix=/team/&cacert=ca.pem&ttl=60"))
+    assert (settings.run_id, settings.max_nodes, settings.join_timeout) == ("my job", 3, 5.0)
+    assert options == EtcdOptions(EtcdAddress("a:2379,b:1", "team/my job", ca="ca.pem", ttl=60))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("is_host=1", "is_host=1: unknown option"),
+        ("ttl=5", "ttl=5: must be at least 10 seconds"),
+        ("etcd_prefix=/", "etcd_prefix is empty"),
+    ],
+)
+def test_mistakes_on_etcd(options: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_parameters(etcd(options))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,10 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from ft_wrapper.store.etcd_messages import Range, Span
+from ft_wrapper.testing import EtcdServer
 
 ROOT = Path(__file__).parent.parent.parent
 TIMEOUT = 90.0
@@ -65,11 +69,20 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"}
     started: list[subprocess.Popen[str]] = []
 
-    def start(port: int, nnodes: str, mode: str, *options: str, conf: str = "") -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nnodes, "--nproc-per-node", "1"]
-        command += ["--rdzv-backend", "ft", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
+    def start(
+        port: int,
+        nnodes: str,
+        mode: str,
+        *options: str,
+        conf: str = "",
+        program: str = "torch.distributed.run",
+        backend: str = "ft",
+        script: Sequence[str] = (),
+    ) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", program, "--nnodes", nnodes, "--nproc-per-node", "1"]
+        command += ["--rdzv-backend", backend, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
         command += ["--rdzv-conf", f"last_call_timeout=1,join_timeout=60{conf}", *options]
-        command += [str(tmp_path / "script.py"), str(tmp_path / "out"), mode]
+        command += script or [str(tmp_path / "script.py"), str(tmp_path / "out"), mode]
         process = subprocess.Popen(
             command,
             env=env,
@@ -125,6 +138,19 @@ def test_failed_worker_is_a_restart_in_a_fresh_store(
     assert len({record["port"] for record in found}) == 2
 
 
+def test_the_same_on_etcd(
+    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], etcd: EtcdServer
+) -> None:
+    port = int(etcd.get_endpoint().rpartition(":")[2])
+    options = ("--max-restarts", "1")
+    agents = [launch(port, "2", "fail once", *options, backend="ft-etcd") for _ in range(2)]
+    said = [agent.communicate(timeout=TIMEOUT)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+    assert sorted(record["name"] for record in records(tmp_path)) == ["0of2", "0of2", "1of2", "1of2"]
+    with contextlib.closing(etcd.get_client()) as client:
+        assert client.range(Range(Span.prefix(b"ft_wrapper/job/"), keys_only=True)) == ()
+
+
 def test_late_agent_joins(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
     first = launch(port, "1:2", "grow", conf=",node_id=0")
     assert first.stdout is not None
@@ -142,3 +168,51 @@ def test_bad_option_is_named(launch: Callable[..., subprocess.Popen[str]], port:
     said, _ = agent.communicate(timeout=TIMEOUT)
     assert agent.returncode == 1
     assert "did you mean join_timeout?" in said
+
+
+# The wrapped example -----------------------------------------------------------------------------------
+
+
+def training(folder: Path) -> list[str]:
+    options = ["--steps", "12", "--checkpoint-every", "4", "--checkpoint-dir", str(folder)]
+    return [str(ROOT / "examples" / "train_lm.py"), *options]
+
+
+def final_weights(agents: Sequence[subprocess.Popen[str]]) -> str:
+    said = "\n".join([agent.communicate(timeout=TIMEOUT)[0] for agent in agents])
+    assert [agent.returncode for agent in agents] == [0] * len(agents), said
+    (found,) = re.findall(r"final weights (sha256 .*)", said)
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The final weights of two ranks on one node."""
+    command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [*command, *training(tmp_path_factory.mktemp("alone"))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        return final_weights([process])
+
+
+@pytest.mark.parametrize(
+    ("program", "backend"),
+    [("torch.distributed.run", "ft"), ("ft_wrapper.run", "c10d")],
+    ids=["torchrun on our rendezvous", "ftrun on torch's"],
+)
+def test_two_agents_train_the_example_to_its_end(
+    tmp_path: Path,
+    launch: Callable[..., subprocess.Popen[str]],
+    port: int,
+    alone: str,
+    program: str,
+    backend: str,
+) -> None:
+    # One fault on the way: an exception, which costs a restart of the function and no process.
+    script = [*training(tmp_path / "checkpoints"), "--faults", "exception:rank=1:step=6"]
+    agents = [launch(port, "2", "", program=program, backend=backend, script=script) for _ in range(2)]
+    assert final_weights(agents) == alone
+    assert len(list((tmp_path / "checkpoints" / "faults").iterdir())) == 1
