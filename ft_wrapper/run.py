@@ -9,29 +9,29 @@ script that uses no wrapper is ended, or started anew, as a whole. Options have 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import LogsSpecs, Std
 
 from . import report as restarts
 from . import status
+from .agent.elastic import CannotStart, LocalElasticAgent, WorkerSpec
 from .agent.environment import Job
 from .agent.failure import report
+from .agent.logs import PREFIX_ENV
 from .agent.meeting import meet
+from .agent.nodes import Nodes
 from .agent.options import Options, parse_args
-from .agent.orphans import adopted
-from .agent.policy import RestartPolicy
-from .agent.ranks import End, Ranks
-from .agent.rounds import CannotStart, run_rounds
-from .agent.signals import queued
+from .agent.ranks import End
+from .agent.standby import Program
 
 __all__ = ["main", "parse_args", "run"]
 
@@ -52,40 +52,65 @@ def run(options: Options) -> int:
         The exit code: 0; 1 if a rank failed that the job did not finish without; 2 if it could not be
         started; 128 + the signal that ended the job.
     """
-    run_id = str(uuid.uuid4()) if options.meeting is None else options.meeting.parameters.run_id
-    job = Job(options.nproc_per_node, options.role, run_id, options.max_restarts)
-    if job.shares_processor():
-        log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
     with ExitStack() as cleanup:
         try:
-            logs_specs = DefaultLogsSpecs(
-                cleanup.enter_context(_log_dir(options)),
-                options.redirects,
-                options.tee,
-                options.local_ranks_filter,
+            logs_specs = options.logs_specs(
+                log_dir=cleanup.enter_context(_log_dir(options)),
+                redirects=options.redirects,
+                tee=options.tee,
+                local_ranks_filter=options.local_ranks_filter,
             )
-            orphans = cleanup.enter_context(adopted())
-            signals = cleanup.enter_context(queued((*options.signals, signal.SIGCHLD)))
-            nodes = meet(options)
-            cleanup.callback(nodes.close)
-            ranks = cleanup.enter_context(
-                Ranks(
-                    options.program,
-                    job,
-                    RestartPolicy(options.policy, options.max_restarts, options.max_rank_restarts),
-                    nodes,
-                    logs_specs,
-                    shutdown_timeout=options.shutdown_timeout,
-                    standby=options.standby,
-                    orphans=orphans,
-                )
-            )
-            end = run_rounds(nodes, ranks, signals)
+            end = _Agent(options, logs_specs).run_to_end()
         except (OSError, CannotStart) as error:
             words = " ".join(str(error).split())
-            print(f"ftrun: error: cannot start {options.program.command[0]}: {words}", file=sys.stderr)
+            print(f"ftrun: error: cannot start {options.script}: {words}", file=sys.stderr)
             return 2
     return _report(options, end)
+
+
+class _Agent(LocalElasticAgent):
+    """An agent that finds the other nodes, and what it runs, by the command line."""
+
+    def __init__(self, options: Options, logs_specs: LogsSpecs) -> None:
+        self._options = options
+        self._id = str(uuid.uuid4()) if options.meeting is None else options.meeting.parameters.run_id
+        program, *arguments = options.program.command
+        super().__init__(
+            WorkerSpec(
+                options.role,
+                options.nproc_per_node,
+                rdzv_handler=None,  # type: ignore[arg-type]  # the nodes meet by `meet`
+                entrypoint=program,
+                args=tuple(arguments),
+                max_restarts=options.max_restarts,
+            ),
+            logs_specs,
+            log_line_prefix_template=os.environ.get(PREFIX_ENV),
+            shutdown_timeout=options.shutdown_timeout,
+            restart_policy=options.policy,
+            max_rank_restarts=options.max_rank_restarts,
+            standby=options.standby,
+            signals=options.signals,
+        )
+
+    def _run_id(self) -> str:
+        return self._id
+
+    def _meet(self) -> Nodes:
+        return meet(self._options)
+
+    def _program(self, cleanup: ExitStack) -> Program:
+        return self._options.program
+
+    def _job(self, timer_file: str) -> Job:
+        job = dataclasses.replace(
+            super()._job(timer_file),
+            active_world_size=self._options.active_world_size,
+            virtual_local_rank=self._options.virtual_local_rank,
+        )
+        if job.shares_processor():
+            log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
+        return job
 
 
 def _report(options: Options, end: End) -> int:

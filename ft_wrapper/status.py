@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 from torch.distributed import DistError
 
 from .exception import StoreError
+from .rendezvous.overview import NodeStatus, read_overview, rendezvous_address, workers_address
 from .restart_report import in_words
-from .store import Member, StoreMixin, TCPStore, keys
+from .store import Member, StoreMixin, connect, connector, keys
+from .store.plan import ANNOUNCED
 from .store.records import FAULT, split_entry, to_number
-
-STORE_ENV = "FT_WRAPPER_STORE"
 
 NOT_FORMED = "not formed"
 RUNNING = "running"
@@ -25,6 +27,7 @@ RESTARTING = "restarting"
 COMPLETED = "completed"
 
 _TIMEOUT = timedelta(seconds=10)
+_ENDPOINT = "HOST:PORT, or etcd://HOST:PORT/PREFIX"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Status:
         active_world_size: how many of them are in the function; None while that is being agreed on.
         ranks: all of them, by slot.
         last_faults: what ended the iteration before, or the present one if it has ended; in words.
+        nodes: all that have a place in the rendezvous, or had one; none if its store was not asked.
     """
 
     state: str
@@ -69,6 +73,7 @@ class Status:
     active_world_size: int | None
     ranks: tuple[RankStatus, ...]
     last_faults: str | None
+    nodes: tuple[NodeStatus, ...] = ()
 
     def to_json(self) -> str:
         """All of it, as one JSON object."""
@@ -76,8 +81,11 @@ class Status:
 
     def to_text(self) -> str:
         """Some lines for people."""
+        return "\n".join([*self._of_the_ranks(), *self._of_the_nodes()])
+
+    def _of_the_ranks(self) -> list[str]:
         if self.iteration is None:
-            return f"{self.state}: no wrapped function has been entered by all ranks yet"
+            return [f"{self.state}: no wrapped function has been entered by all ranks yet"]
         active = "?" if self.active_world_size is None else str(self.active_world_size)
         lines = [
             f"{self.state}: iteration {self.iteration} of call {self.call}, "
@@ -88,13 +96,26 @@ class Status:
             place = "died" if rank.has_died else "-" if rank.active_rank is None else str(rank.active_rank)
             pid = "-" if rank.pid is None else str(rank.pid)
             rows.append((str(rank.slot), str(rank.incarnation), place, rank.host or "-", pid))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append(("  " + "  ".join(cells)).rstrip())
+        lines += _table(rows)
         if self.last_faults is not None:
             lines.append(f"last fault: {self.last_faults}")
-        return "\n".join(lines)
+        return lines
+
+    def _of_the_nodes(self) -> list[str]:
+        if not self.nodes:
+            return []
+        rows = [("node", "place", "group rank", "slots", "address")]
+        for node in self.nodes:
+            rank = "-" if node.group_rank is None else str(node.group_rank)
+            slots = "-" if node.slots is None else f"{node.slots[0]}..{node.slots[1]}"
+            rows.append((node.id, node.place, rank, slots, node.address or "-"))
+        return ["nodes:", *_table(rows)]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return [f"  {'  '.join(row)}".rstrip() for row in cells]
 
 
 def read_status(store: StoreMixin) -> Status:
@@ -137,12 +158,15 @@ def _active_world_size(store: StoreMixin, n: int) -> int | None:
     return None if sizes is None else to_number(split_entry(sizes, 2, key)[1], key)
 
 
-def watch(store: StoreMixin, longest: float) -> Iterator[Status]:
+def watch(
+    store: StoreMixin, longest: float, read_nodes: Callable[[], tuple[NodeStatus, ...]] = tuple
+) -> Iterator[Status]:
     """Reads how a job stands whenever that changes: an iteration ends, another one begins.
 
     Args:
         store: the job's.
-        longest: seconds after which to read it in any case.
+        longest: seconds after which to read it in any case, and the nodes.
+        read_nodes: reads these.
 
     Yields:
         What was read, if it differs from the last one. Ends when the job has completed.
@@ -152,7 +176,7 @@ def watch(store: StoreMixin, longest: float) -> Iterator[Status]:
     """
     last = None
     while True:
-        status = read_status(store)
+        status = dataclasses.replace(read_status(store), nodes=read_nodes())
         if status != last:
             yield status
         last = status
@@ -192,9 +216,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "endpoint",
         nargs="?",
-        default=os.environ.get(STORE_ENV),
-        metavar="HOST:PORT",
-        help=f"of the job's store: what its ranks have in {STORE_ENV}, and ftrun says when it starts",
+        default=os.environ.get(ANNOUNCED),
+        metavar="ENDPOINT",
+        help=f"{_ENDPOINT}: where the nodes meet, or the store of the ranks, who have it in {ANNOUNCED}; "
+        "ftrun says it at the start",
     )
     parser.add_argument("--watch", action="store_true", help="go on, and print it again when it changes")
     parser.add_argument(
@@ -206,23 +231,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     args = parser.parse_args(argv)
-    host, _, port = (args.endpoint or "").rpartition(":")
-    if not host or not port.isdecimal():
-        print(f"ftrun status: error: {args.endpoint or 'no endpoint'}: give HOST:PORT", file=sys.stderr)
+    try:
+        connector(args.endpoint or "", _TIMEOUT)
+    except ValueError:
+        print(f"ftrun status: error: {args.endpoint or 'no endpoint'}: give {_ENDPOINT}", file=sys.stderr)
         return 2
     try:
-        store = TCPStore(host, int(port), timeout=_TIMEOUT)
-        try:
-            for status in watch(store, args.interval) if args.watch else [read_status(store)]:
+        with contextlib.ExitStack() as opened:
+            statuses = _follow(args.endpoint, args.interval, opened)
+            for status in statuses if args.watch else itertools.islice(statuses, 1):
                 print(status.to_json() if args.json else status.to_text(), flush=True)
-        finally:
-            store.close()
-    except (StoreError, DistError) as error:
+    except (StoreError, DistError, ImportError, ValueError) as error:  # the last two: how etcd is reached
         print(f"ftrun status: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iterator[Status]:
+    """Reads how the job stands whose store, or whose nodes' rendezvous, is at an endpoint."""
+    store = _open(rendezvous_address(endpoint), opened)
+    overview = read_overview(store)
+    if overview is None:
+        yield from watch(store, longest)
+        return
+    address = workers_address(endpoint, overview)
+    if not address:
+        yield Status(NOT_FORMED, None, None, 0, None, (), None, overview.nodes)
+        return
+
+    def nodes() -> tuple[NodeStatus, ...]:
+        newest = read_overview(store)
+        return () if newest is None else newest.nodes
+
+    yield from watch(_open(address, opened), longest, nodes)
+
+
+def _open(address: str, opened: contextlib.ExitStack) -> StoreMixin:
+    store = connect(address, _TIMEOUT)
+    opened.callback(store.close)
+    return store
 
 
 if __name__ == "__main__":

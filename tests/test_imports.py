@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "call": BASE | PLUG_INS | PARTS | {HELPERS, "store", "monitor", "call_wrapper"},
     "wrapper": BASE | PLUG_INS | PARTS | {HELPERS, "store", "monitor", "call", "call_wrapper"},
     "report": BASE,
-    "status": BASE | {"restart_report", "store"},
+    "status": BASE | {"restart_report", "store", "rendezvous"},
     "rendezvous": BASE | {"store"},
     "agent": BASE | {"store", "monitor", "rendezvous"},
     "run": BASE | {"report", "status", "store", "rendezvous", "agent"},

@@ -43,7 +43,7 @@ class ClassicNodes(Nodes):
 
     Args:
         make_handler: makes the handler; called with the first round.
-        address: how the other nodes reach this one.
+        address: how the other nodes reach this one; as the handler says when None.
         nproc: ranks of this node.
         role: what they do.
         monitor_interval: seconds between two questions whether nodes are waiting.
@@ -54,7 +54,7 @@ class ClassicNodes(Nodes):
         self,
         make_handler: Callable[[], RendezvousHandler],
         *,
-        address: str,
+        address: str | None,
         nproc: int,
         role: str,
         monitor_interval: float,
@@ -83,7 +83,9 @@ class ClassicNodes(Nodes):
         if before is not None:
             before.close()
         if info.rank == 0:
-            self._worker_store = WorkerStore(self._address)
+            bootstrap = info.bootstrap_store_info
+            address = self._address or (bootstrap and bootstrap.master_addr) or "localhost"
+            self._worker_store = WorkerStore(address)
         hosted = self._worker_store
         own = "" if hosted is None else f"{hosted.address}:{hosted.port}"
         store = _clone(info.store)

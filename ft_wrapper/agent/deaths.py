@@ -62,6 +62,9 @@ def _tell(store: StoreMixin, member: Member, why: str, return_: bool) -> None:
             host=str(record.get("host", "")),
             pid=pid if isinstance(pid, int) else 0,
         )
-        report_death(store, None, member, fault, active=True, timeout=TIMEOUT, returns=return_)
+        current = store.read_current()
+        view = None if current is None else current[0]
+        active = view is None or store.may_be_active(view.n, member)
+        report_death(store, view, member, fault, active=active, timeout=TIMEOUT, returns=return_)
     finally:
         store.close()

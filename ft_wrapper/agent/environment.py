@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 
 from ..monitor.death import REPLACED_ENV
+from ..store.plan import ANNOUNCED
 from .round import Round
 
-STORE_ENV = "FT_WRAPPER_STORE"
 FORMATION_SIZE_ENV = "FT_WRAPPER_FORMATION_SIZE"
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
+ACTIVE_WORLD_SIZE_ENV = "FT_WRAPPER_ACTIVE_WORLD_SIZE"
+TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"
+LOCAL_RANK = "${local_rank}"
+"""In an argument it stands for the local rank. It alone is put in, so that a shell's ``$$`` stays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +27,18 @@ class Job:
         role: their name in log lines.
         run_id: of the job on all nodes.
         max_restarts: how often the whole group may be started anew.
+        active_world_size: so many ranks call the function of a wrapped job; None: as the wrapper says.
+        virtual_local_rank: whether each rank sees its own GPU only.
+        timer_file: the named pipe of the watchdog; empty if there is none.
     """
 
     nproc: int
     role: str
     run_id: str
     max_restarts: int
+    active_world_size: int | None = None
+    virtual_local_rank: bool = False
+    timer_file: str = ""
 
     def shared_environment(self) -> dict[str, str]:
         """What libraries read when they are imported, so that it must be there before any rank is forked."""
@@ -37,6 +48,8 @@ class Job:
         }
         if self.shares_processor():
             variables["OMP_NUM_THREADS"] = "1"
+        if self.timer_file:
+            variables[TIMER_FILE_ENV] = self.timer_file
         return variables
 
     def shares_processor(self) -> bool:
@@ -52,9 +65,14 @@ class Job:
             where: what there is on the other nodes.
         """
         host, _, port = where.address.rpartition(":")
+        own: dict[str, str] = {}
+        if self.active_world_size is not None:
+            own[ACTIVE_WORLD_SIZE_ENV] = str(self.active_world_size)
+        if self.virtual_local_rank:
+            own |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _own_device(local_rank)}
         return {
             **self.shared_environment(),
-            STORE_ENV: where.address,
+            ANNOUNCED: where.store,
             FORMATION_SIZE_ENV: str(where.formation_size),
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
@@ -71,6 +89,7 @@ class Job:
             "ROLE_NAME": self.role,
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+            **own,
         }
 
 
@@ -87,3 +106,19 @@ def of_incarnation(incarnation: int, error_file: str, replaced: bool) -> dict[st
         REPLACED_ENV: str(int(replaced)),
         "TORCHELASTIC_ERROR_FILE": "" if error_file == os.devnull else error_file,
     }
+
+
+def with_local_rank(arguments: Iterable[str], local_rank: str) -> list[str]:
+    """Puts a rank's number into arguments.
+
+    Args:
+        arguments: with `LOCAL_RANK` in some of them.
+        local_rank: the number.
+    """
+    return [argument.replace(LOCAL_RANK, local_rank) for argument in arguments]
+
+
+def _own_device(local_rank: int) -> str:
+    """The GPU of a rank, as torchrun has it: among those that this process may see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(local_rank) if visible is None else visible.split(",")[local_rank].strip()

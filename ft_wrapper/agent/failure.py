@@ -27,6 +27,7 @@ class Failure:
         error: the first line of what was recorded; empty if nothing was.
         file: where to read on: a log file or the error file; empty if there is none.
         incarnation: which process in a row of the rank it was.
+        error_file: where its exception was recorded; empty if it was not.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Failure:
     error: str
     file: str
     incarnation: int = 0
+    error_file: str = ""
 
     @property
     def name(self) -> str:
@@ -57,7 +59,7 @@ def read_failure(process: RankProcess, exitcode: int, rank: int) -> Failure:
         exitcode: its exit code, or minus the number of the signal.
         rank: the rank, of those of all nodes.
     """
-    error, when = "", time.time()
+    error, when, found = "", time.time(), ""
     error_file, files = process.files.error_file, list(process.files.logs)
     if os.path.isfile(error_file):
         files.insert(0, error_file)
@@ -67,11 +69,12 @@ def read_failure(process: RankProcess, exitcode: int, rank: int) -> Failure:
             # Half a file, for instance, left by a rank that died while it wrote it.
             log.warning("rank %d: its error file %s cannot be read: %r", rank, error_file, problem)
         else:
+            found = error_file
             error = (message.strip().splitlines() or [""])[0]
             if 0 < recorded < when:
                 when = recorded
     file = files[-1] if files else ""
-    return Failure(rank, process.pid, exitcode, when, error, file, process.incarnation)
+    return Failure(rank, process.pid, exitcode, when, error, file, process.incarnation, found)
 
 
 def _read_record(error_file: str) -> tuple[str, float]:

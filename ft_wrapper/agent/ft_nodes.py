@@ -1,12 +1,13 @@
 """The other nodes, by our own rendezvous (`ft_wrapper.rendezvous`).
 
 Under the policy ``group`` every change of membership is a new round: the node ends its ranks and comes again.
-Once the ranks have formed a wrapped job, the agent that hosts their store goes over to ``rank``: from then on
-nodes take and lose seats while the ranks of the others go on.
+Once the ranks have formed a wrapped job, the agent of group rank 0 goes over to ``rank``: from then on nodes
+take and lose seats while the ranks of the others go on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -17,13 +18,13 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from ..exception import StoreError
-from ..rendezvous.backend import TcpBackend
+from ..exception import StoreError, StoreUnavailable
+from ..rendezvous.backend import Backend
 from ..rendezvous.handler import FtRendezvousHandler
 from ..rendezvous.operations import nodes_waiting
-from ..rendezvous.settings import Identity, Settings, TcpOptions
+from ..rendezvous.settings import Identity, Settings
 from ..rendezvous.state import GROUP, RANK, Node, Seat, State
-from ..store import TCPStore
+from ..store import StoreMixin, TCPStore
 from ..store import keys as names
 from .background import bounded, in_background
 from .deaths import holders, log_deaths
@@ -39,6 +40,8 @@ LEAVE_TIMEOUT = 5.0
 """Seconds that leaving may take, before the ranks are signalled all the same."""
 END_TIMEOUT = 15.0
 """Seconds that the end may take; the host of the store waits for the others' goodbyes within it."""
+_LOOK_AGAIN = 10.0
+"""Seconds after which a thread looks whether its round is still on."""
 _FOREVER = timedelta(days=14)  # torch counts a wait's milliseconds in 32 bits
 
 
@@ -46,29 +49,26 @@ class FtNodes(Nodes):
     """This node's part, by a `FtRendezvousHandler`. It connects with the first round.
 
     Args:
-        endpoint: ``host:port`` of the rendezvous store.
+        make_backend: connects to where the record is kept; called with the first round.
         settings: of the rendezvous.
         identity: who this node is.
-        tcp: how the store is reached.
         replaces: whether the job may go over to the policy ``rank``.
         exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        make_backend: Callable[[], Backend],
         settings: Settings,
         identity: Identity,
-        tcp: TcpOptions,
         *,
         replaces: bool,
         exit_barrier_timeout: float,
     ) -> None:
         super().__init__()
-        self._endpoint = endpoint
+        self._make_backend = make_backend
         self._settings = settings
         self._identity = identity
-        self._tcp = tcp
         self._replaces = replaces
         self._exit_barrier_timeout = exit_barrier_timeout
         self._handler: FtRendezvousHandler | None = None
@@ -88,7 +88,7 @@ class FtNodes(Nodes):
             self._handler = FtRendezvousHandler(
                 self._settings,
                 self._identity,
-                TcpBackend(self._endpoint, self._tcp),
+                self._make_backend(),
                 on_unseated=self._unseated,
                 on_change=self._look,
                 on_lost=self._lost,
@@ -102,8 +102,9 @@ class FtNodes(Nodes):
             workers = info.bootstrap_store_info
             assert workers is not None
             address = f"{workers.master_addr}:{workers.master_port}"
+            agreed_in = handler.workers_store(joined.round)
             try:
-                store = connect(address)
+                store = connect(agreed_in or address)
                 break
             except StoreError:
                 # Its host may just have been lost: then the others notice, and there is another round.
@@ -111,36 +112,58 @@ class FtNodes(Nodes):
                 if handler.wait_for_change(joined.version, limit) is None:
                     raise
         try:
-            where = round_of(joined, node, address)
+            where = round_of(joined, node, address, agreed_in)
             if where.formed:
                 predecessors = holders(store, _slots(joined.seat_of(node)))
                 log_deaths(store, predecessors, f"node {node.id} has been started again", return_=True)
         finally:
             store.close()
-        info.store.delete_key(_done(node))  # it may have been lost, and be back
+        # It may have been lost, and be back, in this agent or in another one.
+        for incarnation in range(max(0, node.incarnation - 2), node.incarnation + 1):
+            info.store.delete_key(_done(dataclasses.replace(node, incarnation=incarnation)))
         self._agents, self._round = info.store, where
         self._term = (self.inbox.term, joined)
         newest = handler.state
         if newest is not None:
             self._look(newest)  # what has changed meanwhile
         if where.group_rank == 0 and self._replaces and not where.formed:
-            in_background("waiting for the head", lambda: self._go_over(handler, address))
+            in_background("waiting for the head", lambda: self._go_over(handler, where))
         return where
 
-    def _go_over(self, handler: FtRendezvousHandler, address: str) -> None:
-        """Waits, in a thread, until the ranks have formed a job: then they are replaced one by one.
+    def _go_over(self, handler: FtRendezvousHandler, where: Round) -> None:
+        """Waits, in a thread, until the ranks have formed a job: then they are replaced one by one."""
+        while self._is_on(where):
+            try:
+                if self._await_head(where) and handler.adopt_rank_policy():
+                    log.info("a job has formed: from now on nodes are replaced while the others go on")
+                return
+            except (StoreError, DistError, RendezvousError) as error:
+                state = handler.state
+                passes = isinstance(error.__cause__ or error, StoreUnavailable)
+                if not passes or state is None or state.closed:
+                    log.debug("the round ended before a job had formed", exc_info=True)
+                    return
 
-        This node hosts the store of the ranks. It is closed with the round, and that ends the wait.
-        """
-        try:
-            # torch's own client: ours would try to find the store again.
-            client = connect(address).torch_store
+    def _await_head(self, where: Round) -> bool:
+        """Waits until the ranks of a round have formed a job; False if the round is over before."""
+        store = connect(where.store)
+        if isinstance(store, TCPStore):
+            # This node hosts it. It is closed with the round, and that ends the wait of torch's own client;
+            # ours would try to find the store again.
+            client = store.torch_store
             while not client.check([names.HEAD]):
                 client.wait([names.HEAD], _FOREVER)
-            if handler.adopt_rank_policy():
-                log.info("a job has formed: from now on nodes are replaced while the others go on")
-        except (StoreError, DistError, RendezvousError):
-            log.debug("the round ended before a job had formed", exc_info=True)
+            return True
+        try:
+            while self._is_on(where):
+                if store.wait_for(names.HEAD, _LOOK_AGAIN):
+                    return True
+            return False
+        finally:
+            store.close()
+
+    def _is_on(self, where: Round) -> bool:
+        return self._round is where and self._term is not None
 
     def has_place(self) -> bool:
         handler = self._handler
@@ -155,6 +178,10 @@ class FtNodes(Nodes):
     def _look_for_place(self, handler: FtRendezvousHandler) -> None:
         state, node = handler.refresh(), handler.node
         self._has_place = node is not None and not state.closed and state.seat_of(node) is not None
+
+    def have_formed(self) -> bool:
+        state = None if self._handler is None else self._handler.state
+        return state is not None and state.policy == RANK
 
     # Told by the handler's threads -------------------------------------------------------------------
 
@@ -180,7 +207,7 @@ class FtNodes(Nodes):
         if handler is None or agents is None or where is None:
             return
         lost = ", ".join(str(seat.occupant) for seat in seats)
-        in_background(f"loss of node {lost}", lambda: self._bury(handler, agents, where.address, seats))
+        in_background(f"loss of node {lost}", lambda: self._bury(handler, agents, where.store, seats))
 
     def _bury(
         self, handler: FtRendezvousHandler, agents: Store, address: str, seats: tuple[Seat, ...]
@@ -216,11 +243,11 @@ class FtNodes(Nodes):
 
     def _leave(self, handler: FtRendezvousHandler, why: str) -> None:
         seat, node, state, where = handler.seat, handler.node, handler.state, self._round
-        store: TCPStore | None = None
+        store: StoreMixin | None = None
         try:
             dead = []
             if state is not None and state.policy == RANK and seat is not None and where is not None:
-                store = connect(where.address, timedelta(seconds=LEAVE_TIMEOUT / 2))
+                store = connect(where.store, timedelta(seconds=LEAVE_TIMEOUT / 2))
                 dead = holders(store, _slots(seat))
             if self._agents is not None and node is not None:
                 self._agents.set(_done(node), "left")
@@ -244,23 +271,23 @@ class FtNodes(Nodes):
         bounded("ending the job", close, LEAVE_TIMEOUT)
 
     def await_others(self, *, as_host_only: bool) -> bool:
-        handler, agents, where = self._handler, self._agents, self._round
+        handler, where = self._handler, self._round
         assert handler is not None
-        assert agents is not None
         assert where is not None
         state = handler.state
-        needed = handler.is_host or where.group_rank == 0 or state is None or state.policy == GROUP
+        hosts = handler.is_host or (where.group_rank == 0 and not where.agreed_in)
+        needed = hosts or state is None or state.policy == GROUP
         if as_host_only and not needed:
             return False
         timeout = None if as_host_only else self._exit_barrier_timeout
         term = self.inbox.term
-        in_background("exit barrier", lambda: self._await(handler, agents, term, timeout))
+        in_background("exit barrier", lambda: self._await(handler, term, timeout))
         return True
 
-    def _await(self, handler: FtRendezvousHandler, agents: Store, term: int, timeout: float | None) -> None:
+    def _await(self, handler: FtRendezvousHandler, term: int, timeout: float | None) -> None:
         why = ""
         try:
-            why = _await_all(handler, agents, timeout)
+            why = _await_all(handler, timeout)
         except (RendezvousError, StoreError, DistError) as error:
             why = f"the other nodes are not waited for: {error}"
         finally:
@@ -302,15 +329,15 @@ def what_follows(state: State, node: Node, round_number: int) -> News | None:
         return News(What.COME, "the nodes come together again")
     empty = [seat.last for seat in state.seats if seat.occupant is None]
     if state.policy == GROUP and empty:
-        return News(What.COME, f"node {', '.join(empty)} is lost")
+        return News(What.GONE, f"node {', '.join(empty)} is lost")
     return None
 
 
-def _await_all(handler: FtRendezvousHandler, agents: Store, timeout: float | None) -> str:
+def _await_all(handler: FtRendezvousHandler, timeout: float | None) -> str:
     """Waits until all nodes that take part are done; returns who is not in time, in words."""
     node = handler.node
     assert node is not None
-    agents = agents.clone()  # type: ignore[attr-defined]
+    agents = handler.agents_store()
     agents.set(_done(node), "")
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -327,13 +354,14 @@ def _await_all(handler: FtRendezvousHandler, agents: Store, timeout: float | Non
             return f"not waited for any longer, after {timeout:g} s: node {', '.join(map(str, waited_for))}"
 
 
-def round_of(state: State, node: Node, address: str) -> Round:
+def round_of(state: State, node: Node, address: str, agreed_in: str = "") -> Round:
     """A node's place in a round.
 
     Args:
         state: the record in which it has its seat.
         node: the node.
         address: of the store of the ranks.
+        agreed_in: address of the store in which wrapped ranks agree, if that is another one.
     """
     seat = state.seat_of(node)
     assert seat is not None
@@ -352,6 +380,7 @@ def round_of(state: State, node: Node, address: str) -> Round:
         restarts=state.restarts,
         formed=state.policy == RANK,
         node=node.id,
+        agreed_in=agreed_in,
     )
 
 

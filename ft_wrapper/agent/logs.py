@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
+import string
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,6 +13,9 @@ from contextlib import ExitStack
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+PREFIX_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+"""torchrun's: what is put before each line shown, with ${role_name}, ${rank} and ${local_rank} in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +46,14 @@ class Logs:
     Args:
         specs: what the command line asked for.
         role: what the ranks are called in the lines that are shown.
+        prefix: what is in front of these, with ``${role_name}``, ``${rank}`` and ``${local_rank}`` put in;
+            role and rank when None.
     """
 
-    def __init__(self, specs: LogsSpecs, role: str) -> None:
+    def __init__(self, specs: LogsSpecs, role: str, prefix: str | None = None) -> None:
         self._specs = specs
         self._role = role
+        self._prefix = prefix
         self._destinations: LogsDest | None = None
         self._first_rank = 0
         self._tails: dict[tuple[int, int], list[TailLog]] = {}
@@ -102,10 +109,17 @@ class Logs:
             tails[stderr] = sys.stderr
         files = RankFiles(stdout, stderr, own(to.error_files[rank]))
         self._tails[rank, incarnation] = [
-            TailLog(self._role, {self._first_rank + rank: file}, console).start()
+            TailLog(self._role, {self._first_rank + rank: file}, console, self._prefixes(rank)).start()
             for file, console in tails.items()
         ]
         return files
+
+    def _prefixes(self, rank: int) -> dict[int, str] | None:
+        if not self._prefix:
+            return None
+        number = self._first_rank + rank
+        words = {"role_name": self._role, "rank": number, "local_rank": rank}
+        return {number: string.Template(self._prefix).safe_substitute(words)}
 
     def close(self, rank: int, incarnation: int) -> None:
         """The process has ended: what it wrote last is shown, in another thread, and its tails end."""

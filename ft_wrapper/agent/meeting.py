@@ -9,11 +9,13 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ..rendezvous.backend import DEFAULT_PORT, address_of_this_node
-from ..rendezvous.settings import NAME, read_parameters
+from ..rendezvous.handler import make_backend
+from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters
 from .classic_nodes import ClassicNodes
 from .ft_nodes import FtNodes
+from .node_options import Meeting
 from .nodes import Nodes, OneNode
-from .options import Meeting, Options
+from .options import Options
 from .policy import Policy
 
 
@@ -26,19 +28,23 @@ def meet(options: Options) -> Nodes:
     meeting = options.meeting
     if meeting is None:
         return OneNode(options.nproc_per_node)
-    if meeting.parameters.backend == NAME:
+    if meeting.parameters.backend in (NAME, *ETCD_NAMES):
         return _ft(options, meeting)
     return _classic(options, meeting)
 
 
 def _ft(options: Options, meeting: Meeting) -> FtNodes:
-    settings, identity, tcp = read_parameters(meeting.parameters)
+    settings, identity, how = read_parameters(meeting.parameters)
     agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
+    # Whoever says less agrees with nodes of a version that had no such options.
+    if options.active_world_size is not None:
+        agreed["active_world_size"] = str(options.active_world_size)
+    if options.spare_nodes:
+        agreed["spare_nodes"] = str(options.spare_nodes)
     return FtNodes(
-        meeting.parameters.endpoint,
+        lambda: make_backend(meeting.parameters, how),
         dataclasses.replace(settings, agreed=agreed),
         identity,
-        tcp,
         replaces=options.policy is not Policy.GROUP,
         exit_barrier_timeout=meeting.exit_barrier_timeout,
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import collections
+import contextlib
 import dataclasses
 import enum
 import socket
 import threading
+from collections.abc import Iterator
 
 from ..store import TCPStoreServer
 from .round import Round, alone
@@ -20,6 +22,8 @@ class What(enum.Enum):
 
     COME = enum.auto()
     """All nodes come together again: this one ends its ranks, and takes part in the next round."""
+    GONE = enum.auto()
+    """A node is lost, or has left. The same, unless the ranks of this node have done all they had to."""
     OVER = enum.auto()
     """The job has failed: this node ends its ranks."""
     LOST = enum.auto()
@@ -52,6 +56,8 @@ class Inbox:
         self._lock = threading.Lock()
         self._term = 0
         self._open = True
+        self._attended = True
+        self._knocks: list[threading.Event] = []
 
     def fileno(self) -> int:
         """Readable when there are news."""
@@ -78,10 +84,7 @@ class Inbox:
             if not self._open:
                 return
             self._items.append((term, news))
-            try:
-                self._write_end.send(b"!")
-            except BlockingIOError:
-                pass  # it is readable
+            self._wake()
 
     def take(self) -> list[News]:
         """Takes out the news of this round. Does not block."""
@@ -90,16 +93,56 @@ class Inbox:
                 self._read_end.recv(4096)
             except BlockingIOError:
                 pass
+            self._answer()
             items = [news for term, news in self._items if term == self._term]
             self._items.clear()
             return items
+
+    def knock(self) -> threading.Event:
+        """Wakes whoever waits for news; from any thread.
+
+        Returns:
+            An event that is set once he has looked; or at once, where nobody is supposed to.
+        """
+        answered = threading.Event()
+        with self._lock:
+            self._knocks.append(answered)
+            if self._open and self._attended:
+                self._wake()
+            else:
+                self._answer()
+        return answered
+
+    @contextlib.contextmanager
+    def unattended(self) -> Iterator[None]:
+        """For a while nobody looks: something else is waited for, with a timeout of its own."""
+        with self._lock:
+            self._attended = False
+            self._answer()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._attended = True
 
     def close(self) -> None:
         """Lets go of the sockets."""
         with self._lock:
             self._open = False
+            self._answer()
             self._read_end.close()
             self._write_end.close()
+
+    def _wake(self) -> None:
+        try:
+            self._write_end.send(b"!")
+        except BlockingIOError:
+            pass  # it is readable
+
+    def _answer(self) -> None:
+        for answered in self._knocks:
+            answered.set()
+        self._knocks.clear()
 
 
 class Nodes(abc.ABC):
@@ -131,6 +174,10 @@ class Nodes(abc.ABC):
         and another one may have its ranks.
         """
         return True
+
+    def have_formed(self) -> bool:
+        """Whether the ranks are known to have formed a wrapped job. From memory; False if it is not known."""
+        return False
 
     @abc.abstractmethod
     def leave(self, why: str) -> None:

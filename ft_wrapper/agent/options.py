@@ -5,45 +5,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
 
-from torch.distributed.argparse_util import check_env, env
-from torch.distributed.elastic.multiprocessing import Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
-from torch.distributed.run import determine_local_world_size
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 
-from ..rendezvous.backend import DEFAULT_PORT
-from ..rendezvous.settings import NAME, read_parameters
+from . import values
+from .command_line import NOT_THERE, Parser, make_parser
+from .defaults import RANK_RESTARTS
+from .node_options import Meeting, read_nodes
 from .policy import Policy
 from .standby import Program
 
-DEFAULT_SHUTDOWN_TIMEOUT = 5.0
-DEFAULT_RANK_RESTARTS = 10
-DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0  # torch's agents' own
-DEFAULT_MONITOR_INTERVAL = 0.1  # torchrun's
-
-
-@dataclasses.dataclass(frozen=True)
-class Meeting:
-    """How the nodes of a job find each other.
-
-    Args:
-        parameters: of the rendezvous; torch's.
-        monitor_interval: seconds between two looks whether nodes are waiting, where nobody tells.
-        exit_barrier_timeout: seconds for which a node whose ranks are done waits for the others.
-    """
-
-    parameters: RendezvousParameters
-    monitor_interval: float
-    exit_barrier_timeout: float
+__all__ = ["Meeting", "Options", "parse_args"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +32,7 @@ class Options:
     Args:
         nproc_per_node: number of ranks.
         program: what each rank runs.
+        script: what the command line calls it.
         role: name of the ranks in log lines and in ``ROLE_NAME``.
         log_dir: where log files go; a temporary directory when None.
         redirects: which streams go to files instead of the console.
@@ -64,11 +44,16 @@ class Options:
         max_restarts: how often all ranks may be started anew.
         max_rank_restarts: how often each rank may be started again alone.
         standby: whether ranks are forked from a process that has torch imported.
+        logs_specs: what decides where log files go.
+        virtual_local_rank: whether each rank sees its own GPU only.
+        active_world_size: so many ranks call the function of a wrapped job; None: all.
+        spare_nodes: so many of the nodes have hot spares only.
         meeting: how this node finds the others; None if there are none.
     """
 
     nproc_per_node: int
     program: Program
+    script: str
     role: str
     log_dir: str | None
     redirects: Std | dict[int, Std]
@@ -80,183 +65,11 @@ class Options:
     max_restarts: int
     max_rank_restarts: int
     standby: bool
+    logs_specs: type[LogsSpecs] = DefaultLogsSpecs
+    virtual_local_rank: bool = False
+    active_world_size: int | None = None
+    spare_nodes: int = 0
     meeting: Meeting | None = None
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Ends with one line, and without the usage text that would bury it."""
-        self.exit(2, f"ftrun: error: {message}\n")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="ftrun",
-        description="Starts the ranks of a job on this machine, which may be one of several, and hosts the "
-        "store that they agree on. A rank of a wrapped job that dies is started again alone.",
-        epilog="Options mean the same as torchrun's and can be set by the same PET_* environment variables. "
-        "'ftrun status' shows how a job stands, 'ftrun report' what its restarts took: see their --help.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        *_spellings("--nproc-per-node"),
-        action=env,
-        default="1",
-        metavar="N",
-        help="number of ranks: a number, cpu, gpu or auto (default: 1)",
-    )
-    parser.add_argument(
-        "--nnodes",
-        action=env,
-        default="1",
-        metavar="MIN[:MAX]",
-        help="number of machines, each with an ftrun of its own: a number, or the least and the most "
-        "(default: 1)",
-    )
-    parser.add_argument(
-        *_spellings("--rdzv-backend"),
-        action=env,
-        default=NAME,
-        metavar="NAME",
-        help=f"how the nodes find each other: {NAME}, or one of torch's, c10d for instance (default: {NAME})",
-    )
-    parser.add_argument(
-        *_spellings("--rdzv-endpoint"),
-        action=env,
-        default="",
-        metavar="HOST:PORT",
-        help=f"where they do; with {NAME} and c10d the node of that name hosts the store "
-        f"(default port: {DEFAULT_PORT})",
-    )
-    parser.add_argument(
-        *_spellings("--rdzv-id"),
-        action=env,
-        default="none",
-        metavar="ID",
-        help="the job, the same on all nodes (default: none)",
-    )
-    parser.add_argument(
-        *_spellings("--rdzv-conf"),
-        action=env,
-        default="",
-        metavar="NAME=VALUE,...",
-        help="further options of the rendezvous: join_timeout=600,last_call_timeout=30",
-    )
-    parser.add_argument(
-        *_spellings("--local-addr"),
-        action=env,
-        default=None,
-        metavar="ADDRESS",
-        help="how the other nodes reach this one (default: found out)",
-    )
-    parser.add_argument(
-        *_spellings("--node-id"),
-        action=env,
-        default=None,
-        metavar="ID",
-        help="which node this is; started again with the same id it takes its own place (default: the "
-        "number that SLURM or Kubernetes gave it, else a new one)",
-    )
-    parser.add_argument(
-        *_spellings("--monitor-interval"),
-        action=env,
-        default=str(DEFAULT_MONITOR_INTERVAL),
-        metavar="SECONDS",
-        help=f"how often to look whether nodes wait; not with {NAME}, which tells (default: %(default)s)",
-    )
-    parser.add_argument(
-        *_spellings("--exit-barrier-timeout"),
-        action=env,
-        default=str(DEFAULT_EXIT_BARRIER_TIMEOUT),
-        metavar="SECONDS",
-        help="how long a node whose ranks are done waits for the other nodes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--role", action=env, default="default", help="name of the ranks in log lines (default: default)"
-    )
-    parser.add_argument(
-        "-m", "--module", action=check_env, help="script is a module's name, as for python -m"
-    )
-    parser.add_argument(
-        *_spellings("--no-python"), action=check_env, help="script is a program: execute it without python"
-    )
-    parser.add_argument(
-        *_spellings("--log-dir"),
-        action=env,
-        default=None,
-        help="directory for log files; each run makes one of its own in it (default: a temporary one)",
-    )
-    parser.add_argument(
-        "-r",
-        "--redirects",
-        action=env,
-        default="0",
-        help="streams that go to log files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both, "
-        "for all ranks, or by local rank: 0:3,1:2 (default: 0)",
-    )
-    parser.add_argument(
-        "-t",
-        "--tee",
-        action=env,
-        default="0",
-        help="streams that go to log files and to the console; as --redirects",
-    )
-    parser.add_argument(
-        *_spellings("--local-ranks-filter"),
-        action=env,
-        default="",
-        metavar="RANKS",
-        help="only these local ranks write to the console: 0,1,2 (default: all)",
-    )
-    parser.add_argument(
-        *_spellings("--signals-to-handle"),
-        action=env,
-        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        metavar="SIGNALS",
-        help="signals that are forwarded to the ranks and end the job (default: %(default)s)",
-    )
-    parser.add_argument(
-        *_spellings("--shutdown-timeout"),
-        action=env,
-        default=os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(DEFAULT_SHUTDOWN_TIMEOUT)),
-        metavar="SECONDS",
-        help="from a forwarded signal to SIGKILL (default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 5)",
-    )
-    parser.add_argument(
-        *_spellings("--restart-policy"),
-        action=env,
-        default=Policy.AUTO.value,
-        metavar="POLICY",
-        help="when a rank fails: rank: it is started again alone; group: all are ended and started anew; "
-        "auto: group, and rank once a wrapped job has formed (default: auto)",
-    )
-    parser.add_argument(
-        *_spellings("--max-restarts"),
-        action=env,
-        default=None,
-        metavar="N",
-        help="how often all ranks may be started anew (default: 0)",
-    )
-    parser.add_argument(
-        *_spellings("--max-rank-restarts"),
-        action=env,
-        default=None,
-        metavar="N",
-        help=f"how often each rank may be started again alone (default: {DEFAULT_RANK_RESTARTS})",
-    )
-    parser.add_argument(
-        *_spellings("--no-standby"),
-        action=check_env,
-        help="start each rank by itself, instead of forking it from a process that has imported torch "
-        "(always so with --no-python and PYTHON_EXEC)",
-    )
-    parser.add_argument("script", help="what each rank runs")
-    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    return parser
-
-
-def _spellings(option: str) -> tuple[str, str]:
-    return option, "--" + option[2:].replace("-", "_")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -269,111 +82,73 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         SystemExit: an argument is wrong (2; one line on stderr names it and the way out), or help was
             asked for (0).
     """
-    parser = _parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
-    nproc = _nproc(parser, args.nproc_per_node)
+    _refuse_what_is_not_there(parser, args)
+    nproc = values.nproc(parser, args.nproc_per_node)
     log_dir: str | None = args.log_dir or None
     if log_dir and log_dir != os.devnull and os.path.exists(log_dir) and not os.path.isdir(log_dir):
         parser.error(f"--log-dir {log_dir}: is a file; name a directory")
     policy = _policy(parser, args)
+    _check_devices(parser, args, nproc)
+    nodes = read_nodes(parser, args, nproc, policy)
     return Options(
         nproc_per_node=nproc,
         program=_program(parser, args),
+        script=args.script,
         role=args.role,
         log_dir=log_dir,
-        redirects=_streams(parser, "--redirects", args.redirects, nproc),
-        tee=_streams(parser, "--tee", args.tee, nproc),
-        local_ranks_filter=_ranks(parser, "--local-ranks-filter", args.local_ranks_filter, nproc),
-        signals=_signals(parser, args.signals_to_handle),
-        shutdown_timeout=_seconds(parser, "--shutdown-timeout", args.shutdown_timeout),
+        redirects=values.streams(parser, "--redirects", args.redirects, nproc),
+        tee=values.streams(parser, "--tee", args.tee, nproc),
+        local_ranks_filter=values.local_ranks(parser, "--local-ranks-filter", args.local_ranks_filter, nproc),
+        signals=values.signals(parser, args.signals_to_handle),
+        shutdown_timeout=values.seconds(parser, "--shutdown-timeout", args.shutdown_timeout),
         policy=policy,
-        max_restarts=_count(parser, "--max-restarts", args.max_restarts, 0),
-        max_rank_restarts=_count(
-            parser, "--max-rank-restarts", args.max_rank_restarts, DEFAULT_RANK_RESTARTS
-        ),
+        max_restarts=values.count(parser, "--max-restarts", args.max_restarts, 0),
+        max_rank_restarts=values.count(parser, "--max-rank-restarts", args.max_rank_restarts, RANK_RESTARTS),
         standby=not args.no_standby,
-        meeting=_meeting(parser, args, nproc),
+        logs_specs=_logs_specs(parser, args.logs_specs),
+        virtual_local_rank=bool(args.virtual_local_rank),
+        active_world_size=nodes.active_world_size,
+        spare_nodes=nodes.spare_nodes,
+        meeting=nodes.meeting,
     )
 
 
-def _meeting(parser: _Parser, args: argparse.Namespace, nproc: int) -> Meeting | None:
-    least, most = _nodes(parser, args.nnodes)
-    monitor_interval = _seconds(parser, "--monitor-interval", args.monitor_interval)
-    if monitor_interval == 0:
-        parser.error("--monitor-interval 0: must be more than 0")
-    barrier = _seconds(parser, "--exit-barrier-timeout", args.exit_barrier_timeout)
-    if not args.rdzv_endpoint:
-        if most > 1:
-            parser.error(
-                f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT: one of the nodes, the same on all"
-            )
-        for option, value, default in (
-            ("--rdzv-backend", args.rdzv_backend, NAME),
-            ("--rdzv-conf", args.rdzv_conf, ""),
-            ("--rdzv-id", args.rdzv_id, "none"),
-            ("--node-id", args.node_id, None),
-        ):
-            if value != default:
-                parser.error(
-                    f"{option} {value} is without meaning alone on one node: add --rdzv-endpoint or drop it"
-                )
-        return None
-    config = _config(parser, args, nproc)
-    known = set(rendezvous_handler_registry._registry) | {NAME}
-    if args.rdzv_backend not in known:
-        parser.error(f"--rdzv-backend {args.rdzv_backend}: there is no such; use {', '.join(sorted(known))}")
-    try:
-        parse_rendezvous_endpoint(args.rdzv_endpoint, DEFAULT_PORT)
-        parameters = RendezvousParameters(
-            args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id, least, most, args.local_addr, **config
+def _refuse_what_is_not_there(parser: Parser, args: argparse.Namespace) -> None:
+    for option, instead in NOT_THERE.items():
+        value = getattr(args, option[2:].replace("-", "_"))
+        # "null" is what torchrun calls no handler of events.
+        if value and (option, value) != ("--event-log-handler", "null"):
+            parser.error(f"{option} {value}: ftrun has no such option; {instead}")
+
+
+def _check_devices(parser: Parser, args: argparse.Namespace, nproc: int) -> None:
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if args.virtual_local_rank and devices is not None and len(devices.split(",")) < nproc:
+        parser.error(
+            f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={devices} has fewer GPUs than there are ranks with "
+            f"--nproc-per-node {nproc}; start as many ranks as GPUs"
         )
-        if args.rdzv_backend == NAME:
-            read_parameters(parameters)
-    except ValueError as error:
-        parser.error(f"--rdzv-endpoint {args.rdzv_endpoint}: {error}")
-    return Meeting(parameters, monitor_interval, barrier)
 
 
-def _config(parser: _Parser, args: argparse.Namespace, nproc: int) -> dict[str, str]:
+def _logs_specs(parser: Parser, name: str | None) -> type[LogsSpecs]:
+    if name is None:
+        return DefaultLogsSpecs
+    found = importlib.metadata.entry_points(group="torchrun.logs_specs", name=name)
+    if not found:
+        parser.error(
+            f"--logs-specs {name}: no installed package has an entry point of that name in "
+            "torchrun.logs_specs"
+        )
     try:
-        config: dict[str, str] = _parse_rendezvous_config(args.rdzv_conf)
-    except ValueError:
-        parser.error(f"--rdzv-conf {args.rdzv_conf}: use NAME=VALUE with commas between them")
-    for name, option in (("node_id", "--node-id"), ("nproc", "--nproc-per-node"), ("role", "--role")):
-        if name in config:
-            parser.error(f"--rdzv-conf {name}={config[name]}: use {option}")
-    if args.rdzv_backend == NAME:
-        config.update(nproc=str(nproc), role=args.role)
-        if args.node_id is not None:
-            config["node_id"] = args.node_id
-    elif args.node_id is not None:
-        parser.error(f"--node-id {args.node_id}: --rdzv-backend {args.rdzv_backend} knows no ids; drop it")
-    return config
+        specs: type[LogsSpecs] = next(iter(found)).load()
+    except (ImportError, AttributeError) as error:
+        parser.error(f"--logs-specs {name}: cannot be imported: {error}")
+    return specs
 
 
-def _nodes(parser: _Parser, value: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", value)
-    if found is None:
-        parser.error(f"--nnodes {value}: use a number, or the least and the most: 2:4")
-    least, most = int(found[1]), int(found[2] or found[1])
-    if least < 1:
-        parser.error(f"--nnodes {value}: at least one node is needed")
-    if least > most:
-        parser.error(f"--nnodes {value}: the least, {least}, is more than the most, {most}; swap them")
-    return least, most
-
-
-def _nproc(parser: _Parser, value: str) -> int:
-    try:
-        nproc: int = determine_local_world_size(value)
-    except ValueError as error:
-        parser.error(f"--nproc-per-node {value}: use a number of at least 1, cpu, gpu or auto ({error})")
-    if nproc < 1:
-        parser.error(f"--nproc-per-node {value}: at least one rank is needed")
-    return nproc
-
-
-def _program(parser: _Parser, args: argparse.Namespace) -> Program:
+def _program(parser: Parser, args: argparse.Namespace) -> Program:
     script: str = args.script
     arguments = tuple(args.script_args)
     if args.no_python and args.module:
@@ -404,7 +179,7 @@ def _program(parser: _Parser, args: argparse.Namespace) -> Program:
     return Program(command, script, arguments, args.module)
 
 
-def _policy(parser: _Parser, args: argparse.Namespace) -> Policy:
+def _policy(parser: Parser, args: argparse.Namespace) -> Policy:
     try:
         policy = Policy(args.restart_policy)
     except ValueError:
@@ -419,14 +194,6 @@ def _policy(parser: _Parser, args: argparse.Namespace) -> Policy:
                 f"{option} limits what this policy never does; drop one of them"
             )
     return policy
-
-
-def _count(parser: _Parser, option: str, value: str | None, default: int) -> int:
-    if value is None:
-        return default
-    if not re.fullmatch(r"\d+", value):
-        parser.error(f"{option} {value}: use a number of at least 0")
-    return int(value)
 
 
 def _module_exists(name: str) -> bool:
@@ -454,58 +221,3 @@ def _module_exists(name: str) -> bool:
         return False
     finally:
         sys.path = path
-
-
-def _streams(parser: _Parser, option: str, value: str, nproc: int) -> Std | dict[int, Std]:
-    try:
-        streams: Std | dict[int, Std] = Std.from_str(value)
-    except ValueError:
-        parser.error(
-            f"{option} {value}: use 0, 1, 2 or 3, or local ranks with one of them each, as in 0:3,1:2"
-        )
-    if isinstance(streams, dict):
-        _check_ranks(parser, option, value, streams, nproc)
-    return streams
-
-
-def _ranks(parser: _Parser, option: str, value: str, nproc: int) -> set[int] | None:
-    if not value:
-        return None
-    if not re.fullmatch(r"\d+(,\d+)*", value):
-        parser.error(f"{option} {value}: use local ranks with commas between them, as in 0,1,2")
-    ranks = {int(rank) for rank in value.split(",")}
-    _check_ranks(parser, option, value, ranks, nproc)
-    return ranks
-
-
-def _check_ranks(parser: _Parser, option: str, value: str, ranks: Iterable[int], nproc: int) -> None:
-    for rank in ranks:
-        if rank >= nproc:
-            parser.error(f"{option} {value}: there is no local rank {rank} with --nproc-per-node {nproc}")
-
-
-def _signals(parser: _Parser, value: str) -> tuple[signal.Signals, ...]:
-    signals = []
-    for name in value.split(","):
-        try:
-            signum = signal.Signals[name.strip()]
-        except KeyError:
-            parser.error(
-                f"--signals-to-handle {value}: no signal is named {name.strip()!r}; use e.g. SIGTERM,SIGUSR1"
-            )
-        if signum in (signal.SIGKILL, signal.SIGSTOP):
-            parser.error(f"--signals-to-handle {value}: {name.strip()} cannot be handled by any program")
-        if signum == signal.SIGCHLD:
-            parser.error(f"--signals-to-handle {value}: SIGCHLD is what ftrun is told of its ranks by")
-        signals.append(signum)
-    return tuple(signals)
-
-
-def _seconds(parser: _Parser, option: str, value: str) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        parser.error(f"{option} {value}: is not a number of seconds")
-    if not 0 <= seconds < float("inf"):
-        parser.error(f"{option} {value}: must be at least 0 and finite")
-    return seconds

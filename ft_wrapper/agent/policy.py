@@ -89,6 +89,10 @@ class RestartPolicy:
         if restarts is not None:
             self.restarts = restarts
 
+    def note_formed(self) -> None:
+        """The ranks are known to have formed a wrapped job: their store need not be asked."""
+        self._has_formed = True
+
     def replaces(self, rank: int) -> bool:
         """Whether a rank's process, in a job that has formed, is replaced if it dies, as far as is known."""
         return self._policy is not Policy.GROUP and self._budget(rank).left > 0

@@ -17,12 +17,16 @@ import signal
 import time
 from contextlib import ExitStack
 
+from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from .. import events
+from ..monitor.wire import AGENT_ENV
 from .environment import Job, of_incarnation
 from .failure import Failure, in_order, read_failure
+from .group import Group
 from .logs import Logs, opened
+from .monitors import Monitors
 from .nodes import News, Nodes, What
 from .orphans import Orphans
 from .policy import Action, RestartPolicy
@@ -115,6 +119,8 @@ class Ranks:
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
         standby: whether they are forked from a process that has torch imported, where that is possible.
         orphans: what this process has adopted: it is a subreaper.
+        group: told what happens.
+        log_line_prefix: what is in front of the lines that are shown; see `Logs`.
     """
 
     def __init__(
@@ -128,6 +134,8 @@ class Ranks:
         shutdown_timeout: float,
         standby: bool,
         orphans: Orphans,
+        group: Group,
+        log_line_prefix: str | None = None,
     ) -> None:
         self._program = program
         self._job = job
@@ -135,6 +143,7 @@ class Ranks:
         self._nodes = nodes
         self._shutdown_timeout = shutdown_timeout
         self._orphans = orphans
+        self._group = group
         self._running: dict[int, RankProcess] = {}
         self._due: dict[int, _Due] = {}
         self._failures: list[Failure] = []
@@ -151,7 +160,8 @@ class Ranks:
         self._cleanup = ExitStack()
         try:
             self._selector = self._cleanup.enter_context(selectors.DefaultSelector())
-            self._logs = self._cleanup.enter_context(Logs(logs_specs, job.role))
+            self._logs = self._cleanup.enter_context(Logs(logs_specs, job.role, log_line_prefix))
+            self._monitors = self._cleanup.enter_context(Monitors(job.run_id))
             if standby and program.script is not None:
                 self._start_standby()
         except BaseException:
@@ -179,9 +189,10 @@ class Ranks:
             StoreError: the store does not answer.
         """
         self._close_store()
-        self._in_store = JobInStore(where.address)
+        self._in_store = JobInStore(where.store)
         self._round = where
         self._policy.begin_round(where.restarts, formed=where.formed)
+        self._group.count_restarts(self._policy.restarts)
         self._stop = None
         self._failures.clear()
         self._healed.clear()
@@ -313,6 +324,7 @@ class Ranks:
         environment = {
             **self._environment(rank),
             **of_incarnation(incarnation, files.error_file, self._policy.replaces(self._round.rank(rank))),
+            AGENT_ENV: self._monitors.name,
         }
         request = Request(rank, incarnation, files, environment)
         if self._standby is None:
@@ -325,7 +337,9 @@ class Ranks:
     def _execute(self, request: Request) -> None:
         with ExitStack() as streams:
             stdout, stderr = (opened(path, streams) for path in (request.files.stdout, request.files.stderr))
-            popen = start(self._program.command, {**os.environ, **request.environment}, stdout, stderr)
+            popen = start(
+                self._program.command_of(request.rank), {**os.environ, **request.environment}, stdout, stderr
+            )
         pidfd = os.pidfd_open(popen.pid)
         self._add(RankProcess(request.rank, request.incarnation, popen.pid, pidfd, request.files, popen))
 
@@ -340,8 +354,10 @@ class Ranks:
     def _add(self, process: RankProcess) -> None:
         rank = self._round.rank(process.rank)
         self._running[process.rank] = process
+        self._monitors.add(process.pid)
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self._spare_at = time.monotonic() + SPARE_DELAY if self._policy.replaces(rank) else None
+        self._group.started(process.rank, process.pid, replaces=process.incarnation > 0)
         self._emit("rank_started", process)
 
     def _not_started(self, rank: int, incarnation: int, error: Exception) -> Failure:
@@ -415,12 +431,14 @@ class Ranks:
     def _take_end(self, process: RankProcess) -> None:
         self._selector.unregister(process.pidfd)
         del self._running[process.rank]
+        self._monitors.remove(process.pid)
         exitcode = process.reap()
         rank = self._round.rank(process.rank)
         self._logs.close(process.rank, process.incarnation)
         self._emit("rank_ended", process, exitcode=exitcode)
         if exitcode == 0:
             self._healed.add(process.rank)
+            self._group.ended(process.rank)
             return
         if self._stop is not None:
             return  # what a signal of ours ended did not fail of its own accord
@@ -429,6 +447,9 @@ class Ranks:
 
     def _decide(self, rank: int, failure: Failure, lived: float) -> None:
         self._failures.append(failure)
+        self._group.failed(rank)
+        if self._nodes.have_formed():
+            self._policy.note_formed()
         verdict = self._policy.decide(
             failure.rank, failure.pid, lived, self._store(), is_first=failure.incarnation == 0
         )
@@ -438,6 +459,7 @@ class Ranks:
         elif verdict.action in (Action.RESTART_GROUP, Action.END_GROUP):
             if verdict.action is Action.END_GROUP:
                 self._failed = f"rank {failure.name}: {failure.how()}"
+            self._group.count_restarts(self._policy.restarts)
             self._begin_stop(again=verdict.action is Action.RESTART_GROUP)
             self._send(signal.SIGTERM)
         # Last: nobody waits for the words.
@@ -452,6 +474,8 @@ class Ranks:
 
     def _begin_stop(self, *, again: bool) -> None:
         self._stop = _Stop(time.monotonic() + self._shutdown_timeout, again)
+        if again:
+            self._group.become(WorkerState.STOPPED)
         self._due.clear()
         self._asked.clear()
         if self._standby is not None:

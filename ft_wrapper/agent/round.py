@@ -22,6 +22,8 @@ class Round:
             counts for itself.
         formed: whether the ranks have formed a wrapped job already, which those of this node are to join.
         node: what to call this node in messages; empty if there is no other.
+        agreed_in: address of the store in which wrapped ranks agree, if that is another one; it outlives all
+            nodes then.
     """
 
     address: str
@@ -35,6 +37,12 @@ class Round:
     restarts: int | None = None
     formed: bool = False
     node: str = ""
+    agreed_in: str = ""
+
+    @property
+    def store(self) -> str:
+        """Address of the store in which wrapped ranks agree."""
+        return self.agreed_in or self.address
 
     def rank(self, local_rank: int) -> int:
         """The rank, and slot, of one of this node's ranks."""

@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import selectors
+import shlex
+from typing import Protocol
 
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+)
 
 from ..exception import StoreError
 from .nodes import Nodes, What
-from .ranks import End, Ranks
+from .ranks import End
+from .round import Round
 from .signals import Signalled, SignalQueue, signal_name
 
 log = logging.getLogger(__name__)
@@ -20,7 +27,29 @@ class CannotStart(Exception):
     """No rank could be started."""
 
 
-def run_rounds(nodes: Nodes, ranks: Ranks, signals: SignalQueue) -> End:
+class Workers(Protocol):
+    """What runs on this node in each round; `Ranks`, for instance."""
+
+    def start(self, where: Round) -> None:
+        """Starts all; those of the round before have ended.
+
+        Args:
+            where: the round.
+
+        Raises:
+            OSError: they cannot be started.
+            StoreError: the store of the round does not answer.
+        """
+
+    def wait(self, signals: SignalQueue) -> End:
+        """Waits until all have ended for this round, and says how.
+
+        Args:
+            signals: what ends them; the same do news of the other nodes.
+        """
+
+
+def run_rounds(nodes: Nodes, ranks: Workers, signals: SignalQueue) -> End:
     """Runs the ranks of this node until the job is over, or this node's part in it.
 
     Args:
@@ -34,11 +63,11 @@ def run_rounds(nodes: Nodes, ranks: Ranks, signals: SignalQueue) -> End:
     is_first = True
     while True:
         try:
-            with signals.raised():
+            with nodes.inbox.unattended(), signals.raised():
                 where = nodes.next_round()
             ranks.start(where)
             if where.group_rank == 0:
-                log.info("see how the job stands: ftrun status %s", where.address)
+                log.info("see how the job stands: ftrun status %s", shlex.quote(where.store))
         except Signalled as signalled:
             log.warning("%s: while the nodes came together", signal_name(signalled.signum))
             nodes.leave(f"it was ended by {signal_name(signalled.signum)}")
@@ -47,10 +76,11 @@ def run_rounds(nodes: Nodes, ranks: Ranks, signals: SignalQueue) -> End:
             log.info("%s", error)
             return End([], None, [])
         except (OSError, StoreError, ValueError, RendezvousError) as error:
-            nodes.leave(f"it could not go on: {error}")
+            why = _words(error)
+            nodes.leave(f"it could not go on: {why}")
             if is_first:
-                raise CannotStart(error) from error
-            return End([], None, [], ended_by=f"the next round has not begun: {error}")
+                raise CannotStart(why) from error
+            return End([], None, [], ended_by=f"the next round has not begun: {why}")
         is_first = False
         end = ranks.wait(signals)
         if end.signum is None and not end.again and not end.ended_by:
@@ -59,12 +89,20 @@ def run_rounds(nodes: Nodes, ranks: Ranks, signals: SignalQueue) -> End:
             return end
 
 
+def _words(error: Exception) -> str:
+    """What an error says; torch's handlers raise some that say nothing."""
+    if isinstance(error, RendezvousClosedError) and not str(error):
+        return "the job is over: its rendezvous is closed"
+    return str(error) or type(error).__name__
+
+
 def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
     """This node's ranks have ended for good: what that means for the others, and what they do yet."""
     if end.failed:
         nodes.fail(end.failed)
         return end
     if not end.closed and nodes.await_others(as_host_only=end.lost):
+        log.info("the ranks of this node have ended; waiting for the other nodes")
         end = _wait(end, nodes, signals)
         if end.again or end.signum is not None or end.ended_by:
             return end
@@ -90,6 +128,8 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
             for news in nodes.inbox.take():
                 if news.why:
                     log.warning("%s", news.why)
+                if news.what is What.GONE:
+                    continue  # nobody waits for it any more
                 if news.what is What.COME:
                     return dataclasses.replace(end, again=True)
                 if news.what is What.OVER:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import template
+from .environment import with_local_rank
 from .logs import RankFiles, opened
 from .processes import start
 
@@ -38,6 +39,10 @@ class Program:
     script: str | None = None
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+
+    def command_of(self, local_rank: int) -> list[str]:
+        """The same for one of the ranks, whose number is put into its arguments."""
+        return with_local_rank(self.command, str(local_rank))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +247,11 @@ class Standby:
                 spare.discard()
                 return Forked(request, None, str(error))
             fds = {number: fd for number, fd in streams.items() if fd is not None}
-            order = {"environment": environment, "streams": list(fds)}
+            order = {
+                "environment": environment,
+                "streams": list(fds),
+                "local_rank": str(request.rank),
+            }
             try:
                 socket.send_fds(spare.orders, [json.dumps(order).encode()], list(fds.values()))
             except OSError:

@@ -33,6 +33,7 @@ import types
 
 import torch
 
+from .environment import with_local_rank
 from .processes import await_adoption, die_with
 
 log = logging.getLogger(__name__)
@@ -69,9 +70,9 @@ def main() -> None:
         control.set_inheritable(False)
         orders = _serve(control)
     with orders:
-        _become_what_is_ordered(orders, int(agent))
+        local_rank = _become_what_is_ordered(orders, int(agent))
     gc.enable()
-    _run(kind, script, arguments)
+    _run(kind, script, with_local_rank(arguments, local_rank))
 
 
 # In the template ---------------------------------------------------------------------------------------
@@ -143,8 +144,8 @@ def _fork_again(write_end: int) -> None:
 # In the rank -------------------------------------------------------------------------------------------
 
 
-def _become_what_is_ordered(orders: socket.socket, agent: int) -> None:
-    """Makes this process what one started by exec would be, once the agent says what that is."""
+def _become_what_is_ordered(orders: socket.socket, agent: int) -> str:
+    """Makes this process what one started by exec would be, once the agent says what; returns its rank."""
     os.setsid()
     await_adoption(agent)
     die_with(agent)
@@ -165,6 +166,7 @@ def _become_what_is_ordered(orders: socket.socket, agent: int) -> None:
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     _set_blas_threads()
+    return str(order["local_rank"])
 
 
 def _set_blas_threads() -> None:

@@ -9,8 +9,9 @@ from datetime import timedelta
 
 from torch.distributed import DistError
 
+from .. import store
 from ..exception import StoreError
-from ..store import Member, TCPStore
+from ..store import Member, StoreMixin
 from ..store import keys as names
 
 log = logging.getLogger(__name__)
@@ -85,15 +86,14 @@ class JobInStore:
         return pid if record.get("host") == socket.gethostname() and isinstance(pid, int) else None
 
 
-def connect(address: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
+def connect(address: str, timeout: timedelta = _TIMEOUT) -> StoreMixin:
     """A client of the store of the ranks.
 
     Args:
-        address: ``host:port``.
+        address: ``host:port``, or ``etcd://…``.
         timeout: how long a store that does not answer is tried again.
 
     Raises:
         StoreError: it does not answer.
     """
-    host, _, port = address.rpartition(":")
-    return TCPStore(host, int(port), timeout=timeout)
+    return store.connect(address, timeout)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ TIMEOUT = 120.0
 ROOT = Path(__file__).resolve().parents[2]
 
 
+FTRUN = "ft_wrapper.run"
+TORCHRUN = "torch.distributed.run"
+
+
 class FtRun:
     """A running ftrun. A context manager: it does not outlive the block, and neither does what it started.
 
@@ -28,17 +32,26 @@ class FtRun:
         folder: for its files.
         arguments: of ftrun.
         before: what to put in front of the command.
+        program: torch's module, to see what torchrun does in the same case; its ranks may outlive it.
+        environment: what it finds in its environment beside what we have in ours.
     """
 
-    def __init__(self, folder: Path, *arguments: str, before: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        before: Sequence[str] = (),
+        program: str = FTRUN,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._events = folder / "events"
         self._output = folder / "output"
-        environment = {**os.environ, events.ENV: str(self._events), "TMPDIR": str(folder)}
+        own = {events.ENV: str(self._events), "TMPDIR": str(folder)}
         with open(self._output, "wb") as output:
             self.process = subprocess.Popen(
-                [*before, sys.executable, "-m", "ft_wrapper.run", *arguments],
-                env=environment,
+                [*before, sys.executable, "-m", program, *arguments],
+                env={**os.environ, **own, **(environment or {})},
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -82,7 +95,7 @@ class FtRun:
             os.close(pidfd)
 
     def family(self) -> list[psutil.Process]:
-        """The processes below it: ranks, monitors, the template and what was forked ahead."""
+        """The processes below it: ranks, what they have started, the template and what was forked ahead."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def template(self) -> psutil.Process:
@@ -118,6 +131,18 @@ def all_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Pro
     """Waits for the end of processes; returns those that are still there then."""
     _, left = psutil.wait_procs(processes, timeout=seconds)
     return [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def lose(node: FtRun) -> None:
+    """Loses a machine: nobody is left there who could tell anything."""
+    family = node.family()
+    node.process.send_signal(signal.SIGSTOP)
+    for process in family:
+        with contextlib.suppress(Exception):
+            process.kill()
+    node.process.kill()
+    node.process.wait()
+    assert all_gone(family, TIMEOUT) == []
 
 
 def send(pid: int, signum: signal.Signals) -> None:

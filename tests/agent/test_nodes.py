@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import TIMEOUT, FtRun, all_gone, await_that
+from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
 
+from ft_wrapper import status
 from ft_wrapper.store import TCPStoreServer
 from ft_wrapper.testing.ports import free_port
 
@@ -35,7 +36,7 @@ WRAPPED = """
         # Renamed, so that whoever sees it sees all of it.
         path = f"{folder}/in.{state.world_size}.{state.iteration}.{os.environ['RANK']}"
         with open(path + ".part", "w") as file:
-            json.dump({**found, "pid": os.getpid(), "rank": state.rank}, file)
+            json.dump({**found, "pid": os.getpid(), "rank": state.rank, "iteration": state.iteration}, file)
         os.rename(path + ".part", path)
         while not os.path.exists(f"{folder}/finish"):
             time.sleep(0.02)
@@ -67,6 +68,7 @@ class Cluster:
         self.script.write_text(textwrap.dedent(source))
         # Each rank imports torch once; a template would do so, too, and much more.
         self._options = ["--nnodes", nnodes, "--nproc-per-node", str(nproc), "--no-standby"]
+        self.arguments: list[str] = []  # of the script, beside the folder
         self._endpoint = ""
         self._conf = CONF
         self._exits = contextlib.ExitStack()
@@ -77,6 +79,11 @@ class Cluster:
 
     def __exit__(self, *error: Any) -> None:
         self._exits.__exit__(*error)
+
+    @property
+    def address(self) -> str:
+        """What ``ftrun status`` calls it."""
+        return self._endpoint
 
     def host_store(self) -> None:
         """Has the test itself host the rendezvous store, so that any node may die."""
@@ -103,6 +110,7 @@ class Cluster:
             *options,
             str(self.script),
             str(self.shared),
+            *self.arguments,
         )
         self._exits.enter_context(node)
         if not self._endpoint:
@@ -137,18 +145,6 @@ class Cluster:
         (self.shared / "finish").touch()
         for node in nodes:
             assert node.end() == 0, node.said
-
-
-def lose(node: FtRun) -> None:
-    """Loses a machine: nobody is left there who could tell anything."""
-    family = node.family()
-    node.process.send_signal(signal.SIGSTOP)
-    for process in family:
-        with contextlib.suppress(Exception):
-            process.kill()
-    node.process.kill()
-    node.process.wait()
-    assert all_gone(family, TIMEOUT) == []
 
 
 def pids_of(node: FtRun) -> dict[int, list[int]]:
@@ -210,7 +206,19 @@ def test_a_lost_node_comes_back_and_nobody_else_is_disturbed(tmp_path: Path) -> 
     assert "no sign of life from 1 (localhost)" in stays.said
 
 
-def test_a_late_node_enlarges_the_job_and_a_spare_steps_in(tmp_path: Path) -> None:
+def places(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> list[tuple[str, str, list[int] | None, str]]:
+    """What ``ftrun status`` says of the nodes: id, place, slots, address."""
+    assert status.main([cluster.address, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == status.RUNNING
+    return [(node["id"], node["place"], node["slots"], node["address"]) for node in found["nodes"]]
+
+
+def test_a_late_node_enlarges_the_job_and_a_spare_steps_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
         first = cluster.start("a")
         began = cluster.await_inside(1, first)
@@ -225,8 +233,14 @@ def test_a_late_node_enlarges_the_job_and_a_spare_steps_in(tmp_path: Path) -> No
         )
         spare = cluster.start("c")
         await_that(lambda: "there is no seat for it now" in spare.said, spare)
+        assert [place[:3] for place in places(cluster, capsys)] == [
+            ("a", "seat", [0, 0]),
+            ("b", "seat", [1, 1]),
+            ("c", "spare", None),
+        ]
         lose(late)
         replaced = cluster.await_inside(2, first, spare)
+        assert [place[0] for place in places(cluster, capsys)] == ["a", "c"]
         unneeded = cluster.start("d")
         await_that(lambda: "there is no seat for it now" in unneeded.said, unneeded)
         cluster.finish(first, spare)
@@ -235,6 +249,27 @@ def test_a_late_node_enlarges_the_job_and_a_spare_steps_in(tmp_path: Path) -> No
     assert replaced[1]["RANK"] == "1"
     assert list(pids_of(spare)) == [1]
     assert pids_of(unneeded) == {}
+
+
+def test_a_fifth_node_steps_in_for_one_of_four(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="1:4") as cluster:
+        last_call = ("--rdzv-conf", CONF.replace("last_call_timeout=0.2", "last_call_timeout=60"))
+        nodes = [cluster.start(str(number), *last_call) for number in range(4)]
+        before = cluster.await_inside(4, *nodes)
+        await_that(lambda: "a job has formed" in nodes[0].said, nodes[0])
+        fifth = cluster.start("4", *last_call)
+        await_that(lambda: "there is no seat for it now" in fifth.said, fifth)
+        lose(nodes[2])
+        after = cluster.await_inside(4, nodes[0], nodes[1], nodes[3], fifth)
+        back = cluster.start("2", *last_call)
+        await_that(lambda: "there is no seat for it now" in back.said, back)
+        lose(nodes[3])
+        again = cluster.await_inside(4, nodes[0], nodes[1], back, fifth)
+        cluster.finish(nodes[0], nodes[1], back, fifth)
+    for kept, groups in (((0, 1, 3), (before, after)), ((0, 1, 2), (after, again))):
+        first, second = ([group[rank]["pid"] for rank in kept] for group in groups)
+        assert first == second
+    assert (list(pids_of(fifth)), list(pids_of(back))) == ([2], [3])
 
 
 def test_all_come_together_again_when_the_ranks_lose_their_store(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from ft_wrapper.rendezvous.state import (
     fold,
     remove,
 )
-from ft_wrapper.store import TCPStore, TCPStoreServer
+from ft_wrapper.store import Member, TCPStore, TCPStoreServer
+from ft_wrapper.store.interruption import FAULT
 
 TIMEOUT = 60.0
 
@@ -50,14 +51,14 @@ def test_nothing_follows_while_all_are_there() -> None:
 
 def test_a_lost_or_a_late_node_calls_all_together_unless_the_others_go_on() -> None:
     state = begun(node("a"), node("b"), high=3)
-    for changed, word in (
-        (remove(state, [node("b")])[0], "node b is lost"),
-        (come(state, node("c")), "come together"),
-        (come(state, node("b"), leaves=0), "come together"),
+    for changed, what, word in (
+        (remove(state, [node("b")])[0], What.GONE, "node b is lost"),
+        (come(state, node("c")), What.COME, "come together"),
+        (come(state, node("b"), leaves=0), What.COME, "come together"),
     ):
         news = what_follows(changed, node("a"), 0)
         assert news is not None
-        assert news.what is What.COME
+        assert news.what is what
         assert word in news.why
         kept = remove(adopt_rank_policy(state), [node("b")])[0] if word.endswith("lost") else None
         assert kept is None or what_follows(kept, node("a"), 0) is None
@@ -76,7 +77,7 @@ def test_the_loss_of_the_ranks_store_calls_all_together() -> None:
     state = remove(adopt_rank_policy(begun(node("a"), node("b"))), [node("a")])[0]
     news = what_follows(state, node("b"), 0)
     assert news is not None
-    assert news.what is What.COME
+    assert news.what is What.GONE
 
 
 def test_the_end_says_whether_the_job_has_failed() -> None:
@@ -144,6 +145,30 @@ def test_exactly_those_are_declared_dead_that_held_the_slots() -> None:
         assert not thread.is_alive()
     assert store.deaths_of(-1) == set(old)
     assert {fault.message for fault in store.faults_of(-1)} == {"its node was lost"}
+    store.close()
+    server.close()
+
+
+def test_the_loss_of_a_node_of_spares_ends_nothing() -> None:
+    server = TCPStoreServer()
+    store = TCPStore("127.0.0.1", server.port)
+    active, spare, _ = members = [store.register(slot, "{}") for slot in range(3)]
+    for member in members:
+        store.join_first(member, range(3))
+    current = store.read_current()
+    assert current is not None
+    view = current[0]
+    store.check_assignment(view.n, active, 0, 3, 1)
+
+    def lose(member: Member) -> str | None:
+        for thread in log_deaths(store, [member], "its node was lost", return_=False):
+            thread.join(TIMEOUT)
+            assert not thread.is_alive()
+        return store.outcome_of(view.n)
+
+    assert lose(spare) is None
+    assert store.deaths_of(view.n) == {spare}
+    assert lose(active) == FAULT
     store.close()
     server.close()
 

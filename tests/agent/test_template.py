@@ -49,6 +49,7 @@ DUMP = """
 # Those that name a file, an address or a run, and the counts that differ for each.
 OWN = {
     "FT_WRAPPER_STORE",
+    "FT_WRAPPER_AGENT",
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_ERROR_FILE",

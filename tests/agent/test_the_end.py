@@ -7,7 +7,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from agent_job import TIMEOUT, FtRun, all_gone
+from agent_job import FtRun, all_gone, await_that
+from test_nodes import CONF, WRAPPED, Cluster
+
+WITHIN = 10.0
+"""Seconds within which all that an agent has started is gone; the shutdown timeout is half of that."""
 
 JOB = """
     import os, time
@@ -33,10 +37,72 @@ def test_nothing_is_left(tmp_path: Path, name: str) -> None:
         for rank in range(2):
             job.await_file(folder / f"in.{rank}.0")
         family = job.family()
-        # Two ranks, each with a monitor, and the template.
-        assert len(family) >= 5
+        # Two ranks and the template; their monitors are inside ftrun.
+        assert len(family) >= 3
         job.process.send_signal(signum)
-        left = all_gone(family, TIMEOUT)
+        left = all_gone(family, WITHIN)
         assert left == [], job.said
         assert job.end() == (-signum if signum == signal.SIGKILL else 128 + signum)
         assert "ranks failed" not in job.said
+
+
+# Nothing that a signal's handler could do, and no thread of this process, frees it.
+STUCK = """
+    import os, signal
+    from ft_wrapper import CallWrapper, Wrapper
+    from ft_wrapper.testing.inject_fault import Fault, inject_fault
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    @Wrapper(use_global_iteration=True)
+    def train(call_wrapper: CallWrapper = None):
+        open(f"in.{os.environ['RANK']}.{call_wrapper.iteration}", "w").close()
+        inject_fault(Fault.GIL)
+
+    train()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_nothing_is_left_of_ranks_that_are_stuck_and_ignore_signals(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "job"
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(STUCK))
+    signum = signal.Signals[name]
+    with FtRun(folder, "--nproc-per-node", "2", str(script)) as job:
+        for rank in range(2):
+            job.await_file(folder / f"in.{rank}.0")
+        family = job.family()
+        job.process.send_signal(signum)
+        assert all_gone(family, WITHIN) == [], job.said
+        assert job.end() == (-signum if signum == signal.SIGKILL else 128 + signum)
+
+
+# On the node that stays all is well; on the other one a rank is stuck.
+STUCK_ON_ONE = WRAPPED.replace(
+    """        while not os.path""",
+    """        if os.environ["RANK"] == "3" and "SIGINT" not in sys.argv:
+            import signal
+            from ft_wrapper.testing.inject_fault import Fault, inject_fault
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            inject_fault(Fault.GIL)
+        while not os.path""",
+)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_nothing_is_left_on_one_of_two_nodes_and_the_other_goes_on(tmp_path: Path, name: str) -> None:
+    signum = signal.Signals[name]
+    with Cluster(tmp_path, STUCK_ON_ONE, nnodes="1:2", nproc=2) as cluster:
+        cluster.arguments.append(name)
+        last_call = ("--rdzv-conf", CONF.replace("last_call_timeout=0.2", "last_call_timeout=60"))
+        stays, goes = cluster.start("0", *last_call), cluster.start("1", *last_call)
+        before = cluster.await_inside(4, stays, goes)
+        await_that(lambda: "a job has formed" in stays.said, stays)
+        family = goes.family()
+        goes.process.send_signal(signum)
+        assert all_gone(family, WITHIN) == [], goes.said
+        assert goes.end() == (-signum if signum == signal.SIGKILL else 128 + signum)
+        left = cluster.await_inside(2, stays)
+        assert [rank["pid"] for rank in left] == [rank["pid"] for rank in before[:2]]
+        cluster.finish(stays)

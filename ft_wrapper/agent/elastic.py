@@ -1,0 +1,518 @@
+"""The agent as a class, for programs that start workers themselves instead of calling ``ftrun``.
+
+The types are torch's own: `WorkerSpec`, `Worker`, `WorkerGroup`, `WorkerState`, `RunResult`, `ElasticAgent`.
+`LocalElasticAgent` takes the place of torch's class of that name: it replaces dead workers of a wrapped job
+one by one. ``ftrun`` runs on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    ElasticAgent,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from . import call_function
+from .classic_nodes import ClassicNodes
+from .defaults import EXIT_BARRIER_TIMEOUT, RANK_RESTARTS, SHUTDOWN_TIMEOUT, SIGNALS
+from .environment import LOCAL_RANK, Job
+from .failure import Failure
+from .group import Counts, Group
+from .health import health
+from .nodes import Inbox, Nodes, What
+from .orphans import adopted
+from .policy import Policy, RestartPolicy
+from .ranks import End, Ranks
+from .round import Round
+from .rounds import CannotStart, Workers, run_rounds
+from .signals import SignalQueue, queued
+from .standby import Program
+from .watchdog import watchdog
+
+__all__ = [
+    "CannotStart",
+    "Counts",
+    "ElasticAgent",
+    "LocalElasticAgent",
+    "Policy",
+    "RunResult",
+    "SimpleElasticAgent",
+    "Worker",
+    "WorkerGroup",
+    "WorkerSpec",
+    "WorkerState",
+]
+
+log = logging.getLogger(__name__)
+
+
+class SimpleElasticAgent(ElasticAgent):
+    """Runs the workers of one spec on this node, round after round; the base for workers of any kind.
+
+    An agent for workers of another kind implements three methods: `_start_workers`, `_wait_workers` and
+    `_stop_workers`. All its workers are started anew when one has failed, ``spec.max_restarts`` times, and
+    when the nodes change, which does not count.
+
+    It does not extend torch's class of this name, which asks its workers for their state every
+    ``monitor_interval``, and where a group can only be restarted as a whole. Here everything is waited for;
+    ``spec.monitor_interval`` is how often the rendezvous handler is asked whether nodes wait.
+
+    An agent runs once, in the main thread. Its state is that of its workers as a group:
+
+    - INIT: not started yet;
+    - HEALTHY: all run, or have done what they had to;
+    - UNHEALTHY: one has failed, and the others go on;
+    - STOPPED: all are ended to be started anew, or were ended by a signal;
+    - SUCCEEDED, FAILED: how it ended;
+    - UNKNOWN: `run` has raised an error half-way, and the agent can do no more.
+
+    Args:
+        spec: the workers; ``rdzv_handler`` is how this node meets the others, and is shut down at the end.
+        exit_barrier_timeout: seconds for which the other nodes are waited for when all is done here.
+        signals: what ends the workers.
+
+    Raises:
+        ValueError: the spec asks for something that there is not here.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        exit_barrier_timeout: float = EXIT_BARRIER_TIMEOUT,
+        *,
+        signals: Sequence[signal.Signals] = SIGNALS,
+    ) -> None:
+        _refuse(spec)
+        self._spec = spec
+        self._exit_barrier_timeout = exit_barrier_timeout
+        self._signals = tuple(signals)
+        self._group = Group(spec)
+        self._has_run = False
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Runs the workers to their end.
+
+        Args:
+            role: without effect, as an agent has one role, its spec's; in torch's signature.
+
+        Returns:
+            The state, SUCCEEDED or FAILED; what functions have returned, by global rank; and the failures, by
+            global rank, the first one first. An agent whose job was ended by another node has FAILED without
+            failures of its own.
+
+        Raises:
+            SignalException: a signal has ended the workers.
+            CannotStart: the nodes did not come together, or no worker could be started.
+            OSError: something that workers need cannot be had.
+            RuntimeError: the agent has run before.
+        """
+        end = self.run_to_end()
+        if end.signum is not None:
+            number = signal.Signals(end.signum)
+            raise SignalException(f"process {os.getpid()} got {number.name}", number)
+        if end.ended_by:
+            log.error("%s", end.ended_by)
+        values = self._return_values() if self._group.state is WorkerState.SUCCEEDED else {}
+        workers = self._group.copy().workers
+        return RunResult(self._group.state, values, _process_failures(end, workers[0].global_rank))
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """The workers as they are now: a copy, which does not change. From any thread.
+
+        Args:
+            role: without effect, as for `run`.
+        """
+        return self._group.copy()
+
+    @property
+    def remaining_restarts(self) -> int:
+        """How often all workers may be started anew yet because one has failed."""
+        return self._group.remaining_restarts
+
+    @property
+    def counts(self) -> Counts:
+        """What has happened since the beginning: failures, replacements, restarts. From any thread."""
+        return self._group.counts
+
+    # To be implemented for another kind of worker -------------------------------------------------------
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Starts all workers.
+
+        Args:
+            worker_group: their ranks, the nodes, and the address of their store.
+
+        Returns:
+            By local rank what identifies a worker.
+
+        Raises:
+            OSError: they cannot be started.
+        """
+        raise NotImplementedError
+
+    def _wait_workers(
+        self, worker_group: WorkerGroup, wakers: Sequence[Inbox | socket.socket]
+    ) -> dict[int, ProcessFailure] | None:
+        """Waits for the workers, without polling where that is possible.
+
+        Args:
+            worker_group: the workers.
+            wakers: when one of these, all for `select`, can be read, the wait is over.
+
+        Returns:
+            An empty dictionary when all have succeeded; failures by global rank as soon as there are any;
+            None when a waker can be read.
+        """
+        raise NotImplementedError
+
+    def _stop_workers(self, worker_group: WorkerGroup, signum: int) -> None:
+        """Ends all workers that run yet, and waits until they have ended. Also called when none runs.
+
+        Args:
+            worker_group: the workers; those that were never started have no ``id``.
+            signum: the signal to begin with.
+        """
+        raise NotImplementedError
+
+    # What `LocalElasticAgent` does otherwise -------------------------------------------------------------
+
+    def _run_id(self) -> str:
+        """The job."""
+        return str(self._spec.rdzv_handler.get_run_id())
+
+    def _meet(self) -> Nodes:
+        """This node's part among the others; connects to nobody."""
+        spec = self._spec
+        return ClassicNodes(
+            lambda: spec.rdzv_handler,
+            address=spec.master_addr or spec.local_addr,
+            nproc=spec.local_world_size,
+            role=spec.role,
+            monitor_interval=spec.monitor_interval,
+            exit_barrier_timeout=self._exit_barrier_timeout,
+        )
+
+    def _open_workers(self, nodes: Nodes, job: Job, cleanup: ExitStack) -> Workers:
+        """What starts and waits for the workers of each round.
+
+        Args:
+            nodes: the others.
+            job: this one.
+            cleanup: ends what still runs, and closes all, at the end.
+        """
+        return _WholeGroup(self, self._group, nodes, cleanup)
+
+    def _return_values(self) -> dict[int, Any]:
+        """What the workers have returned, by global rank."""
+        return {}
+
+    # -----------------------------------------------------------------------------------------------------
+
+    def run_to_end(self) -> End:
+        """As `run`, but says everything that is known of the end, and signals are no errors.
+
+        Raises:
+            CannotStart: the nodes did not come together, or no worker could be started.
+            OSError: something that workers need cannot be had.
+            RuntimeError: the agent has run before.
+        """
+        if self._has_run:
+            raise RuntimeError("an agent runs once; make another one, with a new rendezvous handler")
+        self._has_run = True
+        try:
+            with ExitStack() as cleanup:
+                signals = cleanup.enter_context(queued((*self._signals, signal.SIGCHLD)))
+                nodes = self._meet()
+                cleanup.callback(nodes.close)
+                try:
+                    cleanup.enter_context(health(self._group, nodes.inbox))
+                except ValueError as error:
+                    raise CannotStart(error) from error
+                timer_file = cleanup.enter_context(watchdog(self._run_id()))
+                job = self._job(timer_file)
+                workers = self._open_workers(nodes, job, cleanup)
+                end = run_rounds(nodes, _Told(workers, self._group), signals)
+                self._group.become(_state(end))
+                return end
+        except BaseException:
+            self._group.become(WorkerState.UNKNOWN)
+            raise
+
+    def _job(self, timer_file: str) -> Job:
+        spec = self._spec
+        return Job(
+            spec.local_world_size,
+            spec.role,
+            self._run_id(),
+            spec.max_restarts,
+            virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
+            timer_file=timer_file,
+        )
+
+
+class LocalElasticAgent(SimpleElasticAgent):
+    """Runs workers as processes of this machine.
+
+    A worker of a wrapped job that dies is replaced alone, and joins the others, which go on in their
+    processes; others are started anew as a whole (see ``restart_policy``). Every change of the nodes is a new
+    round, in which all workers are started anew, whatever ``spec.rdzv_handler`` is.
+
+    The entry point is
+
+    - a function of a module, called in each worker with ``args``; what it returns is in the result. Both are
+      sent as ``multiprocessing`` does it with ``spawn``: what starts the agent in the main script belongs
+      under ``if __name__ == "__main__"``;
+    - a Python script, by its name that ends in ``.py``, or this Python with ``-u SCRIPT …`` or
+      ``-u -m MODULE …`` as ``args``, as torchrun has it;
+    - any other program.
+
+    In ``args``, ``${local_rank}`` stands for the worker's local rank.
+
+    Args:
+        spec: the workers.
+        logs_specs: where their streams and errors go, `DefaultLogsSpecs` for instance.
+        start_method: ``spawn``; in torch's signature. No other is known.
+        exit_barrier_timeout: seconds for which the other nodes are waited for when all is done here.
+        log_line_prefix_template: in front of each line that is shown from a log file, with ``${role_name}``,
+            ``${rank}`` and ``${local_rank}`` put in; role and rank when None.
+        shutdown_timeout: seconds from the signal that ends a worker to SIGKILL.
+        restart_policy: what is done when a worker fails: it is replaced alone, or all are started anew; AUTO
+            starts all anew until they have formed a wrapped job, and then replaces.
+        max_rank_restarts: how often each worker may be replaced.
+        standby: whether Python workers are forked from a process that has imported torch.
+        signals: what is forwarded to the workers, and ends them.
+
+    Raises:
+        TypeError: a function that cannot be sent to the workers.
+        ValueError: the spec asks for something that there is not here.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        start_method: str = "spawn",
+        exit_barrier_timeout: float = EXIT_BARRIER_TIMEOUT,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: float = SHUTDOWN_TIMEOUT,
+        *,
+        restart_policy: Policy = Policy.AUTO,
+        max_rank_restarts: int = RANK_RESTARTS,
+        standby: bool = True,
+        signals: Sequence[signal.Signals] = SIGNALS,
+    ) -> None:
+        if start_method != "spawn":
+            raise ValueError(
+                f"start_method={start_method!r}: functions are called as with 'spawn'; pass that"
+            )
+        super().__init__(spec, exit_barrier_timeout, signals=signals)
+        self._logs_specs = logs_specs
+        self._log_line_prefix = log_line_prefix_template
+        self._shutdown_timeout = shutdown_timeout
+        self._restart_policy = restart_policy
+        self._max_rank_restarts = max_rank_restarts
+        self._standby = standby
+        self._returned: dict[int, Any] = {}
+        entrypoint = spec.entrypoint
+        self._call = (
+            b""
+            if entrypoint is None or isinstance(entrypoint, str)
+            else call_function.pack(entrypoint, spec.args)
+        )
+
+    def _open_workers(self, nodes: Nodes, job: Job, cleanup: ExitStack) -> Workers:
+        program = self._program(cleanup)
+        orphans = cleanup.enter_context(adopted())
+        return cleanup.enter_context(
+            Ranks(
+                program,
+                job,
+                RestartPolicy(self._restart_policy, self._spec.max_restarts, self._max_rank_restarts),
+                nodes,
+                self._logs_specs,
+                shutdown_timeout=self._shutdown_timeout,
+                standby=self._standby,
+                orphans=orphans,
+                group=self._group,
+                log_line_prefix=self._log_line_prefix,
+            )
+        )
+
+    def _program(self, cleanup: ExitStack) -> Program:
+        """What each worker runs; files that it needs are removed at the end."""
+        entrypoint = self._spec.entrypoint
+        assert entrypoint is not None
+        if isinstance(entrypoint, str):
+            return _program(entrypoint, [str(argument) for argument in self._spec.args])
+        folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="ft_wrapper_call_"))
+        call_function.write_call(folder, self._call)
+        cleanup.callback(self._read_results, folder)
+        module = call_function.__name__
+        return _python(module, [folder, LOCAL_RANK], is_module=True)
+
+    def _read_results(self, folder: str) -> None:
+        if self._group.state is not WorkerState.SUCCEEDED:
+            return
+        for worker in self._group.copy().workers:
+            if worker.local_rank in self._group.succeeded:
+                with contextlib.suppress(FileNotFoundError):
+                    self._returned[worker.global_rank] = call_function.read_result(folder, worker.local_rank)
+
+    def _return_values(self) -> dict[int, Any]:
+        return self._returned
+
+
+class _Told:
+    """Workers whose starts are told to their group."""
+
+    def __init__(self, workers: Workers, group: Group) -> None:
+        self._workers = workers
+        self._group = group
+
+    def start(self, where: Round) -> None:
+        self._group.begin_round(where)
+        self._workers.start(where)
+        self._group.all_started()
+
+    def wait(self, signals: SignalQueue) -> End:
+        return self._workers.wait(signals)
+
+
+class _WholeGroup:
+    """Workers that are started and ended together, by the three methods of an agent."""
+
+    def __init__(self, agent: SimpleElasticAgent, group: Group, nodes: Nodes, cleanup: ExitStack) -> None:
+        self._agent = agent
+        self._group = group
+        self._nodes = nodes
+        self._restarts = 0
+        cleanup.callback(self._stop, signal.SIGKILL)
+
+    def start(self, where: Round) -> None:
+        if where.restarts is not None:
+            self._restarts = where.restarts
+        self._group.count_restarts(self._restarts)
+        for local_rank, worker_id in self._agent._start_workers(self._group.copy()).items():
+            self._group.started(local_rank, worker_id)
+
+    def wait(self, signals: SignalQueue) -> End:
+        while True:
+            failures = self._agent._wait_workers(self._group.copy(), (signals.fd, self._nodes.inbox))
+            if failures is None:
+                end = self._look_outside(signals)
+                if end is not None:
+                    return end
+            elif failures:
+                return self._fail(failures)
+            else:
+                for worker in self._group.copy().workers:
+                    self._group.ended(worker.local_rank)
+                return End([], None, [])
+
+    def _look_outside(self, signals: SignalQueue) -> End | None:
+        for signum in signals.read():
+            if signum in signals.ending:
+                self._nodes.leave(f"it was ended by {signal.Signals(signum).name}")
+                self._stop(signum)
+                return End([], signum, [])
+        for news in self._nodes.inbox.take():
+            if news.what is What.CLOSED:
+                continue  # the workers come to their own end
+            log.warning("%s", news.why)
+            ends = news.what in (What.OVER, What.LOST)
+            if not ends:
+                self._group.become(WorkerState.STOPPED)
+            self._stop(signal.SIGTERM)
+            return End([], None, [], again=not ends, ended_by=news.why if ends else "")
+        return None
+
+    def _fail(self, failures: dict[int, ProcessFailure]) -> End:
+        again = self._restarts < self._group.spec.max_restarts
+        first = self._group.copy().workers[0].global_rank
+        for rank in failures:
+            self._group.failed(rank - first)
+        if again:
+            self._restarts += 1
+            self._group.count_restarts(self._restarts)
+            self._group.become(WorkerState.STOPPED)
+        self._stop(signal.SIGTERM)
+        counted = [
+            Failure(rank, one.pid, one.exitcode, one.timestamp, one.message, "", error_file=_file(one))
+            for rank, one in failures.items()
+        ]
+        words = "" if again else f"rank {counted[0].name}: {counted[0].how()}"
+        return End(counted, None, [], again=again, failed=words)
+
+    def _stop(self, signum: int) -> None:
+        self._agent._stop_workers(self._group.copy(), signum)
+
+
+def _state(end: End) -> WorkerState:
+    if end.signum is not None:
+        return WorkerState.STOPPED
+    return WorkerState.FAILED if end.failures or end.ended_by else WorkerState.SUCCEEDED
+
+
+def _process_failures(end: End, first_rank: int) -> dict[int, ProcessFailure]:
+    """The last failure of each rank that counts; the ranks in the order in which they failed first."""
+    found: dict[int, ProcessFailure] = {}
+    for failure in end.failures:
+        one = ProcessFailure(failure.rank - first_rank, failure.pid, failure.exitcode, failure.error_file)
+        if not failure.error_file:
+            one.timestamp = int(failure.when)
+            one.message = failure.error or one.message
+        found[failure.rank] = one
+    return found
+
+
+def _file(failure: ProcessFailure) -> str:
+    path: str = failure.error_file
+    return path if os.path.isfile(path) else ""
+
+
+def _program(entrypoint: str, arguments: list[str]) -> Program:
+    if entrypoint.endswith(".py"):
+        return _python(entrypoint, arguments)
+    rest = arguments[1:] if arguments[:1] == ["-u"] else arguments
+    if entrypoint == sys.executable and rest:
+        if rest[0] == "-m" and len(rest) > 1:
+            return _python(rest[1], rest[2:], is_module=True)
+        if rest[0].endswith(".py"):
+            return _python(rest[0], rest[1:])
+    return Program((entrypoint, *arguments))
+
+
+def _python(script: str, arguments: list[str], *, is_module: bool = False) -> Program:
+    flags = ("-u", "-m") if is_module else ("-u",)
+    return Program((sys.executable, *flags, script, *arguments), script, tuple(arguments), is_module)
+
+
+def _refuse(spec: WorkerSpec) -> None:
+    """Raises an error for what torch's specs can ask for, and nobody does here: it is not ignored."""
+    without: Collection[tuple[str, str]] = (
+        ("master_port", "the store of the workers is on a free port, which they find in MASTER_PORT"),
+        ("numa_options", "bind the workers in their own code"),
+        ("duplicate_stdout_filters", "filter the log files"),
+        ("duplicate_stderr_filters", "filter the log files"),
+    )
+    for name, way_out in without:
+        if getattr(spec, name, None):
+            raise ValueError(f"WorkerSpec({name}={getattr(spec, name)!r}) is not known here: {way_out}")

@@ -1,0 +1,219 @@
+"""What the command line says about the nodes of a job: how many there are, and how they find each other."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
+
+from ..rendezvous.backend import DEFAULT_PORT
+from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters
+from . import values
+from .command_line import DEFAULT_MASTER_ADDR, DEFAULT_MASTER_PORT, DEFAULT_RDZV_ID, Parser
+from .policy import Policy
+
+OURS = (NAME, *ETCD_NAMES)
+STATIC = "static"
+"""The default of torchrun's ``--rdzv-backend``: here another name of ours."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """How the nodes of a job find each other.
+
+    Args:
+        parameters: of the rendezvous; torch's.
+        monitor_interval: seconds between two looks whether nodes are waiting, where nobody tells.
+        exit_barrier_timeout: seconds for which a node whose ranks are done waits for the others.
+    """
+
+    parameters: RendezvousParameters
+    monitor_interval: float
+    exit_barrier_timeout: float
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeOptions:
+    """The nodes, and which of their ranks call the function.
+
+    Args:
+        meeting: how this node finds the others; None if there are none.
+        active_world_size: so many ranks call the function of a wrapped job; None: all.
+        spare_nodes: so many of the nodes have hot spares only.
+    """
+
+    meeting: Meeting | None
+    active_world_size: int | None
+    spare_nodes: int
+
+
+def read_nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy) -> NodeOptions:
+    """Reads and checks all that is about nodes.
+
+    Args:
+        parser: says what is wrong.
+        args: the arguments.
+        nproc: number of ranks of this node.
+        policy: what is done about a rank that fails.
+    """
+    least, most = values.nodes(parser, args.nnodes)
+    spares = _spare_nodes(parser, args, policy)
+    active = _active_world_size(parser, args, most, nproc, spares)
+    monitor_interval = values.seconds(parser, "--monitor-interval", args.monitor_interval)
+    if monitor_interval == 0:
+        parser.error("--monitor-interval 0: must be more than 0")
+    barrier = values.seconds(parser, "--exit-barrier-timeout", args.exit_barrier_timeout)
+    _check_node_rank(parser, args, most + spares)
+    master = _master(parser, args)
+    if _is_alone(parser, args, most, spares):
+        return NodeOptions(None, active, 0)
+    on_etcd = args.rdzv_backend in ETCD_NAMES
+    endpoint = args.rdzv_endpoint or ("" if on_etcd else master)
+    if not endpoint:
+        what = f"--spare-nodes {spares}" if most == 1 else f"--nnodes {args.nnodes}"
+        where = "etcd's members" if on_etcd else "one of the nodes"
+        parser.error(f"{what} needs --rdzv-endpoint HOST:PORT: {where}, the same on all")
+    if on_etcd and args.rdzv_id == DEFAULT_RDZV_ID:
+        parser.error(f"--rdzv-backend {args.rdzv_backend} needs --rdzv-id ID: it tells the jobs there apart")
+    parameters = _parameters(parser, args, endpoint, least, most + spares, nproc)
+    return NodeOptions(Meeting(parameters, monitor_interval, barrier), active, spares)
+
+
+def _spare_nodes(parser: Parser, args: argparse.Namespace, policy: Policy) -> int:
+    spares = values.count(parser, "--spare-nodes", args.spare_nodes, 0)
+    if spares == 0:
+        return 0
+    if args.active_world_size is not None:
+        parser.error(
+            f"--spare-nodes {spares} and --active-world-size {args.active_world_size} contradict each other: "
+            "both say how many ranks are active; drop one of them"
+        )
+    if policy is Policy.GROUP:
+        parser.error(
+            f"--spare-nodes {spares} and --restart-policy group contradict each other: all ranks are started "
+            "anew, spare or not; drop one of them (nodes beyond the most of --nnodes wait without any option)"
+        )
+    if args.rdzv_backend not in (*OURS, STATIC):
+        parser.error(
+            f"--spare-nodes {spares} and --rdzv-backend {args.rdzv_backend} contradict each other: there, "
+            f"each lost node ends all ranks; use --rdzv-backend {NAME}"
+        )
+    return spares
+
+
+def _active_world_size(
+    parser: Parser, args: argparse.Namespace, most: int, nproc: int, spares: int
+) -> int | None:
+    if spares:
+        return most * nproc
+    if args.active_world_size is None:
+        return None
+    active = values.count(parser, "--active-world-size", args.active_world_size, 0)
+    if active < 1:
+        parser.error(f"--active-world-size {active}: at least one rank has to call the function")
+    if active > most * nproc:
+        parser.error(
+            f"--active-world-size {active}: is more than the {most * nproc} ranks that there are with "
+            f"--nnodes {args.nnodes} and --nproc-per-node {nproc}; start more of them, or lower it"
+        )
+    return active
+
+
+def _check_node_rank(parser: Parser, args: argparse.Namespace, most: int) -> None:
+    if not args.node_rank:
+        return
+    rank = values.count(parser, "--node-rank", args.node_rank, 0)
+    if rank >= most:
+        parser.error(
+            f"--node-rank {rank}: with {most} nodes the last one is {most - 1}; one that is to wait until a "
+            "place is free has --node-id ID instead"
+        )
+    if args.node_id not in (None, args.node_rank):
+        parser.error(
+            f"--node-rank {rank} and --node-id {args.node_id} contradict each other: nodes are ranked by "
+            "their ids; drop one of them"
+        )
+
+
+def _master(parser: Parser, args: argparse.Namespace) -> str:
+    """The endpoint, as torchrun's static rendezvous has it; empty if there is none."""
+    if not args.master_addr and not args.master_port:
+        return ""
+    port = values.port(parser, "--master-port", args.master_port or str(DEFAULT_MASTER_PORT))
+    return f"{args.master_addr or DEFAULT_MASTER_ADDR}:{port}"
+
+
+def _is_alone(parser: Parser, args: argparse.Namespace, most: int, spares: int) -> bool:
+    """Whether this node meets no other; complains of what says otherwise."""
+    if args.standalone:
+        for option, value, says_otherwise in (
+            ("--nnodes", args.nnodes, most > 1),
+            ("--spare-nodes", args.spare_nodes, spares > 0),
+            ("--rdzv-endpoint", args.rdzv_endpoint, bool(args.rdzv_endpoint)),
+        ):
+            if says_otherwise:
+                parser.error(
+                    f"--standalone and {option} {value} contradict each other: this node is alone, or it is "
+                    "not; drop one of them"
+                )
+        return True
+    if args.rdzv_endpoint or most + spares > 1:
+        return False
+    # --master-addr and --master-port are of no use, nor do they harm: the store is on a free port.
+    for option, value, defaults in (
+        ("--rdzv-backend", args.rdzv_backend, (NAME, STATIC)),
+        ("--rdzv-conf", args.rdzv_conf, ("",)),
+        ("--rdzv-id", args.rdzv_id, (DEFAULT_RDZV_ID,)),
+        ("--node-id", args.node_id, (None,)),
+    ):
+        if value not in defaults:
+            parser.error(
+                f"{option} {value} is without meaning alone on one node: add --rdzv-endpoint or drop it"
+            )
+    return True
+
+
+def _parameters(
+    parser: Parser, args: argparse.Namespace, endpoint: str, least: int, most: int, nproc: int
+) -> RendezvousParameters:
+    backend = NAME if args.rdzv_backend == STATIC else args.rdzv_backend
+    known = set(rendezvous_handler_registry._registry) | set(OURS)
+    if backend not in known:
+        parser.error(f"--rdzv-backend {backend}: there is no such; use {', '.join(sorted(known))}")
+    config = _config(parser, args, backend, nproc)
+    try:
+        if backend not in ETCD_NAMES:
+            parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+        parameters = RendezvousParameters(
+            backend, endpoint, args.rdzv_id, least, most, args.local_addr, **config
+        )
+        if backend in OURS:
+            read_parameters(parameters)
+    except ValueError as error:
+        parser.error(f"--rdzv-endpoint {endpoint}: {error}")
+    return parameters
+
+
+def _config(parser: Parser, args: argparse.Namespace, backend: str, nproc: int) -> dict[str, str]:
+    try:
+        config: dict[str, str] = _parse_rendezvous_config(args.rdzv_conf)
+    except ValueError:
+        parser.error(f"--rdzv-conf {args.rdzv_conf}: use NAME=VALUE with commas between them")
+    for name, option in (("node_id", "--node-id"), ("nproc", "--nproc-per-node"), ("role", "--role")):
+        if name in config:
+            parser.error(f"--rdzv-conf {name}={config[name]}: use {option}")
+    if backend not in OURS:  # which know no ids: --node-rank, a platform's mostly, stays unused as there
+        if args.node_id is not None:
+            parser.error(f"--node-id {args.node_id}: --rdzv-backend {backend} knows no ids; drop it")
+        return config
+    config.update(nproc=str(nproc), role=args.role)
+    if args.node_id is not None:
+        config["node_id"] = args.node_id
+    elif args.node_rank:
+        config["node_id"] = str(int(args.node_rank))
+    if args.node_rank and backend == NAME and (args.rdzv_backend == STATIC or not args.rdzv_endpoint):
+        # As in torch's static rendezvous, whatever the name of the endpoint leads to: a proxy, a service.
+        config.setdefault("is_host", str(int(args.node_rank) == 0).lower())
+    return config

@@ -1,0 +1,319 @@
+"""The agent as a class: results, failures, restarts and states."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_agents import ROLE, Alone, Metrics, agent, c10d, collected, fails, who
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousTimeoutError
+
+from ft_wrapper.agent.elastic import (
+    CannotStart,
+    Counts,
+    LocalElasticAgent,
+    Policy,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+
+TIMEOUT = 60.0
+ALONE: dict[str, Any] = {"restart_policy": Policy.RANK}
+
+
+@pytest.fixture
+def metrics() -> Iterator[Metrics]:
+    with collected() as handler:
+        yield handler
+
+
+# How it ends -----------------------------------------------------------------------------------------------
+
+
+def test_functions_return_values(tmp_path: Path, metrics: Metrics) -> None:
+    running = agent(tmp_path, who, 7, "local ${local_rank}", handler=c10d())
+    assert running.get_worker_group().state is WorkerState.INIT
+    result = running.run()
+    group = running.get_worker_group()
+    assert result.state is group.state is WorkerState.SUCCEEDED
+    assert result.return_values == {
+        rank: (7, f"local {rank}", group.workers[rank].id, str(rank)) for rank in range(2)
+    }
+    assert not result.failures
+    assert metrics.states == ["healthy", "succeeded"]
+    with pytest.raises(RuntimeError, match="make another one"):
+        running.run()
+
+
+def test_a_function_that_raises(tmp_path: Path) -> None:
+    result = agent(tmp_path, fails, "1").run()
+    assert result.is_failed()
+    assert not result.return_values
+    (failure,) = result.failures.values()
+    assert result.failures == {1: failure}
+    assert (failure.local_rank, failure.exitcode) == (1, 1)
+    assert failure.message["message"] == "ValueError: rank 1 does not want to"
+    assert os.path.isfile(failure.error_file)
+
+
+def test_what_cannot_be_sent(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="top level of a module"):
+        agent(tmp_path, lambda: 1)
+    with pytest.raises(TypeError, match="can be pickled"):
+        agent(tmp_path, who, threading.Lock())
+
+
+def test_failures_are_in_order(tmp_path: Path, metrics: Metrics) -> None:
+    fifo = tmp_path / "noticed"
+    os.mkfifo(fifo)
+    metrics.on_state = lambda state: fifo.write_text("") if state == "unhealthy" else None  # type: ignore[assignment]
+    script = f'[ $RANK = 1 ] || read _ < "{fifo}"; exit $((RANK + 3))'
+    running = agent(tmp_path, "sh", "-c", script, **ALONE, max_rank_restarts=0)
+    result = running.run()
+    assert [(rank, one.exitcode) for rank, one in result.failures.items()] == [(1, 4), (0, 3)]
+    assert result.state is running.get_worker_group().state is WorkerState.FAILED
+    assert running.counts == Counts(failures=2, rounds=1)
+    assert metrics.states == ["healthy", "unhealthy", "failed"]
+
+
+def test_a_signal(tmp_path: Path, metrics: Metrics) -> None:
+    metrics.on_state = lambda state: os.kill(os.getpid(), signal.SIGTERM) if state == "healthy" else None
+    running = agent(tmp_path, "sleep", "1000")
+    with pytest.raises(SignalException) as error:
+        running.run()
+    assert error.value.sigval == signal.SIGTERM
+    assert running.get_worker_group().state is WorkerState.STOPPED
+
+
+def test_no_round(tmp_path: Path) -> None:
+    class Nobody(Alone):
+        def next_rendezvous(self) -> RendezvousInfo:
+            raise RendezvousTimeoutError("nobody came")
+
+    running = agent(tmp_path, "true", handler=Nobody())
+    with pytest.raises(CannotStart, match="nobody came"):
+        running.run()
+    assert running.get_worker_group().state is WorkerState.UNKNOWN
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="master_port=7"):
+        LocalElasticAgent(WorkerSpec(ROLE, 1, Alone(), entrypoint="true", master_port=7), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="start_method='fork'"):
+        agent(tmp_path, "true", start_method="fork")
+
+
+# Restarts --------------------------------------------------------------------------------------------------
+
+FAILS_AT_FIRST = '[ "$TORCHELASTIC_RESTART_COUNT/$TORCHELASTIC_MAX_RESTARTS" = 1/2 ] || exit $LOCAL_RANK'
+
+
+def test_a_restart_of_the_group(tmp_path: Path, metrics: Metrics) -> None:
+    handler = Alone()
+    running = agent(tmp_path, "sh", "-c", FAILS_AT_FIRST, max_restarts=2, handler=handler)
+    assert running.run().state is WorkerState.SUCCEEDED
+    assert metrics.states == ["healthy", "unhealthy", "stopped", "healthy", "succeeded"]
+    assert metrics.remaining == [2, 2, 1, 1, 1]
+    assert running.remaining_restarts == 1
+    assert running.counts == Counts(failures=1, restarts=1, rounds=2)
+    assert handler.was_shut_down
+
+
+def test_restarts_are_used_up(tmp_path: Path) -> None:
+    running = agent(tmp_path, "sh", "-c", "exit $((LOCAL_RANK * 9))", max_restarts=1)
+    result = running.run()
+    assert {rank: one.exitcode for rank, one in result.failures.items()} == {1: 9}
+    assert running.counts == Counts(failures=2, restarts=1, rounds=2)
+    assert running.remaining_restarts == 0
+
+
+def test_a_change_of_the_nodes_does_not_count(tmp_path: Path, metrics: Metrics) -> None:
+    class Noted(Alone):
+        def next_rendezvous(self) -> RendezvousInfo:
+            info = super().next_rendezvous()
+            (tmp_path / f"round {self.rounds}").touch()
+            return info
+
+    handler = Noted()
+
+    def wait_at_first(state: str) -> None:
+        if state == "healthy" and handler.rounds == 1:
+            handler.waiting = 1
+
+    metrics.on_state = wait_at_first
+    script = f'[ -e "{tmp_path}/round 2" ] || exec sleep 1000'
+    running = agent(tmp_path, "sh", "-c", script, max_restarts=1, handler=handler)
+    assert running.run().state is WorkerState.SUCCEEDED
+    assert running.counts == Counts(rounds=2)
+    assert running.remaining_restarts == 1
+    assert metrics.states == ["healthy", "stopped", "healthy", "succeeded"]
+
+
+def test_a_worker_is_replaced(tmp_path: Path, metrics: Metrics) -> None:
+    script = f'echo $$ > "{tmp_path}/$RANK.$FT_WRAPPER_INCARNATION"; [ $RANK.$FT_WRAPPER_INCARNATION != 1.0 ]'
+    running = agent(tmp_path, "sh", "-c", script, **ALONE)
+    result = running.run()
+    assert result.state is WorkerState.SUCCEEDED
+    assert not result.failures
+    ids = [worker.id for worker in running.get_worker_group().workers]
+    assert ids == [int((tmp_path / name).read_text()) for name in ("0.0", "1.1")]
+    assert running.counts == Counts(failures=1, replacements=1, rounds=1)
+    assert metrics.states == ["healthy", "unhealthy", "healthy", "succeeded"]
+
+
+# What workers find -----------------------------------------------------------------------------------------
+
+
+def test_all_variables_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    script = f'env > "{tmp_path}/$RANK.env"; echo "$0" "$1" $$'
+    running = agent(tmp_path, "sh", "-c", script, "${local_rank}", "${rank}", max_restarts=4)
+    assert running.run().state is WorkerState.SUCCEEDED
+    group = running.get_worker_group()
+    for rank in range(2):
+        lines = (tmp_path / f"{rank}.env").read_text().splitlines()
+        found = dict(line.split("=", 1) for line in lines if "=" in line)
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "ROLE_NAME": ROLE,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_WORLD_SIZE": "2",
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "4",
+            "TORCHELASTIC_RUN_ID": "job",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            "OMP_NUM_THREADS": "3",
+        }
+        assert {name: found.get(name) for name in expected} == expected
+    # ${rank} is none of torch's macros, and a shell's own $$ stays.
+    said = capfd.readouterr().out.splitlines()
+    assert sorted(said) == [f"{worker.local_rank} ${{rank}} {worker.id}" for worker in group.workers]
+
+
+def test_lines_have_the_prefix_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = WorkerSpec(ROLE, 2, Alone(), entrypoint="echo", args=("hello",), master_addr="127.0.0.1")
+    logs = DefaultLogsSpecs(str(tmp_path), tee=Std.OUT)
+    prefix = "${role_name}/${rank}/${local_rank}/${other}: "
+    LocalElasticAgent(spec, logs, log_line_prefix_template=prefix).run()
+    lines = [f"{ROLE}/{rank}/{rank}/${{other}}: hello" for rank in range(2)]
+    assert sorted(capsys.readouterr().out.splitlines()) == lines
+
+
+# Workers of another kind -----------------------------------------------------------------------------------
+
+
+class Threads(SimpleElasticAgent):
+    """Workers are threads, which end as they are told: with an exit code."""
+
+    def __init__(self, spec: WorkerSpec, orders: dict[int, list[int | None]]) -> None:
+        super().__init__(spec)
+        self._orders = orders  # by rank one for each round; None: until it is stopped
+        self._ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._running: dict[int, threading.Thread] = {}
+        self.stopped_with: list[int] = []
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._stop = threading.Event()
+        self._read, self._write = socket.socketpair()
+        for worker in worker_group.workers:
+            order = self._orders[worker.global_rank].pop(0)
+            thread = threading.Thread(target=self._work, args=(worker.global_rank, order))
+            self._running[worker.global_rank] = thread
+            thread.start()
+        return {worker.local_rank: f"thread {worker.global_rank}" for worker in worker_group.workers}
+
+    def _work(self, rank: int, order: int | None) -> None:
+        if order is None:
+            self._stop.wait(TIMEOUT)
+        else:
+            self._ends.put((rank, order))
+            self._write.send(b"!")
+
+    def _wait_workers(
+        self, worker_group: WorkerGroup, wakers: Sequence[Any]
+    ) -> dict[int, ProcessFailure] | None:
+        while self._running:
+            ready, _, _ = select.select([self._read, *wakers], [], [], TIMEOUT)
+            assert ready
+            if ready != [self._read]:
+                return None
+            self._read.recv(1)
+            rank, code = self._ends.get(timeout=TIMEOUT)
+            self._running.pop(rank).join(TIMEOUT)
+            if code:
+                return {rank: ProcessFailure(rank, 0, code, "")}
+        return {}
+
+    def _stop_workers(self, worker_group: WorkerGroup, signum: int) -> None:
+        self.stopped_with.append(signum)
+        self._stop.set()
+        for thread in self._running.values():
+            thread.join(TIMEOUT)
+        self._running.clear()
+        self._read.close()
+        self._write.close()
+
+
+def threads(orders: dict[int, list[int | None]], **options: Any) -> Threads:
+    handler = options.pop("handler", None) or Alone()
+    spec = WorkerSpec(
+        ROLE, 2, handler, entrypoint="threads", monitor_interval=0.01, master_addr="127.0.0.1", **options
+    )
+    return Threads(spec, orders)
+
+
+def test_an_agent_for_workers_of_another_kind(metrics: Metrics) -> None:
+    running = threads({0: [None, 0], 1: [5, 0]}, max_restarts=1)
+    assert running.run().state is WorkerState.SUCCEEDED
+    assert running.counts == Counts(failures=1, restarts=1, rounds=2)
+    assert metrics.states == ["healthy", "unhealthy", "stopped", "healthy", "succeeded"]
+    assert running.stopped_with == [signal.SIGTERM, signal.SIGKILL]
+    assert [worker.id for worker in running.get_worker_group().workers] == ["thread 0", "thread 1"]
+
+
+def test_another_kind_of_worker_fails(metrics: Metrics) -> None:
+    result = threads({0: [None], 1: [5]}, max_restarts=0).run()
+    assert result.state is WorkerState.FAILED
+    assert {rank: one.exitcode for rank, one in result.failures.items()} == {1: 5}
+
+
+def test_another_kind_of_worker_is_ended_from_outside(metrics: Metrics) -> None:
+    handler = Alone()
+
+    def happen(state: str) -> None:
+        if state == "healthy" and handler.rounds == 1:
+            handler.waiting = 1
+        elif state == "healthy":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    metrics.on_state = happen
+    running = threads({0: [None, None], 1: [0, None]}, handler=handler)
+    with pytest.raises(SignalException) as error:
+        running.run()
+    assert error.value.sigval == signal.SIGINT
+    assert running.counts == Counts(rounds=2)
+    assert metrics.states == ["healthy", "stopped", "healthy", "stopped"]
+    assert running.stopped_with == [signal.SIGTERM, signal.SIGINT, signal.SIGKILL]

@@ -1,0 +1,363 @@
+"""The policy ``group``: a script without the wrapper finds what it finds under torchrun.
+
+Most of these cases are run three times: by ftrun with its own rendezvous, by ftrun on torch's, and by
+torchrun, which says what is expected. Where torchrun does something else, the test says what.
+
+The scripts import nothing, so that a case costs little more than the start of its agents. The test hosts the
+rendezvous store: any agent may go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agent_job import FTRUN, TORCHRUN, FtRun, await_that, lose
+
+from ft_wrapper.store import TCPStoreServer
+
+OURS, OURS_ON_TORCHS, TORCHS = "ftrun", "ftrun-c10d", "torchrun"
+LAUNCHERS = (OURS, OURS_ON_TORCHS, TORCHS)
+NPROC = 2
+
+# Each rank says who it is, and runs until it is told its exit code.
+SCRIPT = """
+    import json, os, pathlib, sys, time
+
+    folder, pid = pathlib.Path(sys.argv[1]), os.getpid()
+    names = {"rank": "RANK", "world_size": "WORLD_SIZE", "restarts": "TORCHELASTIC_RESTART_COUNT"}
+    found = {name: int(os.environ[variable]) for name, variable in names.items()}
+    note = folder / f"part.{pid}"
+    note.write_text(json.dumps({**found, "pid": pid, "node": os.environ["NODE"]}))
+    note.rename(folder / f"rank.{pid}")
+    while True:
+        for told in (folder / f"exit.{pid}", folder / "exit"):
+            if told.exists():
+                sys.exit(int(told.read_text()))
+        time.sleep(0.02)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """A rank process, and what it found in its environment; ``node`` is whose it is."""
+
+    rank: int
+    world_size: int
+    restarts: int
+    pid: int
+    node: str
+
+
+class Job:
+    """The agents of a job with a plain script, all on this machine. A context manager.
+
+    Args:
+        folder: for its files.
+        launcher: one of `LAUNCHERS`.
+        nnodes: how many agents.
+        options: for all of them.
+    """
+
+    def __init__(self, folder: Path, launcher: str, nnodes: str, *options: str) -> None:
+        self._folder = folder
+        self._launcher = launcher
+        self._shared = folder / "shared"
+        self._shared.mkdir(parents=True)
+        script = folder / "script.py"
+        script.write_text(textwrap.dedent(SCRIPT))
+        self._script = [str(script), str(self._shared)]
+        self._options = ["--nnodes", nnodes, "--nproc-per-node", str(NPROC), "--rdzv-id", "job", *options]
+        self._seen: set[int] = set()
+        self._count = 0
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> Job:
+        server = TCPStoreServer(0)
+        self._exits.callback(server.close)
+        backend, conf = "c10d", "keep_alive_interval=1,keep_alive_max_attempt=5"
+        if self._launcher == OURS:
+            backend, conf = "ft", "keep_alive_interval=0.5,keep_alive_max_attempt=10"
+        self._options += ["--rdzv-backend", backend, "--rdzv-endpoint", f"localhost:{server.port}"]
+        self._options += ["--rdzv-conf", f"is_host=false,last_call_timeout=1,read_timeout=30,{conf}"]
+        if self._launcher != TORCHS:
+            self._options.append("--no-standby")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tell("exit", 0)  # those of torchrun outlive it
+        self._exits.__exit__(*error)
+
+    def start(self, name: str) -> FtRun:
+        """Starts an agent."""
+        self._count += 1
+        environment = {
+            "NODE": name,
+            "LOGLEVEL": "INFO",
+            # Or else torch lets the ranks use the rendezvous' own store.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        return self._exits.enter_context(
+            FtRun(
+                self._folder / f"{name}.{self._count}",
+                *self._options,
+                *(("--node-id", name) if self._launcher == OURS else ()),
+                *self._script,
+                program=TORCHRUN if self._launcher == TORCHS else FTRUN,
+                environment=environment,
+            )
+        )
+
+    def ranks(self, world_size: int, *nodes: FtRun) -> list[Rank]:
+        """Waits until a group of that size runs, all of it new; returns it in the order of rank."""
+        await_that(lambda: len(self.new(world_size)) >= world_size, *nodes)
+        found = self.new(world_size)
+        assert [rank.rank for rank in found] == list(range(world_size))
+        self._seen.update(rank.pid for rank in found)
+        return found
+
+    def new(self, world_size: int) -> list[Rank]:
+        """The ranks of a group of that size that were not there before."""
+        found = [Rank(**json.loads(path.read_text())) for path in self._shared.glob("rank.*")]
+        new = [r for r in found if r.world_size == world_size and r.pid not in self._seen]
+        return sorted(new, key=lambda rank: rank.rank)
+
+    def end(self, ranks: Sequence[Rank], exitcode: int = 0) -> None:
+        """Lets ranks end with an exit code."""
+        for rank in ranks:
+            self._tell(f"exit.{rank.pid}", exitcode)
+
+    def _tell(self, name: str, exitcode: int) -> None:
+        part = self._shared / f"part.{name}"
+        part.write_text(str(exitcode))
+        part.rename(self._shared / name)
+
+
+def of(node: str, ranks: Sequence[Rank]) -> list[Rank]:
+    return [rank for rank in ranks if rank.node == node]
+
+
+def restarts(ranks: Sequence[Rank]) -> dict[str, set[int]]:
+    """What the ranks of each node were told of how often they were started anew."""
+    return {node: {rank.restarts for rank in of(node, ranks)} for node in {rank.node for rank in ranks}}
+
+
+def are_gone(ranks: Sequence[Rank]) -> bool:
+    return not any(psutil.pid_exists(rank.pid) for rank in ranks)
+
+
+def waits(agent: FtRun) -> bool:
+    """Whether an agent has said that it waits for the others."""
+    return "waiting for the other nodes" in agent.said or "for other agents to finish" in agent.said
+
+
+# A job that grows, fails once, and ends ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Grown:
+    """What came of it: the ranks of each round, and how the agents ended."""
+
+    launcher: str
+    alone: list[Rank]
+    grown: list[Rank]
+    were_gone: bool
+    again: list[Rank]
+    left: list[Rank]
+    exitcodes: list[int]
+    late: FtRun
+    started_late: list[Rank]
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grown]:
+    with Job(tmp_path_factory.mktemp("grown"), request.param, "1:2", "--max-restarts", "1") as job:
+        a = job.start("a")
+        alone = job.ranks(NPROC, a)
+        b = job.start("b")
+        grown = job.ranks(2 * NPROC, a, b)
+        were_gone = are_gone(alone)
+        job.end(of("b", grown)[:1], 3)
+        again = job.ranks(2 * NPROC, a, b)
+        job.end(of("a", again))
+        await_that(lambda: waits(a), a, b)
+        left = [rank for rank in again if psutil.pid_exists(rank.pid)]
+        job.end(of("b", again))
+        exitcodes = [a.end(), b.end()]
+        late = job.start("c")
+        late.end()
+        yield Grown(request.param, alone, grown, were_gone, again, left, exitcodes, late, job.new(NPROC))
+
+
+def test_a_node_that_comes_late_restarts_all_ranks(grown: Grown) -> None:
+    assert restarts(grown.alone) == {"a": {0}}
+    assert [len(of(node, grown.grown)) for node in "ab"] == [NPROC, NPROC]
+    assert grown.were_gone, "two groups at a time"
+
+
+def test_a_change_of_membership_is_no_restart(grown: Grown) -> None:
+    assert restarts(grown.grown) == {"a": {0}, "b": {0}}
+    # And nothing was taken from the budget, which is one: this came of a failure.
+    assert restarts(grown.again)["b"] == {1}
+
+
+def test_a_rank_that_fails_restarts_all_ranks_of_all_nodes(grown: Grown) -> None:
+    assert not {rank.pid for rank in grown.again} & {rank.pid for rank in grown.grown}
+
+
+def test_each_agent_counts_its_own_restarts_but_ours_count_together(grown: Grown) -> None:
+    """torch: "agents do not synchronize restart counts"."""
+    assert restarts(grown.again) == {"a": {1 if grown.launcher == OURS else 0}, "b": {1}}
+
+
+def test_who_ends_first_waits_for_the_others(grown: Grown) -> None:
+    assert of("a", grown.left) == []
+    assert len(of("b", grown.left)) == NPROC
+    assert grown.exitcodes == [0, 0]
+
+
+def test_a_node_that_comes_after_the_end_is_turned_away(grown: Grown) -> None:
+    assert grown.late.end() == (1 if grown.launcher == TORCHS else 2)
+    assert ("RendezvousClosedError" if grown.launcher == TORCHS else "is closed") in grown.late.said
+    assert grown.started_late == []
+
+
+# Failures ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """What came of it: the ranks of each round, and how the agents ended."""
+
+    launcher: str
+    first: list[Rank]
+    second: list[Rank]
+    left: list[Rank]
+    exitcodes: list[int]
+    a: FtRun
+    b: FtRun
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def failed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Failed]:
+    with Job(tmp_path_factory.mktemp("failed"), request.param, "2", "--max-restarts", "1") as job:
+        a, b = job.start("a"), job.start("b")
+        first = job.ranks(2 * NPROC, a, b)
+        job.end(first, 3)
+        second = job.ranks(2 * NPROC, a, b)
+        job.end(of("b", second)[1:], 5)
+        exitcodes = [b.end()]
+        if request.param == OURS:
+            exitcodes.append(a.end())
+        left = [rank for rank in second if psutil.pid_exists(rank.pid)]
+        # Nobody has told torch's agent of it: its ranks run into an error when they talk to the others.
+        job.end(of("a", second), 1)
+        exitcodes = [a.end(), b.end()]
+        yield Failed(request.param, first, second, left, exitcodes, a, b)
+
+
+def test_ranks_that_fail_all_at_once_are_one_restart(failed: Failed) -> None:
+    assert restarts(failed.first) == {"a": {0}, "b": {0}}
+    assert restarts(failed.second) == {"a": {1}, "b": {1}}
+
+
+def test_when_the_restarts_are_used_up_the_job_has_failed(failed: Failed) -> None:
+    assert failed.exitcodes == [1, 1], failed.a.said + failed.b.said
+    assert of("b", failed.left) == [], "one has failed: the others of its node are ended"
+
+
+def test_an_agent_that_has_failed_ends_the_others(failed: Failed) -> None:
+    """By ourselves; under torchrun they end when their ranks miss the others, or the rendezvous store."""
+    assert len(of("a", failed.left)) == (0 if failed.launcher == OURS else NPROC)
+    assert ("the job was ended: rank" in failed.a.said) == (failed.launcher == OURS)
+
+
+# A node has finished -------------------------------------------------------------------------------------
+
+
+def finish_one(job: Job) -> tuple[FtRun, FtRun, list[Rank]]:
+    """Has one of two nodes finish; returns it, the other one, and the ranks that are left there.
+
+    It is the one that does not host the store of the ranks.
+    """
+    agents = {name: job.start(name) for name in "ab"}
+    ranks = job.ranks(2 * NPROC, *agents.values())
+    busy = ranks[0].node
+    (done,) = {"a", "b"} - {busy}
+    job.end(of(done, ranks))
+    await_that(lambda: waits(agents[done]), *agents.values())
+    return agents[done], agents[busy], of(busy, ranks)
+
+
+def test_after_a_node_has_finished_a_failure_restarts_all_rather_than_those_that_are_left(
+    tmp_path: Path,
+) -> None:
+    """Under torchrun the one that has failed waits in vain for the one that has finished."""
+    with Job(tmp_path, OURS, "1:2", "--max-restarts", "1") as job:
+        done, busy, left = finish_one(job)
+        job.end(left[:1], 3)
+        again = job.ranks(2 * NPROC, done, busy)
+        job.end(again)
+        assert [done.end(), busy.end()] == [0, 0]
+    assert restarts(again) == {"a": {1}, "b": {1}}
+
+
+def test_after_a_node_has_finished_the_loss_of_another_does_not_scale_the_job_down(tmp_path: Path) -> None:
+    with Job(tmp_path, OURS, "1:2") as job:
+        done, busy, _ = finish_one(job)
+        lose(busy)
+        assert done.end() == 0, done.said
+        assert job.new(NPROC) == []
+    assert "is lost" in done.said
+
+
+def test_nobody_waits_longer_than_the_exit_barrier(tmp_path: Path) -> None:
+    """Nor is anybody ended then; but for a restart it is too late."""
+    with Job(tmp_path, OURS, "1:2", "--exit-barrier-timeout", "0.5", "--max-restarts", "1") as job:
+        done, busy, left = finish_one(job)
+        assert done.end() == 0, done.said
+        assert "not waited for any longer, after 0.5 s: node" in done.said
+        assert len([rank for rank in left if psutil.pid_exists(rank.pid)]) == NPROC
+        job.end(left[:1], 3)
+        assert busy.end() == 1
+        assert job.new(NPROC) == []
+    assert "the next round has not begun" in busy.said
+
+
+# A node is lost ------------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_a_node_is_no_restart(tmp_path: Path) -> None:
+    """The others notice by themselves; under torchrun their ranks have to fail first."""
+    with Job(tmp_path, OURS, "1:2") as job:
+        a, b = job.start("a"), job.start("b")
+        first = job.ranks(2 * NPROC, a, b)
+        lose(b)
+        left = job.ranks(NPROC, a)
+        assert are_gone(first)
+        job.end(left)
+        assert a.end() == 0, a.said
+    assert restarts(left) == {"a": {0}}
+
+
+@pytest.mark.parametrize("launcher", [OURS, TORCHS])
+def test_a_node_that_leaves_and_comes_back_at_once_is_a_restart_for_ours_alone(
+    tmp_path: Path, launcher: str
+) -> None:
+    with Job(tmp_path, launcher, "1:2", "--max-restarts", "1") as job:
+        a, b = job.start("a"), job.start("b")
+        job.ranks(2 * NPROC, a, b)
+        lose(b)
+        b = job.start("b")
+        again = job.ranks(2 * NPROC, a, b)
+        job.end(again)
+        assert [a.end(), b.end()] == [0, 0]
+    count = 1 if launcher == OURS else 0
+    assert restarts(again) == {"a": {count}, "b": {count}}

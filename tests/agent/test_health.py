@@ -1,0 +1,193 @@
+"""The health endpoint: what it answers, and how it wakes a loop that sleeps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_agents import ROLE, Alone, agent, collected
+
+from ft_wrapper.agent.elastic import CannotStart, Policy, WorkerSpec, WorkerState
+from ft_wrapper.agent.group import Group
+from ft_wrapper.agent.health import Health, _Handler, facts
+from ft_wrapper.agent.nodes import Inbox
+from ft_wrapper.run import main
+from ft_wrapper.testing.ports import free_port
+
+TIMEOUT = 60.0
+
+
+def get(port: int, path: str = "/") -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=TIMEOUT) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+@pytest.fixture
+def inbox() -> Iterator[Inbox]:
+    with contextlib.closing(Inbox()) as made:
+        yield made
+
+
+def group() -> Group:
+    return Group(WorkerSpec(ROLE, 2, Alone(), entrypoint="true", max_restarts=3))
+
+
+def test_a_loop_that_does_not_come_round(inbox: Inbox) -> None:
+    with Health(0, 0.05, group(), inbox) as health:
+        code, body = get(health.port)
+    assert code == 503
+    assert json.loads(body)["alive"] is False
+
+
+def test_nobody_has_to_come_round_while_the_nodes_come_together(inbox: Inbox) -> None:
+    with Health(0, TIMEOUT, group(), inbox) as health, inbox.unattended():
+        code, body = get(health.port)
+    assert (code, json.loads(body)["state"]) == (200, "INIT")
+
+
+def test_who_asks_while_the_loop_goes_on_to_the_next_round_is_answered(inbox: Inbox) -> None:
+    asked = inbox.knock()
+    assert not asked.is_set()
+    assert select.select([inbox], [], [], 0)[0], "the loop is woken"
+    with inbox.unattended():
+        assert asked.is_set()
+    inbox.knock()
+    inbox.take()
+    late = inbox.knock()
+    assert not late.is_set()
+    inbox.close()
+    assert late.is_set()
+    assert inbox.knock().is_set()
+
+
+def test_the_end_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for a client that says nothing, nor for one whose answer nobody gives."""
+
+    class Noted(Inbox):
+        def knock(self) -> threading.Event:
+            answered = super().knock()
+            has_asked.set()
+            return answered
+
+    monkeypatch.setattr(_Handler, "timeout", TIMEOUT * 10)
+    has_asked = threading.Event()
+    answers: list[tuple[int, str]] = []
+    with contextlib.closing(Noted()) as inbox, contextlib.ExitStack() as clients:
+        with Health(0, TIMEOUT * 10, group(), inbox) as health:
+            clients.enter_context(socket.create_connection(("127.0.0.1", health.port)))
+            asking = threading.Thread(target=lambda: answers.append(get(health.port)))
+            asking.start()
+            assert has_asked.wait(TIMEOUT)
+        asking.join(TIMEOUT)
+    assert [code for code, _ in answers] == [200]
+
+
+def test_an_agent_that_sleeps_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", str(port))
+    fifo = tmp_path / "go on"
+    os.mkfifo(fifo)
+    answers: dict[str, Any] = {}
+
+    def ask() -> None:
+        answers["code"], body = get(port)
+        answers["body"] = json.loads(body)
+        answers["metrics"] = get(port, "/metrics")[1]
+        fifo.write_text("")
+
+    asking = threading.Thread(target=ask)
+
+    def happen(state: str) -> None:
+        if state == "healthy" and running.counts.replacements == 1:
+            asking.start()
+
+    with collected() as metrics:
+        metrics.on_state = happen
+        script = f'[ $FT_WRAPPER_INCARNATION = 1 ] || exit 7; read _ < "{fifo}"; exit 0'
+        running = agent(tmp_path, "sh", "-c", script, nproc=1, max_restarts=2, restart_policy=Policy.RANK)
+        assert running.run().state is WorkerState.SUCCEEDED
+    asking.join(TIMEOUT)
+    assert answers["code"] == 200
+    (worker,) = running.get_worker_group().workers
+    assert answers["body"] == {
+        "alive": True,
+        "state": "HEALTHY",
+        "role": ROLE,
+        "group_rank": 0,
+        "ranks": {"0": worker.id},
+        "restarts": 0,
+        "remaining_restarts": 2,
+        "rank_failures": 1,
+        "rank_replacements": 1,
+    }
+    pytest.importorskip("prometheus_client")
+    for line in (
+        f'ft_wrapper_rank_failures_total{{role="{ROLE}"}} 1.0',
+        f'ft_wrapper_rank_replacements_total{{role="{ROLE}"}} 1.0',
+        f'ft_wrapper_group_restarts_total{{role="{ROLE}"}} 0.0',
+        f'ft_wrapper_workers_remaining_restarts{{role="{ROLE}"}} 2.0',
+        f'ft_wrapper_workers_state{{role="{ROLE}",state="healthy"}} 1.0',
+    ):
+        assert f"{line}\n" in answers["metrics"]
+    with pytest.raises(OSError):
+        get(port)  # it has ended with the agent
+
+
+def test_metrics_need_the_extra(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with Health(0, TIMEOUT, group(), inbox) as health:
+        code, body = get(health.port, "/metrics")
+    assert code == 404
+    assert "ft-wrapper[prometheus]" in body
+
+
+def test_facts_name_no_rank_before_there_are_any() -> None:
+    assert facts(group())["ranks"] == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("TORCHELASTIC_HEALTH_CHECK_PORT", "http", "use a port's number"),
+        ("TORCHELASTIC_HEALTH_CHECK_PORT", "70000", "use a port's number"),
+        ("TORCHELASTIC_HEALTH_CHECK_TIMEOUT", "soon", "use a number of seconds"),
+        ("TORCHELASTIC_HEALTH_CHECK_TIMEOUT", "0", "use a number of seconds"),
+    ],
+)
+def test_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
+    monkeypatch.setenv(name, value)
+    handler = Alone()
+    with pytest.raises(CannotStart, match=f"{name}={value}: {words}"):
+        agent(tmp_path, "true", handler=handler).run()
+    assert handler.rounds == 0
+
+
+def test_a_port_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", str(port))
+        assert main(["--no-python", "touch", str(tmp_path / "started")]) == 2
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert f"TORCHELASTIC_HEALTH_CHECK_PORT={port}: Address already in use" in said[0]
+    assert not (tmp_path / "started").exists()
