@@ -12,11 +12,14 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DELETE_ON_ERROR:
-.PHONY: explore help install demo soak test matrix lint format docs bench clean distclean
+.PHONY: explore help install demo demo-etcd soak soak-nodes soak-etcd test matrix lint format docs bench clean distclean
 
 help:
 	@echo "make demo       a real training run survives an exception, killed ranks and a hang; the dead come back"
+	@echo "make demo-etcd  three nodes that meet in etcd survive the loss of any machine, the first one too"
 	@echo "make soak       ranks are killed and stopped, and started again, for ten minutes"
+	@echo "make soak-nodes the same on two nodes, of which one is lost now and again"
+	@echo "make soak-etcd  the same on three nodes that meet in etcd: any of them is lost, and members of etcd"
 	@echo "make test       lint, documentation and all tests"
 	@echo "make matrix     every fault in every place, of which make test runs a part"
 	@echo "make explore    simulated jobs with random faults, and all schedules of a small one"
@@ -40,8 +43,17 @@ $(INSTALLED): pyproject.toml
 demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py
 
+demo-etcd: $(INSTALLED)
+	@$(BIN)/python examples/demo_etcd.py
+
 soak: $(INSTALLED)
 	@$(BIN)/python examples/kill_and_rejoin.py --ranks 6 --minutes 10 --every 2.5
+
+soak-nodes: $(INSTALLED)
+	@$(BIN)/python examples/kill_nodes.py --minutes 10
+
+soak-etcd: $(INSTALLED)
+	@$(BIN)/python examples/kill_nodes.py --etcd --minutes 10
 
 test: lint docs
 	$(BIN)/python -m pytest

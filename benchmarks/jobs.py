@@ -115,8 +115,10 @@ class Job:
         self.started.append(process)
         return process
 
-    def start_ranks(self, command: list[str], world_size: int, events: bool = False) -> None:
-        """Starts one process a rank, with the environment variables that a launcher sets."""
+    def start_ranks(
+        self, command: list[str], world_size: int, events: bool = False, **environment: str
+    ) -> None:
+        """Starts one process a rank, with the environment variables that a launcher sets, and others."""
         port = str(free_port_pair())
         for rank in range(world_size):
             self.start(
@@ -128,6 +130,7 @@ class Job:
                 LOCAL_WORLD_SIZE=str(world_size),
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=port,
+                **environment,
             )
 
     def processes(self) -> list[psutil.Process]:

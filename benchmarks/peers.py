@@ -40,12 +40,14 @@ class Implementation:
         python: the interpreter of its environment.
         module: where ``Wrapper`` and ``CallWrapper`` are; empty for torchrun.
         settings: durations that are not the defaults, in seconds.
+        etcd: members of the etcd that has the job's store; empty for a store of the job's own.
     """
 
     name: str
     python: str
     module: str
     settings: dict[str, float] = dataclasses.field(default_factory=dict)
+    etcd: str = ""
 
     @property
     def own_group_store(self) -> bool:

@@ -2,6 +2,7 @@
 
     python benchmarks/restart_latency.py            # everything, under ten minutes on two cores
     python benchmarks/restart_latency.py --quick    # fewer ranks and repeats, under two minutes
+    python benchmarks/restart_latency.py --etcd     # also with the job's store on an etcd of three members
 
 The same function, with the same faults at the same moments, under ft_wrapper, NVRx 0.4.1 with its defaults,
 NVRx with every interval at 50 ms, and torchrun. The rank that fails stamps the time just before; each rank
@@ -13,13 +14,16 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import random
 import shutil
+import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,9 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistStoreError
 
 from ft_wrapper import events
+from ft_wrapper.store.etcd_address import EtcdAddress
+from ft_wrapper.store.plan import ANNOUNCED
+from ft_wrapper.testing import EtcdServer
 
 WORKER = Path(__file__).resolve().parent / "restart_worker.py"
 FORMATION_TIMEOUT = 90.0  # seconds for all ranks to be in the function for the first time
@@ -44,6 +51,7 @@ HANG_TIMEOUT = 15.0  # seconds beyond SOFT_TIMEOUT until a hang counts as not re
 RESIDENT = 4 << 30
 # ft_wrapper's events of a restart, in the order in which a rank meets them.
 PHASES = ("fault", "end", "abort", "left", "arrive", "decide", "decided", "enter")
+OURS_ON_ETCD = f"{OURS} on etcd"
 BACK = {False: "back, no group", True: "back, group"}
 FIRST_COLLECTIVE = "group made, collective done"
 Sample = tuple[str, str, int, str]  # implementation, fault, ranks, what was measured
@@ -159,7 +167,7 @@ def run(
     if patience is None:
         patience = RETURN_TIMEOUT[TORCHRUN if torchrun else ""]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with job(folder) as job_:
+    with job(folder) as job_, on_etcd(implementation, job_.name) as announced:
         plan = Plan(
             module=implementation.module,
             settings={**implementation.settings, **(settings or {})},
@@ -178,7 +186,7 @@ def run(
             # Without it torch 2.13 reuses the store of the attempt before, and some restarts fail or hang.
             job_.start([implementation.python, *launcher, *worker], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         else:
-            job_.start_ranks([implementation.python, *worker], ranks, with_events)
+            job_.start_ranks([implementation.python, *worker], ranks, with_events, **announced)
         if not await_key(store, "back/0", FORMATION_TIMEOUT, job_):
             raise RuntimeError(f"{implementation.name} with {ranks} ranks did not start:\n{job_.complaint()}")
         recoveries = []
@@ -197,6 +205,29 @@ def run(
                 print(job_.complaint(), flush=True)
                 break
         return recoveries
+
+
+@contextlib.contextmanager
+def on_etcd(implementation: Implementation, name: str) -> Iterator[dict[str, str]]:
+    """Begins a job in etcd as an agent would, and removes what it has left there.
+
+    Args:
+        implementation: whose job; nothing is done if it is none on etcd.
+        name: of the job.
+
+    Yields:
+        What its ranks find in their environment.
+    """
+    if not implementation.etcd:
+        yield {}
+        return
+    address = EtcdAddress(implementation.etcd, name)
+    store = address.connect(timedelta(seconds=10), begins=True)
+    try:
+        yield {ANNOUNCED: str(address)}
+    finally:
+        store.remove()
+        store.close()
 
 
 class Samples:
@@ -344,6 +375,9 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keep the stamps and outputs of all jobs here"
     )
+    parser.add_argument(
+        "--etcd", action="store_true", help="ft_wrapper with the job's store on an etcd of three members, too"
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.ranks, arguments.repeats = [2], 1
@@ -354,7 +388,12 @@ def main() -> None:
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="restart_latency-"))
     begin = time.monotonic()
     try:
-        measure(arguments, implementations, folder)
+        with contextlib.ExitStack() as exits:
+            if arguments.etcd:
+                server = exits.enter_context(EtcdServer(members=3, quick_election=False))
+                ours = Implementation(OURS_ON_ETCD, sys.executable, "ft_wrapper", etcd=server.endpoints)
+                implementations.insert(1, ours)
+            measure(arguments, implementations, folder)
     finally:
         if not arguments.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -434,7 +473,7 @@ def measure_hangs(
 def measure(arguments: argparse.Namespace, implementations: list[Implementation], folder: Path) -> None:
     """Runs all jobs, prints a line for each and the tables at the end."""
     samples = Samples()
-    wrappers = [implementation for implementation in implementations if implementation.name != TORCHRUN]
+    wrappers = [i for i in implementations if i.name != TORCHRUN and not i.etcd]
     hangs: dict[str, list[Recovery]] = {}
     if "restarts" not in arguments.skip:
         measure_restarts(arguments, implementations, folder, samples)

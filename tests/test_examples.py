@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ft_wrapper import events
-from ft_wrapper.testing.inject_fault import ENV
+from ft_wrapper.testing.inject_fault import ENV, parse_faults
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FTRUN = (sys.executable, "-m", "ft_wrapper.run")
@@ -418,3 +418,40 @@ def test_what_grows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, grown = samples.growth()
     assert rows[0] == ["store: keys", "2", "8", "9"]
     assert grown == ["store: keys grew from 2 to 8"]
+
+
+# kill_nodes.py -----------------------------------------------------------------------------------------
+
+sys.modules["kill_and_rejoin"] = kill_and_rejoin
+kill_nodes = load("kill_nodes")
+del sys.modules["kill_and_rejoin"]
+
+
+def test_a_node_that_is_lost_and_comes_back_loses_nothing() -> None:
+    """Short: `make soak-nodes` does it for ten minutes. This seed kills slot 0, then the other node."""
+    options = ["--minutes", 0.2, "--every", 2.5, "--seed", 619]
+    result = run(sys.executable, EXAMPLES / "kill_nodes.py", *options)
+    assert result.returncode == 0, result.stdout
+    assert "the same weights, bit for bit" in result.stdout
+    assert "node lost, " in result.stdout
+    assert "node 1 is started again" in result.stdout
+
+
+def test_a_node_is_lost_with_all_that_it_has_started() -> None:
+    """Also with those whose parents have died meanwhile."""
+    command = [sys.executable, "-c", "import subprocess as s; s.run('sleep 1000 & exit', shell=True)", ""]
+    with open(os.devnull, "wb") as output:
+        node = kill_nodes.Node("1", command, output.fileno(), {})
+        node.start()
+        assert node.process is not None
+        node.process.wait()
+        (orphan,) = node.processes()
+        assert orphan.name() == "sleep"
+        assert node.lose(wholly=True) == []
+        assert not orphan.is_running()
+
+
+def test_the_faults_in_the_function_depend_on_the_seed_alone() -> None:
+    specs = kill_nodes.faults(3, 1.0, 3)
+    assert specs == kill_nodes.faults(3, 1.0, 3) != kill_nodes.faults(4, 1.0, 3)
+    assert len({spec.iteration for spec in parse_faults(specs)}) == 60 // kill_nodes.FAULT_EVERY

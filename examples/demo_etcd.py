@@ -1,0 +1,161 @@
+"""A training run on three nodes survives the loss of any machine, the first one too.
+
+Three members of etcd and three nodes of two ranks, all on this machine; four of the six ranks train. One
+thing after the other is lost, and comes back:
+
+1. the leader of etcd: nobody notices;
+2. node 0, with the first agent and the first ranks: one restart, and spares take over; then it is back;
+3. a member of etcd and another node at the same time.
+
+The final weights are the same, bit for bit, as those of the run that is left alone.
+
+    python examples/demo_etcd.py      `make demo-etcd`
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kill_and_rejoin import FINISH, fail
+from kill_nodes import Node, Run, left_in, three_nodes
+from launcher import no_core_dumps
+from table import duration, show_table
+
+from ft_wrapper import events
+from ft_wrapper.testing import EtcdServer
+
+STEPS = 900
+LOOK_EVERY = 0.2  # seconds
+STEP = re.compile(r"^step +(\d+)", re.MULTILINE)
+
+
+class Demo:
+    """What is lost in a run, one thing after the other.
+
+    Args:
+        run: the training; it runs.
+        etcd: where its nodes meet.
+    """
+
+    def __init__(self, run: Run, etcd: EtcdServer) -> None:
+        self._run = run
+        self._etcd = etcd
+        self.rows: list[tuple[str, str, str]] = []
+
+    def steps(self) -> int:
+        """How many steps were printed so far, about."""
+        found = STEP.findall(self._run.printed())
+        return int(found[-1]) if found else 0
+
+    def go_on(self, steps: int) -> None:
+        """Waits until so many steps more were trained."""
+        wanted = self.steps() + steps
+        self._await(lambda: self.steps() >= wanted, "the training did not go on")
+
+    def lose(self, what: str, *losses: Callable[[], object], restarts: bool) -> None:
+        """Loses something, and waits until the training has gone on.
+
+        Args:
+            what: in words.
+            losses: what to do.
+            restarts: whether the function has to begin anew for it.
+        """
+        print(f"  lost: {what}", flush=True)
+        before, began = self._iteration(), time.monotonic()
+        for loss in losses:
+            loss()
+        took = "-"
+        if restarts:
+            self._await(lambda: self._iteration() > before, "nobody began anew")
+            took = duration(time.monotonic() - began)
+        self.go_on(40)
+        self.rows.append((what, str(self._iteration() - before), took))
+
+    def bring_back(self, node: Node) -> None:
+        """Starts a node again, and waits until its ranks take part."""
+        node.start()
+        self._run.await_all()
+        print(f"  node {node.name} is back", flush=True)
+
+    def _iteration(self) -> int:
+        records = events.read(str(self._run.folder / "events"))
+        return max((r["iteration"] for r in records if r["event"] == "enter"), default=-1)
+
+    def _await(self, condition: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + FINISH
+        while not condition():
+            if time.monotonic() >= deadline:
+                fail(self._run, otherwise)
+            self._run.wait(LOOK_EVERY)
+
+
+def train_through_losses(run: Run, etcd: EtcdServer) -> Demo:
+    """Trains, and loses machines meanwhile; leaves the run at its end."""
+    run.start()
+    demo = Demo(run, etcd)
+    demo.go_on(20)
+    leader = etcd.leader()
+    demo.lose("the leader of etcd", lambda: etcd.kill(leader), restarts=False)
+    etcd.restart(leader)
+    first, second, _ = run.nodes
+    demo.lose("node 0, with the first ranks", lambda: first.lose(wholly=True), restarts=True)
+    demo.bring_back(first)
+    leader = etcd.leader()
+    demo.lose(
+        "the leader of etcd, and node 1",
+        lambda: etcd.kill(leader),
+        lambda: second.lose(wholly=True),
+        restarts=True,
+    )
+    etcd.restart(leader)
+    demo.bring_back(second)
+    run.finish(FINISH)
+    return demo
+
+
+def main() -> None:
+    """Runs the demo."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    no_core_dumps()
+    begin = time.monotonic()
+    with contextlib.ExitStack() as exits:
+        folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="ft-wrapper-demo-")))
+        etcd = exits.enter_context(EtcdServer(members=3))
+        shape = three_nodes(etcd)
+        options = ["--steps", str(STEPS)]
+        print("training without losses: three nodes of two ranks, four of which train", flush=True)
+        clean = Run(folder / "clean", shape, options)
+        with contextlib.closing(clean):
+            clean.start()
+            clean.finish(FINISH)
+        print("the same with losses", flush=True)
+        lossy = Run(folder / "lossy", shape, options)
+        with contextlib.closing(lossy):
+            demo = train_through_losses(lossy, etcd)
+        show_table(("lost", "restarts", "back in the function after"), demo.rows)
+        print(f"final weights without losses  sha256 {clean.final()[0]}")
+        print(f"final weights with losses     sha256 {lossy.final()[0]}", flush=True)
+        if clean.final() != lossy.final():
+            fail(lossy, "the weights differ")
+        if demo.rows[0][1] != "0":
+            fail(lossy, "the loss of etcd's leader caused a restart")
+        left = left_in(etcd)
+        if left:
+            fail(lossy, f"left in etcd: {', '.join(left)}")
+    print(f"\nthe same weights, bit for bit, in spite of the losses ({time.monotonic() - begin:.0f} s)")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
