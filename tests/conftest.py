@@ -34,6 +34,7 @@ MARK = "FT_WRAPPER_TEST_RUN"
 # Longer than termination_grace_time, for which a monitor tries to reach a store that ended with its job.
 GRACE = 60.0
 SHARED_MEMORY = Path("/dev/shm")
+_EXEC_LASTS = 0.2  # seconds
 
 # Helpers that Python keeps until its own end.
 _PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -133,12 +134,23 @@ def _processes() -> list[psutil.Process]:
         if not entry.isdigit() or int(entry) in found or int(entry) == os.getpid():
             continue
         try:
-            environment = Path("/proc", entry, "environ").read_bytes()
+            environment = _environment_of(Path("/proc", entry))
             if mark in environment and _run_id.encode() in environment:
                 found[int(entry)] = psutil.Process(int(entry))
         except (OSError, psutil.NoSuchProcess):
             continue  # another user's, or gone
     return [process for process in found.values() if not _is_pythons_own(process)]
+
+
+def _environment_of(process: Path) -> bytes:
+    """The environment of a process. One that is in the middle of an exec has none for a moment, so look again."""
+    deadline = time.monotonic() + _EXEC_LASTS
+    while True:
+        environment = Path(process, "environ").read_bytes()
+        if environment or time.monotonic() > deadline:
+            return environment
+        os.readlink(process / "exe")  # an error for zombies and the kernel's threads: they have none for good
+        time.sleep(0.001)  # nothing tells when an exec is through
 
 
 def _is_pythons_own(process: psutil.Process) -> bool:
