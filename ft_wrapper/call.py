@@ -360,13 +360,17 @@ class Call:
                 f"rank_assignment left no rank active of {state.world_size}; RetryController can end the job "
                 "before it comes to that"
             )
+        endpoint: tuple[str, int] | None = None
         if state.active_rank == 0:
-            job.store.publish_endpoint(n, self._address, self.monitor.serve(self._address))
+            endpoint = self._address, self.monitor.serve(self._address)
+            job.store.publish_endpoint(n, *endpoint)
         state.set_distributed_vars()
         job.store.check_assignment(
             n, job.member, state.active_rank, state.world_size, state.active_world_size
         )
-        endpoint = job.await_endpoint(state.rank, self.wrapper.monitor_thread_interval.total_seconds())
+        if endpoint is None:
+            look_every = self.wrapper.monitor_thread_interval.total_seconds()
+            endpoint = job.await_endpoint(state.rank, look_every)
         if endpoint is not None:
             point_to(*endpoint)
         return endpoint is not None

@@ -191,13 +191,14 @@ class Job:
             TimeoutError: too few members are left.
         """
         self.emit("arrive")
-        self.store.arrive(self.view, self.member, rank, world_size)
+        proposed = self.store.arrive(self.view, self.member, rank, world_size)
         step = self.store.await_next(
             self.view,
             self.member,
             timeout=self._patience.barrier,
             heartbeat_timeout=self._patience.heartbeat,
             rejoin_wait=self._patience.rejoin_wait,
+            proposed=proposed,
         )
         if step is None:
             raise RankDiscarded(self._left_out())

@@ -143,7 +143,7 @@ def _processes() -> list[psutil.Process]:
 
 
 def _environment_of(process: Path) -> bytes:
-    """The environment of a process. One that is in the middle of an exec has none for a moment, so look again."""
+    """The environment of a process, which in the middle of an exec has none for a moment."""
     deadline = time.monotonic() + _EXEC_LASTS
     while True:
         environment = Path(process, "environ").read_bytes()

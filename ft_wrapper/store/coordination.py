@@ -58,7 +58,7 @@ class CoordinationMixin(RestartingMixin):
             last = "none has" if head is None else f"the last one is {head.n}"
             raise ValueError(f"iteration={iteration} is not ready, it has not been decided: {last}")
         if head.n == iteration:
-            job.set(keys.wake_head(iteration), "1")
+            job.set(keys.wake_head(iteration), str(head))
 
     def coordinate_global_iteration_advance(
         self, world_size: int, timeout: timedelta, is_coordinator: bool = False

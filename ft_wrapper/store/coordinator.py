@@ -72,7 +72,7 @@ class CoordinatorMixin(JoiningMixin):
         head = job.read_head()
         if head is not None and head.n >= iteration:
             return head.n
-        for remaining in job._looks(keys.wake_head(iteration), 0, timeout.total_seconds()):
+        for remaining, _ in job._looks(keys.wake_head(iteration), 0, timeout.total_seconds()):
             head = job.read_head()
             if head is not None and head.n >= iteration:
                 return head.n

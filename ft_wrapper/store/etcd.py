@@ -17,9 +17,10 @@ from . import etcd_address
 from . import keys as names
 from .etcd_gateway import LARGEST_REQUEST, MOST_OPERATIONS, EtcdGateway, EtcdRefused
 from .etcd_job import Changed, EtcdJob, EtcdWriter
-from .etcd_messages import Answer, Compare, Delete, KeyValue, Operation, Put, Range, Span
+from .etcd_messages import Answer, Branch, Compare, Delete, KeyValue, Operation, Put, Range, Span
 from .mixin import StoreMixin
 from .operations import to_text
+from .steps import Append, Claim, Move, Read, Step, Write
 
 T = TypeVar("T")
 
@@ -264,12 +265,9 @@ class EtcdStore(Store, StoreMixin):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
-            ranges = [r for key in keys for r in self._spans(key).ranges]
-            _, answers = self._etcd.read(f"get {keys}", ranges, self._patience)
-            held = [_Held.of(answers[i : i + 2]).value for i in range(0, len(answers), 2)]
-            values = [value for value in held if value is not None]
-            if len(values) == len(keys):
-                return values
+            present = self._read_present(f"get {keys}", dict.fromkeys(keys))
+            if len(present) == len(set(keys)):
+                return [present[key] for key in keys]
             self._await("get", keys, deadline)
 
     def check(self, keys: list[str]) -> bool:
@@ -285,6 +283,15 @@ class EtcdStore(Store, StoreMixin):
 
     def num_keys(self) -> int:
         return len(self.list_keys())
+
+    def hear(self, key: str, seconds: float) -> str | None:
+        if not key.startswith(names.WAKE):
+            return super().hear(key, seconds)
+        try:
+            said = self._await_wakes("hear", [key], time.monotonic() + max(0.0, seconds))
+        except EtcdTimeout:
+            return None
+        return to_text(said.get(key, b""), key)
 
     def list_keys(self) -> list[str]:
         kinds = [Span.prefix(self._etcd.prefix + kind + self._namespace) for kind in (_PLAIN, _ENTRIES)]
@@ -302,6 +309,69 @@ class EtcdStore(Store, StoreMixin):
     # torch's C++ PrefixStore knows these two under its own names.
     deleteKey = delete_key
     getNumKeys = num_keys
+
+    # Several at once -----------------------------------------------------------------------------------
+
+    def carry_out(self, steps: Sequence[Step]) -> list[str | None]:
+        size = sum(len(repr(step)) for step in steps)
+        if size > _BYTES_A_WRITE:
+            return super().carry_out(steps)
+        what = ", ".join(map(_described, steps))
+        operations = [self._operations(step) for step in steps]
+        every = [operation for some in operations for operation in some]
+        if all(isinstance(step, Read) for step in steps):
+            ranges = [operation for operation in every if isinstance(operation, Range)]
+            found: Sequence[Answer] = self._etcd.read(what, ranges, self._patience)[1]
+        else:
+            found = self._change(what, {}, [], every, []).answers
+        if not found:  # the answer was lost
+            return [self._read_again(step) for step in steps]
+        given, start = list[str | None](), 0
+        for step, some in zip(steps, operations, strict=True):
+            given.append(self._given(step, found[start : start + len(some)]))
+            start += len(some)
+        return given
+
+    def _operations(self, step: Step) -> list[Operation]:
+        match step:
+            case Read(key):
+                return [*self._spans(key).ranges]
+            case Append(key, entry):
+                return [self._entry(key, f"{entry}\n".encode())]
+            case Write(values):
+                return [
+                    o for key, text in values.items() for o in self._replace(self._spans(key), text.encode())
+                ]
+            case Claim(key, value):
+                return [self._branch(key, "", value)]
+            case Move(key, expected, desired):
+                return [self._branch(key, expected, desired)]
+
+    def _branch(self, key: str, expected: str, desired: str) -> Branch:
+        """Writes a register if it holds what is expected (``""``: is absent), else reads it."""
+        spans = self._spans(key)
+        holds = (
+            Compare(spans.plain, "value", expected.encode())
+            if expected
+            else Compare(spans.plain, "version", 0)
+        )
+        put = Put(spans.plain.key, desired.encode(), self._etcd.lease)
+        return Branch((holds, Compare(spans.entries, "version", 0)), (put,), tuple(spans.ranges))
+
+    def _given(self, step: Step, answers: Sequence[Answer]) -> str | None:
+        match step:
+            case Read(key):
+                value = _Held.of(answers).value
+                return None if value is None else to_text(value, key)
+            case Claim(key, desired) | Move(key, _, desired):
+                (branch,) = answers
+                value = desired.encode() if branch.succeeded else _Held.of(branch.answers).value
+                return to_text(value or b"", key)
+            case _:
+                return None
+
+    def _read_again(self, step: Step) -> str | None:
+        return self.try_get(step.key) if isinstance(step, Read | Claim | Move) else None
 
     # Steps ---------------------------------------------------------------------------------------------
 
@@ -376,39 +446,51 @@ class EtcdStore(Store, StoreMixin):
         existing = (n for i, n in enumerate(names) if answers[2 * i].keys or answers[2 * i + 1].keys)
         return revision, frozenset(existing)
 
+    def _read_present(self, what: str, keys: Iterable[str]) -> dict[str, bytes]:
+        """What those of some keys hold that are there."""
+        names = list(keys)
+        ranges = [r for name in names for r in self._spans(name).ranges]
+        _, answers = self._etcd.read(what, ranges, self._patience)
+        held = ((name, _Held.of(answers[2 * i : 2 * i + 2]).value) for i, name in enumerate(names))
+        return {name: value for name, value in held if value is not None}
+
     def _await(self, what: str, keys: Sequence[str], deadline: float) -> None:
         if all(key.startswith(names.WAKE) for key in keys):
             self._await_wakes(what, keys, deadline)
         else:
             self._await_any(what, keys, deadline)
 
-    def _await_wakes(self, what: str, keys: Sequence[str], deadline: float) -> None:
-        """Waits for keys that are written to wake somebody: one watch of this process follows them all."""
+    def _await_wakes(self, what: str, keys: Sequence[str], deadline: float) -> dict[str, bytes]:
+        """Waits for keys that are written to wake somebody: one watch of this process follows them all.
+
+        Returns:
+            What those say that were seen.
+        """
         places = {self._spans(key).plain.key: key for key in keys}
-        missing = set(keys)
+        said = dict[str, bytes]()
         while True:
             every = self._spans(names.WAKE).plain
             standing = self._etcd.standing_watch(Span.prefix(every.key), self._patience)
             if standing is None:
-                return self._await_any(what, keys, deadline)
+                self._await_any(what, keys, deadline)
+                return said
             with standing.listening(places) as listener:
-                _, existing = self._existing(f"{what} {list(keys)}", missing)
-                missing.difference_update(existing)
-                woken: bytes | Exception | None = b""
-                while missing and woken is not None:
+                said |= self._read_present(f"{what} {list(keys)}", set(keys) - said.keys())
+                while missing := set(keys) - said.keys():
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
                         raise self._timed_out(what, missing)
                     try:
                         woken = listener.get(timeout=min(remaining, _LOOK_AGAIN))
                     except queue.Empty:
-                        woken = None
+                        break
+                    if woken is None:
+                        break
                     if isinstance(woken, Exception):
                         raise woken
-                    if woken is not None:
-                        missing.discard(places[woken])
+                    said[places[woken.key]] = woken.value or b""
             if not missing:
-                return None
+                return said
 
     def _await_any(self, what: str, keys: Sequence[str], deadline: float) -> None:
         missing, since = set(keys), None
@@ -433,6 +515,11 @@ class EtcdStore(Store, StoreMixin):
 
     def _timed_out(self, what: str, missing: Iterable[str]) -> EtcdTimeout:
         return EtcdTimeout(f"{self!r}: {what} timed out: nobody wrote the keys {sorted(missing)}")
+
+
+def _described(step: Step) -> str:
+    keys = [*step.values] if isinstance(step, Write) else [step.key]
+    return f"{type(step).__name__.lower()} {', '.join(map(repr, keys))}"
 
 
 def _encode(value: str | bytes) -> bytes:

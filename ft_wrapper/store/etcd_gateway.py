@@ -28,6 +28,7 @@ import tenacity
 
 from ..exception import StoreError, StoreUnavailable
 from .etcd_messages import (
+    Branch,
     Compare,
     Delete,
     Event,
@@ -37,11 +38,12 @@ from .etcd_messages import (
     Range,
     Transaction,
     Watched,
-    comparison_json,
     operation_json,
     parse_answer,
+    parse_answers,
     parse_key_value,
     parse_revision,
+    transaction_json,
     watch_json,
 )
 
@@ -236,14 +238,11 @@ class EtcdGateway:
             StoreUnavailable: nobody answered in time. It may have been carried out.
             StoreError: it failed; names endpoints and operation.
         """
-        body = {
-            "compare": [comparison_json(one) for one in compare],
-            "success": [operation_json(one) for one in success],
-            "failure": [operation_json(one) for one in failure],
-        }
+        body = transaction_json(Branch(tuple(compare), tuple(success), tuple(failure)))
         reply, tries = self._call(what, "kv/txn", body, timeout)
-        answers = tuple(parse_answer(next(iter(one.values()), {})) for one in reply.get("responses", []))
-        return Transaction(bool(reply.get("succeeded")), parse_revision(reply), answers, tries > 1)
+        return Transaction(
+            bool(reply.get("succeeded")), parse_revision(reply), parse_answers(reply), tries > 1
+        )
 
     # Leases --------------------------------------------------------------------------------------------
 

@@ -97,7 +97,22 @@ class Compare:
     result: str = "equal"
 
 
-Operation = Range | Put | Delete
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """A transaction within a transaction.
+
+    Args:
+        compare: what must hold.
+        success: what to do then.
+        failure: what to do otherwise.
+    """
+
+    compare: tuple[Compare, ...]
+    success: tuple[Operation, ...]
+    failure: tuple[Operation, ...] = ()
+
+
+Operation = Range | Put | Delete | Branch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +122,14 @@ class Answer:
     Args:
         keys: what a range read; empty for others.
         number: how many keys a range found, or a deletion deleted.
+        succeeded: whether the comparisons of a branch held.
+        answers: of the operations that a branch carried out.
     """
 
     keys: tuple[KeyValue, ...] = ()
     number: int = 0
+    succeeded: bool = False
+    answers: tuple[Answer, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +205,8 @@ def operation_json(operation: Operation) -> dict[str, dict[str, Any]]:
         return {"request_put": put}
     if isinstance(operation, Delete):
         return {"request_delete_range": span_json(operation.span)}
+    if isinstance(operation, Branch):
+        return {"request_txn": transaction_json(operation)}
     request: dict[str, Any] = span_json(operation.span)
     if operation.keys_only:
         request["keys_only"] = True
@@ -196,6 +217,15 @@ def operation_json(operation: Operation) -> dict[str, dict[str, Any]]:
     if operation.revision:
         request["revision"] = str(operation.revision)
     return {"request_range": request}
+
+
+def transaction_json(branch: Branch) -> dict[str, Any]:
+    """A transaction."""
+    return {
+        "compare": [comparison_json(one) for one in branch.compare],
+        "success": [operation_json(one) for one in branch.success],
+        "failure": [operation_json(one) for one in branch.failure],
+    }
 
 
 def comparison_json(compare: Compare) -> dict[str, Any]:
@@ -232,7 +262,17 @@ def parse_key_value(kv: dict[str, Any]) -> KeyValue:
 def parse_answer(reply: dict[str, Any]) -> Answer:
     """What an operation gave."""
     number = reply.get("count", reply.get("deleted", 0))
-    return Answer(tuple(parse_key_value(kv) for kv in reply.get("kvs", [])), int(number))
+    return Answer(
+        keys=tuple(parse_key_value(kv) for kv in reply.get("kvs", [])),
+        number=int(number),
+        succeeded=bool(reply.get("succeeded")),
+        answers=parse_answers(reply),
+    )
+
+
+def parse_answers(reply: dict[str, Any]) -> tuple[Answer, ...]:
+    """What the operations of a transaction gave."""
+    return tuple(parse_answer(next(iter(one.values()), {})) for one in reply.get("responses", []))
 
 
 def parse_revision(reply: dict[str, Any]) -> int:

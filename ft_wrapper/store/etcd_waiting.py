@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .etcd_gateway import EtcdCompacted, EtcdGateway, Watch
-from .etcd_messages import Span, Watched
+from .etcd_messages import Event, Span, Watched
 
 # What wakes a waiter: where something was written; None if it has to look again; an error that it raises.
 _Waiter = queue.SimpleQueue[Span | None | Exception]
-# The same for one who listens: which key was written.
-_Listener = queue.SimpleQueue[bytes | None | Exception]
+# The same for one who listens: what was written.
+_Listener = queue.SimpleQueue[Event | None | Exception]
 
 
 @dataclasses.dataclass(eq=False)
@@ -145,7 +145,7 @@ class StandingWatch:
         """A block in which writes of some keys are told.
 
         Yields:
-            A queue of keys that were written; None if one has to look again to know; or an error to raise.
+            A queue of what was written; None if one has to look again to know; or an error to raise.
         """
         listener: _Listener = queue.SimpleQueue()
         with self._lock:
@@ -162,22 +162,22 @@ class StandingWatch:
         """Ends it; who listens is told to look again."""
         self._end(None)
 
-    def _run(self, watch: Watch, tell: Callable[[bytes], None]) -> None:
+    def _run(self, watch: Watch, tell: Callable[[Event], None]) -> None:
         try:
             for event in watch.events():
-                tell(event.key)
+                tell(event)
         except EtcdCompacted:
             self._end(None)
         except Exception as error:  # whatever it is, nobody may wait for ever
             self._end(error)
 
-    def _tell(self, key: bytes) -> None:
+    def _tell(self, event: Event) -> None:
         with self._lock:
             for listener, keys in self._listeners.items():
-                if key in keys:
-                    listener.put(key)
+                if event.key in keys:
+                    listener.put(event)
 
-    def _tell_all(self, key: bytes) -> None:
+    def _tell_all(self, _: Event) -> None:
         with self._lock:
             for listener in self._listeners:
                 listener.put(None)

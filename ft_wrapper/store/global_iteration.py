@@ -16,6 +16,7 @@ all of it runs on a fake store with a turned clock.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from .. import events
@@ -23,7 +24,7 @@ from ..exception import InternalError, StoreError, TimeoutError
 from . import keys
 from .heartbeat import HeartbeatMixin, HeartbeatObserver
 from .housekeeping import HousekeepingMixin
-from .interruption import InterruptionMixin
+from .interruption import InterruptionMixin, announced_deaths_in, outcome_in
 from .records import (
     DONE,
     FAULT,
@@ -37,6 +38,7 @@ from .records import (
     split_entry,
     to_number,
 )
+from .steps import Claim, Move, Read, Write
 from .widening import widen
 
 _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it must propose
@@ -45,6 +47,21 @@ _LAST_STAGGER = 2.0
 _LONGEST_LOOK = 8.0
 _LOOKOUTS = 16  # members that look who is missing
 _LOOKS_OF_FEW = 4  # looks after which more of them do
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposed:
+    """A proposal that was made: head has moved by now, to this one or to another one.
+
+    Args:
+        decision: what was proposed.
+        head: where head would be by it.
+        won: whether it is there, as far as is known.
+    """
+
+    decision: Decision
+    head: Head
+    won: bool
 
 
 class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin):
@@ -58,27 +75,26 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
     def read_decision(self, head: Head) -> Decision:
         """The decision behind a head."""
         key = keys.decision(head.n, head.nonce)
-        decision = Decision.from_json(self._written(key), key)
-        if (decision.call, decision.n) != (head.call, head.n):
-            raise StoreError(
-                f"store key {key!r} holds a decision on iteration {decision.n} of call {decision.call}, "
-                f"where one on iteration {head.n} of call {head.call} belongs"
-            )
-        return decision
+        return _decision_in(head, _present(key, self.try_get(key)))
 
     def read_view(self, head: Head) -> View:
         """Everything about a head's iteration: O(world size), for those who come from outside."""
-        key = keys.roster(head.n, head.nonce)
-        members = roster_from_json(self._written(key), key)
-        decision = self.read_decision(head)
-        return View(head.call, head.n, head.nonce, decision.first, members, decision.min_world_size)
+        return self._read_iteration(head)[0]
+
+    def _read_iteration(self, head: Head) -> tuple[View, Decision]:
+        key, decision_key = keys.roster(head.n, head.nonce), keys.decision(head.n, head.nonce)
+        roster, text = self.carry_out([Read(key), Read(decision_key)])
+        members = roster_from_json(_present(key, roster), key)
+        decision = _decision_in(head, _present(decision_key, text))
+        view = View(head.call, head.n, head.nonce, decision.first, members, decision.min_world_size)
+        return view, decision
 
     def read_current(self) -> tuple[View, Decision] | None:
         """The iteration that is on, and the decision that led to it; None before the first one."""
         head = self.read_head()
         while head is not None:
             try:
-                return self.read_view(head), self.read_decision(head)
+                return self._read_iteration(head)
             except StoreError:
                 # The reader was paused while head moved on by two, so that what it led to was deleted.
                 last, head = head, self.read_head()
@@ -102,7 +118,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
 
     # Leaving an iteration ------------------------------------------------------------------------------
 
-    def arrive(self, view: View, member: Member, rank: int, world_size: int) -> None:
+    def arrive(self, view: View, member: Member, rank: int, world_size: int) -> Proposed | None:
         """Says that a member has left the function of its iteration; the last one decides the next.
 
         Args:
@@ -110,11 +126,13 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             member: who.
             rank: its rank, in a world of
             world_size: so many, before the next rank assignment.
+
+        Returns:
+            What it decided, if it was the last one.
         """
         arrival = f"{member} {rank} {world_size}"
         gone = self.log_append_counted(keys.arrived(view.n), arrival, keys.count_gone(view.n))
-        if gone >= len(view.members):
-            self.advance(view, member)
+        return self.advance(view, member) if gone >= len(view.members) else None
 
     def ask_to_join(self, n: int, member: Member, call: int) -> None:
         """Asks that a member be let into the iteration after n, if that belongs to the call."""
@@ -127,17 +145,11 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             n: the iteration.
             call: only those that come for this call; all when None.
         """
-        key = keys.join(n)
-        joins = set()
-        for line in self.log_read(key):
-            name, comes_for = split_entry(line, 2, key)
-            if call is None or to_number(comes_for, key) == call:
-                joins.add(Member.parse(name, key))
-        return joins
+        return _joins_in(n, self.try_get(keys.join(n)), call)
 
     def arrivals_of(self, n: int) -> set[Member]:
         """The members that have left the function of n."""
-        return set(self._arrivals(n))
+        return set(_arrivals_in(n, self.try_get(keys.arrived(n))))
 
     def count_death(self, view: View) -> None:
         """Counts a logged death; decides the next iteration if it was the last thing missing."""
@@ -152,7 +164,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         silent: frozenset[Member] = frozenset(),
         drop_missing: bool = False,
         hold: bool = True,
-    ) -> bool:
+    ) -> Proposed | None:
         """Proposes the next iteration, if nothing stands in its way.
 
         Args:
@@ -163,19 +175,23 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             hold: wait for replacements that were announced, if fewer ranks than wanted would be left.
 
         Returns:
-            Whether head has left ``view`` behind, by this proposal or by another one. Where head had done so
-            before, False is possible, too.
+            The proposal: then head has left ``view`` behind, by this one or by another one. None if there was
+            nothing to propose; head may have left it behind before.
         """
-        outcome = self.outcome_of(view.n)
-        if outcome is None:
-            return False
+        n = view.n
         # Deaths last: whoever logs a death first and then finds that the member has neither arrived nor asked
         # to join may be sure that no proposal will have it.
-        arrived = self._arrivals(view.n)
-        joining = self.joins_of(view.n, _call_after(view, outcome))
-        dead = self.announced_deaths_of(view.n)
+        end, arrivals, joins, deaths = self.carry_out(
+            [Read(keys.end(n)), Read(keys.arrived(n)), Read(keys.join(n)), Read(keys.dead(n))]
+        )
+        outcome = outcome_in(n, end)
+        if outcome is None:
+            return None
+        arrived = _arrivals_in(n, arrivals)
+        joining = _joins_in(n, joins, _call_after(view, outcome))
+        dead = announced_deaths_in(n, deaths)
         if proposer is not None and (proposer in dead or proposer not in arrived):
-            return False
+            return None
         latest = {member.slot: member for member in sorted(joining)}
         kept = tuple(
             member
@@ -192,10 +208,10 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         missing = set(view.members) - arrived.keys() - dead.keys() - silent
         left = len(kept) + len(newcomers)
         if (missing and not drop_missing) or left < max(1, view.min_world_size):
-            return False
+            return None
         announced = {member.slot for member, returns in dead.items() if returns}
         if hold and announced - {member.slot for member in newcomers} and left < self.wanted():
-            return False
+            return None
         decision = self._next_decision(view, outcome, kept, newcomers, arrived)
         return self._decide(view.head, decision, tuple(sorted(kept + newcomers)))
 
@@ -207,6 +223,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         timeout: float,
         heartbeat_timeout: float,
         rejoin_wait: float = 0.0,
+        proposed: Proposed | None = None,
     ) -> tuple[View, Decision] | None:
         """Waits, once arrived, for the decision of the next iteration; proposes it if nobody else does.
 
@@ -216,6 +233,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             timeout: seconds until those that live but have not arrived are left behind.
             heartbeat_timeout: seconds without a heartbeat until a missing member counts as silent.
             rejoin_wait: seconds to wait for replacements that were announced.
+            proposed: what `arrive` gave.
 
         Returns:
             The view of that iteration and the decision; None if this member is not in it.
@@ -223,15 +241,17 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         Raises:
             TimeoutError: fewer than the job's ``min_world_size`` members were left; names the missing ones.
         """
+        if proposed is not None and proposed.won:
+            return _step_to(view, member, proposed.head, proposed.decision)
         observer = HeartbeatObserver(self, heartbeat_timeout)
         position = view.members.index(member)
         # The first to give up on the missing goes on without them: all at once would have a lot to read.
         limit = timeout + min(position * _STAGGER, _LAST_STAGGER)
         looks = self._looks(keys.wake_head(view.n + 1), position, limit, rejoin_wait)
-        for look, remaining in enumerate(looks):
-            head = self.read_head()
+        for look, (remaining, said) in enumerate(looks):
+            head, decision = self._read_ahead(said)
             if head != view.head:
-                return self._follow(view, member, head)
+                return self._follow(view, member, head, decision)
             if member in self.deaths_of(view.n):
                 return None
             if remaining > 0 and not _keeps_lookout(position, len(view.members), look):
@@ -248,7 +268,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
                 return self._follow(view, member, head)
             if remaining <= 0:
                 break
-        absent = sorted(set(view.members) - (self._arrivals(view.n).keys() - self.deaths_of(view.n)))
+        absent = sorted(set(view.members) - (self.arrivals_of(view.n) - self.deaths_of(view.n)))
         raise TimeoutError(
             f"iteration {view.n} was not followed by another one within {timeout:g} s: fewer than "
             f"min_world_size={view.min_world_size} ranks are left; missing slots: {[m.slot for m in absent]}"
@@ -261,7 +281,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         """
         if self.outcome_of(view.n) == DONE:
             return frozenset()
-        missing = set(view.members) - self._arrivals(view.n).keys() - self.deaths_of(view.n)
+        missing = set(view.members) - self.arrivals_of(view.n) - self.deaths_of(view.n)
         return observer.silent(sorted(missing))
 
     # Agreement of the rank assignments -----------------------------------------------------------------
@@ -282,19 +302,20 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             InternalError: another rank was given other sizes, or the same active rank.
         """
         mine = f"{world_size} {active_world_size}"
-        agreed = self.claim(keys.world(n), mine)
+        steps = [Claim(keys.world(n), mine)]
+        if active_rank is not None:
+            steps.append(Claim(keys.seat(n, active_rank), str(member)))
+        agreed, *holders = self.carry_out(steps)
         if agreed != mine:
             raise InternalError(
                 f"rank_assignment disagrees in iteration {n}: slot {member.slot} was given world size and "
                 f"active world size {mine}, another rank {agreed}; it must give the same sizes on every rank"
             )
-        if active_rank is None:
-            return
-        holder = self.claim(keys.seat(n, active_rank), str(member))
+        holder = holders[0] if holders else str(member)
         if holder != str(member):
             raise InternalError(
                 f"rank_assignment gave active rank {active_rank} of iteration {n} to slot {member.slot} and "
-                f"to slot {holder.partition(':')[0]}; it must give each active rank once"
+                f"to slot {str(holder).partition(':')[0]}; it must give each active rank once"
             )
 
     # Where torch.distributed meets in an iteration -----------------------------------------------------
@@ -302,7 +323,6 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
     def publish_endpoint(self, n: int, host: str, port: int) -> None:
         """Says where the store is that ``torch.distributed`` uses in n."""
         self.set(keys.endpoint(n), f"{host} {port}")
-        self.set(keys.wake_endpoint(n), "1")
 
     def await_endpoint(self, n: int, timeout: float, look_every: float) -> tuple[str, int] | None:
         """Waits for `publish_endpoint`; None if a fault ended n before it came.
@@ -320,9 +340,10 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         deadline = self.now() + timeout
         while True:
             remaining = deadline - self.now()
-            if self.wait_for(keys.wake_endpoint(n), min(look_every, remaining)):
-                key = keys.endpoint(n)
-                host, port = split_entry(self._written(key), 2, key)
+            key = keys.endpoint(n)
+            said = self.hear(key, min(look_every, remaining))
+            if said is not None:
+                host, port = split_entry(said or _present(key, self.try_get(key)), 2, key)
                 return host, to_number(port, key)
             if self.outcome_of(n) == FAULT:
                 return None
@@ -346,8 +367,14 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
 
     # Steps ---------------------------------------------------------------------------------------------
 
-    def _looks(self, wake: str, position: int, timeout: float, also_after: float = 0.0) -> Iterable[float]:
-        """Yields the seconds that remain, once the wake key is set or at growing intervals without it."""
+    def _looks(
+        self, wake: str, position: int, timeout: float, also_after: float = 0.0
+    ) -> Iterable[tuple[float, str]]:
+        """Looks once the wake key is set, or at growing intervals without it.
+
+        Yields:
+            The seconds that remain, and what the wake key says, if that is known.
+        """
         start = self.now()
         pause = _FIRST_LOOK + min(position * _STAGGER, _LAST_STAGGER)
         while True:
@@ -355,18 +382,9 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             until = [pause, timeout - waited]
             if waited < also_after:
                 until.append(also_after - waited)
-            self.wait_for(wake, min(until))
-            yield timeout - (self.now() - start)
+            said = self.hear(wake, min(until))
+            yield timeout - (self.now() - start), said or ""
             pause = min(2 * pause, _LONGEST_LOOK)
-
-    def _arrivals(self, n: int) -> dict[Member, tuple[int, int]]:
-        """Members that have left the function of n, each with its rank and the size of that world."""
-        key = keys.arrived(n)
-        arrivals = {}
-        for line in self.log_read(key):
-            name, rank, world_size = split_entry(line, 3, key)
-            arrivals[Member.parse(name, key)] = (to_number(rank, key), to_number(world_size, key))
-        return arrivals
 
     def _next_decision(
         self,
@@ -400,37 +418,89 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             min_world_size=view.min_world_size,
         )
 
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
-        """Writes a decision, then tries to move head to it. True: head has moved, whoever moved it."""
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
+        """Writes a decision, then tries to move head to it. Whoever wins, head has moved after that."""
         proposal = Head(decision.call, decision.n, self.new_nonce())
-        self.multi_set(
-            [keys.decision(proposal.n, proposal.nonce), keys.roster(proposal.n, proposal.nonce)],
-            [decision.to_json(), roster_to_json(members)],
+        written = {
+            keys.decision(proposal.n, proposal.nonce): decision.to_json(),
+            keys.roster(proposal.n, proposal.nonce): roster_to_json(members),
+        }
+        _, stands, _ = self.carry_out(
+            [
+                Write(written),
+                Move(keys.HEAD, "" if head is None else str(head), str(proposal)),
+                # Also a lost proposer wakes: the winner may have died before it could.
+                Write({keys.wake_head(proposal.n): str(proposal)}),
+            ]
         )
-        self.compare_set(keys.HEAD, "" if head is None else str(head), str(proposal))
         events.emit("decide", iteration=decision.n)
-        # Whoever won, head has moved. Also a lost proposer wakes: the winner may have died before it could.
-        self.set(keys.wake_head(proposal.n), "1")
-        return True
+        return Proposed(decision, proposal, stands == str(proposal))
 
-    def _follow(self, view: View, member: Member, head: Head | None) -> tuple[View, Decision] | None:
+    def _read_ahead(self, said: str) -> tuple[Head | None, Decision | None]:
+        """Reads head; and the decision behind it, if it is where somebody said that it was likely to be."""
+        if not said:
+            return self.read_head(), None
+        likely = Head.parse(said, keys.HEAD)
+        text, decision = self.carry_out([Read(keys.HEAD), Read(keys.decision(likely.n, likely.nonce))])
+        head = None if text is None else Head.parse(text, keys.HEAD)
+        return head, None if decision is None or head != likely else _decision_in(head, decision)
+
+    def _follow(
+        self, view: View, member: Member, head: Head | None, decision: Decision | None = None
+    ) -> tuple[View, Decision] | None:
         if head is None or head.n != view.n + 1:
             return None  # head has passed an iteration in which this member did not arrive: it is out
         try:
-            decision = self.read_decision(head)
+            decision = decision or self.read_decision(head)
         except StoreError:
             if self.read_head() != head:
                 return None  # head has passed this member's iteration meanwhile, without it
             raise
-        after = view.after(decision, head.nonce)
-        return (after, decision) if member in after.members else None
+        return _step_to(view, member, head, decision)
 
-    def _written(self, key: str) -> str:
-        """Reads a key that has been written before this one is told of it."""
-        text = self.try_get(key)
-        if text is None:
-            raise StoreError(f"store key {key!r} is gone, though what leads to it is there")
-        return text
+
+def _present(key: str, text: str | None) -> str:
+    """What a key holds that has been written before this one is told of it."""
+    if text is None:
+        raise StoreError(f"store key {key!r} is gone, though what leads to it is there")
+    return text
+
+
+def _decision_in(head: Head, text: str) -> Decision:
+    key = keys.decision(head.n, head.nonce)
+    decision = Decision.from_json(text, key)
+    if (decision.call, decision.n) != (head.call, head.n):
+        raise StoreError(
+            f"store key {key!r} holds a decision on iteration {decision.n} of call {decision.call}, "
+            f"where one on iteration {head.n} of call {head.call} belongs"
+        )
+    return decision
+
+
+def _arrivals_in(n: int, log: str | None) -> dict[Member, tuple[int, int]]:
+    """Members that have left the function of n, each with its rank and the size of that world."""
+    key = keys.arrived(n)
+    arrivals = {}
+    for line in (log or "").splitlines():
+        name, rank, world_size = split_entry(line, 3, key)
+        arrivals[Member.parse(name, key)] = (to_number(rank, key), to_number(world_size, key))
+    return arrivals
+
+
+def _joins_in(n: int, log: str | None, call: int | None) -> set[Member]:
+    key = keys.join(n)
+    joins = set()
+    for line in (log or "").splitlines():
+        name, comes_for = split_entry(line, 2, key)
+        if call is None or to_number(comes_for, key) == call:
+            joins.add(Member.parse(name, key))
+    return joins
+
+
+def _step_to(view: View, member: Member, head: Head, decision: Decision) -> tuple[View, Decision] | None:
+    """The iteration after one; None if a member is not in it."""
+    after = view.after(decision, head.nonce)
+    return (after, decision) if member in after.members else None
 
 
 def _keeps_lookout(position: int, size: int, look: int) -> bool:

@@ -8,6 +8,7 @@ from ..exception import StoreError
 from . import keys
 from .operations import StoreOperations
 from .records import DONE, FAULT, Fault, Member, to_number
+from .steps import Append, Claim, Step, Write
 
 _RETURNS = "returns"
 _GAVE_UP = "gave_up"
@@ -28,9 +29,7 @@ class InterruptionMixin(StoreOperations):
         Returns:
             The outcome that stands: the first one written.
         """
-        stands = self.claim(keys.end(n), outcome)
-        self.set(keys.wake_end(n), "1")
-        return _checked(stands, n)
+        return self._end(n, outcome)
 
     def pass_on_end(self, n: int) -> None:
         """Wakes everybody again if iteration n has ended.
@@ -42,8 +41,7 @@ class InterruptionMixin(StoreOperations):
 
     def outcome_of(self, n: int) -> str | None:
         """How iteration n ended: ``fault``, ``done``, or None while it is on."""
-        outcome = self.try_get(keys.end(n))
-        return None if outcome is None else _checked(outcome, n)
+        return outcome_in(n, self.try_get(keys.end(n)))
 
     def log_fault(self, n: int, fault: Fault) -> None:
         """Writes down, for people, what happened to a member in iteration n."""
@@ -55,8 +53,7 @@ class InterruptionMixin(StoreOperations):
         Returns:
             The outcome that stands.
         """
-        self.log_fault(n, fault)
-        return self.end_iteration(n, FAULT)
+        return self._end(n, FAULT, Append(keys.faults(n), fault.to_json()))
 
     def faults_of(self, n: int) -> list[Fault]:
         """The faults published for iteration n, first one first."""
@@ -69,10 +66,7 @@ class InterruptionMixin(StoreOperations):
 
     def announced_deaths_of(self, n: int) -> dict[Member, bool]:
         """The members of n that have ended, each with whether a replacement was announced."""
-        deaths: dict[Member, bool] = {}
-        for member, mark in self._deaths(n):
-            deaths[member] = mark == _RETURNS or deaths.get(member, False)
-        return deaths
+        return announced_deaths_in(n, self.try_get(keys.dead(n)))
 
     def give_up(self, n: int, member: Member) -> None:
         """Says that a member waits no more for the iteration after n, and must not be reckoned with."""
@@ -94,13 +88,12 @@ class InterruptionMixin(StoreOperations):
             ends: whether the iteration ends by it; not by a spare's death.
             returns: whether a replacement is on its way, for which a restart may wait a little.
         """
-        if fault is not None:
-            self.log_fault(n, fault)
+        steps: list[Step] = [] if fault is None else [Append(keys.faults(n), fault.to_json())]
         # Ended first: observers of silence leave the logged dead alone, so whoever logged one and died
         # before ending n would have left everybody waiting.
         if ends:
-            self.end_iteration(n, FAULT)
-        self.log_append(keys.dead(n), f"{member} {_RETURNS}" if returns else str(member))
+            steps += _ending(n, FAULT)
+        self.carry_out([*steps, Append(keys.dead(n), f"{member} {_RETURNS}" if returns else str(member))])
 
     def wait_for_end(
         self, n: int, seconds: float, may_be_done: Callable[[], bool] = lambda: True
@@ -141,16 +134,39 @@ class InterruptionMixin(StoreOperations):
         key = keys.finished(n)
         return {to_number(rank, key) for rank in self.log_read(key)}
 
+    def _end(self, n: int, outcome: str, *before: Step) -> str:
+        *_, stands, _ = self.carry_out([*before, *_ending(n, outcome)])
+        if stands is None:
+            raise StoreError(f"store key {keys.end(n)!r} is gone, though it was written just now")
+        return outcome_in(n, stands) or outcome
+
     def _deaths(self, n: int) -> Iterator[tuple[Member, str]]:
-        key = keys.dead(n)
-        for line in self.log_read(key):
-            name, _, mark = line.partition(" ")
-            if mark not in ("", _RETURNS, _GAVE_UP):
-                raise StoreError(f"store key {key!r} holds the entry {line!r}, which is no member's death")
-            yield Member.parse(name, key), mark
+        return _deaths_in(n, self.try_get(keys.dead(n)))
 
 
-def _checked(outcome: str, n: int) -> str:
-    if outcome not in (DONE, FAULT):
-        raise StoreError(f"store key {keys.end(n)!r} holds {outcome!r}, which is no outcome")
-    return outcome
+def outcome_in(n: int, register: str | None) -> str | None:
+    """How iteration n ended, by what its register holds; None while it is on."""
+    if register not in (None, DONE, FAULT):
+        raise StoreError(f"store key {keys.end(n)!r} holds {register!r}, which is no outcome")
+    return register
+
+
+def announced_deaths_in(n: int, log: str | None) -> dict[Member, bool]:
+    """The members of n that have ended, by its log, each with whether a replacement was announced."""
+    deaths: dict[Member, bool] = {}
+    for member, mark in _deaths_in(n, log):
+        deaths[member] = mark == _RETURNS or deaths.get(member, False)
+    return deaths
+
+
+def _deaths_in(n: int, log: str | None) -> Iterator[tuple[Member, str]]:
+    key = keys.dead(n)
+    for line in (log or "").splitlines():
+        name, _, mark = line.partition(" ")
+        if mark not in ("", _RETURNS, _GAVE_UP):
+            raise StoreError(f"store key {key!r} holds the entry {line!r}, which is no member's death")
+        yield Member.parse(name, key), mark
+
+
+def _ending(n: int, outcome: str) -> list[Step]:
+    return [Claim(keys.end(n), outcome), Write({keys.wake_end(n): "1"})]

@@ -170,7 +170,8 @@ class JoiningMixin(GlobalIterationMixin):
         n = keys.BEFORE_FIRST + 1
         ranks = tuple(range(len(members)))
         decision = Decision(0, n, n, (), (), members, ranks, ranks, len(members), min_world_size)
-        return self._decide(None, decision, members)
+        self._decide(None, decision, members)
+        return True
 
     def await_first(
         self, member: Member, slots: Iterable[int], timeout: float, min_world_size: int = 1
@@ -191,7 +192,7 @@ class JoiningMixin(GlobalIterationMixin):
         """
         expected = frozenset(slots)
         first = keys.BEFORE_FIRST + 1
-        for remaining in self._looks(keys.wake_head(first), sorted(expected).index(member.slot), timeout):
+        for remaining, _ in self._looks(keys.wake_head(first), sorted(expected).index(member.slot), timeout):
             if self.form(expected, min_world_size):
                 current = self.read_current()
                 assert current is not None
@@ -219,7 +220,7 @@ class JoiningMixin(GlobalIterationMixin):
             TimeoutError: it did not form in time.
         """
         first = keys.BEFORE_FIRST + 1
-        for remaining in self._looks(keys.wake_head(first), 0, timeout):
+        for remaining, _ in self._looks(keys.wake_head(first), 0, timeout):
             if self.read_head() is not None:
                 return
             if remaining <= 0:

@@ -1,7 +1,8 @@
 """The name of every key that the ranks agree on. Nothing else spells one.
 
 ``n`` is the number of a global iteration; ``BEFORE_FIRST`` is the one that ends with the first decision.
-Keys under ``wake/`` and ``count/`` only wake somebody: nothing is concluded from them.
+Keys under ``wake/`` and ``count/`` wake somebody. What they say is a hint, from which nothing is concluded;
+only an endpoint is told by the key that wakes who waits for it.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def seat(n: int, active_rank: int) -> str:
 
 
 def endpoint(n: int) -> str:
-    """Address of the store that ``torch.distributed`` uses in n."""
-    return f"{_ROOT}/endpoint/{n}"
+    """Address of the store that ``torch.distributed`` uses in n; wakes who waits for it."""
+    return f"{_ROOT}/wake/endpoint/{n}"
 
 
 def iteration_prefix(n: int) -> str:
@@ -121,13 +122,8 @@ def wake_end(n: int) -> str:
 
 
 def wake_head(n: int) -> str:
-    """Set once head has reached n."""
+    """Set once head has reached n; says which head that is likely to be."""
     return f"{_ROOT}/wake/head/{n}"
-
-
-def wake_endpoint(n: int) -> str:
-    """Set once the endpoint of n is known."""
-    return f"{_ROOT}/wake/endpoint/{n}"
 
 
 def barrier(name: str, part: str) -> str:
@@ -178,7 +174,7 @@ def call_of(key: str) -> int | None:
 
 _OF_CALL = re.compile(rf"{_ROOT}/terms/(\d+)$")
 _OF_ITERATION = re.compile(
-    rf"{_ROOT}/(?:decision|roster|end|arrived|finished|dead|join|faults|world|seat|endpoint|user|promoted"
+    rf"{_ROOT}/(?:decision|roster|end|arrived|finished|dead|join|faults|world|seat|user|promoted"
     r"|count/[a-z]+|wake/(?:end|head|endpoint))/(-?\d+)(?:/|$)"
 )
 _OF_MEMBER = re.compile(rf"{_ROOT}/(?:member|heartbeat|wake/goodbye)/(\d+):(\d+)$")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import DistStoreError
 from typing_extensions import Self
 
 from ..exception import StoreError
+from .steps import Append, Claim, Move, Read, Step, Write
 
 
 class StoreOperations:
     """The operations of ``torch.distributed.Store`` that the protocol uses, and steps made of them.
 
-    A store implements the first group; ``log_append``, ``log_read``, ``count``, ``log_append_counted`` and
-    ``now`` may be replaced where a store has a better way.
+    A store implements the first group; ``log_append``, ``log_read``, ``count``, ``log_append_counted``,
+    ``hear``, ``carry_out`` and ``now`` may be replaced where a store has a better way.
     """
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -121,6 +123,40 @@ class StoreOperations:
         except DistStoreError:
             return False
         return True
+
+    def hear(self, key: str, seconds: float) -> str | None:
+        """Waits for a key that wakes somebody.
+
+        Returns:
+            What it says, as far as the store tells so without being asked again, else ``""``; None if it did
+            not come in time.
+        """
+        return "" if self.wait_for(key, seconds) else None
+
+    def carry_out(self, steps: Sequence[Step]) -> list[str | None]:
+        """Carries out several operations: one after the other, or all at once where a store can.
+
+        Returns:
+            What each of them gives.
+        """
+        return [self._carry_out(step) for step in steps]
+
+    def _carry_out(self, step: Step) -> str | None:
+        match step:
+            case Read(key):
+                return self.try_get(key)
+            case Claim(key, value):
+                return self.claim(key, value)
+            case Move(key, expected, desired):
+                return to_text(self.compare_set(key, expected, desired), key)
+            case Append(key, entry):
+                self.log_append(key, entry)
+            case Write(values) if len(values) > 1:
+                self.multi_set([*values], [*values.values()])
+            case Write(values):
+                for key, value in values.items():
+                    self.set(key, value)
+        return None
 
     def claim(self, key: str, value: str) -> str:
         """Writes a register unless it is written; returns what it holds."""

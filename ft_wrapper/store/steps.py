@@ -1,0 +1,48 @@
+"""What several operations in a row are made of: see `StoreOperations.carry_out`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """Reads a key that nobody waits for. Gives what it holds, None if it is absent."""
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Write:
+    """Writes keys. Gives None."""
+
+    values: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Append:
+    """Adds an entry (one line) to a log. Gives None."""
+
+    key: str
+    entry: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """Writes a register unless it is written. Gives what it holds then."""
+
+    key: str
+    value: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Writes a register if it holds what is expected (``""``: is absent). Gives what it holds then."""
+
+    key: str
+    expected: str
+    desired: str
+
+
+Step = Read | Write | Append | Claim | Move
