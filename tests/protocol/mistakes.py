@@ -22,6 +22,7 @@ from ft_wrapper.store import (
     joining,
     keys,
 )
+from ft_wrapper.store.global_iteration import Proposed
 from ft_wrapper.store.records import DONE, FAULT, roster_to_json
 from ft_wrapper.testing import Scheduler
 from ft_wrapper.testing.policies import Policy
@@ -138,9 +139,9 @@ class WallClock(MistakenSimulation):
 
 
 class RankZeroCountsStore(SimulatedStore):
-    def advance(self, view: View, proposer: Member | None, **how: Any) -> bool:
+    def advance(self, view: View, proposer: Member | None, **how: Any) -> Proposed | None:
         if self.read_head() == view.head and view.members[0] not in self.arrivals_of(view.n):
-            return False
+            return None
         return super().advance(view, proposer, **how)
 
 
@@ -150,23 +151,22 @@ class RankZeroCountsStore(SimulatedStore):
 class ElectedStore(SimulatedStore):
     _lowest = False
 
-    def advance(self, view: View, proposer: Member | None, **how: Any) -> bool:
+    def advance(self, view: View, proposer: Member | None, **how: Any) -> Proposed | None:
         here = self.arrivals_of(view.n) - self.deaths_of(view.n)
         self._lowest = proposer is not None and proposer == min(here, default=None)
         return super().advance(view, proposer, **how)
 
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         if head is None:
             return super()._decide(head, decision, members)
-        if self.add(f"elected/{decision.n}", 1) > 1 and not self._lowest:
-            return False
-        _write(self, decision, members)
-        return True
+        proposal = Head(decision.call, decision.n, self.new_nonce())
+        if self.add(f"elected/{decision.n}", 1) == 1 or self._lowest:
+            _write(self, proposal, decision, members)
+        return Proposed(decision, proposal, won=False)
 
 
-def _write(store: SimulatedStore, decision: Decision, members: tuple[Member, ...]) -> None:
+def _write(store: SimulatedStore, proposal: Head, decision: Decision, members: tuple[Member, ...]) -> None:
     """Decides with a plain set."""
-    proposal = Head(decision.call, decision.n, store.new_nonce())
     store.multi_set(
         [keys.decision(proposal.n, proposal.nonce), keys.roster(proposal.n, proposal.nonce)],
         [decision.to_json(), roster_to_json(members)],
@@ -179,17 +179,18 @@ def _write(store: SimulatedStore, decision: Decision, members: tuple[Member, ...
 
 
 class SetThenGetStore(SimulatedStore):
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
+        proposal = Head(decision.call, decision.n, self.new_nonce())
         if self.read_head() == head:
-            _write(self, decision, members)
-        return True
+            _write(self, proposal, decision, members)
+        return Proposed(decision, proposal, won=False)
 
 
 # The arrival list is deleted and reused
 
 
 class ReusedListStore(SimulatedStore):
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         decided = super()._decide(head, decision, members)
         self.delete_key(keys.arrived(decision.n))
         return decided
@@ -212,7 +213,7 @@ class LocalNumberStore(SimulatedStore):
 
 
 class FromEmptyStore(SimulatedStore):
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         proposal = Head(decision.call, decision.n, self.new_nonce())
         self.multi_set(
             [keys.decision(proposal.n, proposal.nonce), keys.roster(proposal.n, proposal.nonce)],
@@ -222,7 +223,7 @@ class FromEmptyStore(SimulatedStore):
         self.set(keys.HEAD, self.try_get(f"decided/{decision.n}") or str(proposal))
         self.delete_key(f"decided/{decision.n - 2}")
         self.set(keys.wake_head(decision.n), "1")
-        return True
+        return Proposed(decision, proposal, won=False)
 
 
 # A joiner waits only for the decision after the counter it read
@@ -253,7 +254,7 @@ class WaitsForTheNextStore(SimulatedStore):
 
 
 class InByNumberStore(SimulatedStore):
-    def advance(self, view: View, proposer: Member | None, **how: Any) -> bool:
+    def advance(self, view: View, proposer: Member | None, **how: Any) -> Proposed | None:
         self._view = view
         return super().advance(view, proposer, **how)
 
@@ -268,7 +269,7 @@ class InByNumberStore(SimulatedStore):
         everybody = tuple(sorted(self.joins_of(view.n) - self.deaths_of(view.n) - set(kept)))
         return super()._next_decision(view, outcome, kept, everybody, arrived)
 
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         stay = set() if head is None else set(self._view.members) - set(decision.removed)
         return super()._decide(head, decision, tuple(sorted(stay.union(decision.joined))))
 
@@ -284,35 +285,35 @@ class NumberThenRecordStore(SimulatedStore):
         number = self.add(f"{key}/count", 1)
         self.set(f"{key}/{number}", entry)
 
-    def log_read(self, key: str) -> list[str]:
+    def try_get(self, key: str) -> str | None:
         if "/join/" not in key:
-            return super().log_read(key)
+            return super().try_get(key)
         entries = []
         for number in range(1, self.add(f"{key}/count", 0) + 1):
             self.wait_for(f"{key}/{number}", LONG)
             entries.append(self.get(f"{key}/{number}").decode())
-        return entries
+        return "\n".join(entries)
 
 
 # Arrival in two steps, one of which may be missing; the counter as truth
 
 
 class CountAloneStore(SimulatedStore):
-    def advance(self, view: View, proposer: Member | None, **how: Any) -> bool:
+    def advance(self, view: View, proposer: Member | None, **how: Any) -> Proposed | None:
         if self.read_head() == view.head and self.add(keys.count_gone(view.n), 0) < len(view.members):
-            return False
+            return None
         return super().advance(view, proposer, **how)
 
 
 class CounterStore(SimulatedStore):
-    def _arrivals(self, n: int) -> dict[Member, tuple[int, int]]:
-        head = self.read_head()
-        if head is None or head.n != n:
-            return super()._arrivals(n)
+    def try_get(self, key: str) -> str | None:
+        head = self.read_head() if "/arrived/" in key else None
+        if head is None or key != keys.arrived(head.n):
+            return super().try_get(key)
         members = self.read_view(head).members
-        if self.add(keys.count_gone(n), 0) < len(members):
-            return super()._arrivals(n)
-        return {member: (rank, len(members)) for rank, member in enumerate(members)}
+        if self.add(keys.count_gone(head.n), 0) < len(members):
+            return super().try_get(key)
+        return "\n".join(f"{member} {rank} {len(members)}" for rank, member in enumerate(members))
 
 
 # Completion without end/{n}
@@ -372,9 +373,9 @@ class UnboundedStore(SimulatedStore):
                 self.advance(view, member, drop_missing=self.now() >= deadline)
         return super().await_next(view, member, **how)
 
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> bool:
-        if self.read_head() != head:
-            return True  # a late proposal wakes nobody again, either
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
+        if self.read_head() != head:  # a late proposal wakes nobody again, either
+            return Proposed(decision, Head(decision.call, decision.n, "late"), won=False)
         decided = super()._decide(head, decision, members)
         self.delete_key(keys.wake_head(decision.n - 1))
         return decided
@@ -386,10 +387,10 @@ class UnboundedStore(SimulatedStore):
 class WaitedForStore(SimulatedStore):
     def advance(
         self, view: View, proposer: Member | None, *, silent: frozenset[Member] = frozenset(), **how: Any
-    ) -> bool:
+    ) -> Proposed | None:
         coordinator = min(set(view.members) - self.deaths_of(view.n) - silent, default=None)
         if self.read_head() == view.head and proposer != coordinator:
-            return False
+            return None
         return super().advance(view, proposer, silent=silent, **how)
 
 
@@ -397,8 +398,8 @@ class WaitedForStore(SimulatedStore):
 
 
 class OnlyMembersStore(SimulatedStore):
-    def advance(self, view: View, proposer: Member | None, **how: Any) -> bool:
-        return proposer is not None and super().advance(view, proposer, **how)
+    def advance(self, view: View, proposer: Member | None, **how: Any) -> Proposed | None:
+        return None if proposer is None else super().advance(view, proposer, **how)
 
 
 # A death is logged, and the logger dies before it ends the iteration
