@@ -15,8 +15,9 @@ from torch.distributed import DistStoreError
 from ..exception import StoreError
 from . import etcd_address
 from . import keys as names
+from .etcd_beats import EtcdBeats
 from .etcd_gateway import LARGEST_REQUEST, MOST_OPERATIONS, EtcdGateway, EtcdRefused
-from .etcd_job import Changed, EtcdJob, EtcdWriter
+from .etcd_job import ENTRIES, PLAIN, Changed, EtcdJob, EtcdWriter
 from .etcd_messages import Answer, Compare, Delete, KeyValue, Operation, Put, Range, Span
 from .mixin import StoreMixin
 from .operations import to_text
@@ -26,7 +27,6 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 DEFAULT_TTL = timedelta(seconds=etcd_address.DEFAULT_TTL)
 
-_PLAIN, _ENTRIES = b"k/", b"l/"
 _END = b"\0\0"
 
 _LOOK_AGAIN = 10.0  # seconds; bounds how late a write is noticed whose wake was missed
@@ -139,6 +139,7 @@ class EtcdStore(Store, StoreMixin):
         self._etcd = EtcdJob(gateway, prefix.rstrip("/") + "/", lease_lasts, self._patience)
         self._namespace = namespace.encode()
         self._writer = EtcdWriter(self._etcd)
+        self._beats = EtcdBeats(self._etcd)
         self._origin: EtcdStore | None = None
         self._stop_keeping = self._etcd.keep_alive(self)
 
@@ -152,6 +153,7 @@ class EtcdStore(Store, StoreMixin):
         other._patience, other._etcd, other._place = self._patience, self._etcd, self._place
         other._namespace = self._namespace
         other._writer = EtcdWriter(self._etcd)
+        other._beats = EtcdBeats(self._etcd)
         other._origin = self._origin or self  # which keeps the lease alive
         return other
 
@@ -172,7 +174,7 @@ class EtcdStore(Store, StoreMixin):
 
     def clear(self) -> None:
         """Deletes all keys of the namespace."""
-        spans = [Span.prefix(self._etcd.prefix + kind + self._namespace) for kind in (_PLAIN, _ENTRIES)]
+        spans = [Span.prefix(self._etcd.prefix + kind + self._namespace) for kind in (PLAIN, ENTRIES)]
         self._change("clear", {}, [], [Delete(span) for span in spans], [])
 
     def set_patience(self, seconds: float) -> None:
@@ -223,6 +225,12 @@ class EtcdStore(Store, StoreMixin):
 
     def _entry(self, key: str, value: bytes) -> Put:
         return Put(self._spans(key).entries.key + self._writer.new_name(), value, self._etcd.lease)
+
+    def beat(self, key: str, lasts: float) -> None:
+        self._beats.beat(f"beat of {key!r}", self._spans(key).entries.key, lasts, self._patience)
+
+    def beats(self, key: str) -> int:
+        return self._beats.look(f"beats of {key!r}", self._spans(key).entries.key, self._patience)
 
     def add(self, key: str, amount: int) -> int:
         def decide(value: bytes | None) -> tuple[bytes | None, int]:
@@ -287,7 +295,7 @@ class EtcdStore(Store, StoreMixin):
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        kinds = [Span.prefix(self._etcd.prefix + kind + self._namespace) for kind in (_PLAIN, _ENTRIES)]
+        kinds = [Span.prefix(self._etcd.prefix + kind + self._namespace) for kind in (PLAIN, ENTRIES)]
         _, (plain, entries) = self._etcd.read(
             "list_keys", [Range(kind, keys_only=True) for kind in kinds], self._patience
         )
@@ -309,7 +317,7 @@ class EtcdStore(Store, StoreMixin):
         name, prefix = self._namespace + key.encode(), self._etcd.prefix
         # No name with its end is the beginning of another one.
         ended = name.replace(b"\0", b"\0\xff") + _END
-        return _Spans(Span(prefix + _PLAIN + name), Span.prefix(prefix + _ENTRIES + ended))
+        return _Spans(Span(prefix + PLAIN + name), Span.prefix(prefix + ENTRIES + ended))
 
     def _held(self, key: str) -> _Held:
         return _Held.of(self._etcd.read(f"get {key!r}", self._spans(key).ranges, self._patience)[1])
