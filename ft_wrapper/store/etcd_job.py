@@ -26,7 +26,7 @@ _BEAT_AGAIN_AFTER = 5.0  # seconds, when nobody answered
 
 
 class EtcdJob:
-    """All keys of a job: they lie under one prefix, and go with one lease.
+    """All keys of a job: they lie under one prefix, and go with one lease, signs of life apart.
 
     ``life`` holds a nonce, written with the lease. Everything that is read or changed is so only if it holds
     that nonce still: whoever comes back after the lease ran out gets an error, and never an empty store.
