@@ -84,10 +84,10 @@ class _Held:
 class EtcdStore(Store, StoreMixin):
     """Keys in an etcd cluster (version 3.4 or later), under one prefix.
 
-    All keys of a job but signs of life go with one lease, which each process that has made a store keeps alive until it closes
-    that store; its clones live on it. When no process has done so for ``ttl`` the keys are gone, and whoever
-    comes back gets a `StoreError`, never a number that was used before. An answer that was lost is asked for
-    again, from another member, and nothing is carried out twice.
+    All keys of a job but signs of life go with one lease, which each process that has made a store keeps
+    alive until it closes that store; its clones live on it. When no process has done so for ``ttl`` the keys
+    are gone, and whoever comes back gets a `StoreError`, never a number that was used before. An answer that
+    was lost is asked for again, from another member, and nothing is carried out twice.
 
     Args:
         endpoints: the members: ``"host:port,host:port"`` or a list of these.

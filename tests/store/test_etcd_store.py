@@ -340,6 +340,28 @@ def test_wait_looks_again_when_what_it_missed_is_compacted(etcd: EtcdServer, mak
     assert Background(lambda: store._etcd._waiting.wait(spans, 60.0)).join() is None
 
 
+def test_threads_that_wait_to_be_woken_cost_no_traffic(
+    relay: Relay, etcd: EtcdServer, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a look in ten seconds: neither while they wait, nor when one of them is woken."""
+    monkeypatch.setattr("ft_wrapper.store.etcd._LOOK_AGAIN", 600.0)
+    store, other, number = make(relay.endpoint), make(etcd.endpoints), 20
+    relay.wait_for("lease/keepalive", 1)
+    before = relay.requests.count("kv/txn")
+    clients = [store.clone() for _ in range(number)]
+    waiting = [
+        Background(lambda client=client, one=one: client.wait([f"{names.WAKE}{one}"]))  # type: ignore[misc]
+        for one, client in enumerate(clients)
+    ]
+    relay.wait_for("kv/txn", before + 1 + number)  # as of when to watch; and a look of each
+    relay.wait_for("watch", 2)
+    blocked = len(relay.requests)
+    for one in reversed(range(number)):
+        other.set(f"{names.WAKE}{one}", "1")
+        assert waiting[one].join() is None
+        assert relay.requests[blocked:] == []
+
+
 def test_wait_after_a_compaction_costs_no_more(relay: Relay, etcd: EtcdServer, make: Make) -> None:
     """Whoever comes after it watches what is written from now on, and not what is not kept any more."""
     store = make(relay.endpoint)
