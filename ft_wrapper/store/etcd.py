@@ -17,7 +17,7 @@ from . import etcd_address
 from . import keys as names
 from .etcd_beats import EtcdBeats
 from .etcd_gateway import LARGEST_REQUEST, MOST_OPERATIONS, EtcdGateway, EtcdRefused
-from .etcd_job import ENTRIES, PLAIN, Changed, EtcdJob, EtcdWriter
+from .etcd_job import Changed, EtcdJob, EtcdWriter
 from .etcd_messages import Answer, Compare, Delete, KeyValue, Operation, Put, Range, Span
 from .mixin import StoreMixin
 from .operations import to_text
@@ -27,6 +27,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 DEFAULT_TTL = timedelta(seconds=etcd_address.DEFAULT_TTL)
 
+_PLAIN, _ENTRIES = b"k/", b"l/"
 _END = b"\0\0"
 
 _LOOK_AGAIN = 10.0  # seconds; bounds how late a write is noticed whose wake was missed
@@ -164,7 +165,7 @@ class EtcdStore(Store, StoreMixin):
 
     def remove(self) -> bool:
         """Deletes all keys of the job, for all its processes; tells whether they were there still."""
-        return self._etcd.remove(self._patience)
+        return self._etcd.remove([_PLAIN, _ENTRIES], self._patience)
 
     def within(self, namespace: str) -> EtcdStore:
         """A clone with other keys: they have this in front of them, behind the namespace of this store."""
@@ -174,7 +175,7 @@ class EtcdStore(Store, StoreMixin):
 
     def clear(self) -> None:
         """Deletes all keys of the namespace."""
-        spans = [Span.prefix(self._etcd.prefix + kind + self._namespace) for kind in (PLAIN, ENTRIES)]
+        spans = [Span.prefix(self._etcd.prefix + kind + self._namespace) for kind in (_PLAIN, _ENTRIES)]
         self._change("clear", {}, [], [Delete(span) for span in spans], [])
 
     def set_patience(self, seconds: float) -> None:
@@ -295,7 +296,7 @@ class EtcdStore(Store, StoreMixin):
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        kinds = [Span.prefix(self._etcd.prefix + kind + self._namespace) for kind in (PLAIN, ENTRIES)]
+        kinds = [Span.prefix(self._etcd.prefix + kind + self._namespace) for kind in (_PLAIN, _ENTRIES)]
         _, (plain, entries) = self._etcd.read(
             "list_keys", [Range(kind, keys_only=True) for kind in kinds], self._patience
         )
@@ -317,7 +318,7 @@ class EtcdStore(Store, StoreMixin):
         name, prefix = self._namespace + key.encode(), self._etcd.prefix
         # No name with its end is the beginning of another one.
         ended = name.replace(b"\0", b"\0\xff") + _END
-        return _Spans(Span(prefix + PLAIN + name), Span.prefix(prefix + ENTRIES + ended))
+        return _Spans(Span(prefix + _PLAIN + name), Span.prefix(prefix + _ENTRIES + ended))
 
     def _held(self, key: str) -> _Held:
         return _Held.of(self._etcd.read(f"get {key!r}", self._spans(key).ranges, self._patience)[1])

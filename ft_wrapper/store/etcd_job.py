@@ -18,8 +18,7 @@ from .etcd_waiting import SharedWatch, StandingWatch
 
 log = logging.getLogger(__name__)
 
-PLAIN, ENTRIES, REGISTERS = KINDS = b"k/", b"l/", b"op/"
-"""What the keys of a job begin with, behind its prefix: what was set, what was appended, its writers' own."""
+_REGISTERS = b"op/"  # what the keys of writers begin with, behind the prefix
 
 _BEAT_ANSWERED_WITHIN = 5.0  # seconds
 _BEAT_AGAIN_AFTER = 5.0  # seconds, when nobody answered
@@ -163,15 +162,19 @@ class EtcdJob:
                 "removed them; this job cannot go on"
             )
 
-    def remove(self, timeout: float) -> bool:
+    def remove(self, kinds: Sequence[bytes], timeout: float) -> bool:
         """Deletes all keys of the job, with its lease; tells whether it was there still.
 
         Not by the lease alone: signs of life have leases of their own. At once, since another job may begin
-        as soon as ``life`` is gone.
+        as soon as ``life`` is gone. And not all below the prefix: other jobs may have theirs there.
+
+        Args:
+            kinds: what the keys begin with, behind the prefix.
+            timeout: seconds for which it is tried again.
         """
-        kinds = [Delete(Span.prefix(self.prefix + kind)) for kind in KINDS]
+        spans = [self._life, *(Span.prefix(self.prefix + kind) for kind in (*kinds, _REGISTERS))]
         done = self.gateway.transaction(
-            [self.lives()], [Delete(self._life), *kinds], what="removal of the job", timeout=timeout
+            [self.lives()], [Delete(span) for span in spans], what="removal of the job", timeout=timeout
         )
         return self.gateway.revoke(self.lease, timeout) or done.succeeded
 
@@ -263,7 +266,7 @@ class EtcdWriter:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._register = Span(self._job.prefix + REGISTERS + secrets.token_hex(8).encode())
+        self._register = Span(self._job.prefix + _REGISTERS + secrets.token_hex(8).encode())
         self._number = 0
         self._revision = 0  # at which the register was written last
 
