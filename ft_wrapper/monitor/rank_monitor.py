@@ -14,7 +14,7 @@ from collections.abc import Callable
 from .. import events
 from ..attribution import Interruption
 from ..exception import StoreError
-from ..store import Fault, Member, StoreMixin, View
+from ..store import Fault, Member, StoreMixin, View, beat_lasts
 from ..store import keys as names
 from .death import await_others, report_death
 from .housekeeper import Housekeeper
@@ -170,9 +170,10 @@ class RankMonitor:
             return
         watch = NeighbourWatch(store, self.member, self._settings.heartbeat_timeout)
         house = Housekeeper(store, self._settings.join_window)
+        lasts = beat_lasts(self._settings.heartbeat_timeout, self._settings.heartbeat_interval)
         while not self._stop.wait(self._settings.heartbeat_interval):
             try:
-                store.send_heartbeat(self.member)
+                store.send_heartbeat(self.member, lasts)
                 view = self.view
                 if view is not None:
                     watch.look(view)

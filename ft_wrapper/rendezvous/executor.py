@@ -14,6 +14,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from ..store import beat_lasts
 from . import keys, operations
 from .operations import Action, Announced, Context
 from .register import Register, Snapshot
@@ -107,6 +108,7 @@ class Executor:
         self._changes = changes
         self._settings = settings
         self._options = settings.options()
+        self._beat_lasts = beat_lasts(settings.keep_alive_timeout, settings.keep_alive_interval)
         self._on_unseated = on_unseated
         self._announced: Announced | None = None
         self._leaving: int | None = None
@@ -312,7 +314,7 @@ class Executor:
         if action in operations.REMOVING:
             return self._leave(snapshot, announced)
         if action is Action.KEEP_ALIVE:
-            self._register.store.add(keys.alive(self.node.name), 1)
+            self._register.store.beat(keys.alive(self.node.name), self._beat_lasts)
             self._last_beat = self._register.store.now()
             return snapshot
         if action is Action.MARK_RENDEZVOUS_CLOSED:

@@ -404,7 +404,7 @@ class FtRendezvousHandler(RendezvousHandler):
         return RendezvousStoreInfo(worker_store.address, worker_store.port)
 
     def _forget_predecessors(self) -> None:
-        """Deletes the counters of agents that had this id: nobody watches them once this one has its place.
+        """Deletes the signs of life of agents that had this id: nobody watches them once this one is in.
 
         Of two, since the last one may never have got as far as this.
         """

@@ -1,4 +1,4 @@
-"""Who is silent: each node keeps a counter moving, and observes those of a few others on its own clock."""
+"""Who is silent: each node says that it lives, and observes a few others on its own clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def neighbours(state: State, node: Node) -> list[Node]:
 
 
 class NeighbourWatch:
-    """Observes the counters of a node's neighbours, by the rules of `CounterObserver`.
+    """Observes whether a node's neighbours live, by the rules of `CounterObserver`.
 
     Args:
         store: a client of one's own.
@@ -47,7 +47,7 @@ class NeighbourWatch:
     def __init__(self, store: StoreOperations, node: Node, timeout: float) -> None:
         self._node = node
         self._observer: CounterObserver[Node] = CounterObserver(
-            lambda node: store.add(keys.alive(node.name), 0), store.now, timeout
+            lambda node: store.beats(keys.alive(node.name)), store.now, timeout
         )
 
     def silent(self, state: State) -> list[Node]:

@@ -29,7 +29,7 @@ def incarnations(node_id: str) -> str:
 
 
 def alive(name: str) -> str:
-    """Counter that a node keeps moving."""
+    """Sign of life that a node gives again and again."""
     return f"{_ROOT}/alive/{name}"
 
 

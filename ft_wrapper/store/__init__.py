@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from .address import connect, connector, is_etcd
 from .barrier import BarrierError, BarrierOverflow, BarrierTimeout
 from .file import FileStore
-from .heartbeat import CounterObserver, HeartbeatObserver
+from .heartbeat import CounterObserver, HeartbeatObserver, beat_lasts
 from .holding import HoldingStore
 from .joining import Entry, JoinTerms
 from .mixin import StoreMixin
@@ -42,6 +42,7 @@ __all__ = [
     "TCPStoreServer",
     "View",
     "announced_plan",
+    "beat_lasts",
     "connect",
     "connector",
     "is_etcd",

@@ -165,9 +165,10 @@ class CoordinatorMixin(JoiningMixin):
         self.send_heartbeat(self._joined().member)
 
     def get_coordinator_heartbeat(self) -> int:
-        """How many heartbeats the current coordinator has sent; 0 if there is none.
+        """A number that moves as long as the current coordinator sends heartbeats; 0 if there is none.
 
-        A count, which is compared with an earlier count: a time would be one of another host's clock.
+        Compare it with an earlier one: a time would be one of another host's clock. It is the count of
+        heartbeats; on etcd, where they are leases, a count of looks, and -1 once the lease has run out.
         """
         job = self._job
         coordinator = job._coordinator()

@@ -15,6 +15,7 @@ from torch.distributed import DistStoreError
 from ..exception import StoreError
 from . import etcd_address
 from . import keys as names
+from .etcd_beats import EtcdBeats
 from .etcd_gateway import LARGEST_REQUEST, MOST_OPERATIONS, EtcdGateway, EtcdRefused
 from .etcd_job import Changed, EtcdJob, EtcdWriter
 from .etcd_messages import Answer, Branch, Compare, Delete, KeyValue, Operation, Put, Range, Span
@@ -85,10 +86,10 @@ class _Held:
 class EtcdStore(Store, StoreMixin):
     """Keys in an etcd cluster (version 3.4 or later), under one prefix.
 
-    All keys of a job go with one lease, which each process that has made a store keeps alive until it closes
-    that store; its clones live on it. When no process has done so for ``ttl`` the keys are gone, and whoever
-    comes back gets a `StoreError`, never a number that was used before. An answer that was lost is asked for
-    again, from another member, and nothing is carried out twice.
+    All keys of a job but signs of life go with one lease, which each process that has made a store keeps
+    alive until it closes that store; its clones live on it. When no process has done so for ``ttl`` the keys
+    are gone, and whoever comes back gets a `StoreError`, never a number that was used before. An answer that
+    was lost is asked for again, from another member, and nothing is carried out twice.
 
     Args:
         endpoints: the members: ``"host:port,host:port"`` or a list of these.
@@ -140,6 +141,7 @@ class EtcdStore(Store, StoreMixin):
         self._etcd = EtcdJob(gateway, prefix.rstrip("/") + "/", lease_lasts, self._patience)
         self._namespace = namespace.encode()
         self._writer = EtcdWriter(self._etcd)
+        self._beats = EtcdBeats(self._etcd)
         self._origin: EtcdStore | None = None
         self._stop_keeping = self._etcd.keep_alive(self)
 
@@ -153,6 +155,7 @@ class EtcdStore(Store, StoreMixin):
         other._patience, other._etcd, other._place = self._patience, self._etcd, self._place
         other._namespace = self._namespace
         other._writer = EtcdWriter(self._etcd)
+        other._beats = EtcdBeats(self._etcd)
         other._origin = self._origin or self  # which keeps the lease alive
         return other
 
@@ -163,7 +166,7 @@ class EtcdStore(Store, StoreMixin):
 
     def remove(self) -> bool:
         """Deletes all keys of the job, for all its processes; tells whether they were there still."""
-        return self._etcd.remove(self._patience)
+        return self._etcd.remove([_PLAIN, _ENTRIES], self._patience)
 
     def within(self, namespace: str) -> EtcdStore:
         """A clone with other keys: they have this in front of them, behind the namespace of this store."""
@@ -224,6 +227,12 @@ class EtcdStore(Store, StoreMixin):
 
     def _entry(self, key: str, value: bytes) -> Put:
         return Put(self._spans(key).entries.key + self._writer.new_name(), value, self._etcd.lease)
+
+    def beat(self, key: str, lasts: float) -> None:
+        self._beats.beat(f"beat of {key!r}", self._spans(key).entries.key, lasts, self._patience)
+
+    def beats(self, key: str) -> int:
+        return self._beats.look(f"beats of {key!r}", self._spans(key).entries.key, self._patience)
 
     def add(self, key: str, amount: int) -> int:
         def decide(value: bytes | None) -> tuple[bytes | None, int]:

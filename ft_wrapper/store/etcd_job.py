@@ -13,17 +13,19 @@ from collections.abc import Callable, Sequence
 
 from ..exception import StoreError
 from .etcd_gateway import MOST_OPERATIONS, EtcdGateway
-from .etcd_messages import Answer, Compare, Operation, Put, Range, Span, Watched
+from .etcd_messages import Answer, Compare, Delete, Operation, Put, Range, Span, Watched
 from .etcd_waiting import SharedWatch, StandingWatch
 
 log = logging.getLogger(__name__)
+
+_REGISTERS = b"op/"  # what the keys of writers begin with, behind the prefix
 
 _BEAT_ANSWERED_WITHIN = 5.0  # seconds
 _BEAT_AGAIN_AFTER = 5.0  # seconds, when nobody answered
 
 
 class EtcdJob:
-    """All keys of a job: they lie under one prefix, and go with one lease.
+    """All keys of a job: they lie under one prefix, and go with one lease, signs of life apart.
 
     ``life`` holds a nonce, written with the lease. Everything that is read or changed is so only if it holds
     that nonce still: whoever comes back after the lease ran out gets an error, and never an empty store.
@@ -44,7 +46,7 @@ class EtcdJob:
         self.prefix = prefix.encode()
         self._life = Span(self.prefix + b"life")
         self.lease = 0
-        self._nonce = b""
+        self.nonce = b""
         self._find_or_begin(ttl, timeout)
         self._begin_waiting()
 
@@ -71,7 +73,7 @@ class EtcdJob:
 
         Args:
             what: what to call it in messages.
-            ranges: what to read.
+            ranges: what to read; none, for the revision alone.
             timeout: seconds for which it is tried again.
 
         Returns:
@@ -81,7 +83,7 @@ class EtcdJob:
             StoreError: it failed, or the job's keys are gone.
         """
         revision, answers = 0, list[Answer]()
-        for start in range(0, len(ranges), MOST_OPERATIONS):
+        for start in range(0, max(1, len(ranges)), MOST_OPERATIONS):
             part = ranges[start : start + MOST_OPERATIONS]
             done = self.gateway.transaction(
                 [self.lives()], part, [Range(self._life)], what=what, timeout=timeout
@@ -91,6 +93,23 @@ class EtcdJob:
             revision = revision or done.revision
             answers += done.answers
         return revision, answers
+
+    def write(self, what: str, operations: Sequence[Operation], timeout: float) -> None:
+        """Writes what does no harm if it is written twice, or late.
+
+        Args:
+            what: what to call it in messages.
+            operations: at most `MOST_OPERATIONS`.
+            timeout: seconds for which it is tried again.
+
+        Raises:
+            StoreError: it failed, or the job's keys are gone.
+        """
+        done = self.gateway.transaction(
+            [self.lives()], operations, [self.life_range()], what=what, timeout=timeout
+        )
+        if not done.succeeded:
+            self.check_life(done.answers[0])
 
     def _begin_waiting(self) -> None:
         self._pid = os.getpid()
@@ -129,7 +148,7 @@ class EtcdJob:
 
     def lives(self) -> Compare:
         """What must hold for anything to be read or changed."""
-        return Compare(self._life, "value", self._nonce)
+        return Compare(self._life, "value", self.nonce)
 
     def life_range(self) -> Range:
         """Reads what `check_life` wants."""
@@ -137,15 +156,27 @@ class EtcdJob:
 
     def check_life(self, life: Answer) -> None:
         """Raises an error if the job's keys are gone."""
-        if not life.keys or life.keys[0].value != self._nonce:
+        if not life.keys or life.keys[0].value != self.nonce:
             raise StoreError(
                 f"{self!r}: the job's keys are gone: nobody kept their lease alive for its time, or somebody "
                 "removed them; this job cannot go on"
             )
 
-    def remove(self, timeout: float) -> bool:
-        """Deletes all keys of the job, with its lease; tells whether it was there still."""
-        return self.gateway.revoke(self.lease, timeout)
+    def remove(self, kinds: Sequence[bytes], timeout: float) -> bool:
+        """Deletes all keys of the job, with its lease; tells whether it was there still.
+
+        Not by the lease alone: signs of life have leases of their own. At once, since another job may begin
+        as soon as ``life`` is gone. And not all below the prefix: other jobs may have theirs there.
+
+        Args:
+            kinds: what the keys begin with, behind the prefix.
+            timeout: seconds for which it is tried again.
+        """
+        spans = [self._life, *(Span.prefix(self.prefix + kind) for kind in (*kinds, _REGISTERS))]
+        done = self.gateway.transaction(
+            [self.lives()], [Delete(span) for span in spans], what="removal of the job", timeout=timeout
+        )
+        return self.gateway.revoke(self.lease, timeout) or done.succeeded
 
     def _find_or_begin(self, ttl: int | None, timeout: float) -> None:
         found = self.gateway.range(Range(self._life), timeout)
@@ -164,11 +195,11 @@ class EtcdJob:
             )
             found = begun.answers[0].keys
             if begun.succeeded:
-                self.lease, self._nonce = lease, nonce
+                self.lease, self.nonce = lease, nonce
                 return
         if not found:
             raise StoreError(f"{self!r}: another job ended there just now; start again")
-        self.lease, self._nonce = found[0].lease, found[0].value
+        self.lease, self.nonce = found[0].lease, found[0].value
         if lease and lease != self.lease:
             self.gateway.revoke(lease, timeout)  # somebody else came first
         if not self.lease:
@@ -235,7 +266,7 @@ class EtcdWriter:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._register = Span(self._job.prefix + b"op/" + secrets.token_hex(8).encode())
+        self._register = Span(self._job.prefix + _REGISTERS + secrets.token_hex(8).encode())
         self._number = 0
         self._revision = 0  # at which the register was written last
 

@@ -1,4 +1,4 @@
-"""Who is silent. Heartbeats are counters, observed on the observer's own clock (DESIGN.md, I6)."""
+"""Who is silent. Heartbeats are counters or leases, observed on the observer's own clock (DESIGN.md, I6)."""
 
 from __future__ import annotations
 
@@ -6,34 +6,57 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 from . import keys
-from .operations import StoreOperations
+from .operations import LAPSED, StoreOperations
 from .records import Member
 
 K = TypeVar("K", bound=Hashable)
+
+_LASTS = 15.0  # seconds; half of the wrapper's default of heartbeat_timeout
+
+
+def beat_lasts(timeout: float, interval: float) -> float:
+    """For how long a sign of life should hold where it is a lease.
+
+    Half of the timeout, which is what `CounterObserver` takes the silence for when it lapses. But never less
+    than it takes until the next one.
+
+    Args:
+        timeout: seconds after which whoever gives none is silent.
+        interval: seconds between two of them.
+    """
+    return max(timeout / 2, 1.5 * interval)
 
 
 class HeartbeatMixin(StoreOperations):
     """Heartbeats of members."""
 
-    def send_heartbeat(self, member: Member) -> int:
-        """Moves a member's counter; returns its new value."""
-        return self.add(keys.heartbeat(str(member)), 1)
+    def send_heartbeat(self, member: Member, lasts: float = _LASTS) -> None:
+        """Says that a member lives.
+
+        Args:
+            member: who.
+            lasts: for how long this holds where it is a lease: see `beat_lasts`.
+        """
+        self.beat(keys.heartbeat(str(member)), lasts)
 
     def get_heartbeat(self, member: Member) -> int:
-        """Reads a member's counter; 0 if it has never sent any."""
-        return self.add(keys.heartbeat(str(member)), 0)
+        """A number that moves as long as a member sends heartbeats; see `StoreOperations.beats`."""
+        return self.beats(keys.heartbeat(str(member)))
 
 
 class CounterObserver(Generic[K]):
-    """Watches counters and says for how long they have stood still.
+    """Watches counters, or leases, and says for how long there has been no sign of life.
 
     Standing still counts only between two reads that the store answered: a failed read forgets what was seen,
     so an outage of the store silences nobody. And of the time between two reads no more than half of the
     timeout counts: where the observer was stopped for longer, or had to wait for the store, so may all others
     have been, and a moment later they are heard again.
 
+    A number that has lapsed was a lease, and no sign of life has come for the time of that: it counts as half
+    of the timeout. So whoever has lost its lease by mistake has the other half to come back.
+
     Args:
-        read: reads the counter of somebody.
+        read: reads the counter of somebody; see `StoreOperations.beats`.
         now: the observer's own clock, in seconds.
         timeout: seconds after which somebody whose counter stands still is silent.
     """
@@ -66,6 +89,8 @@ class CounterObserver(Generic[K]):
             last_count, last_read, so_far = self._seen[one]
             if last_count == count:
                 still = so_far + min(now - last_read, self._timeout / 2)
+            elif count == LAPSED:
+                still = self._timeout / 2
         self._seen[one] = (count, now, still)
         return still
 
@@ -79,7 +104,7 @@ class HeartbeatObserver(CounterObserver[Member]):
     """Watches the heartbeats of members.
 
     Args:
-        store: where the counters are.
+        store: where the heartbeats are.
         timeout: seconds without a heartbeat after which a member is silent.
     """
 

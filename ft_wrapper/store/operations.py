@@ -13,6 +13,9 @@ from typing_extensions import Self
 from ..exception import StoreError
 from .steps import Append, Claim, Move, Read, Step, Write
 
+LAPSED = -1
+"""What `StoreOperations.beats` gives where a sign of life does not hold any more. No count is negative."""
+
 
 class StoreOperations:
     """The operations of ``torch.distributed.Store`` that the protocol uses, and steps made of them.
@@ -87,6 +90,19 @@ class StoreOperations:
 
     def set_patience(self, seconds: float) -> None:
         """How long to try again when the store cannot be reached. The default does not try again."""
+
+    def beat(self, key: str, lasts: float) -> None:
+        """Gives a sign of life under a key. The default counts.
+
+        Args:
+            key: whose it is.
+            lasts: seconds for which it holds where it is a lease, and not a count.
+        """
+        self.add(key, 1)
+
+    def beats(self, key: str) -> int:
+        """A number that moves as long as signs of life come; `LAPSED` where the last one holds no longer."""
+        return self.add(key, 0)
 
     def is_over(self) -> bool:
         """Whether waiting on this store has lost its point: its iteration has ended. Never, by default."""

@@ -62,6 +62,12 @@ class PrefixStore(TorchPrefixStore, StoreMixin):
     def add(self, key: str, amount: int) -> int:
         return self._inner.add(self._full(key), amount)
 
+    def beat(self, key: str, lasts: float) -> None:
+        self._inner.beat(self._full(key), lasts)
+
+    def beats(self, key: str) -> int:
+        return self._inner.beats(self._full(key))
+
     def append(self, key: str, value: str | bytes) -> None:
         self._inner.append(self._full(key), value)
 

@@ -117,9 +117,8 @@ def raises(slot: int, *entries: int) -> tuple[Disturbance, ...]:
 
 
 class WallClockStore(SimulatedStore):
-    def send_heartbeat(self, member: Member) -> int:
+    def send_heartbeat(self, member: Member, lasts: float = 0.0) -> None:
         self.set(keys.heartbeat(str(member)), str(self.now()))
-        return 1
 
 
 def _stillness_by_wall_clock(observer: HeartbeatObserver, member: Member) -> float:

@@ -19,6 +19,7 @@ from torch.distributed import DistStoreError
 from ft_wrapper import Wrapper
 from ft_wrapper.exception import StoreError
 from ft_wrapper.store import EtcdStore, plan_store
+from ft_wrapper.store import keys as names
 from ft_wrapper.store.etcd_messages import Put, Range, Span, Watched
 from ft_wrapper.testing import EtcdServer
 
@@ -337,6 +338,47 @@ def test_wait_looks_again_when_what_it_missed_is_compacted(etcd: EtcdServer, mak
     client.close()
     spans = [Watched(Span(store._etcd.prefix + b"k/k"), 1)]
     assert Background(lambda: store._etcd._waiting.wait(spans, 60.0)).join() is None
+
+
+def test_threads_that_wait_to_be_woken_cost_no_traffic(
+    relay: Relay, etcd: EtcdServer, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a look in ten seconds: neither while they wait, nor when one of them is woken."""
+    monkeypatch.setattr("ft_wrapper.store.etcd._LOOK_AGAIN", 600.0)
+    store, other, number = make(relay.endpoint), make(etcd.endpoints), 20
+    relay.wait_for("lease/keepalive", 1)
+    before = relay.requests.count("kv/txn")
+    clients = [store.clone() for _ in range(number)]
+    waiting = [
+        Background(lambda client=client, one=one: client.wait([f"{names.WAKE}{one}"]))  # type: ignore[misc]
+        for one, client in enumerate(clients)
+    ]
+    relay.wait_for("kv/txn", before + 1 + number)  # as of when to watch; and a look of each
+    relay.wait_for("watch", 2)
+    blocked = len(relay.requests)
+    for one in reversed(range(number)):
+        other.set(f"{names.WAKE}{one}", "1")
+        assert waiting[one].join() is None
+        assert relay.requests[blocked:] == []
+
+
+def test_wait_after_a_compaction_costs_no_more(relay: Relay, etcd: EtcdServer, make: Make) -> None:
+    """Whoever comes after it watches what is written from now on, and not what is not kept any more."""
+    store = make(relay.endpoint)
+    relay.wait_for("lease/keepalive", 1)
+    for number in range(3):
+        store.set(f"{names.WAKE}{number}", "1")
+    client = etcd.get_client()
+    client.call("kv/compaction", {"revision": str(store._etcd.read("revision", [], 30.0)[0])})
+    client.close()
+    before = len(relay.requests)
+    assert not store.wait_for(f"{names.WAKE}k", 1.0)
+    # As of when to watch; wakes, and the end of the job; whether it is there, at first and in the end.
+    assert sorted(relay.requests[before:]) == [*["kv/txn"] * 3, *["watch"] * 2]
+    other = make(etcd.endpoints)
+    waiting = Background(lambda: store.wait([f"{names.WAKE}k"]))
+    other.set(f"{names.WAKE}k", "1")
+    assert waiting.join() is None
 
 
 # The life of a job
