@@ -322,8 +322,7 @@ class EtcdStore(Store, StoreMixin):
     # Several at once -----------------------------------------------------------------------------------
 
     def carry_out(self, steps: Sequence[Step]) -> list[str | None]:
-        size = sum(len(repr(step)) for step in steps)
-        if size > _BYTES_A_WRITE:
+        if not _fit_together(steps):
             return super().carry_out(steps)
         what = ", ".join(map(_described, steps))
         operations = [self._operations(step) for step in steps]
@@ -526,9 +525,22 @@ class EtcdStore(Store, StoreMixin):
         return EtcdTimeout(f"{self!r}: {what} timed out: nobody wrote the keys {sorted(missing)}")
 
 
+def _fit_together(steps: Sequence[Step]) -> bool:
+    """Whether one transaction can hold them: it must not be too large, nor write a key twice.
+
+    Entries of a log that are written at once have no order.
+    """
+    written = [key for step in steps for key in _keys_of(step) if not isinstance(step, Read)]
+    size = sum(len(repr(step)) for step in steps)
+    return size <= _BYTES_A_WRITE and len(steps) <= _KEYS_A_WRITE and len(written) == len(set(written))
+
+
+def _keys_of(step: Step) -> list[str]:
+    return [*step.values] if isinstance(step, Write) else [step.key]
+
+
 def _described(step: Step) -> str:
-    keys = [*step.values] if isinstance(step, Write) else [step.key]
-    return f"{type(step).__name__.lower()} {', '.join(map(repr, keys))}"
+    return f"{type(step).__name__.lower()} {', '.join(map(repr, _keys_of(step)))}"
 
 
 def _encode(value: str | bytes) -> bytes:

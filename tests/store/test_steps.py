@@ -1,0 +1,135 @@
+"""Several operations in a row, on stores of every kind; on etcd they are one transaction."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from etcd_helpers import Relay
+
+from ft_wrapper.store import EtcdStore, StoreMixin, keys
+from ft_wrapper.store.steps import Append, Claim, Move, Read, Step, Write
+from ft_wrapper.testing import EtcdServer
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def test_each_gives_what_it_gives_alone(store: StoreMixin) -> None:
+    store.set("held", "value")
+    given = store.carry_out(
+        [
+            Read("absent"),
+            Read("held"),
+            Write({"a": "1"}),
+            Write({"b": "2", "c": "3"}),
+            Append("log", "first"),
+            Append("log", "second"),
+            Claim("register", "mine"),
+            Move("head", "", "one"),
+        ]
+    )
+    assert given == [None, "value", None, None, None, None, "mine", "one"]
+    assert store.multi_get(["a", "b", "c", "register", "head"]) == [b"1", b"2", b"3", b"mine", b"one"]
+    assert store.log_read("log") == ["first", "second"]
+
+
+def test_registers_that_somebody_else_wrote(store: StoreMixin) -> None:
+    store.set("register", "theirs")
+    store.set("head", "two")
+    steps = [
+        Claim("register", "mine"),
+        Move("head", "one", "three"),
+        Move("head", "two", "four"),
+        Read("head"),
+    ]
+    assert store.carry_out(steps) == ["theirs", "two", "four", "four"]
+    assert store.get("register") == b"theirs"
+
+
+def test_steps_see_those_before_them(store: StoreMixin) -> None:
+    assert store.carry_out([Write({"a": "1"}), Read("a"), Claim("a", "2")]) == [None, "1", "1"]
+    assert store.carry_out([Append("log", "x"), Read("log")]) == [None, "x\n"]
+
+
+def test_what_is_too_large_for_one_transaction(store: StoreMixin) -> None:
+    large = "x" * 600_000
+    written: list[Step] = [Write({"a": large}), Write({"b": large}), Claim("head", "1")]
+    assert store.carry_out(written) == [None, None, "1"]
+    assert (len(store.get("a")), len(store.get("b"))) == (600_000, 600_000)
+
+
+def test_who_waits_hears_what_is_said(store: StoreMixin) -> None:
+    """What a store does not tell by itself is read."""
+    key, heard = keys.wake_head(1), []
+    waiting = store.clone()
+
+    def wait() -> None:
+        heard.append(waiting.hear(key, 60.0))
+
+    assert store.hear(key, 0.0) is None
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    store.carry_out([Claim("head", "0:1:a"), Write({key: "0:1:a"})])
+    waiter.join()
+    assert heard[0] in ("", "0:1:a")
+    assert store.hear(key, 0.0) in ("", "0:1:a")
+    waiting.close()
+
+
+@pytest.fixture
+def relay(etcd: EtcdServer) -> Iterator[Relay]:
+    relay = Relay(etcd.endpoints)
+    with contextlib.closing(relay):
+        yield relay
+
+
+@pytest.fixture
+def relayed(relay: Relay, prefix: str) -> Iterator[EtcdStore]:
+    """A store of which all requests are seen."""
+    store = EtcdStore(relay.endpoint, prefix, timeout=TIMEOUT)
+    yield store
+    store.remove()
+    store.close()
+
+
+ALL: list[Step] = [
+    Append("log", "entry"),
+    Claim("taken", "mine"),
+    Claim("free", "mine"),
+    Move("head", "", "one"),
+    Write({"a": "1"}),
+    Read("held"),
+]
+
+
+@pytest.mark.parametrize("steps", [ALL, [Read("a"), Read("b"), Read("c")]], ids=["writing", "reading"])
+def test_etcd_is_asked_once(relay: Relay, relayed: EtcdStore, steps: list[Step]) -> None:
+    before = relay.requests.count("kv/txn")
+    relayed.carry_out(steps)
+    assert relay.requests.count("kv/txn") == before + 1
+
+
+def test_an_answer_is_lost(relay: Relay, relayed: EtcdStore) -> None:
+    relayed.set("taken", "theirs")
+    relayed.set("held", "value")
+    relay.lose_answer()
+    assert relayed.carry_out(ALL) == [None, "theirs", "mine", "one", None, "value"]
+    assert relayed.log_read("log") == ["entry"]
+
+
+def test_etcd_tells_what_is_said(relay: Relay, relayed: EtcdStore) -> None:
+    """Without another request: the watch tells it, or the look."""
+    other, heard = relayed.clone(), []
+    waiter = threading.Thread(target=lambda: heard.append(other.hear(keys.wake_head(1), 60.0)))
+    before = relay.requests.count("kv/txn")
+    waiter.start()
+    relay.wait_for("kv/txn", before + 2)  # the watch's revision, and the look
+    relayed.set(keys.wake_head(1), "0:1:a")
+    waiter.join()
+    assert heard == ["0:1:a"]
+    assert relay.requests.count("kv/txn") == before + 3
+    assert relayed.hear(keys.wake_head(1), 0.0) == "0:1:a"
+    assert relay.requests.count("kv/txn") == before + 4
