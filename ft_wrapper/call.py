@@ -360,6 +360,12 @@ class Call:
                 f"rank_assignment left no rank active of {state.world_size}; RetryController can end the job "
                 "before it comes to that"
             )
+        if state.active_world_size > (state.world_size or 0):
+            # The others would wait for ranks that are not there.
+            raise InternalError(
+                f"rank_assignment gave active_world_size={state.active_world_size}, which is more than "
+                f"world_size={state.world_size}"
+            )
         if state.active_rank == 0:
             job.store.publish_endpoint(n, self._address, self.monitor.serve(self._address))
         state.set_distributed_vars()
