@@ -302,6 +302,7 @@ def fills_in(rank: Rank) -> Any:
     return len(done)
 
 
+@pytest.mark.tcp_only("it is about the arguments; no restart")
 def test_the_argument_is_filled_in_by_its_annotation(job: Job) -> None:
     job.start(1, fills_in)
     assert job.wait() == [len(ANNOTATIONS) + 12 + 5]
@@ -332,6 +333,7 @@ def calls_each_spelling(rank: Rank) -> Any:
     return [bare(1), with_brackets(2), with_arguments(3), called(4)]
 
 
+@pytest.mark.tcp_only("some of them leave the choice of the store to the launcher")
 def test_all_ways_to_write_the_decorator(job: Job) -> None:
     assert bare.__name__ == "bare"
     assert bare.__doc__ == "Bare."
@@ -541,6 +543,7 @@ def leaves_things_behind(rank: Rank) -> None:
     kept.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
 
 
+@pytest.mark.tcp_only("no store is used")
 def test_what_is_left_behind_is_seen(job: Job) -> None:
     job.start(1, leaves_things_behind)
     left = job.expect("returned")[0]["left"]
