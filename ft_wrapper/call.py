@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import os
 import socket
 import threading
 import time
@@ -100,7 +101,9 @@ class Call:
             owned.enter_context(protect_process(self.monitor.pid))
             store = self.plan.connect()
             owned.callback(store.close)
-            self._address = own_address(getattr(store, "host_name", "localhost"))
+            # Of a store that no one host keeps it is not known how the others' hosts are reached.
+            towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
+            self._address = own_address(towards)
             self.interrupter = Interrupter()
             self.interrupter.install()
             owned.callback(self.interrupter.close)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank
 
 import ft_wrapper  # noqa: F401 (an annotation names it)
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Wrapper, call
 from ft_wrapper.exception import RankShouldRestart, RestartAbort
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.state import FrozenState
@@ -216,6 +216,29 @@ def test_the_variables_lead_to_a_store_of_the_iteration_and_are_restored(job: Jo
     [[first, second]] = job.wait()
     assert first != second
     assert str(job.port) not in (first, second)
+
+
+def says_how_others_reach_it(rank: Rank) -> Any:
+    own_address = call.own_address
+
+    def asked(towards: str) -> str:
+        rank.say("asked", towards=towards)
+        return own_address(towards)
+
+    call.own_address = asked
+
+    @Wrapper(**SETTINGS)
+    def train() -> str:
+        return os.environ["MASTER_ADDR"]
+
+    return train()
+
+
+def test_the_iterations_store_is_where_other_hosts_find_it(job: Job) -> None:
+    """Rank 0's address is the one on its way to the launcher's MASTER_ADDR, whatever keeps the store."""
+    job.start(2, says_how_others_reach_it, env={"MASTER_ADDR": "127.0.0.1"})
+    assert job.wait() == ["127.0.0.1"] * 2
+    assert [process.said("asked")[0]["towards"] for process in job.ranks.values()] == ["127.0.0.1"] * 2
 
 
 # ---- 3: arguments, annotations, ways to write the decorator
