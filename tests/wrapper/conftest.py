@@ -26,8 +26,6 @@ LEFT_OUT_ON_ETCD = (
     "test_a_c_call_that_never_returns_is_ended[[]*",
     "test_a_collective_behind_a_stopped_peer_is_freed_before_that_is_ended[[]*",
     "test_no_progress_for_soft_timeout_restarts_everybody_in_their_processes[[]*collective*",
-    "test_a_group_that_waits_for_a_peer_is_freed[[]*",
-    "test_groups_of_ddp_do_not_pile_up[[]*",
     # One of several that ask the same of the store: the one with most deaths and joins runs.
     "test_the_proposer_is_killed_while_it_advances_and_comes_back[[]etcd-False]",
     "test_a_paused_host_never_comes_back_as_what_it_was[[]etcd-False-False]",
