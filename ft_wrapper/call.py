@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import os
 import socket
 import threading
 import time
@@ -100,7 +101,9 @@ class Call:
             owned.enter_context(protect_process(self.monitor.pid))
             store = self.plan.connect()
             owned.callback(store.close)
-            self._address = own_address(getattr(store, "host_name", "localhost"))
+            # Of a store that no one host keeps it is not known how the others' hosts are reached.
+            towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
+            self._address = own_address(towards)
             self.interrupter = Interrupter()
             self.interrupter.install()
             owned.callback(self.interrupter.close)
@@ -359,6 +362,12 @@ class Call:
             raise InternalError(
                 f"rank_assignment left no rank active of {state.world_size}; RetryController can end the job "
                 "before it comes to that"
+            )
+        if state.active_world_size > (state.world_size or 0):
+            # The others would wait for ranks that are not there.
+            raise InternalError(
+                f"rank_assignment gave active_world_size={state.active_world_size}, which is more than "
+                f"world_size={state.world_size}"
             )
         endpoint: tuple[str, int] | None = None
         if state.active_rank == 0:

@@ -58,7 +58,7 @@ def own_address(towards: str) -> str:
     """This host's address, as seen by those who reach another host.
 
     Args:
-        towards: name of that other host: the one that keeps the coordination store.
+        towards: name of that other host: the one that keeps the coordination store, or rank 0's.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]

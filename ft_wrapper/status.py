@@ -251,10 +251,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iterator[Status]:
     """Reads how the job stands whose store, or whose nodes' rendezvous, is at an endpoint."""
-    store = _open(rendezvous_address(endpoint), opened)
+    meeting_place = rendezvous_address(endpoint)
+    store = _open(meeting_place, opened)
     overview = read_overview(store)
     if overview is None:
-        yield from watch(store, longest)
+        # No nodes met there: the ranks agree at the endpoint itself, as they do under any other launcher.
+        yield from watch(store if meeting_place == endpoint else _open(endpoint, opened), longest)
         return
     address = workers_address(endpoint, overview)
     if not address:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from ranks import Simulated, Threads
 
 from ft_wrapper.exception import InternalError, RankShouldRestart, StoreError, TimeoutError
 from ft_wrapper.store import (
@@ -21,19 +22,16 @@ from ft_wrapper.store import (
     keys,
 )
 from ft_wrapper.store.records import DONE, FAULT, roster_from_json
-from ft_wrapper.testing import FakeStore, Scheduler, Task
+from ft_wrapper.testing import FakeStore, Scheduler
 
 SHORT = timedelta(seconds=10)
 SEEDS = range(40)
 
-
-def run(seed: int, tasks: dict[str, Callable[[StoreMixin], Any]]) -> dict[str, Task]:
-    """Runs functions as simulated processes on one store."""
-    scheduler = Scheduler(seed)
-    store = FakeStore(scheduler, use_libuv=bool(seed % 2))
-    made = {name: scheduler.spawn(name, task, store.clone(name)) for name, task in tasks.items()}
-    scheduler.run()
-    return made
+Run = Simulated | Threads
+# A real store has no seeds: there the threads choose the order.
+in_many_orders = pytest.mark.parametrize(
+    "run", [*(f"seed {seed}" for seed in SEEDS), "tcp", "etcd"], indirect=True
+)
 
 
 def outcome(task: Callable[[], Any]) -> Any:
@@ -47,8 +45,8 @@ def outcome(task: Callable[[], Any]) -> Any:
 # Barriers
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_nobody_leaves_a_barrier_before_all_have_come(seed: int) -> None:
+@in_many_orders
+def test_nobody_leaves_a_barrier_before_all_have_come(run: Run) -> None:
     here: set[int] = set()
 
     def come(rank: int) -> Callable[[StoreMixin], None]:
@@ -59,34 +57,32 @@ def test_nobody_leaves_a_barrier_before_all_have_come(seed: int) -> None:
 
         return task
 
-    run(seed, {f"rank {rank}": come(rank) for rank in range(4)})
+    run({f"rank {rank}": come(rank) for rank in range(4)})
 
 
-def test_one_may_come_for_several_ranks() -> None:
+def test_one_may_come_for_several_ranks(run: Run) -> None:
     run(
-        0,
         {
             "node 0": lambda store: store.barrier([0, 1], "all", 3, SHORT),
             "node 1": lambda store: store.barrier([2], "all", 3, SHORT),
-        },
+        }
     )
 
 
-def test_barrier_names_the_missing_ranks() -> None:
+def test_barrier_names_the_missing_ranks(run: Run) -> None:
     def come(rank: int) -> Callable[[StoreMixin], Any]:
-        return lambda store: outcome(lambda: store.barrier([rank], "all", 4, SHORT))
+        return lambda store: outcome(lambda: store.barrier([rank], "all", 4, run.short))
 
-    tasks = run(1, {"rank 0": come(0), "rank 2": come(2)})
-    for task in tasks.values():
-        assert isinstance(task.result, BarrierTimeout)
-        assert "'all'" in str(task.result) and "missing ranks [1, 3] of 4" in str(task.result)
+    for error in run({"rank 0": come(0), "rank 2": come(2)}).values():
+        assert isinstance(error, BarrierTimeout)
+        assert "'all'" in str(error) and "missing ranks [1, 3] of 4" in str(error)
 
 
-def test_barrier_with_too_many_ranks() -> None:
+def test_barrier_with_too_many_ranks(run: Run) -> None:
     def come(rank: int) -> Callable[[StoreMixin], Any]:
-        return lambda store: outcome(lambda: store.barrier([rank], "all", 2, SHORT))
+        return lambda store: outcome(lambda: store.barrier([rank], "all", 2, run.brief))
 
-    results = [task.result for task in run(2, {f"rank {rank}": come(rank) for rank in range(3)}).values()]
+    results = run({f"rank {rank}": come(rank) for rank in range(3)}).values()
     overflows = [result for result in results if isinstance(result, BarrierOverflow)]
     assert overflows and "rendezvous_count=2 ranks and 3 came" in str(overflows[0])
 
@@ -94,30 +90,30 @@ def test_barrier_with_too_many_ranks() -> None:
 @pytest.mark.parametrize(
     "name, function",
     [
-        ("initial", FakeStore.initial_barrier),
-        ("completion", FakeStore.completion_barrier),
-        ("iteration", FakeStore.iteration_barrier),
-        ("termination", FakeStore.termination_barrier),
+        ("initial", StoreMixin.initial_barrier),
+        ("completion", StoreMixin.completion_barrier),
+        ("iteration", StoreMixin.iteration_barrier),
+        ("termination", StoreMixin.termination_barrier),
     ],
 )
-def test_named_barriers_do_not_meet(name: str, function: Callable[..., None]) -> None:
+def test_named_barriers_do_not_meet(run: Run, name: str, function: Callable[..., None]) -> None:
     def wrong(store: StoreMixin) -> Any:
-        return outcome(lambda: store.barrier([1], "another", 2, SHORT))
+        return outcome(lambda: store.barrier([1], "another", 2, run.brief))
 
     def named(store: StoreMixin) -> Any:
-        return outcome(lambda: function(store, [0], 2, SHORT))
+        return outcome(lambda: function(store, [0], 2, run.brief))
 
-    tasks = run(3, {"rank 0": named, "rank 1": wrong})
-    assert f"barrier {name!r}" in str(tasks["rank 0"].result)
-    assert "barrier 'another'" in str(tasks["rank 1"].result)
+    results = run({"rank 0": named, "rank 1": wrong})
+    assert f"barrier {name!r}" in str(results["rank 0"])
+    assert "barrier 'another'" in str(results["rank 1"])
 
 
-def test_barrier_of_an_iteration_that_ends() -> None:
+def test_barrier_of_an_iteration_that_ends(run: Run) -> None:
     def come(store: StoreMixin) -> Any:
         return outcome(lambda: PrefixStore(5, store).barrier([0], "all", 2, timedelta(hours=1)))
 
-    tasks = run(4, {"rank 0": come, "other": lambda store: store.end_iteration(5, FAULT)})
-    assert isinstance(tasks["rank 0"].result, RankShouldRestart)
+    results = run({"rank 0": come, "other": lambda store: store.end_iteration(5, FAULT)})
+    assert isinstance(results["rank 0"], RankShouldRestart)
 
 
 def test_lost_reply_of_a_barrier_does_no_harm() -> None:
@@ -147,16 +143,16 @@ def exchange(
     return task
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_each_gets_its_own_result(seed: int) -> None:
-    tasks = run(seed, {f"rank {rank}": exchange(rank, 5) for rank in range(5)})
-    assert [task.result for task in tasks.values()] == [f"{rank}:v{rank}v{rank}" for rank in range(5)]
+@in_many_orders
+def test_each_gets_its_own_result(run: Run) -> None:
+    results = run({f"rank {rank}": exchange(rank, 5) for rank in range(5)})
+    assert [*results.values()] == [f"{rank}:v{rank}v{rank}" for rank in range(5)]
 
 
-def test_exchange_names_the_missing_ranks() -> None:
-    tasks = run(0, {"rank 1": exchange(1, 3)})
-    assert isinstance(tasks["rank 1"].result, BarrierTimeout)
-    assert "missing ranks [0, 2] of 3" in str(tasks["rank 1"].result)
+def test_exchange_names_the_missing_ranks(run: Run) -> None:
+    error = run({"rank 1": exchange(1, 3, timeout=run.brief)})["rank 1"]
+    assert isinstance(error, BarrierTimeout)
+    assert "missing ranks [0, 2] of 3" in str(error)
 
 
 def test_all_or_nobody_gets_a_result() -> None:
@@ -185,15 +181,13 @@ def assigned(store: StoreMixin, slot: int, active_rank: int | None, world: int, 
     return outcome(lambda: store.check_assignment(3, Member(slot, 0), active_rank, world, active))
 
 
-def test_assignments_that_agree() -> None:
-    store = FakeStore()
+def test_assignments_that_agree(store: StoreMixin) -> None:
     assert [assigned(store, slot, rank, 3, 2) for slot, rank in ((0, 1), (1, 0), (2, None))] == [None] * 3
     assert assigned(store, 0, 1, 3, 2) is None, "a repeated check of the same rank must agree with itself"
 
 
 @pytest.mark.parametrize("world, active", [(4, 2), (3, 3)])
-def test_assignments_with_different_sizes(world: int, active: int) -> None:
-    store = FakeStore()
+def test_assignments_with_different_sizes(store: StoreMixin, world: int, active: int) -> None:
     assert assigned(store, 0, 0, 3, 2) is None
     error = assigned(store, 1, 1, world, active)
     assert isinstance(error, InternalError)
@@ -201,8 +195,7 @@ def test_assignments_with_different_sizes(world: int, active: int) -> None:
     assert f"{world} {active}" in str(error) and "3 2" in str(error)
 
 
-def test_assignments_that_give_a_rank_twice() -> None:
-    store = FakeStore()
+def test_assignments_that_give_a_rank_twice(store: StoreMixin) -> None:
     assert assigned(store, 0, 0, 3, 2) is None
     error = assigned(store, 2, 0, 3, 2)
     assert isinstance(error, InternalError)
@@ -253,24 +246,22 @@ def join(slot: int, slots: range, timeout: float = 10.0) -> Callable[[StoreMixin
     return task
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_all_form_the_same_world(seed: int) -> None:
-    tasks = run(seed, {f"rank {slot}": join(slot, range(4)) for slot in range(4)})
-    views = {task.result for task in tasks.values()}
+@in_many_orders
+def test_all_form_the_same_world(run: Run) -> None:
+    views = set(run({f"rank {slot}": join(slot, range(4)) for slot in range(4)}).values())
     assert len(views) == 1
     assert views.pop()[0].members == tuple(Member(slot, 0) for slot in range(4))
 
 
-def test_formation_names_the_missing_ranks() -> None:
-    tasks = run(0, {f"rank {slot}": join(slot, range(5)) for slot in (0, 3)})
-    for task in tasks.values():
-        assert isinstance(task.result, TimeoutError)
-        assert "ranks [1, 2, 4] of 5 are missing" in str(task.result)
-        assert "within 10 s" in str(task.result) and "barrier_timeout" in str(task.result)
+def test_formation_names_the_missing_ranks(run: Run) -> None:
+    seconds = run.short.total_seconds()
+    for error in run({f"rank {slot}": join(slot, range(5), seconds) for slot in (0, 3)}).values():
+        assert isinstance(error, TimeoutError)
+        assert "ranks [1, 2, 4] of 5 are missing" in str(error)
+        assert f"within {seconds:g} s" in str(error) and "barrier_timeout" in str(error)
 
 
-def test_dead_rank_is_missing_from_the_formation() -> None:
-    store = FakeStore()
+def test_dead_rank_is_missing_from_the_formation(store: StoreMixin) -> None:
     dead = store.register(1, "{}")
     store.join_first(dead, range(2))
     store.log_death(keys.BEFORE_FIRST, dead, None, ends=False)
@@ -282,8 +273,7 @@ def test_dead_rank_is_missing_from_the_formation() -> None:
     assert isinstance(error, TimeoutError) and "ranks [1] of 2 are missing" in str(error)
 
 
-def test_slot_started_twice_joins_with_its_last_incarnation() -> None:
-    store = FakeStore()
+def test_slot_started_twice_joins_with_its_last_incarnation(store: StoreMixin) -> None:
     for _ in range(2):
         store.join_first(store.register(0, "{}"), range(2))
     store.join_first(store.register(1, "{}"), range(2))
@@ -321,8 +311,7 @@ def test_no_roster(text: str) -> None:
         roster_from_json(text, "the/key")
 
 
-def test_errors_name_the_key_they_read() -> None:
-    store = FakeStore()
+def test_errors_name_the_key_they_read(store: StoreMixin) -> None:
     store.set(keys.HEAD, "nonsense")
     with pytest.raises(StoreError, match=keys.HEAD):
         store.read_head()

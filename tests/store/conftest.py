@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from store_helpers import Proxy
+from store_jobs import Script
+from store_kinds import REAL, TIMEOUT, real_store
 
-from ft_wrapper.store import EtcdStore, FileStore, PrefixStore, StoreMixin, TCPStore, TCPStoreServer
+from ft_wrapper.store import FileStore, PrefixStore, StoreMixin, TCPStoreServer
 from ft_wrapper.testing import FakeStore
 
 KINDS = ["fake", "fake without libuv", "tcp", "file", "etcd"]
-TIMEOUT = timedelta(seconds=20)
 
 
 @pytest.fixture(params=[*KINDS, *(f"prefix over {kind}" for kind in KINDS)])
@@ -23,21 +23,23 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, etcd_if_any: object) -
     kind = request.param.removeprefix("prefix over ")
     with contextlib.ExitStack() as exits:
         inner: StoreMixin
-        if kind == "tcp":
-            server = TCPStoreServer(0)
-            exits.callback(server.close)
-            inner = TCPStore("localhost", server.port, timeout=TIMEOUT)
-            exits.callback(inner.close)
+        if kind in REAL:
+            inner = exits.enter_context(real_store(kind, request))()
         elif kind == "file":
             inner = FileStore(str(tmp_path / "store"), timeout=TIMEOUT)
-        elif kind == "etcd":
-            server = request.getfixturevalue("etcd")
-            inner = EtcdStore(server.endpoints, request.getfixturevalue("prefix"), timeout=TIMEOUT)
-            exits.callback(inner.close)
-            exits.callback(inner.remove)
         else:
             inner = FakeStore(use_libuv=kind == "fake", timeout=TIMEOUT)
         yield inner if request.param == kind else PrefixStore(5, inner)
+
+
+@pytest.fixture(params=["fake", *REAL])
+def job_store(request: pytest.FixtureRequest, etcd_if_any: object) -> Iterator[StoreMixin]:
+    """A store of each kind for the jobs of `store_jobs`."""
+    if request.param in REAL:
+        with real_store(request.param, request) as connect:
+            yield connect()
+    else:
+        yield FakeStore(Script())
 
 
 @pytest.fixture

@@ -1,10 +1,14 @@
-"""Jobs of members without processes, on a store whose time passes only while somebody waits."""
+"""Jobs of members without processes; on a store whose time passes only while somebody waits, or real."""
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
+
+from store_helpers import Background
 
 from ft_wrapper.store import Decision, Member, StoreMixin, View
 from ft_wrapper.testing import Clock, FakeStore
@@ -36,15 +40,49 @@ class Script(Clock):
         return waiter.woken
 
 
-def formed(slots: Sequence[int], store: StoreMixin | None = None) -> tuple[FakeStore, View, list[Member]]:
-    """A job that has just formed: its store (a fake one, unless one is given), its iteration, its members."""
-    store = store or FakeStore(Script())
+@contextlib.contextmanager
+def meanwhile(store: StoreMixin, key: str | None, act: Callable[[StoreMixin], Any]) -> Iterator[None]:
+    """Lets others do something while the block waits.
+
+    Args:
+        store: whose clock the others go by, if it is a script.
+        key: on a real store, after which key was written they do so; None: at once.
+        act: what they do.
+    """
+    if isinstance(store, FakeStore):
+        assert isinstance(store.clock, Script)
+        store.clock.at(store.now() + 0.1, lambda: act(store))
+        yield
+        return
+    others = store.clone()
+
+    def run() -> None:
+        if key is not None:
+            others.wait([key], timedelta(seconds=60))
+        act(others)
+
+    thread = Background(run)
+    try:
+        yield
+    finally:
+        thread.join()
+        others.close()
+
+
+def formed(slots: Sequence[int]) -> tuple[FakeStore, View, list[Member]]:
+    """A job that has just formed: its store, a fake one with a script, its iteration, its members."""
+    store = FakeStore(Script())
+    return store, *formed_in(store, slots)
+
+
+def formed_in(store: StoreMixin, slots: Sequence[int]) -> tuple[View, list[Member]]:
+    """The same in a given store."""
     members = [store.register(slot, "{}") for slot in slots]
     for member in members:
         store.join_first(member, slots)
     current = store.read_current()
     assert current is not None
-    return store, current[0], members  # type: ignore[return-value]
+    return current[0], members
 
 
 def go_on(

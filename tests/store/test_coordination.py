@@ -1,21 +1,23 @@
 """Global iterations by hand, and their coordinator: ranks 0 to 2 work, rank 3 is a spare, and one fails.
 
-Each process is a task of the scheduler with a client of its own, as in a user's tests.
+Each process has a client of its own. It is a task of the scheduler, as in a user's tests; and, where neither
+time nor a fault of the store matters, a thread on a real store, too.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from store_helpers import Background
+from store_kinds import REAL, real_store
 from torch.distributed import DistNetworkError
 
 from ft_wrapper.exception import RestartError, StoreError, TimeoutError
-from ft_wrapper.store import Member, PrefixStore, StoreMixin, TCPStore, TCPStoreServer, keys
+from ft_wrapper.store import Member, PrefixStore, StoreMixin, keys
 from ft_wrapper.store.records import DONE, FAULT
 from ft_wrapper.testing import FakeStore, Scheduler, Task
 
@@ -33,92 +35,61 @@ class SkewedStore(FakeStore):
         return super().now() + self.skew
 
 
-class Job:
-    """Simulated processes that have joined one job.
+class AnyJob(abc.ABC):
+    """Processes that have joined one job.
 
     Args:
-        seed: of the interleaving.
+        store: a client of nobody's, from which those of the processes are made.
         world_size: number of ranks that join it.
-
-    Attributes:
-        heads: every value that head has had since the ranks joined.
     """
 
-    def __init__(self, seed: int = 0, world_size: int = WORLD_SIZE) -> None:
+    patience = 10.0
+    """Seconds in which something comes that must come."""
+
+    def __init__(self, store: StoreMixin, world_size: int) -> None:
         self.world_size = world_size
-        self.scheduler = Scheduler(seed)
-        self.store = SkewedStore(self.scheduler, use_libuv=bool(seed % 2), client="bystander")
-        self.clients: dict[int, SkewedStore] = {}
+        self.store: Any = store
+        self.clients: dict[int, Any] = {}
         for rank in range(world_size):
             self.new_process(rank)
         assert set(self.each(range(world_size), self.join).values()) == {0}
-        self.heads = [self.store.snapshot()[keys.HEAD]]
-        self.scheduler.after_each_step(self.watch_head)
 
-    def watch_head(self) -> None:
-        """Notes where head has moved."""
-        head = self.store.snapshot()[keys.HEAD]
-        if head != self.heads[-1]:
-            self.heads.append(head)
+    @abc.abstractmethod
+    def new_process(self, rank: int) -> Any:
+        """A rank's process, started (again): its client."""
 
-    def new_process(self, rank: int) -> SkewedStore:
-        """A rank's process, started (again), with a clock hours away from the others'."""
-        self.clients[rank] = self.store.clone(f"rank {rank}")
-        self.clients[rank].skew = 5_000.0 * (rank * 7 % 5 - 2)
-        return self.clients[rank]
+    @abc.abstractmethod
+    def start(self, rank: int, act: Callable[[int], Any]) -> Any:
+        """Lets a rank do something beside what comes next; what it got is in ``result`` after that."""
 
-    def join(self, rank: int) -> int:
-        """What a process does first."""
-        return self.clients[rank].handle_rank_restart(self.world_size, TIMEOUT, rank=rank)
-
-    def advance(self, rank: int) -> int:
-        """What a process does when it has left the function."""
-        return self.clients[rank].coordinate_global_iteration_advance(self.world_size, TIMEOUT, rank == 0)
-
-    def train_until_in(self, rank: int, member: Member, within: float = 10.0) -> int:
-        """Goes on whenever the iteration ends, until somebody else is in."""
-        client, n = self.clients[rank], self.join(rank)
-        while not client.lists(member):
-            assert client.wait_for_end(n, within), "whoever wants in ends the iteration"
-            n = self.advance(rank)
-        return n
-
-    def elect(self, rank: int) -> int:
-        """Whom a process takes for the coordinator."""
-        return self.clients[rank].elect_coordinator(self.world_size, TIMEOUT)
-
+    @abc.abstractmethod
     def each(self, ranks: Iterable[int], act: Callable[[int], Any]) -> dict[int, Any]:
         """Lets ranks do something at the same time; what each got, or the error that it met."""
-        tasks = {rank: self.start(rank, act) for rank in ranks}
-        self.scheduler.run()
-        return {rank: task.result for rank, task in tasks.items() if not task.crashed}
-
-    def start(self, rank: int, act: Callable[[int], Any]) -> Task:
-        """The same for one rank, once the scheduler runs."""
-
-        def task() -> Any:
-            try:
-                return act(rank)
-            except (RestartError, DistNetworkError, ValueError) as error:
-                return error
-
-        return self.scheduler.spawn(f"rank {rank}", task)
 
     def one(self, rank: int, act: Callable[[int], Any]) -> Any:
         """The same for one rank alone."""
         return self.each([rank], act)[rank]
 
-    def pass_time(self, seconds: int, alive: Iterable[int]) -> None:
-        """Lets time pass, in which only some ranks send heartbeats; all of them watch the others."""
+    def join(self, rank: int) -> int:
+        """What a process does first."""
+        return int(self.clients[rank].handle_rank_restart(self.world_size, TIMEOUT, rank=rank))
 
-        def beat(rank: int) -> None:
-            for _ in range(seconds):
-                self.clients[rank].update_coordinator_heartbeat()
-                self.scheduler.sleep(1.0)
-                self.elect(rank)
+    def advance(self, rank: int) -> int:
+        """What a process does when it has left the function."""
+        client = self.clients[rank]
+        return int(client.coordinate_global_iteration_advance(self.world_size, TIMEOUT, rank == 0))
 
-        for rank, error in self.each(alive, beat).items():
-            assert error is None, f"rank {rank}: {error}"
+    def train_until_in(self, rank: int, member: Member, within: float | None = None) -> int:
+        """Goes on whenever the iteration ends, until somebody else is in."""
+        client, n = self.clients[rank], self.join(rank)
+        while not client.lists(member):
+            assert client.wait_for_end(n, within or self.patience), "whoever wants in ends the iteration"
+            n = self.advance(rank)
+        return n
+
+    def elect(self, rank: int) -> int:
+        """Whom a process takes for the coordinator."""
+        return int(self.clients[rank].elect_coordinator(self.world_size, TIMEOUT))
 
     def dies(self, rank: int) -> None:
         """The monitor's evidence of a death."""
@@ -133,7 +104,69 @@ class Job:
         """The processes of the iteration that is on."""
         current = self.store.read_current()
         assert current is not None
-        return current[0].members
+        members: tuple[Member, ...] = current[0].members
+        return members
+
+
+def _or_error(act: Callable[[int], Any], rank: int) -> Any:
+    try:
+        return act(rank)
+    except (RestartError, DistNetworkError, ValueError) as error:
+        return error
+
+
+class Job(AnyJob):
+    """Simulated processes.
+
+    Args:
+        seed: of the interleaving.
+        world_size: number of ranks that join it.
+
+    Attributes:
+        heads: every value that head has had since the ranks joined.
+    """
+
+    def __init__(self, seed: int = 0, world_size: int = WORLD_SIZE) -> None:
+        self.scheduler = Scheduler(seed)
+        super().__init__(
+            SkewedStore(self.scheduler, use_libuv=bool(seed % 2), client="bystander"), world_size
+        )
+        self.heads = [self.store.snapshot()[keys.HEAD]]
+        self.scheduler.after_each_step(self.watch_head)
+
+    def watch_head(self) -> None:
+        """Notes where head has moved."""
+        head = self.store.snapshot()[keys.HEAD]
+        if head != self.heads[-1]:
+            self.heads.append(head)
+
+    def new_process(self, rank: int) -> SkewedStore:
+        """Each has a clock hours away from the others'."""
+        client: SkewedStore = self.store.clone(f"rank {rank}")
+        client.skew = 5_000.0 * (rank * 7 % 5 - 2)
+        self.clients[rank] = client
+        return client
+
+    def each(self, ranks: Iterable[int], act: Callable[[int], Any]) -> dict[int, Any]:
+        tasks = {rank: self.start(rank, act) for rank in ranks}
+        self.scheduler.run()
+        return {rank: task.result for rank, task in tasks.items() if not task.crashed}
+
+    def start(self, rank: int, act: Callable[[int], Any]) -> Task:
+        """For once the scheduler runs."""
+        return self.scheduler.spawn(f"rank {rank}", _or_error, act, rank)
+
+    def pass_time(self, seconds: int, alive: Iterable[int]) -> None:
+        """Lets time pass, in which only some ranks send heartbeats; all of them watch the others."""
+
+        def beat(rank: int) -> None:
+            for _ in range(seconds):
+                self.clients[rank].update_coordinator_heartbeat()
+                self.scheduler.sleep(1.0)
+                self.elect(rank)
+
+        for rank, error in self.each(alive, beat).items():
+            assert error is None, f"rank {rank}: {error}"
 
     def all_but_propose(self, ranks: Iterable[int]) -> None:
         """All ranks leave the function, and the last one is cut off before it can propose."""
@@ -144,6 +177,53 @@ class Job:
             self.store.fail("add", "*/count/gone/*", client=client.client)
             with pytest.raises(DistNetworkError):
                 client.arrive(current[0], self.member(rank), rank, self.world_size)
+
+
+class RealJob(AnyJob):
+    """Threads, each with a connection of its own."""
+
+    patience = 60.0
+
+    def __init__(self, connect: Callable[[], StoreMixin]) -> None:
+        self._connect = connect
+        self._started: list[Background] = []
+        super().__init__(connect(), WORLD_SIZE)
+
+    def new_process(self, rank: int) -> StoreMixin:
+        self.clients[rank] = self._connect()
+        return self.clients[rank]
+
+    def each(self, ranks: Iterable[int], act: Callable[[int], Any]) -> dict[int, Any]:
+        threads = {rank: self.start(rank, act) for rank in ranks}
+        self.join_threads()
+        return {rank: thread.result for rank, thread in threads.items()}
+
+    def start(self, rank: int, act: Callable[[int], Any]) -> Background:
+        thread = Background(lambda: _or_error(act, rank))
+        self._started.append(thread)
+        return thread
+
+    def join_threads(self) -> None:
+        """Waits for all that was started."""
+        while self._started:
+            self._started.pop().join()
+
+
+@pytest.fixture(params=["seed 0", *REAL])
+def job(request: pytest.FixtureRequest, etcd_if_any: object) -> Iterator[AnyJob]:
+    """A job of each kind."""
+    if request.param not in REAL:
+        yield Job(int(request.param.removeprefix("seed ")))
+        return
+    with real_store(request.param, request) as connect:
+        job = RealJob(connect)
+        yield job
+        job.join_threads()
+
+
+def in_many_orders(seeds: Iterable[int] = SEEDS) -> Any:
+    """A job from each seed; and real ones, where the threads choose the order."""
+    return pytest.mark.parametrize("job", [*(f"seed {seed}" for seed in seeds), *REAL], indirect=True)
 
 
 # The number
@@ -157,8 +237,7 @@ def test_number_before_and_after_the_first_decision() -> None:
     assert Job().store.get_global_iteration() == 0
 
 
-def test_number_is_heads() -> None:
-    job = Job()
+def test_number_is_heads(job: AnyJob) -> None:
     for n in (1, 2, 3):
         job.each(range(4), job.advance)
         head = job.store.read_head()
@@ -228,24 +307,22 @@ def test_signal_wakes_those_whom_a_lost_proposer_did_not(signalled: bool) -> Non
     assert (waits.result < 0.2) is signalled
 
 
-def test_nothing_is_ready_that_was_not_decided() -> None:
+def test_nothing_is_ready_that_was_not_decided(job: AnyJob) -> None:
     with pytest.raises(ValueError, match=r"iteration=0 .*: none has"):
         FakeStore().signal_global_iteration_ready(0)
-    job = Job()
     with pytest.raises(ValueError, match=r"iteration=1 .*: the last one is 0"):
         job.store.signal_global_iteration_ready(1)
-    assert keys.wake_head(1) not in job.store.snapshot()  # or all who wait for it would spin
+    assert not job.store.check([keys.wake_head(1)])  # or all who wait for it would spin
     job.each(range(4), job.advance)
     job.store.delete_key(keys.wake_head(0))
     job.store.signal_global_iteration_ready(0)  # long past
-    assert keys.wake_head(0) not in job.store.snapshot()
+    assert not job.store.check([keys.wake_head(0)])
 
 
 # Increments
 
 
-def test_no_increment_while_the_iteration_is_on() -> None:
-    job = Job()
+def test_no_increment_while_the_iteration_is_on(job: AnyJob) -> None:
     assert job.clients[0].increment_global_iteration() == 0
     assert job.store.increment_global_iteration() == 0
 
@@ -294,15 +371,13 @@ def test_bystander_leaves_out_nobody_for_silence() -> None:
 # Going on
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_all_ranks_go_on_together(seed: int) -> None:
-    job = Job(seed)
+@in_many_orders()
+def test_all_ranks_go_on_together(job: AnyJob) -> None:
     for n in (1, 2, 3):
         assert job.each(range(4), job.advance) == dict.fromkeys(range(4), n)
 
 
-def test_first_iteration_of_the_next_call_follows_a_good_end() -> None:
-    job = Job()
+def test_first_iteration_of_the_next_call_follows_a_good_end(job: AnyJob) -> None:
     job.store.end_iteration(0, DONE)
     assert set(job.each(range(4), job.advance).values()) == {1}
     head = job.store.read_head()
@@ -310,14 +385,14 @@ def test_first_iteration_of_the_next_call_follows_a_good_end() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("seed", range(5))
-def test_crashed_rank_is_left_out_at_once(seed: int, victim: int) -> None:
-    job = Job(seed)
+@in_many_orders(range(5))
+def test_crashed_rank_is_left_out_at_once(job: AnyJob, victim: int) -> None:
     job.dies(victim)
     others = [rank for rank in range(4) if rank != victim]
-    started = job.scheduler.now()
+    started = job.store.now()
     assert job.each(others, job.advance) == dict.fromkeys(others, 1)
-    assert job.scheduler.now() - started < 2.0
+    if isinstance(job, Job):
+        assert job.store.now() - started < 2.0
     assert [member.slot for member in job.members()] == others
 
 
@@ -372,8 +447,7 @@ def _coordinator_killed_at(step: int, seed: int) -> bool:
     return True
 
 
-def test_client_that_has_not_joined_cannot_advance() -> None:
-    job = Job()
+def test_client_that_has_not_joined_cannot_advance(job: AnyJob) -> None:
     for act in (
         lambda s: s.coordinate_global_iteration_advance(4, TIMEOUT),
         lambda s: s.update_coordinator_heartbeat(),
@@ -385,8 +459,7 @@ def test_client_that_has_not_joined_cannot_advance() -> None:
 # Who is there
 
 
-def test_active_ranks_are_those_that_live() -> None:
-    job = Job()
+def test_active_ranks_are_those_that_live(job: AnyJob) -> None:
     assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
     assert job.store.get_active_ranks_for_coordination(2, TIMEOUT) == {0, 1}
     job.dies(1)
@@ -395,8 +468,7 @@ def test_active_ranks_are_those_that_live() -> None:
     assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {2, 3}
 
 
-def test_active_ranks_keep_their_numbers() -> None:
-    job = Job()
+def test_active_ranks_keep_their_numbers(job: AnyJob) -> None:
     job.dies(1)
     job.each([0, 2, 3], job.advance)
     assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 2, 3}
@@ -436,8 +508,7 @@ def test_outage_of_the_store_silences_nobody() -> None:
 # The coordinator
 
 
-def test_coordinator_is_the_lowest_live_rank() -> None:
-    job = Job()
+def test_coordinator_is_the_lowest_live_rank(job: AnyJob) -> None:
     assert job.store.get_current_coordinator() == job.elect(3) == 0
     job.dies(0)
     assert job.store.get_current_coordinator() == job.elect(3) == 1
@@ -514,8 +585,7 @@ def test_two_that_elect_at_once_never_both_move_the_number(seed: int) -> None:
     assert [member.slot for member in job.members()] == [1, 2]
 
 
-def test_heartbeat_is_a_count_of_the_coordinators_own() -> None:
-    job = Job()
+def test_heartbeat_is_a_count_of_the_coordinators_own(job: AnyJob) -> None:
     before = job.store.get_coordinator_heartbeat()
     job.clients[0].update_coordinator_heartbeat()
     job.clients[0].update_coordinator_heartbeat()
@@ -540,9 +610,8 @@ def test_restarting_coordinator_keeps_no_dead_one_alive() -> None:
 # Coming back
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_rank_restarts_before_the_others_have_gone_on(seed: int) -> None:
-    job = Job(seed)
+@in_many_orders()
+def test_rank_restarts_before_the_others_have_gone_on(job: AnyJob) -> None:
     job.new_process(1)  # nobody has noticed that the last one died
     back = job.start(1, job.join)
     assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)
@@ -551,9 +620,8 @@ def test_rank_restarts_before_the_others_have_gone_on(seed: int) -> None:
     assert job.each(range(4), job.advance) == dict.fromkeys(range(4), 2)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_rank_restarts_after_the_others_have_gone_on(seed: int) -> None:
-    job = Job(seed)
+@in_many_orders()
+def test_rank_restarts_after_the_others_have_gone_on(job: AnyJob) -> None:
     job.dies(1)
     job.each([0, 2, 3], job.advance)
     assert (job.store.get_iteration_for_rank(1), job.store.get_global_iteration()) == (0, 1)
@@ -584,9 +652,8 @@ def test_rank_restarts_while_the_others_go_on(seed: int) -> None:
     assert len({*others.values(), back.result}) == 1 and back.result in (1, 2)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_two_ranks_restart_at_once(seed: int) -> None:
-    job = Job(seed)
+@in_many_orders()
+def test_two_ranks_restart_at_once(job: AnyJob) -> None:
     for rank in (0, 2):
         job.new_process(rank)
 
@@ -599,9 +666,8 @@ def test_two_ranks_restart_at_once(seed: int) -> None:
     assert [str(member) for member in job.members()] == ["0:1", "1:0", "2:1", "3:0"]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_all_processes_die_and_come_back(seed: int) -> None:
-    job = Job(seed)
+@in_many_orders()
+def test_all_processes_die_and_come_back(job: AnyJob) -> None:
     job.each(range(4), job.advance)
     for rank in range(4):
         job.new_process(rank)
@@ -628,24 +694,22 @@ def test_rank_beyond_the_first_world_comes_in_later() -> None:
     assert store.get_active_ranks_for_coordination(2, TIMEOUT) == {0, 1}
 
 
-def test_older_process_of_a_rank_is_out() -> None:
+def test_older_process_of_a_rank_is_out(job: AnyJob) -> None:
     """It was only paused: it acts for nobody any more, least of all for its successor."""
-    job = Job()
     zombie = job.clients[1]
     job.new_process(1)
     job.start(1, job.join)
     job.each([0, 2, 3], job.advance)
-    before = job.store.snapshot()
+    head, beats = job.store.read_head(), job.store.get_heartbeat(Member(1, 1))
     arrived = job.store.arrivals_of(1)
     job.clients[1] = zombie
     for act in (job.advance, job.join):
         assert "went on from iteration 0 without 1:0" in str(job.one(1, act))
     assert job.store.arrivals_of(1) == arrived == set()
     assert job.store.outcome_of(1) is None
-    assert job.store.snapshot()[keys.HEAD] == before[keys.HEAD]
-    heartbeat = keys.heartbeat("1:1")
+    assert job.store.read_head() == head
     zombie.update_coordinator_heartbeat()
-    assert job.store.snapshot()[heartbeat] == before[heartbeat]
+    assert job.store.get_heartbeat(Member(1, 1)) == beats
 
 
 def test_process_whose_rank_a_newer_one_takes_while_it_waits() -> None:
@@ -779,15 +843,14 @@ def test_error_is_the_first_one_where_the_store_is_gone() -> None:
     assert isinstance(task.result, ConnectionError) and str(task.result) == "first" and not errors
 
 
-def test_process_that_has_joined_gets_the_number_that_is_on() -> None:
-    job = Job()
+def test_process_that_has_joined_gets_the_number_that_is_on(job: AnyJob) -> None:
     assert job.join(2) == 0
     job.each(range(4), job.advance)
     assert job.join(2) == 1
     assert job.member(2) == Member(2, 0)  # and was not joined once more
 
 
-@pytest.mark.parametrize("store", ["fake", "tcp", "file"], indirect=True)
+@pytest.mark.parametrize("store", ["fake", "tcp", "file", "etcd"], indirect=True)
 def test_clone_is_the_same_process(store: StoreMixin) -> None:
     assert store.handle_rank_restart(1, TIMEOUT, rank=0) == 0
     assert store.coordinate_global_iteration_advance(1, TIMEOUT) == 1
@@ -814,45 +877,10 @@ def test_rank_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.result == 1 and job.members() == (Member(0, 1),)
 
 
-def test_over_a_real_store() -> None:
-    """Threads with a connection each: rank 1 is killed, comes back, and takes its place."""
-    with contextlib.ExitStack() as exits:
-        server = TCPStoreServer(0)
-        exits.callback(server.close)
-
-        def connect() -> TCPStore:
-            client = TCPStore("localhost", server.port, timeout=TIMEOUT)
-            exits.callback(client.close)
-            return client
-
-        clients = {rank: connect() for rank in range(3)}
-
-        def join(rank: int) -> Callable[[], int]:
-            return lambda: clients[rank].handle_rank_restart(3, TIMEOUT, rank=rank)
-
-        def advance(rank: int) -> Callable[[], int]:
-            return lambda: clients[rank].coordinate_global_iteration_advance(3, TIMEOUT, rank == 0)
-
-        def each(*acts: Callable[[], int]) -> list[int]:
-            threads = [Background(act) for act in acts]
-            return [thread.join() for thread in threads]
-
-        assert each(join(0), join(1), join(2)) == [0, 0, 0]
-        assert each(advance(0), advance(1), advance(2)) == [1, 1, 1]
-        clients[1] = connect()
-        assert each(advance(0), join(1), advance(2)) == [2, 2, 2]
-        assert clients[0].elect_coordinator(3, TIMEOUT) == clients[1].get_current_coordinator() == 0
-        assert clients[2].get_active_ranks_for_coordination(3, TIMEOUT) == {0, 1, 2}
-        assert clients[2].get_iteration_for_rank(1) == clients[2].get_global_iteration() == 2
-        clients[0].update_coordinator_heartbeat()
-        assert clients[1].is_coordinator_alive() and clients[1].get_coordinator_heartbeat() > 1
-
-
 # Which iteration a rank was in
 
 
-def test_recorded_iteration_of_a_rank() -> None:
-    job = Job()
+def test_recorded_iteration_of_a_rank(job: AnyJob) -> None:
     for _ in range(3):
         job.each(range(4), job.advance)
     assert [job.store.get_iteration_for_rank(rank) for rank in range(4)] == [3] * 4  # by coordinate_...
@@ -864,17 +892,15 @@ def test_recorded_iteration_of_a_rank() -> None:
     assert job.store.get_iteration_for_rank(17) == 3
 
 
-def test_no_number_is_recorded_that_head_has_not_reached() -> None:
-    job = Job()
+def test_no_number_is_recorded_that_head_has_not_reached(job: AnyJob) -> None:
     for wrong in (1, -1):
         with pytest.raises(ValueError, match=f"iteration={wrong} of rank 2 must lie in 0..0"):
             job.store.record_iteration_for_rank(2, wrong)
     assert job.store.get_iteration_for_rank(2) == 0
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_highest_of_records_made_at_once_stays(seed: int) -> None:
-    job = Job(seed)
+@in_many_orders()
+def test_the_highest_of_records_made_at_once_stays(job: AnyJob) -> None:
     for _ in range(3):
         job.each(range(4), job.advance)
     job.store.delete_key(keys.last_iteration(0))
@@ -898,8 +924,7 @@ def test_record_that_another_one_comes_before() -> None:
     assert job.store.get_iteration_for_rank(0) == 3
 
 
-def test_garbage_in_a_record_names_its_key() -> None:
-    job = Job()
+def test_garbage_in_a_record_names_its_key(job: AnyJob) -> None:
     job.store.set(keys.last_iteration(1), "three")
     for act in (
         lambda: job.store.get_iteration_for_rank(1),
@@ -912,8 +937,7 @@ def test_garbage_in_a_record_names_its_key() -> None:
 # Inside a wrapped function
 
 
-def test_store_of_an_iteration_speaks_of_the_whole_job() -> None:
-    job = Job()
+def test_store_of_an_iteration_speaks_of_the_whole_job(job: AnyJob) -> None:
     job.each(range(4), job.advance)
     store = PrefixStore(1, job.store)
     assert store.get_global_iteration() == store.increment_global_iteration() == 1
@@ -925,7 +949,7 @@ def test_store_of_an_iteration_speaks_of_the_whole_job() -> None:
     assert store.get_coordinator_heartbeat() == job.store.get_coordinator_heartbeat() > 0
     store.record_iteration_for_rank(7, 1)
     assert store.get_iteration_for_rank(7) == job.store.get_iteration_for_rank(7) == 1
-    assert not [key for key in job.store.snapshot() if key.startswith(keys.iteration_prefix(1))]
+    assert not [key for key in job.store.list_keys() if key.startswith(keys.iteration_prefix(1))]
 
 
 def test_job_of_the_wrapper_is_joined_by_the_wrapper_only() -> None:
@@ -937,9 +961,8 @@ def test_job_of_the_wrapper_is_joined_by_the_wrapper_only() -> None:
     assert Job().store.agree_on_terms(0, {"function": "train"})  # nor the other way round
 
 
-def test_wrapped_function_cannot_join_or_leave_by_itself() -> None:
-    job = Job()
-    store, before = PrefixStore(0, job.clients[1]), job.store.snapshot()
+def test_wrapped_function_cannot_join_or_leave_by_itself(job: AnyJob) -> None:
+    store, before = PrefixStore(0, job.clients[1]), contents(job.store)
     for act, why in (
         (lambda: store.handle_rank_restart(4, TIMEOUT, rank=1), "the wrapper has joined"),
         (lambda: store.catch_up_restarting_rank(TIMEOUT, rank=1), "the wrapper has joined"),
@@ -948,4 +971,10 @@ def test_wrapped_function_cannot_join_or_leave_by_itself() -> None:
     ):
         with pytest.raises(RestartError, match=why):
             act()
-    assert job.store.snapshot() == before
+    assert contents(job.store) == before
+
+
+def contents(store: StoreMixin) -> dict[str, bytes]:
+    """All that a store holds."""
+    names = store.list_keys()
+    return dict(zip(names, store.multi_get(names), strict=True))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
-from store_jobs import formed, go_on
+from store_jobs import formed_in, go_on
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor.housekeeper import SETTLES_AFTER, Housekeeper
 from ft_wrapper.store import Member, StoreMixin, keys
-from ft_wrapper.testing import FakeStore
+from ft_wrapper.testing import Clock
 
 
-def test_the_wanted_size_is_the_largest_that_any_iteration_had() -> None:
-    store = FakeStore()
+def test_the_wanted_size_is_the_largest_that_any_iteration_had(job_store: StoreMixin) -> None:
+    store = job_store
     assert store.wanted() == 0
     assert not store.note_wanted(0)  # nobody has entered it
     for n, (world, active) in enumerate([(4, 3), (3, 2), (5, 4)]):
@@ -26,8 +27,9 @@ def test_the_wanted_size_is_the_largest_that_any_iteration_had() -> None:
     assert store.wanted() == 4
 
 
-def test_a_spare_is_known_once_others_have_all_active_ranks() -> None:
-    store, view, (first, second, spare) = formed([0, 1, 2])
+def test_a_spare_is_known_once_others_have_all_active_ranks(job_store: StoreMixin) -> None:
+    store = job_store
+    view, (first, second, spare) = formed_in(store, [0, 1, 2])
     assert store.may_be_active(view.n, spare), "nobody has entered yet"
     store.check_assignment(view.n, second, 1, 3, 2)
     assert store.may_be_active(view.n, spare), "it may be the other one"
@@ -35,21 +37,24 @@ def test_a_spare_is_known_once_others_have_all_active_ranks() -> None:
     assert [store.may_be_active(view.n, member) for member in (first, second, spare)] == [True, True, False]
 
 
-def test_iterations_that_ended_early_are_counted() -> None:
-    store = FakeStore()
-    assert [store.restless(n) for n in range(3)] == [0, 1, 2]
-    store.note_settled(1)
-    assert [store.restless(n) for n in range(1, 5)] == [0, 0, 1, 2]
+def test_iterations_that_ended_early_are_counted(job_store: StoreMixin) -> None:
+    assert [job_store.restless(n) for n in range(3)] == [0, 1, 2]
+    job_store.note_settled(1)
+    assert [job_store.restless(n) for n in range(1, 5)] == [0, 0, 1, 2]
 
 
-def test_an_iteration_settles_after_some_join_windows() -> None:
-    store, view, _ = formed([0])
+def test_an_iteration_settles_after_some_join_windows(
+    job_store: StoreMixin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, clock = job_store, Clock()
+    monkeypatch.setattr(store, "now", clock.now)
+    view, _ = formed_in(store, [0])
     house = Housekeeper(store, join_window=1.0)
     house.keep(view, 0)
-    store.clock.advance(SETTLES_AFTER - 0.1)
+    clock.advance(SETTLES_AFTER - 0.1)
     house.keep(view, 0)
     assert store.restless(5) == 5
-    store.clock.advance(0.2)
+    clock.advance(0.2)
     house.keep(view, 1)  # not rank 0's affair
     assert store.restless(5) == 5
     house.keep(view, 0)
@@ -58,7 +63,7 @@ def test_an_iteration_settles_after_some_join_windows() -> None:
 
 def test_keys_do_not_grow_with_the_iterations(store: StoreMixin) -> None:
     counts = []
-    _, view, members = formed([0, 1, 2], store)
+    view, members = formed_in(store, [0, 1, 2])
     for _ in range(6):
         for rank in range(3):
             store.set(keys.endpoint(view.n), "host 1")
@@ -78,8 +83,9 @@ def test_keys_do_not_grow_with_the_iterations(store: StoreMixin) -> None:
     assert store.read_current() is not None
 
 
-def test_the_keys_of_superseded_members_and_past_calls_go() -> None:
-    store, view, members = formed([0, 1])
+def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin) -> None:
+    store = job_store
+    view, members = formed_in(store, [0, 1])
     store.agree_on_terms(0, {})
     newer = store.register(1, "{}")
     assert store.register(1, "{}") == Member(1, 2)
@@ -110,9 +116,10 @@ def test_the_keys_of_superseded_members_and_past_calls_go() -> None:
         (keys.finished(3), lambda store: store.finished_in(3)),
     ],
 )
-@pytest.mark.parametrize("garbage", ["x y z", "-1", b"\xff"])
-def test_garbage_is_an_error_that_names_the_key(key: str, read: object, garbage: str | bytes) -> None:
-    store = FakeStore()
-    store.set(key, garbage)
-    with pytest.raises(StoreError, match=key):
-        read(store)  # type: ignore[operator]
+def test_garbage_is_an_error_that_names_the_key(
+    job_store: StoreMixin, key: str, read: Callable[[StoreMixin], object]
+) -> None:
+    for garbage in ("x y z", "-1", b"\xff"):
+        job_store.set(key, garbage)
+        with pytest.raises(StoreError, match=key):
+            read(job_store)

@@ -211,8 +211,8 @@ def test_prefix_store_is_torchs_and_keeps_iterations_apart() -> None:
     assert next(key for key, value in store.snapshot().items() if value == b"2").endswith("user/2/x/k")
 
 
-def test_prefix_store_is_over_with_its_iteration() -> None:
-    store = FakeStore()
+def test_prefix_store_is_over_with_its_iteration(job_store: StoreMixin) -> None:
+    store = job_store
     part = PrefixStore(1, store)
     assert not part.is_over()
     store.end_iteration(1, "fault")

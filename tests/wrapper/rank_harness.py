@@ -25,9 +25,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer
+from ft_wrapper.store.etcd_address import EtcdAddress
 from ft_wrapper.testing.ports import free_port
 
 TIMEOUT = 120.0
@@ -55,10 +58,17 @@ _NATIVE = ("pt_gloo_runloop", "gloo_tcp_loop", "pt_tcpstore", "pt_nccl")
 
 
 class Rank:
-    """What a body is given."""
+    """What a body is given.
 
-    def __init__(self, slot: int, line: socket.socket) -> None:
+    Args:
+        slot: its RANK at the start.
+        line: the socket to the test.
+        store: which kind of store the job is on: ``tcp`` or ``etcd``.
+    """
+
+    def __init__(self, slot: int, line: socket.socket, store: str) -> None:
         self.slot = slot
+        self.store = store
         self._line = line
         self._unread = b""
 
@@ -166,7 +176,8 @@ def _run_rank(request: dict[str, Any], line: socket.socket) -> None:
     )  # what it keeps for good
     faulthandler.register(signal.SIGTERM, chain=True)  # what a rank was in that its monitor ended
     SETTINGS["monitor_process_logfile"] = request["output"].replace("slot-", "monitor-of-slot-")
-    rank = Rank(request["slot"], line)
+    SETTINGS.update(_store_settings(request["store"]))
+    rank = Rank(request["slot"], line, "etcd" if request["store"] else "tcp")
     body: Any = importlib.import_module(request["module"])
     for name in request["body"].split("."):
         body = getattr(body, name)
@@ -176,10 +187,28 @@ def _run_rank(request: dict[str, Any], line: socket.socket) -> None:
     except BaseException as error:
         traceback.print_exc()
         said = {"error": type(error).__name__, "text": str(error)}
+        _await_threads_of_etcd()
         left = _left(before, error)
         rank.say("raised", **said, left=left)
         raise
+    _await_threads_of_etcd()
     rank.say("returned", value=value, left=_left(before, None))
+
+
+def _await_threads_of_etcd() -> None:
+    """An EtcdStore that is closed tells its threads to end, which close its connections, and returns."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("ft_wrapper-etcd"):
+            thread.join(TIMEOUT / 2)
+
+
+def _store_settings(store: dict[str, Any]) -> dict[str, Any]:
+    """What tells the wrapper which store to use; nothing for the one that rank 0's monitor hosts."""
+    if not store:
+        return {}
+    from ft_wrapper.store import EtcdStore
+
+    return {"store_factory": EtcdStore, "store_kwargs": store}
 
 
 def _left(before: Things, error: BaseException | None) -> list[str]:
@@ -199,6 +228,7 @@ def template_main(control_fd: int) -> None:
     import torch.distributed
 
     import ft_wrapper
+    import ft_wrapper.store.etcd
     import ft_wrapper.testing.inject_fault  # noqa: F401
 
     torch.set_num_threads(1)
@@ -274,6 +304,11 @@ class Template:
         self.control.close()
         self.process.wait(TIMEOUT)
 
+    def await_ends(self) -> None:
+        """Waits until all ranks and monitors have ended."""
+        for pid in self.descendants():
+            await_end(pid)
+
     def descendants(self) -> list[int]:
         """All processes forked from the template, ranks and monitors, that live."""
         found = []
@@ -341,19 +376,47 @@ class Process:
 
 
 class Job:
-    """Rank processes of one test."""
+    """Rank processes of one test.
 
-    def __init__(self, template: Template, directory: Path) -> None:
+    Args:
+        template: whose forks they are.
+        directory: for what they print.
+        etcd: where the ranks' keys are; in a TCPStore that the monitor of rank 0 hosts when None.
+    """
+
+    def __init__(self, template: Template, directory: Path, etcd: EtcdAddress | None = None) -> None:
         self.ranks: dict[int, Process] = {}
         self.past: list[Process] = []
         """Processes whose slot was started again."""
-        self.store_is_elsewhere = False
+        self.etcd = etcd
+        self.store_is_elsewhere = etcd is not None
         self._requests: dict[int, dict[str, Any]] = {}
         self._template = template
         self._directory = directory
         self._selector = selectors.DefaultSelector()
         self._selector.register(template.control, selectors.EVENT_READ)
         self._starting: list[Process] = []
+
+    @contextlib.contextmanager
+    def announced_store(self) -> Iterator[tuple[StoreMixin, str]]:
+        """A store that is there before all ranks, and after them, as an agent has one.
+
+        Returns:
+            A client of it, and its address, which the ranks are to find in FT_WRAPPER_STORE.
+        """
+        self.store_is_elsewhere = True
+        with contextlib.ExitStack() as owned:
+            store: StoreMixin
+            if self.etcd is not None:
+                address = str(self.etcd)
+                store = self.etcd.connect(timedelta(seconds=TIMEOUT), begins=True)
+            else:
+                server = TCPStoreServer(0, "127.0.0.1")
+                owned.callback(server.close)
+                address = f"127.0.0.1:{server.port}"
+                store = TCPStore("127.0.0.1", server.port)
+            owned.callback(store.close)
+            yield store, address
 
     def start(
         self,
@@ -393,10 +456,16 @@ class Job:
                 "body": body.__qualname__,
                 "args": args,
                 "kwargs": kwargs,
+                "store": self._store_arguments(),
                 "env": {name: value for name, value in variables.items() if value is not None},
             }
             self._start(slot)
         return self
+
+    def _store_arguments(self) -> dict[str, Any]:
+        if self.etcd is None:
+            return {}
+        return {"endpoints": self.etcd.endpoints, "prefix": self.etcd.prefix}
 
     def start_again(self, *slots: int) -> None:
         """Starts another process of each slot, like the last one, which may still live."""
@@ -581,9 +650,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def running(template: Template, directory: Path) -> Iterator[Job]:
+def running(template: Template, directory: Path, etcd: EtcdAddress | None = None) -> Iterator[Job]:
     """A job that is ended with the block."""
-    job = Job(template, directory)
+    job = Job(template, directory, etcd)
     try:
         yield job
     finally:

@@ -16,7 +16,7 @@ from rank_harness import SETTINGS, TIMEOUT, Job, Process, Rank
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.initialize import Initialize
-from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer, View, keys
+from ft_wrapper.store import Member, StoreMixin, View, keys
 
 MAY_BE_LATE = 4
 """So many keys of a past iteration may be written when that has been cleaned up; it has more than ten."""
@@ -113,22 +113,20 @@ def trains(rank: Rank, folder: str, settings: dict[str, Any]) -> list[int] | Non
 
 
 class Training:
-    """The test's handle on a job with a store of its own, which outlives all ranks.
+    """The test's handle on a job.
 
     Args:
         job: which runs its processes.
         folder: shared by all ranks.
-        server: the store's.
     """
 
-    def __init__(self, job: Job, folder: Path, server: TCPStoreServer | None) -> None:
+    store: StoreMixin
+    """A client of the job's store, where that is announced to the ranks."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
         self.job = job
         self.folder = folder
         self.env: dict[str, str | None] = {"RES_OPTIONS": "use-vc timeout:1 attempts:1"}
-        if server is not None:
-            self.store = TCPStore("127.0.0.1", server.port)
-            self.env["FT_WRAPPER_STORE"] = f"127.0.0.1:{server.port}"
-            job.store_is_elsewhere = True
 
     def start(self, world_size: int, body: Any = trains, *args: Any, **settings: Any) -> None:
         """Starts all ranks."""
@@ -166,16 +164,25 @@ class Training:
     def settled_keys(self, n: int) -> list[str]:
         """The keys that are left once iteration n is on and everything past was deleted; without numbers.
 
-        But for those that a halted process writes late: the next one to clean up finds them, in an iteration
-        to come.
+        But for those that processes write late, which were halted, or watched over one that was killed: the
+        next one to clean up finds them, in an iteration to come.
         """
         present = {None, keys.BEFORE_FIRST, n - 1, n, n + 1}
 
-        def past() -> list[str]:
-            return [key for key in self.store.list_keys() if keys.iteration_of(key) not in present]
+        def is_past(key: str) -> bool:
+            member = keys.member_of(key)
+            if member is None:
+                return keys.iteration_of(key) not in present
+            return Member(*member) != self.store.newest_of(member[0])
 
-        self._await(lambda: len(past()) <= MAY_BE_LATE, "the deletion of past keys")
-        left = set(self.store.list_keys()) - set(past())
+        left: list[str] = []
+
+        def are_few_past() -> bool:
+            listed = self.store.list_keys()
+            left[:] = [key for key in listed if not is_past(key)]
+            return len(listed) - len(left) <= MAY_BE_LATE
+
+        self._await(are_few_past, "the deletion of past keys")
         return sorted(re.sub(r"/[0-9a-f]{12}$|\d+", "#", key) for key in left)
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
@@ -231,13 +238,11 @@ def check_iterations(job: Job, *, gaps: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def training(job: Job, folder: Path, *, external: bool = True) -> Iterator[Training]:
-    """A training whose store ends with the block."""
-    server = TCPStoreServer(0, "127.0.0.1") if external else None
-    made = Training(job, folder, server)
-    try:
+def training(job: Job, folder: Path, *, announced: bool = True) -> Iterator[Training]:
+    """A training. Unless it hosts its own store, that is announced to it, and outlives all its ranks."""
+    made = Training(job, folder)
+    if not announced:
         yield made
-    finally:
-        if server is not None:
-            made.store.close()
-            server.close()
+        return
+    with job.announced_store() as (made.store, made.env["FT_WRAPPER_STORE"]):
+        yield made

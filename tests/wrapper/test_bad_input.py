@@ -293,6 +293,7 @@ def calls(rank: Rank, settings: dict[str, Any]) -> Any:
     return train()
 
 
+@pytest.mark.tcp_only("no other store is hosted on a port")
 def test_a_port_in_use_is_named(job: Job) -> None:
     job.port = free_port(consecutive=2)
     with socket.create_server(("127.0.0.1", job.port + 1)):
@@ -312,6 +313,7 @@ SHORT = {
 }
 
 
+@pytest.mark.tcp_only("no other store ends with its host")
 def test_an_unreachable_store_is_named_within_its_timeout(job: Job) -> None:
     job.start(2, calls, SHORT, slots=[1])  # rank 0, whose monitor hosts the store, never comes
     job.wait_for_end()
@@ -320,6 +322,7 @@ def test_an_unreachable_store_is_named_within_its_timeout(job: Job) -> None:
     assert "rank 0" in job[1].text
 
 
+@pytest.mark.tcp_only("the address is a TCPStore's")
 def test_an_unreachable_announced_store_is_named(job: Job) -> None:
     port = free_port(consecutive=2)
     job.start(1, calls, SHORT, env={"FT_WRAPPER_STORE": f"127.0.0.1:{port}"})
@@ -328,6 +331,7 @@ def test_an_unreachable_announced_store_is_named(job: Job) -> None:
     assert f"127.0.0.1:{port}" in job[0].text
 
 
+@pytest.mark.tcp_only("the address is a TCPStore's")
 def test_a_store_that_never_answers_is_named(job: Job) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -358,6 +362,7 @@ def has_a_group(rank: Rank) -> Any:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.tcp_only("no store is used")
 def test_an_initialized_process_group_stays_as_it_is(job: Job) -> None:
     job.start(1, has_a_group)
     job.wait_for_end(leftovers=False)

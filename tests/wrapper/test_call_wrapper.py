@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -147,18 +148,14 @@ def counts(rank: Rank, use_global_iteration: bool) -> Any:
 @pytest.mark.parametrize("use_global_iteration", [False, True])
 @pytest.mark.parametrize("announced", [False, True])
 def test_the_numbers_of_the_iterations(job: Job, use_global_iteration: bool, announced: bool) -> None:
-    env = {}
-    server = None
-    if announced:
-        server = TCPStoreServer(0)
-        env = {"FT_WRAPPER_STORE": f"127.0.0.1:{server.port}"}
-        job.store_is_elsewhere = True
-    job.start(2, counts, use_global_iteration, env=env)
-    values = job.wait()
-    if server is not None:
-        server.close()
-    # Without a launcher's store each call has a store, and a life of it, of its own.
-    expected = [0, 1, 2, 3, 4] if use_global_iteration and announced else [0, 1, 2, 0, 1]
+    with contextlib.ExitStack() as owned:
+        env = {}
+        if announced:
+            _, env["FT_WRAPPER_STORE"] = owned.enter_context(job.announced_store())
+        job.start(2, counts, use_global_iteration, env=env)
+        values = job.wait()
+    # A store that the job hosts itself ends with each call.
+    expected = [0, 1, 2, 3, 4] if use_global_iteration and job.store_is_elsewhere else [0, 1, 2, 0, 1]
     fault = [[1, "EXCEPTION"]]
     assert values == [[expected, [[], fault, fault, [], fault]]] * 2
 
@@ -180,16 +177,12 @@ def is_called_again_by_the_survivors(rank: Rank) -> Any:
 
 @pytest.mark.parametrize("announced", [False, True])
 def test_calls_follow_each_other_without_the_lost_ranks(job: Job, announced: bool) -> None:
-    env = {}
-    server = None
-    if announced:
-        server = TCPStoreServer(0)
-        env = {"FT_WRAPPER_STORE": f"127.0.0.1:{server.port}"}
-        job.store_is_elsewhere = True
-    job.start(4, is_called_again_by_the_survivors, env=env)
-    job.wait_for_end()
-    if server is not None:
-        server.close()
+    with contextlib.ExitStack() as owned:
+        env = {}
+        if announced:
+            _, env["FT_WRAPPER_STORE"] = owned.enter_context(job.announced_store())
+        job.start(4, is_called_again_by_the_survivors, env=env)
+        job.wait_for_end()
     for rank, slot in enumerate((2, 3)):
         assert job[slot].value == [[1, rank + 1, 3], [0, rank + 1, 3], [1, rank, 2], [0, rank, 2]]
 
@@ -206,6 +199,7 @@ def keeps_a_key(rank: Rank) -> Any:
     return train()
 
 
+@pytest.mark.tcp_only("nobody hosts another store")
 def test_the_store_of_store_kwargs_is_hosted_where_they_say(job: Job) -> None:
     server = TCPStoreServer(0)
     port = free_port(consecutive=2)

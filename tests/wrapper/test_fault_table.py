@@ -166,6 +166,7 @@ def test_a_rank_without_its_monitor_leaves(job: Job) -> None:
     assert job[0].value == job[2].value == [[1, "MONITOR_PROCESS_EXCEPTION"]]
 
 
+@pytest.mark.tcp_only("no monitor hosts another store")
 def test_without_the_monitor_that_hosts_the_store_all_ranks_say_so(job: Job) -> None:
     job.start(2, loses_its_monitor)
     job.expect("in")

@@ -322,6 +322,8 @@ class Disagrees(RankAssignment):
             ctx.state.active_rank = 0
         elif self.what == "size":
             ctx.state.active_world_size = 1 + (self.rank.slot + ctx.state.iteration) % 2
+        elif self.what == "more than there are":
+            ctx.state.active_world_size = 3
         elif self.what == "mode":
             ctx.state.mode = Mode.INITIALIZED
         return ctx
@@ -339,7 +341,7 @@ def disagrees(rank: Rank, what: str) -> Any:
     return train()
 
 
-@pytest.mark.parametrize("what", ["rank", "size", "mode"])
+@pytest.mark.parametrize("what", ["rank", "size", "more than there are", "mode"])
 def test_a_rank_assignment_that_disagrees_is_named(job: Job, what: str) -> None:
     job.start(2, disagrees, what)
     job.wait_for_end()

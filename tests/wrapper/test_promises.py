@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank
 
 import ft_wrapper  # noqa: F401 (an annotation names it)
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Wrapper, call
 from ft_wrapper.exception import RankShouldRestart, RestartAbort
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.state import FrozenState
@@ -218,6 +218,29 @@ def test_the_variables_lead_to_a_store_of_the_iteration_and_are_restored(job: Jo
     assert str(job.port) not in (first, second)
 
 
+def says_how_others_reach_it(rank: Rank) -> Any:
+    own_address = call.own_address
+
+    def asked(towards: str) -> str:
+        rank.say("asked", towards=towards)
+        return own_address(towards)
+
+    call.own_address = asked
+
+    @Wrapper(**SETTINGS)
+    def train() -> str:
+        return os.environ["MASTER_ADDR"]
+
+    return train()
+
+
+def test_the_iterations_store_is_where_other_hosts_find_it(job: Job) -> None:
+    """Rank 0's address is the one on its way to the launcher's MASTER_ADDR, whatever keeps the store."""
+    job.start(2, says_how_others_reach_it, env={"MASTER_ADDR": "127.0.0.1"})
+    assert job.wait() == ["127.0.0.1"] * 2
+    assert [process.said("asked")[0]["towards"] for process in job.ranks.values()] == ["127.0.0.1"] * 2
+
+
 # ---- 3: arguments, annotations, ways to write the decorator
 
 
@@ -302,6 +325,7 @@ def fills_in(rank: Rank) -> Any:
     return len(done)
 
 
+@pytest.mark.tcp_only("it is about the arguments; no restart")
 def test_the_argument_is_filled_in_by_its_annotation(job: Job) -> None:
     job.start(1, fills_in)
     assert job.wait() == [len(ANNOTATIONS) + 12 + 5]
@@ -332,6 +356,7 @@ def calls_each_spelling(rank: Rank) -> Any:
     return [bare(1), with_brackets(2), with_arguments(3), called(4)]
 
 
+@pytest.mark.tcp_only("some of them leave the choice of the store to the launcher")
 def test_all_ways_to_write_the_decorator(job: Job) -> None:
     assert bare.__name__ == "bare"
     assert bare.__doc__ == "Bare."
@@ -541,6 +566,7 @@ def leaves_things_behind(rank: Rank) -> None:
     kept.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
 
 
+@pytest.mark.tcp_only("no store is used")
 def test_what_is_left_behind_is_seen(job: Job) -> None:
     job.start(1, leaves_things_behind)
     left = job.expect("returned")[0]["left"]

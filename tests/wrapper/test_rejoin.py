@@ -14,7 +14,7 @@ import pytest
 from rank_harness import Job, Rank
 from rejoin_job import Training, hold, training, trains
 
-from ft_wrapper.store import TCPStore, keys
+from ft_wrapper.store import EtcdStore, StoreMixin, TCPStore, keys
 
 
 @pytest.fixture
@@ -68,9 +68,10 @@ def dies_proposing(rank: Rank, folder: str, settings: dict[str, Any], after: boo
     """Slot 2 leaves iteration 0 last, so it proposes; it dies right before or after it moves head."""
     if rank.slot == 2:
         hold(rank)
-        compare_set = TCPStore.compare_set
+        kind = EtcdStore if rank.store == "etcd" else TCPStore
+        compare_set = kind.compare_set
 
-        def dies(store: TCPStore, key: str, expected: str, desired: str) -> bytes:
+        def dies(store: StoreMixin, key: str, expected: str, desired: str) -> bytes:
             is_it = key == keys.HEAD and desired.startswith("0:1:")
             if is_it and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -79,7 +80,7 @@ def dies_proposing(rank: Rank, folder: str, settings: dict[str, Any], after: boo
                 os.kill(os.getpid(), signal.SIGKILL)
             return held
 
-        TCPStore.compare_set = dies  # type: ignore[method-assign]
+        kind.compare_set = dies  # type: ignore[method-assign]
     return trains(rank, folder, settings)
 
 
