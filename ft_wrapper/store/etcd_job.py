@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from ..exception import StoreError
 from .etcd_gateway import MOST_OPERATIONS, EtcdGateway
 from .etcd_messages import Answer, Compare, Delete, Operation, Put, Range, Span, Watched
-from .etcd_waiting import SharedWatch, StandingWatch
+from .etcd_waiting import CLOSED_WITHIN, SharedWatch, StandingWatch
 
 log = logging.getLogger(__name__)
 
@@ -53,20 +53,26 @@ class EtcdJob:
     def __repr__(self) -> str:
         return f"{self.gateway!r}, {self.prefix.decode()!r}"
 
-    def keep_alive(self, owner: object) -> Callable[[], object]:
+    def keep_alive(self, owner: object) -> Callable[[], None]:
         """Keeps the lease alive, from a thread of this process, until an object is collected.
 
         Args:
             owner: that object.
 
         Returns:
-            To be called to end it before that.
+            To be called to end it before that, with all threads and connections.
         """
         stop: queue.SimpleQueue[None] = queue.SimpleQueue()
-        threading.Thread(target=self._keep, args=(stop,), name="ft_wrapper-etcd-lease", daemon=True).start()
+        thread = threading.Thread(target=self._keep, args=(stop,), name="ft_wrapper-etcd-lease", daemon=True)
+        thread.start()
         ending = weakref.finalize(owner, stop.put, None)
         ending.atexit = False
-        return ending
+
+        def end() -> None:
+            ending()
+            thread.join(CLOSED_WITHIN)
+
+        return end
 
     def read(self, what: str, ranges: Sequence[Range], timeout: float) -> tuple[int, list[Answer]]:
         """Reads several ranges.

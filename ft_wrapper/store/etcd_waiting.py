@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from .etcd_gateway import EtcdCompacted, EtcdGateway, Watch
 from .etcd_messages import Event, Span, Watched
 
+CLOSED_WITHIN = 2.0
+"""Seconds for which to wait for the end of a thread that was told to end, and has only to notice."""
+
 # What wakes a waiter: where something was written; None if it has to look again; an error that it raises.
 _Waiter = queue.SimpleQueue[Span | None | Exception]
 # The same for one who listens: what was written.
@@ -135,10 +138,12 @@ class StandingWatch:
         self._watches = [gateway.watch(keys), gateway.watch(life)]
         self.ended = False
         """Whether it follows nothing any more: listeners were told to look again, with another one."""
-        for watch, tells in zip(self._watches, (self._tell, self._tell_all), strict=True):
-            threading.Thread(
-                target=self._run, args=(watch, tells), name="ft_wrapper-etcd-watch", daemon=True
-            ).start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(watch, tell), name="ft_wrapper-etcd-watch", daemon=True)
+            for watch, tell in zip(self._watches, (self._tell, self._tell_all), strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @contextlib.contextmanager
     def listening(self, keys: Iterable[bytes]) -> Iterator[_Listener]:
@@ -159,8 +164,10 @@ class StandingWatch:
                 del self._listeners[listener]
 
     def close(self) -> None:
-        """Ends it; who listens is told to look again."""
+        """Ends it, with its threads; who listens is told to look again."""
         self._end(None)
+        for thread in self._threads:
+            thread.join(CLOSED_WITHIN)
 
     def _run(self, watch: Watch, tell: Callable[[Event], None]) -> None:
         try:

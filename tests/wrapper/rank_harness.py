@@ -187,19 +187,10 @@ def _run_rank(request: dict[str, Any], line: socket.socket) -> None:
     except BaseException as error:
         traceback.print_exc()
         said = {"error": type(error).__name__, "text": str(error)}
-        _await_threads_of_etcd()
         left = _left(before, error)
         rank.say("raised", **said, left=left)
         raise
-    _await_threads_of_etcd()
     rank.say("returned", value=value, left=_left(before, None))
-
-
-def _await_threads_of_etcd() -> None:
-    """An EtcdStore that is closed tells its threads to end, which close its connections, and returns."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("ft_wrapper-etcd"):
-            thread.join(TIMEOUT / 2)
 
 
 def _store_settings(store: dict[str, Any]) -> dict[str, Any]:
