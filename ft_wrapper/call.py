@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .abort import close_aborted_sockets, protect_process, release_process_groups, wait_for_released_groups
 from .attribution import Interruption
 from .call_wrapper import CallWrapper
-from .exception import HealthCheckError, InternalError, RankShouldRestart, StoreError
+from .exception import HealthCheckError, InternalError, RankShouldRestart, StoreError, StoreUnavailable
 from .iteration_store import Environment, connect, own_address, point_to
 from .job import Job, Patience, Remembered, formation_size
 from .monitor.interrupt import Interrupter
@@ -101,7 +101,7 @@ class Call:
             owned.enter_context(protect_process(self.monitor.pid))
             store = self.plan.connect()
             owned.callback(store.close)
-            # Of a store that no one host keeps it is not known how the others' hosts are reached.
+            # A store that is on no one host says nothing of the way to the other ranks.
             towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
             self._address = own_address(towards)
             self.interrupter = Interrupter()
@@ -126,7 +126,7 @@ class Call:
                 self._abort,
                 self.wrapper.last_call_wait.total_seconds(),
             )
-            owned.callback(self.thread.stop, settings.barrier_timeout)
+            owned.callback(self._end_thread, settings.barrier_timeout)
             self.user = CallWrapper(self)
             self._has_come_late = not self._join(remembered)
             self._owned = owned.pop_all()
@@ -233,6 +233,9 @@ class Call:
             patience = self.wrapper.barrier_timeout if self._hosts else self.wrapper.termination_grace_time
             self.monitor.close(patience.total_seconds())
 
+    def _end_thread(self, patience: float) -> None:
+        self.thread.stop(patience if self._store_lost is None else 0.0)  # else it waits for the store, too
+
     def _on_monitor_lost(self) -> None:
         """In a thread of its own: nobody would notice this rank's faults any more, so it leaves the job."""
         self._monitor_lost.set()
@@ -304,7 +307,10 @@ class Call:
                 self.state.fn_exception = caught.__cause__
         except Exception as caught:
             error = self.state.fn_exception = caught
+            # A store that is out of reach is no lack of progress: it is tried for barrier_timeout.
+            self.memory.enter_phase(Phase.IDLE)
             self._publish(caught)
+            self.memory.enter_phase(Phase.WATCHED)
         if error is None:
             self.memory.enter_phase(Phase.IDLE)
             active = self.state.active_world_size or 0
@@ -442,6 +448,8 @@ class Call:
         if isinstance(error, Exception):
             self.state.fn_exception = error
         log.error("rank %s (slot %d) leaves the job: %r", self.state.rank, self.job.slot, error)
+        if isinstance(error, StoreUnavailable):
+            self._store_lost = error  # it was tried for long enough; nobody can be told
         # A discarded rank is in nobody's plans. One whose monitor thread awaits the end must bring it about.
         ends = not isinstance(error, RankDiscarded) or self._watch is not None
         interruption = (
@@ -453,6 +461,12 @@ class Call:
             self.job.leave(self.state.rank, interruption, error, ends=ends)
             if ends and self.state.active_rank == 0:
                 self.job.await_others()  # they may yet connect to the store that this rank's monitor serves
+        elif self._watch is not None:  # whose thread waits for the store, too, and would abort nothing
+            self._watch = None
+            try:
+                self._abort()
+            except Exception:
+                log.exception("abort failed")
         self._settle(None)
         self.state.mode = Mode.TERMINATED
         if self.wrapper.terminate is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 from . import events
 from .attribution import Interruption
-from .exception import RestartAbort, RestartError, TimeoutError
+from .exception import RestartAbort, RestartError, StoreUnavailable, TimeoutError
 from .monitor.death import await_others, report_death
 from .rank_assignment import RankDiscarded
 from .store import Decision, Entry, Fault, JoinTerms, Member, StoreMixin, View, keys
@@ -397,7 +398,9 @@ class Job:
     def _await_end(self) -> str:
         outcome = None
         while outcome is None:
-            outcome = self.store.wait_for_end(self.view.n, 86400.0)
+            # Whoever has nothing to do but to hear of it waits for a store that is out of reach.
+            with contextlib.suppress(StoreUnavailable):
+                outcome = self.store.wait_for_end(self.view.n, 86400.0)
         return outcome
 
     def fault(self, rank: int | None, interruption: Interruption, message: str) -> Fault:

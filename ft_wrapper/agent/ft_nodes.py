@@ -16,7 +16,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistNetworkError, DistStoreError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
 from ..exception import StoreError, StoreUnavailable
 from ..rendezvous.backend import Backend
@@ -76,6 +76,8 @@ class FtNodes(Nodes):
         self._round: Round | None = None
         self._looking: threading.Thread | None = None
         self._has_place = False
+        self._out_of_reach = ""
+        self._left_unheard = False
         # What the handler's threads look at: the term, and the record in which it began.
         self._term: tuple[int, State] | None = None
 
@@ -176,8 +178,16 @@ class FtNodes(Nodes):
         return not self._looking.is_alive() and self._has_place
 
     def _look_for_place(self, handler: FtRendezvousHandler) -> None:
-        state, node = handler.refresh(), handler.node
+        try:
+            state, node = handler.refresh(), handler.node
+        except RendezvousConnectionError as error:
+            self._out_of_reach = str(error)
+            return
+        self._out_of_reach = ""
         self._has_place = node is not None and not state.closed and state.seat_of(node) is not None
+
+    def out_of_reach(self) -> str:
+        return self._out_of_reach
 
     def have_formed(self) -> bool:
         state = None if self._handler is None else self._handler.state
@@ -187,6 +197,7 @@ class FtNodes(Nodes):
 
     def _look(self, state: State) -> None:
         """Told each record."""
+        self._out_of_reach = ""
         began, handler = self._term, self._handler
         if began is None or handler is None or handler.node is None:
             return
@@ -239,6 +250,7 @@ class FtNodes(Nodes):
             self.fail(f"node {handler.node}, which hosts the rendezvous store, has left: {why}")
             return
         self._term = None
+        self._left_unheard = True
         bounded("leaving the rendezvous", lambda: self._leave(handler, why), LEAVE_TIMEOUT)
 
     def _leave(self, handler: FtRendezvousHandler, why: str) -> None:
@@ -252,6 +264,7 @@ class FtNodes(Nodes):
             if self._agents is not None and node is not None:
                 self._agents.set(_done(node), "left")
             handler.leave()
+            self._left_unheard = False
             if store is not None:
                 for thread in log_deaths(store, dead, f"node {node} has left: {why}", return_=False):
                     thread.join(0.5)
@@ -305,7 +318,10 @@ class FtNodes(Nodes):
         handler = self._handler
         if handler is not None:
             is_over = handler.state is not None and handler.state.closed
-            self._end("leaving", (lambda: _ignore(handler.shutdown())) if is_over else handler.leave)
+            if self._left_unheard or self._out_of_reach:
+                self._end("leaving", handler.abandon)
+            else:
+                self._end("leaving", (lambda: _ignore(handler.shutdown())) if is_over else handler.leave)
         super().close()
 
     def _end(self, what: str, end: Callable[[], None]) -> None:

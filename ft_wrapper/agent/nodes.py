@@ -175,6 +175,13 @@ class Nodes(abc.ABC):
         """
         return True
 
+    def out_of_reach(self) -> str:
+        """Why it could not be found out for long whether this node has its place; empty if it could.
+
+        From memory: about the last look that has ended.
+        """
+        return ""
+
     def have_formed(self) -> bool:
         """Whether the ranks are known to have formed a wrapped job. From memory; False if it is not known."""
         return False

@@ -232,7 +232,8 @@ class Ranks:
 
     def _due_ranks(self) -> bool:
         """Whether somebody is to be replaced: nobody is when the others have finished the job meanwhile."""
-        if self._due and not self._running and not self._asked and self._store().finished_with() is not None:
+        only_due = not self._running and not self._asked and not self._nodes.out_of_reach()
+        if self._due and only_due and self._store().finished_with() is not None:
             self._due.clear()
         return bool(self._due)
 
@@ -312,6 +313,10 @@ class Ranks:
                 self._start_or_fail(rank, due.incarnation)
             else:  # a new process of its slot would throw out whoever has the place now
                 self._due[rank] = _Due(now + PLACE_DELAY, due.incarnation)
+        why = self._nodes.out_of_reach()
+        if self._due and why and not self._running and not self._asked:
+            self._ended_by = f"no rank is left here, and none can be started again: {why}"
+            self._begin_stop(again=False)
 
     # Starting ------------------------------------------------------------------------------------------
 
@@ -512,8 +517,9 @@ class Ranks:
     def _end(self) -> End:
         """Which failures count."""
         again = self._stop is not None and self._stop.again
-        # The store may be gone with the node that has ended the job.
-        finished = None if again or self._ended_by else self._store().finished_with()
+        # The store may be gone with the node that has ended the job. And it has to say nothing but this.
+        asked = bool(self._failures) and not again and not self._ended_by
+        finished = self._store().finished_with() if asked else None
         counted: list[Failure] = []
         forgiven: list[Failure] = []
         for failure in in_order(self._failures):

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 
 from torch.distributed import DistError
 
 from .. import store
-from ..exception import StoreError
+from ..exception import StoreError, StoreUnavailable
 from ..store import Member, StoreMixin
 from ..store import keys as names
 
 log = logging.getLogger(__name__)
 
 _TIMEOUT = timedelta(seconds=10)  # of an agent that hosts it, and answers at once if it can
+_AGAIN = timedelta(seconds=1)  # for the next question to a store that was out of reach just now
 
 
 class JobInStore:
@@ -31,6 +34,7 @@ class JobInStore:
 
     def __init__(self, address: str) -> None:
         self._store = connect(address)
+        self._unavailable = False
 
     def close(self) -> None:
         """Closes the connection."""
@@ -38,30 +42,25 @@ class JobInStore:
 
     def has_formed(self) -> bool:
         """Whether the first iteration was decided."""
-        try:
-            return self._store.read_head() is not None
-        except (StoreError, DistError) as error:
-            log.warning("whether the ranks have formed a job is not known: %s", error)
-            return False
+        head = None
+        with self._asking("whether the ranks have formed a job is not known"):
+            head = self._store.read_head()
+        return head is not None
 
     def admits(self) -> bool:
         """Whether a process may join, by the terms that the ranks have agreed on."""
-        try:
+        terms: object = {}
+        with self._asking("the terms of the job are not known"):
             head = self._store.read_head()
             text = None if head is None else self._store.try_get(names.terms(head.call))
             terms = {} if text is None else json.loads(text)
-        except (StoreError, DistError, ValueError) as error:
-            log.warning("the terms of the job are not known: %s", error)
-            return True
         return not isinstance(terms, dict) or terms.get("use_global_iteration", True) is True
 
     def has_given_up(self, slot: int, pid: int) -> bool:
         """Whether a slot's process has left the job by ``RestartAbort``."""
-        try:
+        record: dict[str, object] = {}
+        with self._asking(f"how slot {slot} has left the job is not known"):
             record = self._store.record_of(self._store.newest_of(slot))
-        except (StoreError, DistError) as error:
-            log.warning("how slot %d has left the job is not known: %s", slot, error)
-            return False
         return record.get("gave_up") is True and record.get("pid") == pid
 
     def finished_with(self) -> dict[int, int | None] | None:
@@ -69,16 +68,28 @@ class JobInStore:
 
         Those that had died by then are left out. None if the job has not ended well.
         """
-        try:
+        finished: dict[int, int | None] | None = None
+        with self._asking("whether the job has finished is not known"):
             current = self._store.read_current()
-            if current is None or not self._store.outcome().completed:
-                return None
-            view, _ = current
-            members = set(view.members) - self._store.deaths_of(view.n)
-            return {member.slot: self._pid_of(member) for member in members}
-        except (StoreError, DistError) as error:
-            log.warning("whether the job has finished is not known: %s", error)
-            return None
+            if current is not None and self._store.outcome().completed:
+                view, _ = current
+                members = set(view.members) - self._store.deaths_of(view.n)
+                finished = {member.slot: self._pid_of(member) for member in members}
+        return finished
+
+    @contextlib.contextmanager
+    def _asking(self, otherwise: str) -> Iterator[None]:
+        """Asks the store in the block. It is left early, with a line in the log, if there is no answer.
+
+        While the store is out of reach the main thread waits long for it only once.
+        """
+        self._store.set_patience((_AGAIN if self._unavailable else _TIMEOUT).total_seconds())
+        try:
+            yield
+            self._unavailable = False
+        except (StoreError, DistError, ValueError) as error:
+            log.warning("%s: %s", otherwise, error)
+            self._unavailable = isinstance(error, StoreUnavailable)
 
     def _pid_of(self, member: Member) -> int | None:
         record = self._store.record_of(member)

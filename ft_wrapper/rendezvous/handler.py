@@ -305,6 +305,16 @@ class FtRendezvousHandler(RendezvousHandler):
         finally:
             self._end()
 
+    def abandon(self) -> None:
+        """Ends this node's part without a word to the others, since the store does not answer."""
+        self._ended = True
+        for thread in (self._heart, self._watcher):
+            if thread is not None:
+                thread.stop()
+        self._heart = self._watcher = None  # they may wait for an answer yet; nobody waits for them
+        self._executor = None
+        self._end()
+
     # Parts -------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import ssl
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +28,17 @@ from .ports import free_port
 BINARY_VARIABLES = ("FT_WRAPPER_ETCD", "TORCHELASTIC_ETCD_BINARY_PATH")
 INSTALL = "apt-get install etcd-server, or unpack a release of github.com/etcd-io/etcd"
 
-_HOST = "127.0.0.1"
 _MOST_STARTS = 5
 _ANSWER_WITHIN = 2.0  # seconds
+
+# Asks a member of another host from there: method, address, port, path.
+_ASK = f"""
+import http.client, sys
+method, host, port, path = sys.argv[1:]
+connection = http.client.HTTPConnection(host, int(port), timeout={_ANSWER_WITHIN})
+connection.request(method, path, body="{{}}" if method == "POST" else None)
+sys.stdout.buffer.write(connection.getresponse().read())
+"""
 
 
 class EtcdNotFound(Exception):
@@ -51,9 +60,24 @@ class EtcdTLS:
     ca: str
 
 
+@dataclasses.dataclass(frozen=True)
+class EtcdHost:
+    """Where a member runs.
+
+    Args:
+        address: it listens there; clients and the other members have to reach it.
+        before: what to put in front of a command that is to run there: ``ip netns exec NAME``, say. It
+            has to become that command, with the same process id; empty on this host.
+    """
+
+    address: str = "127.0.0.1"
+    before: Sequence[str] = ()
+
+
 @dataclasses.dataclass
 class _Member:
     name: str
+    host: EtcdHost
     directory: Path
     client_port: int
     peer_port: int
@@ -82,7 +106,7 @@ def find_etcd() -> str:
 
 
 class EtcdServer:
-    """A standalone etcd, or a cluster of them, on free ports of this host, with its data in a directory.
+    """A standalone etcd, or a cluster of them, on free ports, with its data in a directory of this host.
 
     ``start`` and ``stop`` it, or use it as a context manager. Its processes are killed when the thread that
     started them ends, however that happens; so nothing is left of it.
@@ -93,6 +117,7 @@ class EtcdServer:
         tls: its certificates; plain HTTP when None.
         quick_election: elect another leader after 0.2 s rather than etcd's own 1 s: for one host.
         options: further options for each member.
+        hosts: where each member runs; all on this host when None. Others are asked from there, without TLS.
 
     Raises:
         EtcdNotFound: there is no etcd binary.
@@ -106,11 +131,16 @@ class EtcdServer:
         tls: EtcdTLS | None = None,
         quick_election: bool = True,
         options: Sequence[str] = (),
+        hosts: Sequence[EtcdHost] | None = None,
     ) -> None:
         if members < 1:
             raise ValueError(f"members={members} must be at least 1")
+        if hosts is not None and len(hosts) != members:
+            raise ValueError(f"members={members} need as many hosts, not {len(hosts)}")
+        if tls is not None and any(host.before for host in hosts or ()):
+            raise ValueError("tls: members on other hosts are asked without; leave out one of the two")
         self._binary = find_etcd()
-        self._number = members
+        self._hosts = [EtcdHost()] * members if hosts is None else [*hosts]
         self._given_dir = data_dir
         self._tls = tls
         self._options = [*options]
@@ -242,7 +272,7 @@ class EtcdServer:
     # Steps ---------------------------------------------------------------------------------------------
 
     def _endpoint(self, member: _Member) -> str:
-        return f"{'https://' if self._tls else ''}{_HOST}:{member.client_port}"
+        return f"{'https://' if self._tls else ''}{member.host.address}:{member.client_port}"
 
     def _prepare(self) -> None:
         if self._given_dir is None:
@@ -250,22 +280,26 @@ class EtcdServer:
         else:
             self._directory = Path(self._given_dir)
             self._directory.mkdir(parents=True, exist_ok=True)
-        first = free_port(2 * self._number)
+        first = free_port(2 * len(self._hosts))
         self._members = [
-            _Member(f"member{i}", self._directory / f"member{i}", first + 2 * i, first + 2 * i + 1)
-            for i in range(self._number)
+            _Member(f"member{i}", host, self._directory / f"member{i}", first + 2 * i, first + 2 * i + 1)
+            for i, host in enumerate(self._hosts)
         ]
 
     def _start(self, member: _Member) -> None:
-        scheme = "https" if self._tls else "http"
-        client, peer = f"{scheme}://{_HOST}:{member.client_port}", f"http://{_HOST}:{member.peer_port}"
-        command = [self._binary, "--name", member.name, "--data-dir", str(member.directory)]
+        client = f"{'https' if self._tls else 'http'}://{member.host.address}:{member.client_port}"
+        peer = _peer_url(member)
+        command = [
+            *member.host.before,
+            self._binary,
+            "--name",
+            member.name,
+            "--data-dir",
+            str(member.directory),
+        ]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        command += [
-            "--initial-cluster",
-            ",".join(f"{m.name}=http://{_HOST}:{m.peer_port}" for m in self._members),
-        ]
+        command += ["--initial-cluster", ",".join(f"{m.name}={_peer_url(m)}" for m in self._members)]
         if self._tls:
             command += ["--cert-file", self._tls.cert, "--key-file", self._tls.key]
             command += ["--trusted-ca-file", self._tls.ca, "--client-cert-auth"]
@@ -324,24 +358,42 @@ class EtcdServer:
         return max(leading)[1]  # one that was cut off may believe for a while that it still leads
 
     def _ask(self, member: _Member, method: str, path: str) -> dict[str, Any]:
-        connection = self._connection(member)
         try:
-            connection.request(method, path, body="{}" if method == "POST" else None)
-            answer = json.loads(connection.getresponse().read())
-        except (http.client.HTTPException, ValueError) as error:
+            text = (
+                self._ask_there(member, method, path)
+                if member.host.before
+                else self._ask_here(member, method, path)
+            )
+            answer = json.loads(text)
+        except (http.client.HTTPException, subprocess.SubprocessError, ValueError) as error:
             raise OSError(f"{path}: {error!r}") from error
-        finally:
-            connection.close()
         if not isinstance(answer, dict):
             raise OSError(f"{path} answers {answer!r}")
         return answer
 
+    def _ask_here(self, member: _Member, method: str, path: str) -> bytes:
+        connection = self._connection(member)
+        try:
+            connection.request(method, path, body="{}" if method == "POST" else None)
+            return connection.getresponse().read()
+        finally:
+            connection.close()
+
+    def _ask_there(self, member: _Member, method: str, path: str) -> bytes:
+        host = member.host
+        words = [sys.executable, "-S", "-c", _ASK, method, host.address, str(member.client_port), path]
+        asked = subprocess.run(
+            [*host.before, *words], capture_output=True, check=True, timeout=2 * _ANSWER_WITHIN
+        )
+        return asked.stdout
+
     def _connection(self, member: _Member) -> http.client.HTTPConnection:
+        address, port = member.host.address, member.client_port
         if self._tls is None:
-            return http.client.HTTPConnection(_HOST, member.client_port, timeout=_ANSWER_WITHIN)
+            return http.client.HTTPConnection(address, port, timeout=_ANSWER_WITHIN)
         context = ssl.create_default_context(cafile=self._tls.ca)
         context.load_cert_chain(self._tls.cert, self._tls.key)
-        return http.client.HTTPSConnection(_HOST, member.client_port, timeout=_ANSWER_WITHIN, context=context)
+        return http.client.HTTPSConnection(address, port, timeout=_ANSWER_WITHIN, context=context)
 
 
 def _retrying(timeout: float) -> tenacity.Retrying:
@@ -350,6 +402,10 @@ def _retrying(timeout: float) -> tenacity.Retrying:
         stop=tenacity.stop_after_delay(timeout),
         wait=tenacity.wait_exponential(multiplier=0.01, max=0.2),
     )
+
+
+def _peer_url(member: _Member) -> str:
+    return f"http://{member.host.address}:{member.peer_port}"
 
 
 def _log_of(member: _Member) -> Path:

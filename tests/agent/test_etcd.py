@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import trustme
-from agent_job import await_that, send
+from agent_job import TIMEOUT, all_gone, await_that, send
 from test_nodes import CONF, WRAPPED, Cluster, lose, pids_of, places
+from training import Training
 
 from ft_wrapper.run import main
-from ft_wrapper.store.etcd_messages import Put, Range, Span
+from ft_wrapper.store import EtcdStore
+from ft_wrapper.store.etcd_messages import Put, Range, Span, Watched
 from ft_wrapper.testing import EtcdServer
 from ft_wrapper.testing.etcd_server import EtcdNotFound, EtcdTLS
 from ft_wrapper.testing.ports import free_port
@@ -63,32 +67,85 @@ def left_in(etcd: EtcdServer) -> list[bytes]:
 def test_any_machine_may_be_lost(
     tmp_path: Path, members: EtcdServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with EtcdCluster(tmp_path, WRAPPED, nnodes="2:3") as cluster:
-        cluster.use(members)
+    with Training(tmp_path, members.endpoints) as cluster:
         nodes = [cluster.start(str(number)) for number in range(3)]
-        before = cluster.await_inside(3, *nodes)
+        began = cluster.await_active([0, 1, 2, 3], *nodes)
         await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
-        pids = [rank["pid"] for rank in before]
 
-        # The leader of etcd: nothing happens. It would be seen in the next iteration's number.
-        members.kill(members.leader())
-        # The first machine: its agent, its ranks, and the first of the other etcd members.
+        leader = members.leader()
+        members.kill(leader)
+        assert cluster.go_on(*nodes) == began
+        members.restart(leader)
+
+        # The first machine: its agent, and the first ranks.
         lose(nodes[0])
-        left = cluster.await_inside(2, *nodes[1:])
-        assert [rank["pid"] for rank in left] == pids[1:]
-        assert left[0]["iteration"] == before[0]["iteration"] + 1
-
+        without = cluster.await_active([2, 3, 4, 5], *nodes[1:])
+        assert cluster.go_on(*nodes[1:]) == without == began + 1
         found = [(node, place) for node, place, *_ in places(cluster, capsys)]
         assert found == [("0", "lost"), ("1", "seat"), ("2", "seat")]
+        nodes[0] = cluster.start("0")
+        again = cluster.await_active([0, 1, 2, 3], *nodes)
 
-        back = cluster.start("0")
-        after = cluster.await_inside(3, back, *nodes[1:])
-        assert [rank["pid"] for rank in after[1:]] == pids[1:]
-        assert after[0]["RANK"] == "0"
-        assert after[0]["iteration"] == left[0]["iteration"] + 1
-        cluster.finish(back, *nodes[1:])
-    assert [len(*pids_of(node).values()) for node in nodes[1:]] == [1, 1]
-    assert left_in(members) == []
+        # Both at once, as on a machine that has a member of etcd, and ranks.
+        members.kill(members.leader())
+        lose(nodes[1])
+        without = cluster.await_active([0, 1, 4, 5], nodes[0], nodes[2])
+        assert cluster.go_on(nodes[0], nodes[2]) == without == again + 1
+        cluster.finish(nodes[0], nodes[2])
+    assert [[len(pids) for pids in pids_of(node).values()] for node in nodes] == [[1, 1]] * 3
+
+
+def lose_majority(members: EtcdServer) -> None:
+    """Of three."""
+    members.kill(0)
+    members.kill(1)
+
+
+def test_an_outage_longer_than_all_timeouts_disturbs_nobody(tmp_path: Path, members: EtcdServer) -> None:
+    """Without a fault. What stands still for want of etcd is nobody's silence."""
+    conf = ",read_timeout=1"
+    timeouts = {"soft_timeout": 4, "hard_timeout": 6, "heartbeat_timeout": 6, "barrier_timeout": 12}
+    with Training(tmp_path, members.endpoints, conf, **timeouts) as cluster:
+        nodes = [cluster.start(str(number)) for number in range(3)]
+        began = cluster.await_active([0, 1, 2, 3], *nodes)
+        await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
+        lose_majority(members)
+        # A try of barrier_timeout, the longest of them, has been in vain.
+        await_that(lambda: all("training goes on" in node.said for node in nodes), *nodes)
+        assert cluster.go_on(*nodes) == began
+        members.restart(0)
+        members.restart(1)
+        await_that(lambda: all("the rendezvous store is back" in node.said for node in nodes), *nodes)
+        assert cluster.go_on(*nodes) == began
+        cluster.finish(*nodes)
+    assert cluster.trained()[0] == began
+    assert [[len(pids) for pids in pids_of(node).values()] for node in nodes] == [[1, 1]] * 3
+    assert not any("no sign of life" in node.said for node in nodes)
+
+
+def test_a_fault_in_an_outage_longer_than_barrier_timeout_ends_the_job(
+    tmp_path: Path, members: EtcdServer
+) -> None:
+    timeouts = {"soft_timeout": 4, "hard_timeout": 6, "heartbeat_timeout": 6, "barrier_timeout": 8}
+    with Training(tmp_path, members.endpoints, ",read_timeout=2", nnodes="2", **timeouts) as cluster:
+        nodes = [cluster.start(str(number)) for number in range(2)]
+        cluster.await_active([0, 1, 2, 3], *nodes)
+        await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
+        families = [process for node in nodes for process in node.family()]
+        lose_majority(members)
+        (cluster.shared / "fail").touch()
+        assert [node.end() for node in nodes] == [1, 1], nodes[0].said
+        assert all_gone(families, TIMEOUT) == []
+    hints = "see whether its members run, can be reached, and have a majority"
+    for node in nodes:
+        leaving = [line for line in node.said.splitlines() if "leaves the job" in line]
+        assert len(leaving) == 2
+        for line in leaving:
+            assert "StoreUnavailable" in line and members.endpoints in line and hints in line
+        assert "InternalError" not in node.said
+        last = node.said.splitlines()[-1]
+        assert last.startswith("ftrun: no rank is left here, and none can be started again")
+        assert members.endpoints in last and hints in last
 
 
 def test_without_a_majority_training_goes_on_and_a_fault_waits(tmp_path: Path, members: EtcdServer) -> None:
@@ -100,6 +157,7 @@ def test_without_a_majority_training_goes_on_and_a_fault_waits(tmp_path: Path, m
         members.kill(0)
         members.kill(1)
         counts = [cluster.shared / f"count.{rank}" for rank in range(2)]
+        await_that(lambda: all(path.exists() for path in counts), *nodes)
         began = [path.stat().st_size for path in counts]
         await_that(
             lambda: all(p.stat().st_size > s + 100 for p, s in zip(counts, began, strict=True)), *nodes
@@ -113,6 +171,74 @@ def test_without_a_majority_training_goes_on_and_a_fault_waits(tmp_path: Path, m
     assert after[0]["pid"] == before[0]["pid"]
     assert after[1]["pid"] != before[1]["pid"]
     assert after[0]["iteration"] == before[0]["iteration"] + 1
+    assert left_in(members) == []
+
+
+@contextlib.contextmanager
+def short_lease(etcd: EtcdServer) -> Iterator[None]:
+    """A job that is begun in the block has a lease of a few seconds: shorter than ftrun lets one ask for."""
+    store = EtcdStore(etcd.endpoints, "ft_wrapper/job", ttl=timedelta(seconds=3))
+    try:
+        yield
+    finally:
+        store.close()
+
+
+def await_end_of_lease(etcd: EtcdServer) -> None:
+    """Waits until the job's keys are gone, which nobody keeps alive any more."""
+    with contextlib.closing(etcd.get_client()) as client:
+        (life,) = client.range(Range(Span(b"ft_wrapper/job/life")))
+        watch = client.watch(Watched(Span(life.key), life.mod_revision + 1))
+        too_late = threading.Timer(TIMEOUT, watch.close)
+        too_late.start()
+        try:
+            assert next(watch.events()).value is None
+        finally:
+            too_late.cancel()
+            too_late.join()
+            watch.close()
+
+
+def test_nothing_is_left_of_a_job_that_died_with_all_its_processes(
+    tmp_path: Path, members: EtcdServer
+) -> None:
+    with EtcdCluster(tmp_path, WRAPPED, nnodes="2") as cluster:
+        cluster.use(members)
+        with short_lease(members):
+            nodes = [cluster.start(str(number)) for number in range(2)]
+            cluster.await_inside(2, *nodes)
+        for node in nodes:
+            lose(node)
+        assert left_in(members) != []
+        await_end_of_lease(members)
+    assert left_in(members) == []
+
+
+def test_who_was_stopped_for_longer_than_the_lease_is_told_and_uses_no_number_again(
+    tmp_path: Path, members: EtcdServer
+) -> None:
+    with EtcdCluster(tmp_path, WRAPPED, nnodes="1") as cluster:
+        cluster.use(members)
+        with short_lease(members):
+            stopped = cluster.start("0")
+            cluster.await_inside(1, stopped)
+        family = stopped.family()
+        # All that keep the lease alive.
+        for pid in (stopped.process.pid, *(process.pid for process in family)):
+            send(pid, signal.SIGSTOP)
+        await_end_of_lease(members)
+        # Another job has the id now, with the same numbers.
+        other = cluster.start("0")
+        (before,) = cluster.await_inside(1, other)
+        for pid in (stopped.process.pid, *(process.pid for process in family)):
+            send(pid, signal.SIGCONT)
+        assert stopped.end() == 1, stopped.said
+        assert all_gone(family, TIMEOUT) == []
+        assert cluster.inside(1) == []
+        cluster.finish(other)
+    assert len(stopped.events("enter")) == len(other.events("enter")) == 1
+    assert "the job's keys are gone" in stopped.said.splitlines()[-1]
+    assert list(pids_of(other).values()) == [[before["pid"]]]
     assert left_in(members) == []
 
 

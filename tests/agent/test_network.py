@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_job import TIMEOUT, FtRun, await_that
+from agent_job import TIMEOUT, FtRun, all_gone, await_that
 from test_nodes import WRAPPED, Cluster, pids_of
+from training import Training
+
+from ft_wrapper.testing import EtcdServer
+from ft_wrapper.testing.etcd_server import EtcdHost, EtcdNotFound
 
 PORT = 29400  # in a namespace of its own, so nobody else has it
 
@@ -129,3 +134,67 @@ def test_a_node_that_was_cut_off_harms_nobody_and_comes_back(tmp_path: Path, net
     assert after[2]["pid"] != before[2]["pid"]
     assert [len(*pids_of(node).values()) for node in nodes] == [1, 1, 2]
     assert "this node (2 (10.77.0.3)) was taken out of the rendezvous" in nodes[2].said
+
+
+# With etcd on the same hosts ----------------------------------------------------------------------------
+
+
+class EtcdHosts(Training):
+    """A job that trains on the hosts of the network; each has a member of etcd, too."""
+
+    network: Network
+
+    def start_on(self, host: int) -> FtRun:
+        """Starts the node of a host."""
+        there = ("--local-addr", self.network.address(host))
+        return self.start(str(host), *there, before=self.network.command(host))
+
+
+@pytest.fixture
+def members(network: Network) -> Iterator[EtcdServer]:
+    """A member of etcd on each host."""
+    hosts = [EtcdHost(network.address(host), network.command(host)) for host in range(3)]
+    try:
+        server = EtcdServer(3, hosts=hosts)
+    except EtcdNotFound as error:
+        pytest.skip(str(error))
+    with server:
+        yield server
+
+
+@pytest.fixture
+def training(
+    tmp_path: Path, network: Network, members: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EtcdHosts]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # this machine's name leads out of the network
+    with EtcdHosts(tmp_path, members.endpoints) as cluster:
+        cluster.network = network
+        yield cluster
+
+
+def test_a_machine_that_is_cut_off_has_no_part_in_the_training_until_it_is_back(
+    training: EtcdHosts, network: Network
+) -> None:
+    """With its member of etcd, its agent and the first ranks."""
+    nodes = [training.start_on(host) for host in range(3)]
+    before = training.await_active([0, 1, 2, 3], *nodes)
+    await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
+    network.cut(0)
+    without = training.await_active([2, 3, 4, 5], *nodes)
+    assert training.go_on(*nodes) == without == before + 1
+    network.join(0)
+    again = training.await_active([0, 1, 2, 3], *nodes)
+    assert "this node (0 (10.77.0.1)) was taken out of the rendezvous" in nodes[0].said
+
+    # And for good. It can ask nobody, and can be ended all the same.
+    network.cut(0)
+    without = training.await_active([2, 3, 4, 5], *nodes)
+    assert training.go_on(*nodes) == without == again + 1
+    family = nodes[0].family()
+    nodes[0].process.send_signal(signal.SIGTERM)
+    assert nodes[0].end() == 128 + signal.SIGTERM, nodes[0].said
+    assert all_gone(family, TIMEOUT) == []
+    training.finish(*nodes[1:])
+    # Its ranks never came back as what they had been: others were started in their place.
+    assert [[len(pids) for pids in pids_of(node).values()] for node in nodes] == [[2, 2], [1, 1], [1, 1]]
+    assert "leaving: not done" not in nodes[0].said

@@ -9,7 +9,7 @@ import signal
 import socket
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class Cluster:
         self._options += ["--rdzv-backend", "c10d"]
         self._conf = ""
 
-    def start(self, node_id: str, *options: str) -> FtRun:
+    def start(self, node_id: str, *options: str, before: Sequence[str] = ()) -> FtRun:
         """Starts a node; the first one hosts the rendezvous store, unless the test does."""
         self._count += 1
         ids = ["--node-id", node_id] if self._conf else []
@@ -111,6 +111,7 @@ class Cluster:
             str(self.script),
             str(self.shared),
             *self.arguments,
+            before=before,
         )
         self._exits.enter_context(node)
         if not self._endpoint:
