@@ -483,15 +483,17 @@ class EtcdStore(Store, StoreMixin):
                 self._await_any(what, keys, deadline)
                 return said
             with standing.listening(places) as listener:
-                said |= self._read_present(f"{what} {list(keys)}", set(keys) - said.keys())
                 while missing := set(keys) - said.keys():
                     remaining = deadline - time.monotonic()
-                    if remaining <= 0:
-                        raise self._timed_out(what, missing)
                     try:
-                        woken = listener.get(timeout=min(remaining, _LOOK_AGAIN))
+                        woken = listener.get(timeout=max(0.0, min(remaining, _LOOK_AGAIN)))
                     except queue.Empty:
-                        break
+                        # What was written just now may not have been told yet.
+                        said |= self._read_present(f"{what} {list(keys)}", missing)
+                        missing -= said.keys()
+                        if missing and remaining <= _LOOK_AGAIN:
+                            raise self._timed_out(what, missing) from None
+                        continue
                     if woken is None:
                         break
                     if isinstance(woken, Exception):

@@ -140,9 +140,9 @@ class EtcdJob:
             found = self._standing.get(span)
             if not self._keeps_standing or (found is not None and not found.ended):
                 return found
-            revision, _ = self.read("watch", [], timeout)
+            revision, (present,) = self.read("watch", [Range(span)], timeout)
             life = Watched(self._life, revision + 1, puts=False)
-            made = StandingWatch(self.gateway, Watched(span, revision + 1, deletes=False), life)
+            made = StandingWatch(self.gateway, Watched(span, revision + 1), present.keys, life)
             self._standing[span] = made
             return made
 

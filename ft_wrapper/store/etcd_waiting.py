@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .etcd_gateway import EtcdCompacted, EtcdGateway, Watch
-from .etcd_messages import Event, Span, Watched
+from .etcd_messages import Event, KeyValue, Span, Watched
 
 CLOSED_WITHIN = 2.0
 """Seconds for which to wait for the end of a thread that was told to end, and has only to notice."""
@@ -124,37 +124,43 @@ class SharedWatch:
 class StandingWatch:
     """Follows many keys for as long as it is open, for threads that each wait for some of them.
 
-    Whoever listens before it looks whether a key is there misses no write after that look.
+    It knows which of them are there, so that nobody who waits has to look.
 
     Args:
         gateway: the client.
-        keys: the span of all of them, from a revision on that is not later than any listener's look.
-        life: what every listener is woken by, too, so that it looks again.
+        keys: the span of all of them, from the revision on that follows
+        present: those that were there, with what they hold.
+        life: what ends it.
     """
 
-    def __init__(self, gateway: EtcdGateway, keys: Watched, life: Watched) -> None:
+    def __init__(
+        self, gateway: EtcdGateway, keys: Watched, present: Iterable[KeyValue], life: Watched
+    ) -> None:
         self._lock = threading.Lock()
+        self._present = {kv.key: Event(kv.key, kv.value, kv.mod_revision) for kv in present}
         self._listeners: dict[_Listener, frozenset[bytes]] = {}
         self._watches = [gateway.watch(keys), gateway.watch(life)]
         self.ended = False
         """Whether it follows nothing any more: listeners were told to look again, with another one."""
         self._threads = [
             threading.Thread(target=self._run, args=(watch, tell), name="ft_wrapper-etcd-watch", daemon=True)
-            for watch, tell in zip(self._watches, (self._tell, self._tell_all), strict=True)
+            for watch, tell in zip(self._watches, (self._tell, self._tell_end), strict=True)
         ]
         for thread in self._threads:
             thread.start()
 
     @contextlib.contextmanager
     def listening(self, keys: Iterable[bytes]) -> Iterator[_Listener]:
-        """A block in which writes of some keys are told.
+        """A block in which it is told which of some keys are there, or are written.
 
         Yields:
             A queue of what was written; None if one has to look again to know; or an error to raise.
         """
         listener: _Listener = queue.SimpleQueue()
         with self._lock:
-            self._listeners[listener] = frozenset(keys)
+            self._listeners[listener] = wanted = frozenset(keys)
+            for key in wanted & self._present.keys():
+                listener.put(self._present[key])
             if self.ended:
                 listener.put(None)
         try:
@@ -180,14 +186,16 @@ class StandingWatch:
 
     def _tell(self, event: Event) -> None:
         with self._lock:
+            if event.value is None:
+                self._present.pop(event.key, None)
+                return
+            self._present[event.key] = event
             for listener, keys in self._listeners.items():
                 if event.key in keys:
                     listener.put(event)
 
-    def _tell_all(self, _: Event) -> None:
-        with self._lock:
-            for listener in self._listeners:
-                listener.put(None)
+    def _tell_end(self, _: Event) -> None:
+        self._end(None)
 
     def _end(self, how: Exception | None) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from . import keys
 from .operations import StoreOperations
 from .records import Head, Member, View, split_entry, to_number
+from .steps import Read
 
 
 class HousekeepingMixin(StoreOperations):
@@ -19,9 +20,7 @@ class HousekeepingMixin(StoreOperations):
 
     def active_in(self, n: int) -> int:
         """The number of active ranks of n; 0 if nobody has entered it yet."""
-        key = keys.world(n)
-        sizes = self.try_get(key)
-        return 0 if sizes is None else to_number(split_entry(sizes, 2, key)[1], key)
+        return _active_in(n, self.try_get(keys.world(n)))
 
     def may_be_active(self, n: int, member: Member) -> bool:
         """Whether a member may be an active rank of n, for those who do not know the rank assignment.
@@ -38,8 +37,9 @@ class HousekeepingMixin(StoreOperations):
 
     def note_wanted(self, n: int) -> bool:
         """Raises `wanted` to the active ranks of n; tells whether they are known yet."""
-        active = self.active_in(n)
-        if active > self.wanted():
+        sizes, wanted = self.carry_out([Read(keys.world(n)), Read(keys.WANTED)])
+        active = _active_in(n, sizes)
+        if active > to_number(wanted or "0", keys.WANTED):
             self.set(keys.WANTED, str(active))
         return active > 0
 
@@ -79,6 +79,11 @@ class HousekeepingMixin(StoreOperations):
         for name in past:
             self.delete_key(name)
         return len(past)
+
+
+def _active_in(n: int, sizes: str | None) -> int:
+    key = keys.world(n)
+    return 0 if sizes is None else to_number(split_entry(sizes, 2, key)[1], key)
 
 
 def _is_past(name: str, view: View, newest: dict[int, int]) -> bool:

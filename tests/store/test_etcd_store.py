@@ -353,7 +353,7 @@ def test_threads_that_wait_to_be_woken_cost_no_traffic(
         Background(lambda client=client, one=one: client.wait([f"{names.WAKE}{one}"]))  # type: ignore[misc]
         for one, client in enumerate(clients)
     ]
-    relay.wait_for("kv/txn", before + 1 + number)  # as of when to watch; and a look of each
+    relay.wait_for("kv/txn", before + 1)  # what is there, and as of when to watch
     relay.wait_for("watch", 2)
     blocked = len(relay.requests)
     for one in reversed(range(number)):
@@ -373,8 +373,8 @@ def test_wait_after_a_compaction_costs_no_more(relay: Relay, etcd: EtcdServer, m
     client.close()
     before = len(relay.requests)
     assert not store.wait_for(f"{names.WAKE}k", 1.0)
-    # As of when to watch; wakes, and the end of the job; whether it is there, at first and in the end.
-    assert sorted(relay.requests[before:]) == [*["kv/txn"] * 3, *["watch"] * 2]
+    # What is there, and as of when to watch; wakes, and the end of the job; whether it is there in the end.
+    assert sorted(relay.requests[before:]) == [*["kv/txn"] * 2, *["watch"] * 2]
     other = make(etcd.endpoints)
     waiting = Background(lambda: store.wait([f"{names.WAKE}k"]))
     other.set(f"{names.WAKE}k", "1")
