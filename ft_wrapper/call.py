@@ -68,6 +68,7 @@ class Call:
         self._monitor_lost = threading.Event()
         self._completed = False
         self._was_active = True
+        self._entered = 0
         self._thread = threading.get_ident()
         self._ended_at: float | None = None
         self._store_lost: StoreError | None = None
@@ -380,8 +381,13 @@ class Call:
             endpoint = self._address, self.monitor.serve(self._address)
             job.store.publish_endpoint(n, *endpoint)
         state.set_distributed_vars()
-        job.store.check_assignment(
-            n, job.member, state.active_rank, state.world_size, state.active_world_size
+        self._entered = job.store.check_assignment(
+            n,
+            job.member,
+            state.active_rank,
+            state.world_size,
+            state.active_world_size,
+            promoted=not self._was_active,
         )
         if endpoint is None:
             look_every = self.wrapper.monitor_thread_interval.total_seconds()
@@ -512,16 +518,14 @@ class Call:
             self.wrapper.abort(self.state.freeze())
 
     def _report_entry(self) -> None:
-        """The last active rank to enter logs the restart's line."""
+        """The active rank that came last logs the restart's line."""
         view, state, store = self.job.view, self.state, self.thread_client
         if state.active_rank == 0:
             store.note_wanted(view.n)  # at once: this rank may be lost before its monitor does so
         if view.n == view.first or state.active_rank is None:
             return
-        if not self._was_active:
-            store.log_append(names.promoted(view.n), f"{self.job.slot} {state.active_rank}")
         active = state.active_world_size or 0
-        if store.count(names.count_entered(view.n)) != active:
+        if self._entered != active:
             return
         promoted = [line.split() for line in store.log_read(names.promoted(view.n))]
         log.warning(

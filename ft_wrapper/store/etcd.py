@@ -21,7 +21,7 @@ from .etcd_job import Changed, EtcdJob, EtcdWriter
 from .etcd_messages import Answer, Branch, Compare, Delete, KeyValue, Operation, Put, Range, Span
 from .mixin import StoreMixin
 from .operations import to_text
-from .steps import Append, Claim, Move, Read, Step, Write
+from .steps import Append, Claim, Count, Move, Read, Step, Write
 
 T = TypeVar("T")
 
@@ -219,11 +219,12 @@ class EtcdStore(Store, StoreMixin):
 
     def _count(self, what: str, key: str, before: list[Put]) -> int:
         """Counts by entries, of which nobody is in another one's way; with other writes, all at once."""
-        every = Range(self._spans(key).entries, count_only=True)
-        changed = self._change(what, {}, [], [*before, self._entry(key, b""), every], [])
-        if not changed.answers:  # it was lost
-            return self._etcd.read(what, [every], self._patience)[1][0].number
-        return changed.answers[-1].number
+        # Each entry has a name of its own: written twice it is one.
+        operations: list[Operation] = [*before, self._entry(key, b""), self._every(key)]
+        return self._etcd.write(what, operations, self._patience)[-1].number
+
+    def _every(self, key: str) -> Range:
+        return Range(self._spans(key).entries, count_only=True)
 
     def _entry(self, key: str, value: bytes) -> Put:
         return Put(self._spans(key).entries.key + self._writer.new_name(), value, self._etcd.lease)
@@ -331,9 +332,7 @@ class EtcdStore(Store, StoreMixin):
             ranges = [operation for operation in every if isinstance(operation, Range)]
             found: Sequence[Answer] = self._etcd.read(what, ranges, self._patience)[1]
         else:
-            found = self._change(what, {}, [], every, []).answers
-        if not found:  # the answer was lost
-            return [self._read_again(step) for step in steps]
+            found = self._etcd.write(what, every, self._patience)
         given, start = list[str | None](), 0
         for step, some in zip(steps, operations, strict=True):
             given.append(self._given(step, found[start : start + len(some)]))
@@ -344,6 +343,8 @@ class EtcdStore(Store, StoreMixin):
         match step:
             case Read(key):
                 return [*self._spans(key).ranges]
+            case Count(key):
+                return [self._entry(key, b""), self._every(key)]
             case Append(key, entry):
                 return [self._entry(key, f"{entry}\n".encode())]
             case Write(values):
@@ -375,11 +376,10 @@ class EtcdStore(Store, StoreMixin):
                 (branch,) = answers
                 value = desired.encode() if branch.succeeded else _Held.of(branch.answers).value
                 return to_text(value or b"", key)
+            case Count():
+                return str(answers[-1].number)
             case _:
                 return None
-
-    def _read_again(self, step: Step) -> str | None:
-        return self.try_get(step.key) if isinstance(step, Read | Claim | Move) else None
 
     # Steps ---------------------------------------------------------------------------------------------
 

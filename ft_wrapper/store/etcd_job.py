@@ -100,8 +100,8 @@ class EtcdJob:
             answers += done.answers
         return revision, answers
 
-    def write(self, what: str, operations: Sequence[Operation], timeout: float) -> None:
-        """Writes what does no harm if it is written twice, or late.
+    def write(self, what: str, operations: Sequence[Operation], timeout: float) -> tuple[Answer, ...]:
+        """Carries out what does no harm if it is carried out twice, or late; returns what it gave.
 
         Args:
             what: what to call it in messages.
@@ -116,6 +116,7 @@ class EtcdJob:
         )
         if not done.succeeded:
             self.check_life(done.answers[0])
+        return done.answers
 
     def _begin_waiting(self) -> None:
         self._pid = os.getpid()

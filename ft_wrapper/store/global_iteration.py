@@ -38,7 +38,7 @@ from .records import (
     split_entry,
     to_number,
 )
-from .steps import Claim, Move, Read, Write
+from .steps import Append, Claim, Count, Move, Read, Step, Write
 from .widening import widen
 
 _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it must propose
@@ -287,8 +287,14 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
     # Agreement of the rank assignments -----------------------------------------------------------------
 
     def check_assignment(
-        self, n: int, member: Member, active_rank: int | None, world_size: int, active_world_size: int
-    ) -> None:
+        self,
+        n: int,
+        member: Member,
+        active_rank: int | None,
+        world_size: int,
+        active_world_size: int,
+        promoted: bool = False,
+    ) -> int:
         """Checks, before a rank enters n, that its rank assignment fits the others'.
 
         Args:
@@ -297,26 +303,37 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             active_rank: the active rank that it was given; None for a spare.
             world_size: the world size that it was given.
             active_world_size: the active world size that it was given.
+            promoted: whether it was a spare before; noted for people.
+
+        Returns:
+            How many active ranks have come as far as this, with this one: a hint. 0 for a spare.
 
         Raises:
             InternalError: another rank was given other sizes, or the same active rank.
         """
         mine = f"{world_size} {active_world_size}"
-        steps = [Claim(keys.world(n), mine)]
+        steps: list[Step] = [Claim(keys.world(n), mine)]
         if active_rank is not None:
             steps.append(Claim(keys.seat(n, active_rank), str(member)))
-        agreed, *holders = self.carry_out(steps)
+        if active_rank is not None and promoted:
+            steps.append(Append(keys.promoted(n), f"{member.slot} {active_rank}"))
+        if active_rank is not None:
+            steps.append(Count(keys.count_entered(n)))
+        agreed, *given = self.carry_out(steps)
         if agreed != mine:
             raise InternalError(
                 f"rank_assignment disagrees in iteration {n}: slot {member.slot} was given world size and "
                 f"active world size {mine}, another rank {agreed}; it must give the same sizes on every rank"
             )
-        holder = holders[0] if holders else str(member)
+        if not given:
+            return 0
+        holder, *_, count = given
         if holder != str(member):
             raise InternalError(
                 f"rank_assignment gave active rank {active_rank} of iteration {n} to slot {member.slot} and "
                 f"to slot {str(holder).partition(':')[0]}; it must give each active rank once"
             )
+        return int(count or 0)
 
     # Where torch.distributed meets in an iteration -----------------------------------------------------
 

@@ -137,7 +137,7 @@ def wake_goodbye(name: str) -> str:
 
 
 def count_entered(n: int) -> str:
-    """Counts active ranks that have entered the function of n."""
+    """Counts active ranks that are about to enter the function of n."""
     return f"{_ROOT}/count/entered/{n}"
 
 

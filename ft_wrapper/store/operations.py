@@ -11,7 +11,7 @@ from torch.distributed import DistStoreError
 from typing_extensions import Self
 
 from ..exception import StoreError
-from .steps import Append, Claim, Move, Read, Step, Write
+from .steps import Append, Claim, Count, Move, Read, Step, Write
 
 LAPSED = -1
 """What `StoreOperations.beats` gives where a sign of life does not hold any more. No count is negative."""
@@ -152,6 +152,9 @@ class StoreOperations:
     def carry_out(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out several operations: one after the other, or all at once where a store can.
 
+        If an answer is lost they are carried out again, and the first try may come late. So they are for
+        logs, counts and registers, and for keys that all who write them write the same.
+
         Returns:
             What each of them gives.
         """
@@ -165,6 +168,8 @@ class StoreOperations:
                 return self.claim(key, value)
             case Move(key, expected, desired):
                 return to_text(self.compare_set(key, expected, desired), key)
+            case Count(key):
+                return str(self.count(key))
             case Append(key, entry):
                 self.log_append(key, entry)
             case Write(values) if len(values) > 1:

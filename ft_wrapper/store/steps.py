@@ -29,6 +29,13 @@ class Append:
 
 
 @dataclasses.dataclass(frozen=True)
+class Count:
+    """Counts one more. Gives the count: a hint, since a lost answer may be counted twice."""
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Claim:
     """Writes a register unless it is written. Gives what it holds then."""
 
@@ -45,4 +52,4 @@ class Move:
     desired: str
 
 
-Step = Read | Write | Append | Claim | Move
+Step = Read | Write | Append | Count | Claim | Move

@@ -13,7 +13,7 @@ from ft_wrapper.testing.scenario import KINDS, Disturbance, Scenario
 from ft_wrapper.testing.shrink import Shrinker
 from ft_wrapper.testing.story import tell
 
-CRASH = Disturbance("crash", 0, 21)
+CRASH = Disturbance("crash", 0, 22)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_what_is_not_needed_is_dropped(mistake: Mistake) -> None:
     shrinker = Shrinker(mistake.make, fails(mistake, large))
     small = shrinker.shrink()
     assert small.scenario in [
-        Scenario(2, 2, steps=1, disturbances=(dataclasses.replace(CRASH, step=step),)) for step in range(22)
+        Scenario(2, 2, steps=1, disturbances=(dataclasses.replace(CRASH, step=step),)) for step in range(23)
     ]
     assert small.switches == ()
     assert small.what.startswith("Violation: rank 1 is failed, though nothing was done to it: iteration 0")
@@ -86,7 +86,7 @@ def test_story_is_told_in_order(mistake: Mistake) -> None:
         "rank 2 is stopped for 5 s before `read head`",
     )
     text = str(again)
-    assert "crash of rank 0 at 21" in text and "  2. rank 0 is killed" in text and again.what in text
+    assert "crash of rank 0 at 22" in text and "  2. rank 0 is killed" in text and again.what in text
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ import pytest
 from etcd_helpers import Relay
 
 from ft_wrapper.store import EtcdStore, StoreMixin, keys
-from ft_wrapper.store.steps import Append, Claim, Move, Read, Step, Write
+from ft_wrapper.store.steps import Append, Claim, Count, Move, Read, Step, Write
 from ft_wrapper.testing import EtcdServer
 
 TIMEOUT = timedelta(seconds=20)
@@ -27,13 +27,15 @@ def test_each_gives_what_it_gives_alone(store: StoreMixin) -> None:
             Write({"b": "2", "c": "3"}),
             Append("log", "first"),
             Append("log", "second"),
+            Count("number"),
             Claim("register", "mine"),
             Move("head", "", "one"),
         ]
     )
-    assert given == [None, "value", None, None, None, None, "mine", "one"]
+    assert given == [None, "value", None, None, None, None, "1", "mine", "one"]
     assert store.multi_get(["a", "b", "c", "register", "head"]) == [b"1", b"2", b"3", b"mine", b"one"]
     assert store.log_read("log") == ["first", "second"]
+    assert store.count("number") == 2
 
 
 def test_registers_that_somebody_else_wrote(store: StoreMixin) -> None:
@@ -97,6 +99,7 @@ def relayed(relay: Relay, prefix: str) -> Iterator[EtcdStore]:
 
 ALL: list[Step] = [
     Append("log", "entry"),
+    Count("number"),
     Claim("taken", "mine"),
     Claim("free", "mine"),
     Move("head", "", "one"),
@@ -116,7 +119,7 @@ def test_an_answer_is_lost(relay: Relay, relayed: EtcdStore) -> None:
     relayed.set("taken", "theirs")
     relayed.set("held", "value")
     relay.lose_answer()
-    assert relayed.carry_out(ALL) == [None, "theirs", "mine", "one", None, "value"]
+    assert relayed.carry_out(ALL) == [None, "1", "theirs", "mine", "one", None, "value"]
     assert relayed.log_read("log") == ["entry"]
 
 
