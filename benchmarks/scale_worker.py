@@ -174,10 +174,9 @@ class Ranks:
             store.wait_for(f"{GO}/{view.n}", _NEVER)
             store.reset_counts()
             rank, size = view.members.index(member), len(view.members)
-            if rank == 0:
-                store.publish_endpoint(view.n, HOST, 1)
-            store.check_assignment(view.n, member, rank, size, size)
-            assert store.await_endpoint(view.n, PATIENCE, PATIENCE) is not None
+            endpoint = (HOST, 1) if rank == 0 else None
+            store.check_assignment(view.n, member, rank, size, size, endpoint=endpoint)
+            assert endpoint or store.await_endpoint(view.n, PATIENCE, PATIENCE) is not None
             store.stamps.entered = time.monotonic()
 
         return self._measure(enter, ready)

@@ -379,7 +379,6 @@ class Call:
         endpoint: tuple[str, int] | None = None
         if state.active_rank == 0:
             endpoint = self._address, self.monitor.serve(self._address)
-            job.store.publish_endpoint(n, *endpoint)
         state.set_distributed_vars()
         self._entered = job.store.check_assignment(
             n,
@@ -388,6 +387,7 @@ class Call:
             state.world_size,
             state.active_world_size,
             promoted=not self._was_active,
+            endpoint=endpoint,
         )
         if endpoint is None:
             look_every = self.wrapper.monitor_thread_interval.total_seconds()

@@ -293,7 +293,9 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         active_rank: int | None,
         world_size: int,
         active_world_size: int,
+        *,
         promoted: bool = False,
+        endpoint: tuple[str, int] | None = None,
     ) -> int:
         """Checks, before a rank enters n, that its rank assignment fits the others'.
 
@@ -304,6 +306,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             world_size: the world size that it was given.
             active_world_size: the active world size that it was given.
             promoted: whether it was a spare before; noted for people.
+            endpoint: from active rank 0: host and port of the store that ``torch.distributed`` uses in n.
 
         Returns:
             How many active ranks have come as far as this, with this one: a hint. 0 for a spare.
@@ -312,6 +315,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             InternalError: another rank was given other sizes, or the same active rank.
         """
         mine = f"{world_size} {active_world_size}"
+        before: list[Step] = [Write({keys.endpoint(n): f"{endpoint[0]} {endpoint[1]}"})] if endpoint else []
         steps: list[Step] = [Claim(keys.world(n), mine)]
         if active_rank is not None:
             steps.append(Claim(keys.seat(n, active_rank), str(member)))
@@ -319,7 +323,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             steps.append(Append(keys.promoted(n), f"{member.slot} {active_rank}"))
         if active_rank is not None:
             steps.append(Count(keys.count_entered(n)))
-        agreed, *given = self.carry_out(steps)
+        agreed, *given = self.carry_out([*before, *steps])[len(before) :]
         if agreed != mine:
             raise InternalError(
                 f"rank_assignment disagrees in iteration {n}: slot {member.slot} was given world size and "
@@ -337,12 +341,8 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
 
     # Where torch.distributed meets in an iteration -----------------------------------------------------
 
-    def publish_endpoint(self, n: int, host: str, port: int) -> None:
-        """Says where the store is that ``torch.distributed`` uses in n."""
-        self.set(keys.endpoint(n), f"{host} {port}")
-
     def await_endpoint(self, n: int, timeout: float, look_every: float) -> tuple[str, int] | None:
-        """Waits for `publish_endpoint`; None if a fault ended n before it came.
+        """Waits for the endpoint that rank 0 tells; None if a fault ended n before it came.
 
         Where n is done already, this member is a spare that was slow to look: its rank 0 has been here.
 

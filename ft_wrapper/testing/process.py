@@ -246,9 +246,8 @@ class SimulatedProcess:
             return FAULT, fresh
         self.rank, self.active = state.rank, state.mode == Mode.ACTIVE
         active_rank, active = state.active_rank, state.active_world_size or 0
-        if scenario.endpoint and active_rank == 0:
-            store.publish_endpoint(n, "host", 1)
-        store.check_assignment(n, job.member, active_rank, state.world_size, active)
+        endpoint = ("host", 1) if scenario.endpoint and active_rank == 0 else None
+        store.check_assignment(n, job.member, active_rank, state.world_size, active, endpoint=endpoint)
         if scenario.endpoint and job.await_endpoint(state.rank, 1.0) is None:
             return FAULT, state
         simulation.invariants.entered(self, job.view, state)

@@ -224,7 +224,7 @@ def test_who_looks_once_all_is_done_still_gets_what_was_there_for_it(step: int, 
         if at_barrier:
             part.barrier([1], "all", 2, SHORT)
         else:
-            store.publish_endpoint(1, "host", 29)
+            store.check_assignment(1, Member(0, 0), 0, 1, 1, endpoint=("host", 29))
         store.end_iteration(1, DONE)
 
     waits = scheduler.spawn("spare", spare)
