@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from .. import events
 from ..attribution import Interruption
-from ..exception import StoreError
+from ..exception import StoreError, StoreUnavailable
 from ..store import Fault, Member, StoreMixin, View, beat_lasts
 from ..store import keys as names
 from .death import await_others, report_death
@@ -163,14 +163,13 @@ class RankMonitor:
             self._store.await_goodbye(min(here or missing), self._settings.heartbeat_interval)
 
     def _beat(self, connect: Callable[[], StoreMixin]) -> None:
-        try:
-            store = connect()
-        except StoreError:
-            log.exception("no heartbeat for %s: the store cannot be reached", self.member)
+        store = self._connected(connect)
+        if store is None:
             return
         watch = NeighbourWatch(store, self.member, self._settings.heartbeat_timeout)
         house = Housekeeper(store, self._settings.join_window)
         lasts = beat_lasts(self._settings.heartbeat_timeout, self._settings.heartbeat_interval)
+        is_away = False
         while not self._stop.wait(self._settings.heartbeat_interval):
             try:
                 store.send_heartbeat(self.member, lasts)
@@ -179,9 +178,26 @@ class RankMonitor:
                     watch.look(view)
                     self._note_left_out(watch.left_out)
                     house.keep(view, self._rank)
+                if is_away:
+                    log.warning("%s is heard again", self.member)
+                is_away = False
+            except StoreUnavailable as error:
+                if not is_away:
+                    log.warning("%s is not heard for now: %s", self.member, error)
+                is_away = True
             except Exception:
                 log.exception("heartbeat of %s failed", self.member)
         store.close()
+
+    def _connected(self, connect: Callable[[], StoreMixin]) -> StoreMixin | None:
+        """A client for the heartbeat, as soon as the store can be reached; None if it is stopped before."""
+        while True:
+            try:
+                return connect()
+            except StoreError as error:
+                log.warning("%s is not heard yet: %s", self.member, error)
+            if self._stop.wait(self._settings.heartbeat_interval):
+                return None
 
     def _note_left_out(self, left_out: bool) -> None:
         if not left_out:
@@ -219,11 +235,17 @@ class RankMonitor:
             returns=self._settings.replaced,
         )
 
+    def _publish_end(self, message: str) -> None:
+        try:
+            self._publish_death(Interruption.HARD_TIMEOUT, message)
+        except StoreError as error:
+            log.warning("nobody could be told that %s is ended: %s", self.member, error)
+
     def _end_rank(self, pidfd: int, message: str) -> None:
         """Publishes first, then ends the process: nobody waits for its memory to be freed."""
         log.warning("%s: %s; ending process %d", self.member, message, self._pid)
         teller = threading.Thread(
-            target=self._publish_death, args=(Interruption.HARD_TIMEOUT, message), daemon=True
+            target=self._publish_end, args=(message,), name="ft_wrapper-hard-timeout", daemon=True
         )
         teller.start()
         with selectors.DefaultSelector() as selector:

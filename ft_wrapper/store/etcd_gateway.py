@@ -419,10 +419,9 @@ class EtcdGateway:
         cause: BaseException | None = error
         hint = ""
         while cause is not None:
-            if isinstance(cause, ssl.SSLEOFError):
-                hint = "; see whether it speaks TLS"  # etcd without TLS hangs up; so does one that is killed
-            elif isinstance(cause, http.client.RemoteDisconnected) and not endpoint.tls:
-                hint = "; see whether it wants https"  # the same the other way round
+            # Who is spoken to with TLS and has none, or the other way round, hangs up; so does who is killed.
+            if isinstance(cause, ssl.SSLEOFError | ConnectionResetError):
+                hint = f"; see whether it {'speaks TLS' if endpoint.tls else 'wants https'}"
             if isinstance(cause, ssl.SSLError) and _is_final(cause):
                 return StoreError(
                     f"{endpoint}: {what}: no TLS connection: {cause.reason or cause}; see whether the "

@@ -29,7 +29,7 @@ from ft_wrapper.agent.elastic import (
     WorkerState,
 )
 
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 ALONE: dict[str, Any] = {"restart_policy": Policy.RANK}
 
 

@@ -25,7 +25,7 @@ from ft_wrapper.agent.nodes import Inbox
 from ft_wrapper.run import main
 from ft_wrapper.testing.ports import free_port
 
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 
 
 def get(port: int, path: str = "/") -> tuple[int, str]:

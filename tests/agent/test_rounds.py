@@ -27,7 +27,7 @@ from ft_wrapper.rendezvous.state import (
 from ft_wrapper.store import Member, TCPStore, TCPStoreServer
 from ft_wrapper.store.interruption import FAULT
 
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 
 
 def node(name: str, nproc: int = 1, role: str = "default") -> Node:

@@ -19,7 +19,7 @@ from ft_wrapper.store.etcd_messages import Range, Span
 from ft_wrapper.testing import EtcdServer
 
 ROOT = Path(__file__).parent.parent.parent
-TIMEOUT = 90.0
+TIMEOUT = 120.0
 
 # A plain script. "fail once": one worker of the first round fails. "grow": a lone worker waits to be ended.
 SCRIPT = """
