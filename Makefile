@@ -81,6 +81,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/restart_latency.py
 	$(BIN)/python benchmarks/replace_rank.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/store_operations.py
 	$(BIN)/python benchmarks/scale.py
 
 clean:
