@@ -38,8 +38,9 @@ def real_store(
                 store = TCPStore("localhost", server.port, timeout=timeout)
             else:
                 store = EtcdStore(etcd.endpoints, prefix, timeout=timeout)
-                owned.callback(store.remove)
             owned.callback(store.close)
+            if isinstance(store, EtcdStore):
+                owned.callback(store.remove)
             return store
 
         if kind == "tcp":

@@ -267,6 +267,12 @@ class EtcdStore(Store, StoreMixin):
             held = _Held.of(changed.answers)
         return False
 
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), _KEYS_A_WRITE):
+            part = keys[start : start + _KEYS_A_WRITE]
+            deletions = [Delete(span) for key in part for span in self._spans(key)]
+            self._etcd.write(f"deletion of {len(part)} keys", deletions, self._patience)
+
     # Operations that read ------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes:

@@ -76,8 +76,7 @@ class HousekeepingMixin(StoreOperations):
                 newest[member[0]] = max(member[1], newest.get(member[0], 0))
         newest.update((member.slot, member.incarnation) for member in view.members)
         past = [name for name in names if _is_past(name, view, newest)]
-        for name in past:
-            self.delete_key(name)
+        self.delete_keys(past)
         return len(past)
 
 

@@ -21,7 +21,7 @@ class StoreOperations:
     """The operations of ``torch.distributed.Store`` that the protocol uses, and steps made of them.
 
     A store implements the first group; ``log_append``, ``log_read``, ``count``, ``log_append_counted``,
-    ``hear``, ``carry_out`` and ``now`` may be replaced where a store has a better way.
+    ``hear``, ``carry_out``, ``delete_keys`` and ``now`` may be replaced where a store has a better way.
     """
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -178,6 +178,11 @@ class StoreOperations:
                 for key, value in values.items():
                     self.set(key, value)
         return None
+
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Deletes keys that nobody writes any more."""
+        for key in keys:
+            self.delete_key(key)
 
     def claim(self, key: str, value: str) -> str:
         """Writes a register unless it is written; returns what it holds."""

@@ -104,7 +104,7 @@ def lose_majority(members: EtcdServer) -> None:
 def test_an_outage_longer_than_all_timeouts_disturbs_nobody(tmp_path: Path, members: EtcdServer) -> None:
     """Without a fault. What stands still for want of etcd is nobody's silence."""
     conf = ",read_timeout=1"
-    timeouts = {"soft_timeout": 4, "hard_timeout": 6, "heartbeat_timeout": 6, "barrier_timeout": 12}
+    timeouts = {"soft_timeout": 8, "hard_timeout": 12, "heartbeat_timeout": 12, "barrier_timeout": 15}
     with Training(tmp_path, members.endpoints, conf, **timeouts) as cluster:
         nodes = [cluster.start(str(number)) for number in range(3)]
         began = cluster.await_active([0, 1, 2, 3], *nodes)
@@ -126,7 +126,7 @@ def test_an_outage_longer_than_all_timeouts_disturbs_nobody(tmp_path: Path, memb
 def test_a_fault_in_an_outage_longer_than_barrier_timeout_ends_the_job(
     tmp_path: Path, members: EtcdServer
 ) -> None:
-    timeouts = {"soft_timeout": 4, "hard_timeout": 6, "heartbeat_timeout": 6, "barrier_timeout": 8}
+    timeouts = {"soft_timeout": 8, "hard_timeout": 12, "heartbeat_timeout": 12, "barrier_timeout": 8}
     with Training(tmp_path, members.endpoints, ",read_timeout=2", nnodes="2", **timeouts) as cluster:
         nodes = [cluster.start(str(number)) for number in range(2)]
         cluster.await_active([0, 1, 2, 3], *nodes)

@@ -40,6 +40,8 @@ def test_a_counter_that_stands_still_for_the_timeout_is_silence(
     assert not observer.silent([MEMBER])
 
 
+# On etcd a heartbeat holds for its lease's time, by etcd's clock: test_etcd_heartbeats.py.
+@pytest.mark.parametrize("job_store", ["fake", "tcp"], indirect=True)
 def test_a_pause_of_the_observer_silences_nobody(
     job_store: StoreMixin, clock: Clock, observer: HeartbeatObserver
 ) -> None:

@@ -81,6 +81,16 @@ def test_who_waits_hears_what_is_said(store: StoreMixin) -> None:
     waiting.close()
 
 
+def test_many_keys_are_deleted(store: StoreMixin) -> None:
+    names = [f"key {number}" for number in range(100)]
+    store.multi_set(names, ["x"] * 100)
+    store.append(names[0], "more")
+    store.set("kept", "x")
+    store.delete_keys([*names, "absent"])
+    assert not any(store.check([name]) for name in names)
+    assert store.check(["kept"])
+
+
 @pytest.fixture
 def relay(etcd: EtcdServer) -> Iterator[Relay]:
     relay = Relay(etcd.endpoints)
