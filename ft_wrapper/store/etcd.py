@@ -538,9 +538,10 @@ def _fit_together(steps: Sequence[Step]) -> bool:
 
     Entries of a log that are written at once have no order.
     """
+    keys = [key for step in steps for key in _keys_of(step)]
     written = [key for step in steps for key in _keys_of(step) if not isinstance(step, Read)]
     size = sum(len(repr(step)) for step in steps)
-    return size <= _BYTES_A_WRITE and len(steps) <= _KEYS_A_WRITE and len(written) == len(set(written))
+    return size <= _BYTES_A_WRITE and len(keys) <= _KEYS_A_WRITE and len(written) == len(set(written))
 
 
 def _keys_of(step: Step) -> list[str]:

@@ -63,6 +63,12 @@ def test_what_is_too_large_for_one_transaction(store: StoreMixin) -> None:
     assert (len(store.get("a")), len(store.get("b"))) == (600_000, 600_000)
 
 
+def test_more_keys_than_a_transaction_takes(store: StoreMixin) -> None:
+    values = {f"key {number}": str(number) for number in range(200)}
+    assert store.carry_out([Write(values), Claim("head", "1")]) == [None, "1"]
+    assert store.multi_get([*values]) == [value.encode() for value in values.values()]
+
+
 def test_who_waits_hears_what_is_said(store: StoreMixin) -> None:
     """What a store does not tell by itself is read."""
     key, heard = keys.wake_head(1), []
