@@ -126,7 +126,7 @@ def test_an_outage_longer_than_all_timeouts_disturbs_nobody(tmp_path: Path, memb
 def test_a_fault_in_an_outage_longer_than_barrier_timeout_ends_the_job(
     tmp_path: Path, members: EtcdServer
 ) -> None:
-    timeouts = {"soft_timeout": 8, "hard_timeout": 12, "heartbeat_timeout": 12, "barrier_timeout": 8}
+    timeouts = {"soft_timeout": 6, "hard_timeout": 9, "heartbeat_timeout": 9, "barrier_timeout": 10}
     with Training(tmp_path, members.endpoints, ",read_timeout=2", nnodes="2", **timeouts) as cluster:
         nodes = [cluster.start(str(number)) for number in range(2)]
         cluster.await_active([0, 1, 2, 3], *nodes)
