@@ -21,7 +21,7 @@ from .etcd_job import Changed, EtcdJob, EtcdWriter
 from .etcd_messages import Answer, Branch, Compare, Delete, KeyValue, Operation, Put, Range, Span
 from .mixin import StoreMixin
 from .operations import to_text
-from .steps import Append, Claim, Count, Move, Read, Step, Write
+from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Write
 
 T = TypeVar("T")
 
@@ -334,7 +334,7 @@ class EtcdStore(Store, StoreMixin):
         what = ", ".join(map(_described, steps))
         operations = [self._operations(step) for step in steps]
         every = [operation for some in operations for operation in some]
-        if all(isinstance(step, Read) for step in steps):
+        if all(isinstance(step, Read | ReadLog) for step in steps):
             ranges = [operation for operation in every if isinstance(operation, Range)]
             found: Sequence[Answer] = self._etcd.read(what, ranges, self._patience)[1]
         else:
@@ -347,7 +347,7 @@ class EtcdStore(Store, StoreMixin):
 
     def _operations(self, step: Step) -> list[Operation]:
         match step:
-            case Read(key):
+            case Read(key) | ReadLog(key):
                 return [*self._spans(key).ranges]
             case Count(key):
                 return [self._entry(key, b""), self._every(key)]
@@ -378,6 +378,8 @@ class EtcdStore(Store, StoreMixin):
             case Read(key):
                 value = _Held.of(answers).value
                 return None if value is None else to_text(value, key)
+            case ReadLog(key):
+                return to_text(_Held.of(answers).value or b"", key).rstrip("\n")
             case Claim(key, desired) | Move(key, _, desired):
                 (branch,) = answers
                 value = desired.encode() if branch.succeeded else _Held.of(branch.answers).value
@@ -539,7 +541,7 @@ def _fit_together(steps: Sequence[Step]) -> bool:
     Entries of a log that are written at once have no order.
     """
     keys = [key for step in steps for key in _keys_of(step)]
-    written = [key for step in steps for key in _keys_of(step) if not isinstance(step, Read)]
+    written = [key for step in steps for key in _keys_of(step) if not isinstance(step, Read | ReadLog)]
     size = sum(len(repr(step)) for step in steps)
     return size <= _BYTES_A_WRITE and len(keys) <= _KEYS_A_WRITE and len(written) == len(set(written))
 

@@ -38,7 +38,7 @@ from .records import (
     split_entry,
     to_number,
 )
-from .steps import Append, Claim, Count, Move, Read, Step, Write
+from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Write
 from .widening import widen
 
 _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it must propose
@@ -145,11 +145,11 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             n: the iteration.
             call: only those that come for this call; all when None.
         """
-        return _joins_in(n, self.try_get(keys.join(n)), call)
+        return _joins_in(n, self.log_read(keys.join(n)), call)
 
     def arrivals_of(self, n: int) -> set[Member]:
         """The members that have left the function of n."""
-        return set(_arrivals_in(n, self.try_get(keys.arrived(n))))
+        return set(_arrivals_in(n, self.log_read(keys.arrived(n))))
 
     def count_death(self, view: View) -> None:
         """Counts a logged death; decides the next iteration if it was the last thing missing."""
@@ -181,12 +181,13 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         n = view.n
         # Deaths last: whoever logs a death first and then finds that the member has neither arrived nor asked
         # to join may be sure that no proposal will have it.
-        end, arrivals, joins, deaths = self.carry_out(
-            [Read(keys.end(n)), Read(keys.arrived(n)), Read(keys.join(n)), Read(keys.dead(n))]
+        end, *logs = self.carry_out(
+            [Read(keys.end(n)), ReadLog(keys.arrived(n)), ReadLog(keys.join(n)), ReadLog(keys.dead(n))]
         )
         outcome = outcome_in(n, end)
         if outcome is None:
             return None
+        arrivals, joins, deaths = ((log or "").splitlines() for log in logs)
         arrived = _arrivals_in(n, arrivals)
         joining = _joins_in(n, joins, _call_after(view, outcome))
         dead = announced_deaths_in(n, deaths)
@@ -494,20 +495,20 @@ def _decision_in(head: Head, text: str) -> Decision:
     return decision
 
 
-def _arrivals_in(n: int, log: str | None) -> dict[Member, tuple[int, int]]:
+def _arrivals_in(n: int, log: Iterable[str]) -> dict[Member, tuple[int, int]]:
     """Members that have left the function of n, each with its rank and the size of that world."""
     key = keys.arrived(n)
     arrivals = {}
-    for line in (log or "").splitlines():
+    for line in log:
         name, rank, world_size = split_entry(line, 3, key)
         arrivals[Member.parse(name, key)] = (to_number(rank, key), to_number(world_size, key))
     return arrivals
 
 
-def _joins_in(n: int, log: str | None, call: int | None) -> set[Member]:
+def _joins_in(n: int, log: Iterable[str], call: int | None) -> set[Member]:
     key = keys.join(n)
     joins = set()
-    for line in (log or "").splitlines():
+    for line in log:
         name, comes_for = split_entry(line, 2, key)
         if call is None or to_number(comes_for, key) == call:
             joins.add(Member.parse(name, key))

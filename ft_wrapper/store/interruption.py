@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..exception import StoreError
 from . import keys
@@ -66,7 +66,7 @@ class InterruptionMixin(StoreOperations):
 
     def announced_deaths_of(self, n: int) -> dict[Member, bool]:
         """The members of n that have ended, each with whether a replacement was announced."""
-        return announced_deaths_in(n, self.try_get(keys.dead(n)))
+        return announced_deaths_in(n, self.log_read(keys.dead(n)))
 
     def give_up(self, n: int, member: Member) -> None:
         """Says that a member waits no more for the iteration after n, and must not be reckoned with."""
@@ -141,7 +141,7 @@ class InterruptionMixin(StoreOperations):
         return outcome_in(n, stands) or outcome
 
     def _deaths(self, n: int) -> Iterator[tuple[Member, str]]:
-        return _deaths_in(n, self.try_get(keys.dead(n)))
+        return _deaths_in(n, self.log_read(keys.dead(n)))
 
 
 def outcome_in(n: int, register: str | None) -> str | None:
@@ -151,7 +151,7 @@ def outcome_in(n: int, register: str | None) -> str | None:
     return register
 
 
-def announced_deaths_in(n: int, log: str | None) -> dict[Member, bool]:
+def announced_deaths_in(n: int, log: Iterable[str]) -> dict[Member, bool]:
     """The members of n that have ended, by its log, each with whether a replacement was announced."""
     deaths: dict[Member, bool] = {}
     for member, mark in _deaths_in(n, log):
@@ -159,9 +159,9 @@ def announced_deaths_in(n: int, log: str | None) -> dict[Member, bool]:
     return deaths
 
 
-def _deaths_in(n: int, log: str | None) -> Iterator[tuple[Member, str]]:
+def _deaths_in(n: int, log: Iterable[str]) -> Iterator[tuple[Member, str]]:
     key = keys.dead(n)
-    for line in (log or "").splitlines():
+    for line in log:
         name, _, mark = line.partition(" ")
         if mark not in ("", _RETURNS, _GAVE_UP):
             raise StoreError(f"store key {key!r} holds the entry {line!r}, which is no member's death")

@@ -11,7 +11,7 @@ from torch.distributed import DistStoreError
 from typing_extensions import Self
 
 from ..exception import StoreError
-from .steps import Append, Claim, Count, Move, Read, Step, Write
+from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Write
 
 LAPSED = -1
 """What `StoreOperations.beats` gives where a sign of life does not hold any more. No count is negative."""
@@ -164,6 +164,8 @@ class StoreOperations:
         match step:
             case Read(key):
                 return self.try_get(key)
+            case ReadLog(key):
+                return "\n".join(self.log_read(key))
             case Claim(key, value):
                 return self.claim(key, value)
             case Move(key, expected, desired):

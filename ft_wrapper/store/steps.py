@@ -14,6 +14,13 @@ class Read:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReadLog:
+    """Reads a log. Gives its entries, a line each."""
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Write:
     """Writes keys. Gives None."""
 
@@ -52,4 +59,4 @@ class Move:
     desired: str
 
 
-Step = Read | Write | Append | Count | Claim | Move
+Step = Read | ReadLog | Write | Append | Count | Claim | Move

@@ -284,14 +284,14 @@ class NumberThenRecordStore(SimulatedStore):
         number = self.add(f"{key}/count", 1)
         self.set(f"{key}/{number}", entry)
 
-    def try_get(self, key: str) -> str | None:
+    def log_read(self, key: str) -> list[str]:
         if "/join/" not in key:
-            return super().try_get(key)
+            return super().log_read(key)
         entries = []
         for number in range(1, self.add(f"{key}/count", 0) + 1):
             self.wait_for(f"{key}/{number}", LONG)
             entries.append(self.get(f"{key}/{number}").decode())
-        return "\n".join(entries)
+        return entries
 
 
 # Arrival in two steps, one of which may be missing; the counter as truth
@@ -305,14 +305,14 @@ class CountAloneStore(SimulatedStore):
 
 
 class CounterStore(SimulatedStore):
-    def try_get(self, key: str) -> str | None:
+    def log_read(self, key: str) -> list[str]:
         head = self.read_head() if "/arrived/" in key else None
         if head is None or key != keys.arrived(head.n):
-            return super().try_get(key)
+            return super().log_read(key)
         members = self.read_view(head).members
         if self.add(keys.count_gone(head.n), 0) < len(members):
-            return super().try_get(key)
-        return "\n".join(f"{member} {rank} {len(members)}" for rank, member in enumerate(members))
+            return super().log_read(key)
+        return [f"{member} {rank} {len(members)}" for rank, member in enumerate(members)]
 
 
 # Completion without end/{n}

@@ -11,7 +11,7 @@ import pytest
 from etcd_helpers import Relay
 
 from ft_wrapper.store import EtcdStore, StoreMixin, keys
-from ft_wrapper.store.steps import Append, Claim, Count, Move, Read, Step, Write
+from ft_wrapper.store.steps import Append, Claim, Count, Move, Read, ReadLog, Step, Write
 from ft_wrapper.testing import EtcdServer
 
 TIMEOUT = timedelta(seconds=20)
@@ -53,7 +53,7 @@ def test_registers_that_somebody_else_wrote(store: StoreMixin) -> None:
 
 def test_steps_see_those_before_them(store: StoreMixin) -> None:
     assert store.carry_out([Write({"a": "1"}), Read("a"), Claim("a", "2")]) == [None, "1", "1"]
-    assert store.carry_out([Append("log", "x"), Read("log")]) == [None, "x\n"]
+    assert store.carry_out([Append("log", "x"), ReadLog("log"), ReadLog("none")]) == [None, "x", ""]
 
 
 def test_what_is_too_large_for_one_transaction(store: StoreMixin) -> None:
