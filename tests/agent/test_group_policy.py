@@ -64,9 +64,12 @@ class Job:
         launcher: one of `LAUNCHERS`.
         nnodes: how many agents.
         options: for all of them.
+        silent_after: seconds until ours takes a node for lost.
     """
 
-    def __init__(self, folder: Path, launcher: str, nnodes: str, *options: str) -> None:
+    def __init__(
+        self, folder: Path, launcher: str, nnodes: str, *options: str, silent_after: float = 5.0
+    ) -> None:
         self._folder = folder
         self._launcher = launcher
         self._shared = folder / "shared"
@@ -75,6 +78,7 @@ class Job:
         script.write_text(textwrap.dedent(SCRIPT))
         self._script = [str(script), str(self._shared)]
         self._options = ["--nnodes", nnodes, "--nproc-per-node", str(NPROC), "--rdzv-id", "job", *options]
+        self._attempts = round(silent_after / 0.5)
         self._seen: set[int] = set()
         self._count = 0
         self._exits = contextlib.ExitStack()
@@ -84,7 +88,7 @@ class Job:
         self._exits.callback(server.close)
         backend, conf = "c10d", "keep_alive_interval=1,keep_alive_max_attempt=5"
         if self._launcher == OURS:
-            backend, conf = "ft", "keep_alive_interval=0.5,keep_alive_max_attempt=10"
+            backend, conf = "ft", f"keep_alive_interval=0.5,keep_alive_max_attempt={self._attempts}"
         self._options += ["--rdzv-backend", backend, "--rdzv-endpoint", f"localhost:{server.port}"]
         self._options += ["--rdzv-conf", f"is_host=false,last_call_timeout=1,read_timeout=30,{conf}"]
         if self._launcher != TORCHS:
@@ -351,7 +355,8 @@ def test_the_loss_of_a_node_is_no_restart(tmp_path: Path) -> None:
 def test_a_node_that_leaves_and_comes_back_at_once_is_a_restart_for_ours_alone(
     tmp_path: Path, launcher: str
 ) -> None:
-    with Job(tmp_path, launcher, "1:2", "--max-restarts", "1") as job:
+    # It is back before anybody takes it for lost, however long it takes to start.
+    with Job(tmp_path, launcher, "1:2", "--max-restarts", "1", silent_after=60.0) as job:
         a, b = job.start("a"), job.start("b")
         job.ranks(2 * NPROC, a, b)
         lose(b)
