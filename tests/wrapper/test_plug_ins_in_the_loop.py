@@ -132,7 +132,9 @@ def fails_in(rank: Rank, place: str, call: int, kind: str) -> Any:
         if call_wrapper.iteration == 0:
             if place not in ("initialize", "health_check") or call > 1:
                 if rank.slot == 0:
+                    rank.hear()  # that the other one is in
                     raise ValueError
+                rank.say("in")
             elif place == "initialize" and rank.slot == 0:
                 rank.hang()
             if place == "terminate" and rank.slot == 1:
@@ -162,6 +164,9 @@ def test_what_a_failure_means(
     job: Job, place: str, call: int, kind: str, ends_with: str | None, others: list[Any] | None
 ) -> None:
     job.start(2, fails_in, place, call, kind)
+    if place not in ("initialize", "health_check") or call > 1:
+        job.expect("in", 1)
+        job.tell("raise", 0)
     job.wait_for_end()
     if others is None:  # it left between iterations, and the decision was made without it
         n, world, kinds = job[0].value
