@@ -282,6 +282,26 @@ class EtcdGateway:
         """Follows the writes of a span; see `Watch`."""
         return Watch(self, watched)
 
+    # Members -------------------------------------------------------------------------------------------
+
+    def prefer_leader(self) -> None:
+        """Asks the leader from now on, if one says that it is: others pass on to it what they are asked."""
+        if len(self._endpoints) == 1:
+            return
+        before = self._current
+        for number in range(len(self._endpoints)):
+            self._current = number
+            try:
+                token = self._logged_in(_FIRST_TRY)
+                status = self._send("status", "maintenance/status", b"{}", _FIRST_TRY, token)
+            except (_NoAnswer, StoreError) as error:
+                log.debug("%r: whether %s leads is not known: %s", self, self._endpoints[number], error)
+                continue
+            if status.get("leader") == status.get("header", {}).get("member_id"):
+                self._current = number
+                return
+        self._current = before
+
     # Anything else -------------------------------------------------------------------------------------
 
     def call(self, path: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class EtcdJob:
         self.lease = 0
         self.nonce = b""
         self._find_or_begin(ttl, timeout)
+        gateway.prefer_leader()
         self._begin_waiting()
 
     def __repr__(self) -> str:

@@ -235,6 +235,21 @@ def test_killed_leader(cluster: EtcdServer) -> None:
     client.close()
 
 
+def test_leader_is_asked_if_one_is_known(cluster: EtcdServer) -> None:
+    client = cluster.get_client(timeout=10.0)
+    client.prefer_leader()
+    assert client._current == cluster.leader()
+    cluster.kill(cluster.leader())
+    client.put(Put(b"k", b"1"))
+    client.prefer_leader()
+    assert client._current == cluster.leader()
+    cluster.kill(cluster.leader())  # nobody leads now
+    before = client._current
+    client.prefer_leader()
+    assert client._current == before
+    client.close()
+
+
 def test_paused_member(cluster: EtcdServer) -> None:
     client = cluster.get_client()
     for index in range(3):
