@@ -21,7 +21,7 @@ from .etcd_job import Changed, EtcdJob, EtcdWriter
 from .etcd_messages import Answer, Branch, Compare, Delete, KeyValue, Operation, Put, Range, Span
 from .mixin import StoreMixin
 from .operations import to_text
-from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Write
+from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
 
 T = TypeVar("T")
 
@@ -357,7 +357,7 @@ class EtcdStore(Store, StoreMixin):
                 return [
                     o for key, text in values.items() for o in self._replace(self._spans(key), text.encode())
                 ]
-            case Claim(key, value):
+            case Claim(key, value) | Wake(key, value):  # written again it would wake all again
                 return [self._branch(key, "", value)]
             case Move(key, expected, desired):
                 return [self._branch(key, expected, desired)]

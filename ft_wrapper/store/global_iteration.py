@@ -38,7 +38,7 @@ from .records import (
     split_entry,
     to_number,
 )
-from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Write
+from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
 from .widening import widen
 
 _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it must propose
@@ -448,7 +448,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
                 Write(written),
                 Move(keys.HEAD, "" if head is None else str(head), str(proposal)),
                 # Also a lost proposer wakes: the winner may have died before it could.
-                Write({keys.wake_head(proposal.n): str(proposal)}),
+                Wake(keys.wake_head(proposal.n), str(proposal)),
             ]
         )
         events.emit("decide", iteration=decision.n)

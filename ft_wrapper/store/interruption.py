@@ -8,7 +8,7 @@ from ..exception import StoreError
 from . import keys
 from .operations import StoreOperations
 from .records import DONE, FAULT, Fault, Member, to_number
-from .steps import Append, Claim, Step, Write
+from .steps import Append, Claim, Step, Wake
 
 _RETURNS = "returns"
 _GAVE_UP = "gave_up"
@@ -169,4 +169,4 @@ def _deaths_in(n: int, log: Iterable[str]) -> Iterator[tuple[Member, str]]:
 
 
 def _ending(n: int, outcome: str) -> list[Step]:
-    return [Claim(keys.end(n), outcome), Write({keys.wake_end(n): "1"})]
+    return [Claim(keys.end(n), outcome), Wake(keys.wake_end(n), "1")]

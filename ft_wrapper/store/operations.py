@@ -11,7 +11,7 @@ from torch.distributed import DistStoreError
 from typing_extensions import Self
 
 from ..exception import StoreError
-from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Write
+from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
 
 LAPSED = -1
 """What `StoreOperations.beats` gives where a sign of life does not hold any more. No count is negative."""
@@ -174,6 +174,8 @@ class StoreOperations:
                 return str(self.count(key))
             case Append(key, entry):
                 self.log_append(key, entry)
+            case Wake(key, value):
+                self.set(key, value)
             case Write(values) if len(values) > 1:
                 self.multi_set([*values], [*values.values()])
             case Write(values):

@@ -28,6 +28,14 @@ class Write:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wake:
+    """Writes a key that wakes those who wait for it; one that is there may be left as it is. Gives None."""
+
+    key: str
+    value: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Append:
     """Adds an entry (one line) to a log. Gives None."""
 
@@ -59,4 +67,4 @@ class Move:
     desired: str
 
 
-Step = Read | ReadLog | Write | Append | Count | Claim | Move
+Step = Read | ReadLog | Write | Wake | Append | Count | Claim | Move

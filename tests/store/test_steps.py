@@ -11,7 +11,7 @@ import pytest
 from etcd_helpers import Relay
 
 from ft_wrapper.store import EtcdStore, StoreMixin, keys
-from ft_wrapper.store.steps import Append, Claim, Count, Move, Read, ReadLog, Step, Write
+from ft_wrapper.store.steps import Append, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
 from ft_wrapper.testing import EtcdServer
 
 TIMEOUT = timedelta(seconds=20)
@@ -28,14 +28,18 @@ def test_each_gives_what_it_gives_alone(store: StoreMixin) -> None:
             Append("log", "first"),
             Append("log", "second"),
             Count("number"),
+            Wake("wake", "up"),
             Claim("register", "mine"),
             Move("head", "", "one"),
         ]
     )
-    assert given == [None, "value", None, None, None, None, "1", "mine", "one"]
+    assert given == [None, "value", None, None, None, None, "1", None, "mine", "one"]
     assert store.multi_get(["a", "b", "c", "register", "head"]) == [b"1", b"2", b"3", b"mine", b"one"]
     assert store.log_read("log") == ["first", "second"]
     assert store.count("number") == 2
+    assert store.get("wake") == b"up"
+    assert store.carry_out([Wake("wake", "up"), Wake("other", "1")]) == [None, None]
+    assert store.get("wake") == b"up"
 
 
 def test_registers_that_somebody_else_wrote(store: StoreMixin) -> None:
@@ -129,6 +133,14 @@ def test_etcd_is_asked_once(relay: Relay, relayed: EtcdStore, steps: list[Step])
     before = relay.requests.count("kv/txn")
     relayed.carry_out(steps)
     assert relay.requests.count("kv/txn") == before + 1
+
+
+def test_nobody_is_woken_twice(relay: Relay, relayed: EtcdStore) -> None:
+    woken = Wake(keys.wake_end(1), "1")
+    relayed.carry_out([Append("log", "a"), woken])
+    written = relayed._etcd.read("revision", [], 20.0)[0]
+    relayed.carry_out([woken])
+    assert relayed._etcd.read("revision", [], 20.0)[0] == written
 
 
 def test_an_answer_is_lost(relay: Relay, relayed: EtcdStore) -> None:
