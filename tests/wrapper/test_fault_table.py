@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rank_harness import SETTINGS, Job, Rank, await_end
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, FrozenState, Wrapper
+from ft_wrapper.initialize import Initialize
 from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.testing.inject_fault import Fault, inject_fault
 
@@ -199,9 +200,12 @@ def test_a_monitor_that_is_stuck_in_the_end_holds_nobody_up(job: Job) -> None:
 
 
 def has_a_spare(rank: Rank) -> Any:
-    settings = {**SETTINGS, "active_world_size": 2}
+    class Noted(Initialize):
+        def __call__(self, state: FrozenState) -> FrozenState:
+            rank.say("knows", mode=state.mode.name)
+            return state
 
-    @Wrapper(**settings)
+    @Wrapper(**SETTINGS, active_world_size=2, initialize=Noted())
     def train(call_wrapper: CallWrapper) -> int:
         rank.say("in")
         assert rank.hear() == "finish"
@@ -213,6 +217,7 @@ def has_a_spare(rank: Rank) -> Any:
 def test_the_death_of_a_spare_ends_nothing(job: Job) -> None:
     job.start(3, has_a_spare)
     job.expect("in", 0, 1)
+    job.expect("knows", 2, mode="INACTIVE")  # before that it might be an active rank, whose death ends all
     monitor = job.monitors()[2]
     job.send_signal(2, signal.SIGKILL)
     await_end(monitor)  # it has told the others
