@@ -107,7 +107,7 @@ def test_an_outage_longer_than_all_timeouts_disturbs_nobody(tmp_path: Path, memb
     timeouts = {"soft_timeout": 8, "hard_timeout": 12, "heartbeat_timeout": 12, "barrier_timeout": 15}
     with Training(tmp_path, members.endpoints, conf, **timeouts) as cluster:
         nodes = [cluster.start(str(number)) for number in range(3)]
-        began = cluster.await_active([0, 1, 2, 3], *nodes)
+        began = cluster.await_all(*nodes)
         await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
         lose_majority(members)
         # A try of barrier_timeout, the longest of them, has been in vain.
@@ -129,7 +129,7 @@ def test_a_fault_in_an_outage_longer_than_barrier_timeout_ends_the_job(
     timeouts = {"soft_timeout": 6, "hard_timeout": 9, "heartbeat_timeout": 9, "barrier_timeout": 10}
     with Training(tmp_path, members.endpoints, ",read_timeout=2", nnodes="2", **timeouts) as cluster:
         nodes = [cluster.start(str(number)) for number in range(2)]
-        cluster.await_active([0, 1, 2, 3], *nodes)
+        cluster.await_all(*nodes)
         await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
         families = [process for node in nodes for process in node.family()]
         lose_majority(members)

@@ -55,6 +55,12 @@ class Training(Cluster):
         await_that(lambda: self._active(nodes) == slots, *nodes)
         return self.trained()[0]
 
+    def await_all(self, *nodes: FtRun) -> int:
+        """Waits until all ranks of these nodes train, or are spares; returns in which iteration."""
+        ranks = 2 * len(nodes)
+        await_that(lambda: len([*self.shared.glob(f"{self.trained()[0]}.*.in")]) == ranks, *nodes)
+        return self.trained()[0]
+
     def _active(self, nodes: tuple[FtRun, ...]) -> list[int]:
         iteration = self.trained()[0]
         entered = (record for node in nodes for record in node.events("enter"))

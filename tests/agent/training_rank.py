@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, FrozenState, Wrapper
+from ft_wrapper.initialize import Initialize
 
 ACTIVE = 4
 SETTINGS: dict[str, Any] = {
@@ -60,6 +61,17 @@ def newest(folder: Path) -> Path | None:
     return max(folder.glob("*.weights"), default=None)
 
 
+class TellsThatItIsIn(Initialize):
+    """For spares, too: who has a place has nothing to ask of the store until the iteration ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        (self._folder / f"{state.iteration}.{os.getpid()}.in").touch()
+        return state
+
+
 def train(folder: Path, call_wrapper: CallWrapper) -> None:
     """Trains until there is a file named ``finish``; with one named ``fail`` all ranks fail."""
     dist.init_process_group("gloo")
@@ -91,8 +103,8 @@ def train(folder: Path, call_wrapper: CallWrapper) -> None:
 
 def main() -> None:
     """Trains under the wrapper."""
-    settings = json.loads(sys.argv[2])
-    Wrapper(use_global_iteration=True, **{**SETTINGS, **settings})(train)(Path(sys.argv[1]))
+    folder, settings = Path(sys.argv[1]), {**SETTINGS, **json.loads(sys.argv[2])}
+    Wrapper(use_global_iteration=True, initialize=TellsThatItIsIn(folder), **settings)(train)(folder)
 
 
 if __name__ == "__main__":
