@@ -15,8 +15,9 @@ from torch.distributed import DistStoreError
 from ..exception import StoreError
 from . import etcd_address
 from . import keys as names
+from .etcd_answers import LARGEST_REQUEST, EtcdRefused
 from .etcd_beats import EtcdBeats
-from .etcd_gateway import LARGEST_REQUEST, MOST_OPERATIONS, EtcdGateway, EtcdRefused
+from .etcd_gateway import MOST_OPERATIONS, EtcdGateway
 from .etcd_job import Changed, EtcdJob, EtcdWriter
 from .etcd_messages import Answer, Branch, Compare, Delete, KeyValue, Operation, Put, Range, Span
 from .mixin import StoreMixin

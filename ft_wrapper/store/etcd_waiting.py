@@ -12,8 +12,10 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .etcd_gateway import EtcdCompacted, EtcdGateway, Watch
+from .etcd_answers import EtcdCompacted
+from .etcd_gateway import EtcdGateway
 from .etcd_messages import Event, KeyValue, Span, Watched
+from .etcd_watch import Watch
 
 CLOSED_WITHIN = 2.0
 """Seconds for which to wait for the end of a thread that was told to end, and has only to notice."""

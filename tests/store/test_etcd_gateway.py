@@ -17,7 +17,9 @@ from etcd_helpers import Relay
 from store_helpers import Background
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.store.etcd_gateway import EtcdCompacted, EtcdGateway, EtcdRefused
+from ft_wrapper.store.etcd_answers import EtcdCompacted, EtcdRefused
+from ft_wrapper.store.etcd_endpoints import parse_endpoints
+from ft_wrapper.store.etcd_gateway import EtcdGateway
 from ft_wrapper.store.etcd_messages import (
     Compare,
     Delete,
@@ -237,16 +239,17 @@ def test_killed_leader(cluster: EtcdServer) -> None:
 
 def test_leader_is_asked_if_one_is_known(cluster: EtcdServer) -> None:
     client = cluster.get_client(timeout=10.0)
+    members = parse_endpoints(cluster.endpoints)
     client.prefer_leader()
-    assert client._current == cluster.leader()
+    assert client.current == members[cluster.leader()]
     cluster.kill(cluster.leader())
     client.put(Put(b"k", b"1"))
     client.prefer_leader()
-    assert client._current == cluster.leader()
+    assert client.current == members[cluster.leader()]
     cluster.kill(cluster.leader())  # nobody leads now
-    before = client._current
+    before = client.current
     client.prefer_leader()
-    assert client._current == before
+    assert client.current == before
     client.close()
 
 
