@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ._addresses import own_address
 from .abort import close_aborted_sockets, protect_process, release_process_groups, wait_for_released_groups
 from .attribution import Interruption
 from .call_wrapper import CallWrapper
 from .exception import HealthCheckError, InternalError, RankShouldRestart, StoreError, StoreUnavailable
-from .iteration_store import Environment, connect, own_address, point_to
+from .iteration_store import Environment, connect, point_to
 from .job import Job, Patience, Remembered, formation_size
 from .monitor.interrupt import Interrupter
 from .monitor.line import MonitorLine, line_to_agent

@@ -8,7 +8,6 @@ their server back off for half a second and more.
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
@@ -52,18 +51,3 @@ def connect(n: int) -> PrefixStore:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
     return PrefixStore(n, HoldingStore(client))
-
-
-def own_address(towards: str) -> str:
-    """This host's address, as seen by those who reach another host.
-
-    Args:
-        towards: name of that other host: the one that keeps the coordination store, or rank 0's.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # chooses the route, sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()

@@ -28,7 +28,7 @@ PLUG_INS = {
 
 # What a call of the function is made of, beside the plug-ins.
 PARTS = {"iteration_store", "job", "restart_report", "tracebacks", "whereabouts"}
-# Private modules directly under ft_wrapper (``_name``) are helpers of the plug-ins.
+# Private modules directly under ft_wrapper (``_name``) are helpers of the others.
 HELPERS = "_helpers"
 
 # What the modules and subpackages directly under ft_wrapper may import, beside themselves.
@@ -44,8 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "wrapper": BASE | PLUG_INS | PARTS | {HELPERS, "store", "monitor", "call", "call_wrapper"},
     "report": BASE,
     "status": BASE | {"restart_report", "store", "rendezvous"},
-    "rendezvous": BASE | {"store"},
-    "agent": BASE | {"store", "monitor", "rendezvous"},
+    "rendezvous": BASE | {HELPERS, "store"},
+    "agent": BASE | {HELPERS, "store", "monitor", "rendezvous"},
     "run": BASE | {"report", "status", "store", "rendezvous", "agent"},
 }
 # The package itself shows the public names; what tests use may use all that is tested.

@@ -8,7 +8,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ..rendezvous.backend import DEFAULT_PORT, address_of_this_node
+from .._addresses import address_of_this_node
+from ..rendezvous.backend import DEFAULT_PORT
 from ..rendezvous.handler import make_backend
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters
 from .classic_nodes import ClassicNodes
@@ -52,9 +53,8 @@ def _ft(options: Options, meeting: Meeting) -> FtNodes:
 
 def _classic(options: Options, meeting: Meeting) -> ClassicNodes:
     given = meeting.parameters
-    address = given.local_addr or address_of_this_node(
-        *parse_rendezvous_endpoint(given.endpoint, DEFAULT_PORT)
-    )
+    host_name, _ = parse_rendezvous_endpoint(given.endpoint, DEFAULT_PORT)
+    address = given.local_addr or address_of_this_node(host_name)
     parameters = RendezvousParameters(
         given.backend, given.endpoint, given.run_id, given.min_nodes, given.max_nodes, address, **given.config
     )

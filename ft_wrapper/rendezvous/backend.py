@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import abc
-import ipaddress
 import logging
-import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
+from .._addresses import address_of_this_node
 from ..exception import StoreError
 from ..store import StoreMixin, TCPStore, TCPStoreServer, serve
 from .settings import TcpOptions
@@ -152,7 +151,7 @@ class TcpBackend(Backend):
         return PrefixStore(prefix, self._connected().torch_store.clone())  # type: ignore[attr-defined]
 
     def local_address(self) -> str:
-        return address_of_this_node(self.host_name, self.port)
+        return address_of_this_node(self.host_name)
 
     def close(self) -> None:
         if self._store is not None:
@@ -189,35 +188,3 @@ class WorkerStore:
     def close(self) -> None:
         """Ends it."""
         self._store = None
-
-
-def address_of_this_node(host_name: str, port: int) -> str:
-    """How other nodes reach this one, which all reach a host.
-
-    Args:
-        host_name: of that host.
-        port: of something there.
-    """
-    if _is_loopback(host_name):
-        return "localhost"  # then all nodes are on this machine
-    name = socket.getfqdn()
-    try:
-        socket.getaddrinfo(name, None)
-        return name
-    except OSError:
-        return _address_towards(host_name, port)
-
-
-def _is_loopback(host_name: str) -> bool:
-    try:
-        return ipaddress.ip_address(host_name).is_loopback
-    except ValueError:
-        return host_name == "localhost"
-
-
-def _address_towards(host_name: str, port: int) -> str:
-    """The address that this node has on the way to a host."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as way:
-        way.connect(address)  # sends nothing
-        return str(way.getsockname()[0])

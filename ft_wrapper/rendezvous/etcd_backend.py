@@ -8,11 +8,13 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from .._addresses import address_of_this_node, is_loopback
 from ..exception import StoreError
 from ..store import StoreMixin
 from ..store.etcd_address import EtcdAddress
+from ..store.etcd_endpoints import parse_endpoints
 from . import keys
-from .backend import Backend, address_of_this_node
+from .backend import Backend
 from .settings import ETCD_NAMES
 
 log = logging.getLogger(__name__)
@@ -70,8 +72,9 @@ class EtcdBackend(Backend):
         self._store.within(workers(round_number)).clear()
 
     def local_address(self) -> str:
-        host, _, port = self._address.endpoints.split(",")[0].rpartition("//")[2].rpartition(":")
-        return address_of_this_node(host.strip("[]"), int(port))
+        hosts = [endpoint.host for endpoint in parse_endpoints(self._address.endpoints)]
+        # Where each node has a member, and names its own first, the others tell that there are several.
+        return address_of_this_node(next((host for host in hosts if not is_loopback(host)), hosts[0]))
 
     def leave(self, name: str, others: list[str]) -> None:
         """The last one removes everything."""

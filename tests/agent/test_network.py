@@ -19,6 +19,7 @@ from ft_wrapper.testing import EtcdServer
 from ft_wrapper.testing.etcd_server import EtcdHost, EtcdNotFound
 
 PORT = 29400  # in a namespace of its own, so nobody else has it
+_FILES = Path("/etc/netns")  # `ip netns exec` puts what is in a namespace's folder there over /etc
 
 
 class Network:
@@ -47,6 +48,7 @@ class Network:
                 _ip("-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
                 _ip("-n", namespace, "link", "set", "lo", "up")
                 _ip("-n", namespace, "link", "set", "eth0", "up")
+                self._write_names(host)
         except BaseException:
             self.__exit__()
             raise
@@ -57,10 +59,15 @@ class Network:
             subprocess.run(
                 ["ip", "netns", "delete", self._namespace(host)], capture_output=True, timeout=TIMEOUT
             )
+            shutil.rmtree(_FILES / self._namespace(host), ignore_errors=True)
 
     def address(self, host: int) -> str:
         """How the others reach a host."""
         return f"10.77.0.{host + 1}"
+
+    def name(self, host: int) -> str:
+        """What all hosts call a host, itself included."""
+        return f"host{host}"
 
     def command(self, host: int) -> list[str]:
         """What to put in front of a command that is to run on a host."""
@@ -73,6 +80,14 @@ class Network:
     def join(self, host: int) -> None:
         """Puts it in again."""
         _ip("-n", self._namespace("switch"), "link", "set", f"cable{host}", "up")
+
+    def _write_names(self, host: int) -> None:
+        """As Debian does: a host finds its own name on the loopback."""
+        names = {self.name(other): self.address(other) for other in range(self._size)}
+        names |= {"localhost": "127.0.0.1", self.name(host): "127.0.1.1"}
+        folder = _FILES / self._namespace(host)
+        folder.mkdir(parents=True)
+        (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in names.items()))
 
     def _namespace(self, host: int | str) -> str:
         return f"{self._name}-{host}"
@@ -102,11 +117,11 @@ class Hosts(Cluster):
 
     def start_on(self, host: int) -> FtRun:
         """Starts the node of a host."""
-        self._endpoint = f"{self.network.address(0)}:{PORT}"
+        self._endpoint = f"{self.network.name(0)}:{PORT}"
         node = FtRun(
             self.folder / f"node{host}",
             *self._options,
-            *("--rdzv-endpoint", self._endpoint, "--local-addr", self.network.address(host)),
+            *("--rdzv-endpoint", self._endpoint, "--local-addr", self.network.name(host)),
             *("--rdzv-conf", f"{self._conf},is_host={str(host == 0).lower()}", "--node-id", str(host)),
             str(self.script),
             str(self.shared),
@@ -133,7 +148,7 @@ def test_a_node_that_was_cut_off_harms_nobody_and_comes_back(tmp_path: Path, net
     # but only once it had its place again: before, that might have been another node's.
     assert after[2]["pid"] != before[2]["pid"]
     assert [len(*pids_of(node).values()) for node in nodes] == [1, 1, 2]
-    assert "this node (2 (10.77.0.3)) was taken out of the rendezvous" in nodes[2].said
+    assert "this node (2 (host2)) was taken out of the rendezvous" in nodes[2].said
 
 
 # With etcd on the same hosts ----------------------------------------------------------------------------
@@ -146,7 +161,7 @@ class EtcdHosts(Training):
 
     def start_on(self, host: int) -> FtRun:
         """Starts the node of a host."""
-        there = ("--local-addr", self.network.address(host))
+        there = ("--local-addr", self.network.name(host))
         return self.start(str(host), *there, before=self.network.command(host))
 
 
@@ -184,7 +199,7 @@ def test_a_machine_that_is_cut_off_has_no_part_in_the_training_until_it_is_back(
     assert training.go_on(*nodes) == without == before + 1
     network.join(0)
     again = training.await_active([0, 1, 2, 3], *nodes)
-    assert "this node (0 (10.77.0.1)) was taken out of the rendezvous" in nodes[0].said
+    assert "this node (0 (host0)) was taken out of the rendezvous" in nodes[0].said
 
     # And for good. It can ask nobody, and can be ended all the same.
     network.cut(0)

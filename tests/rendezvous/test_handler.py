@@ -452,3 +452,10 @@ def test_the_handler_on_etcd_by_a_url(etcd: EtcdServer, prefix: str) -> None:
 def test_a_url_of_another_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="must begin with etcd://"):
         EtcdRendezvousHandler("ft://localhost:1/job?min_workers=1&max_workers=1")
+
+
+def test_a_member_of_etcd_on_this_node_does_not_make_it_the_only_one(etcd: EtcdServer, prefix: str) -> None:
+    for endpoints, is_only_one in ((etcd.endpoints, True), (f"{etcd.endpoints},elsewhere:2379", False)):
+        with contextlib.closing(EtcdBackend(EtcdAddress(endpoints, prefix))) as backend:
+            assert (backend.local_address() == "localhost") is is_only_one
+            backend.leave("the only one", [])
