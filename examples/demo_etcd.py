@@ -5,11 +5,14 @@ thing after the other is lost, and comes back:
 
 1. the leader of etcd: nobody notices;
 2. node 0, with the first agent and the first ranks: one restart, and spares take over; then it is back;
-3. a member of etcd and another node at the same time.
+3. a member of etcd and another node at the same time;
+4. two members of etcd, its majority: the training goes on without, and nobody notices;
+5. the majority, and a rank meanwhile: that waits until the majority is back, and is one restart then.
 
 The final weights are the same, bit for bit, as those of the run that is left alone.
 
-    python examples/demo_etcd.py      `make demo-etcd`
+    python examples/demo_etcd.py                  `make demo-etcd`
+    python examples/demo_etcd.py --outage 30      without a majority for longer
 """
 
 from __future__ import annotations
@@ -24,15 +27,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kill_and_rejoin import FINISH, fail
+from kill_and_rejoin import FINISH, FOREVER, entered, fail, send
 from kill_nodes import Node, Run, left_in, three_nodes
 from launcher import no_core_dumps
 from table import duration, show_table
 
-from ft_wrapper import events
 from ft_wrapper.testing import EtcdServer
 
-STEPS = 900
 LOOK_EVERY = 0.2  # seconds
 STEP = re.compile(r"^step +(\d+)", re.MULTILINE)
 
@@ -79,15 +80,51 @@ class Demo:
         self.go_on(40)
         self.rows.append((what, str(self._iteration() - before), took))
 
+    def lose_majority(self, what: str, seconds: float, loss: Callable[[], object] | None = None) -> None:
+        """Takes two members of etcd away for a while.
+
+        Args:
+            what: is lost, in words.
+            seconds: how long.
+            loss: what else is lost meanwhile; without it the training has to go on.
+        """
+        print(f"  lost: {what}, for {seconds:g} s", flush=True)
+        before, end = self._iteration(), time.monotonic() + seconds
+        leader = self._etcd.leader()
+        members = (leader, (leader + 1) % 3)
+        for member in members:
+            self._etcd.kill(member)
+        if loss is not None:
+            loss()
+        else:
+            self.go_on(20)
+        self._run.wait(max(0.0, end - time.monotonic()))
+        if self._iteration() != before:
+            fail(self._run, "an iteration began without a majority of etcd")
+        back = time.monotonic()
+        for member in members:
+            self._etcd.restart(member)
+        took = "-"
+        if loss is not None:
+            self._await(lambda: self._iteration() > before, "nobody began anew")
+            took = f"{duration(time.monotonic() - back)} after etcd"
+        self.go_on(40)
+        self.rows.append((what, str(self._iteration() - before), took))
+
     def bring_back(self, node: Node) -> None:
         """Starts a node again, and waits until its ranks take part."""
         node.start()
         self._run.await_all()
         print(f"  node {node.name} is back", flush=True)
 
+    def kill_rank(self) -> None:
+        """Kills the process of one that trains; its agent stays."""
+        newest = self._iteration()
+        pids = [record["pid"] for record in entered(self._run) if record["iteration"] == newest]
+        send(pids[-1], signal.SIGKILL)
+
     def _iteration(self) -> int:
-        records = events.read(str(self._run.folder / "events"))
-        return max((r["iteration"] for r in records if r["event"] == "enter"), default=-1)
+        return max((record["iteration"] for record in entered(self._run)), default=-1)
 
     def _await(self, condition: Callable[[], bool], otherwise: str) -> None:
         deadline = time.monotonic() + FINISH
@@ -97,8 +134,14 @@ class Demo:
             self._run.wait(LOOK_EVERY)
 
 
-def train_through_losses(run: Run, etcd: EtcdServer) -> Demo:
-    """Trains, and loses machines meanwhile; leaves the run at its end."""
+def train_through_losses(run: Run, etcd: EtcdServer, outage: float) -> Demo:
+    """Trains, and loses machines meanwhile; leaves the run as it trains.
+
+    Args:
+        run: the training; it is not yet started.
+        etcd: where its nodes meet.
+        outage: seconds without a majority of etcd.
+    """
     run.start()
     demo = Demo(run, etcd)
     demo.go_on(20)
@@ -117,36 +160,46 @@ def train_through_losses(run: Run, etcd: EtcdServer) -> Demo:
     )
     etcd.restart(leader)
     demo.bring_back(second)
-    run.finish(FINISH)
+    demo.lose_majority("the majority of etcd", outage)
+    demo.lose_majority("the majority of etcd, and a rank meanwhile", outage, demo.kill_rank)
+    run.await_all()
     return demo
 
 
 def main() -> None:
     """Runs the demo."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--outage", type=float, default=10.0, help="seconds without a majority of etcd (default: 10)"
+    )
+    args = parser.parse_args()
     no_core_dumps()
     begin = time.monotonic()
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="ft-wrapper-demo-")))
         etcd = exits.enter_context(EtcdServer(members=3))
         shape = three_nodes(etcd)
-        options = ["--steps", str(STEPS)]
-        print("training without losses: three nodes of two ranks, four of which train", flush=True)
-        clean = Run(folder / "clean", shape, options)
+        stop = folder / "stop"
+        print("three nodes of two ranks, four of which train", flush=True)
+        lossy = Run(folder / "lossy", shape, ["--steps", str(FOREVER), "--stop-file", str(stop)])
+        with contextlib.closing(lossy):
+            demo = train_through_losses(lossy, etcd, args.outage)
+            stop.touch()
+            lossy.finish(FINISH)
+        steps = lossy.final()[2]
+        print(f"the same {steps} steps without losses", flush=True)
+        clean = Run(folder / "clean", shape, ["--steps", str(steps)])
         with contextlib.closing(clean):
             clean.start()
-            clean.finish(FINISH)
-        print("the same with losses", flush=True)
-        lossy = Run(folder / "lossy", shape, options)
-        with contextlib.closing(lossy):
-            demo = train_through_losses(lossy, etcd)
+            clean.finish(time.monotonic() - begin + FINISH)
         show_table(("lost", "restarts", "back in the function after"), demo.rows)
-        print(f"final weights without losses  sha256 {clean.final()[0]}")
-        print(f"final weights with losses     sha256 {lossy.final()[0]}", flush=True)
+        print(f"final weights with losses     sha256 {lossy.final()[0]}")
+        print(f"final weights without losses  sha256 {clean.final()[0]}", flush=True)
         if clean.final() != lossy.final():
             fail(lossy, "the weights differ")
-        if demo.rows[0][1] != "0":
-            fail(lossy, "the loss of etcd's leader caused a restart")
+        for lost, restarts, back in demo.rows:
+            if back == "-" and restarts != "0":
+                fail(lossy, f"lost {lost}: {restarts} restarts")
         left = left_in(etcd)
         if left:
             fail(lossy, f"left in etcd: {', '.join(left)}")
