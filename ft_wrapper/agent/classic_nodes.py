@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistNetworkError, DistStoreError
@@ -23,14 +22,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from .._addresses import address_of_this_node
 from ..rendezvous.backend import WorkerStore
+from ..rendezvous.interruptible import interruptible
 from .background import bounded, in_background
 from .nodes import News, Nodes, What
 from .round import Round
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 EXCHANGE_TIMEOUT = 60.0
 """Seconds within which the nodes of a round that has formed tell each other how many ranks they have."""
@@ -84,12 +84,13 @@ class ClassicNodes(Nodes):
             before.close()
         if info.rank == 0:
             bootstrap = info.bootstrap_store_info
-            address = self._address or (bootstrap and bootstrap.master_addr) or "localhost"
+            told = self._address or (bootstrap and bootstrap.master_addr)
+            address = told or address_of_this_node(socket.gethostname())
             self._worker_store = WorkerStore(address)
         hosted = self._worker_store
         own = "" if hosted is None else f"{hosted.address}:{hosted.port}"
         store = _clone(info.store)
-        place = _interruptibly(
+        place = interruptible(
             lambda: exchange(store, info.rank, info.world_size, self._nproc, self._role, own)
         )
         self._store, self._round = store, place
@@ -247,20 +248,3 @@ def _clone(store: Store) -> Store:
     except (AttributeError, NotImplementedError, RuntimeError):
         return store
     return clone
-
-
-def _interruptibly(function: Callable[[], T]) -> T:
-    """Calls a function that no signal interrupts so that one does: in another thread."""
-    answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((function(), None))
-        except Exception as error:
-            answers.put((None, error))
-
-    in_background("exchange of places", run)
-    result, error = answers.get()
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]

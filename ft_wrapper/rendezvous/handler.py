@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistStoreError
@@ -30,6 +28,7 @@ from . import keys, operations
 from .backend import Backend, TcpBackend, WorkerStore
 from .etcd_backend import EtcdBackend
 from .executor import Executor, OnUnseated
+from .interruptible import interruptible
 from .keep_alive import NeighbourWatch
 from .register import Register, Snapshot
 from .settings import (
@@ -47,7 +46,6 @@ from .watch import Board, Heart, OnChange, OnLost, Watcher
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 _GOODBYE = 5.0
 """Seconds for which the node that hosts the store waits for the others to see that all is over."""
@@ -434,7 +432,7 @@ class FtRendezvousHandler(RendezvousHandler):
         # Whoever is interrupted leaves this client waiting, and needs the other one to give up its place.
         waiting = self._backend.connect()
         try:
-            while not _interruptible(lambda: waiting.wait_for(key, self.settings.keep_alive_timeout)):
+            while not interruptible(lambda: waiting.wait_for(key, self.settings.keep_alive_timeout)):
                 newest = self._board.latest()
                 assert newest is not None
                 if newest.state.round != state.round or newest.state.closed or _is_empty(newest.state, 0):
@@ -600,20 +598,3 @@ def _store_errors() -> Iterator[None]:
         yield
     except (StoreError, DistError) as error:
         raise RendezvousConnectionError(f"the rendezvous store cannot be used: {error}") from error
-
-
-def _interruptible(function: Callable[[], T]) -> T:
-    """Calls a function that no signal interrupts so that one does: in another thread."""
-    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((function(), None))
-        except BaseException as error:
-            answers.put((None, error))
-
-    threading.Thread(target=run, name="ft_wrapper-rendezvous-wait", daemon=True).start()
-    result, error = answers.get()
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
