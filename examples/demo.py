@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launcher import Launcher, no_core_dumps
+from launcher import Launcher, no_core_dumps, run_program
 from table import duration, show_table
 
 from ft_wrapper import events
@@ -288,8 +288,4 @@ def at_random(faults: Sequence[FaultSpec], seed: int) -> Sequence[FaultSpec]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    run_program(main)

@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from pathlib import Path
 
 from kill_and_rejoin import FINISH, FOREVER, entered, fail, send
 from kill_nodes import Node, Run, left_in, three_nodes
-from launcher import no_core_dumps
+from launcher import no_core_dumps, run_program
 from table import duration, show_table
 
 from ft_wrapper.testing import EtcdServer
@@ -207,8 +206,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    run_program(main)

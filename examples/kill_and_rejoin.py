@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from launcher import HOST, Ended, Launcher, no_core_dumps
+from launcher import HOST, Ended, Launcher, no_core_dumps, run_program
 from table import duration, show_table
 
 from ft_wrapper import events
@@ -522,8 +522,4 @@ def show(args: argparse.Namespace, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    run_program(main)

@@ -68,7 +68,7 @@ from kill_and_rejoin import (
     send,
     used_twice,
 )
-from launcher import no_core_dumps
+from launcher import no_core_dumps, run_program
 from table import show_table
 
 from ft_wrapper import events
@@ -680,8 +680,4 @@ def show(args: argparse.Namespace, shape: Shape, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    run_program(main)

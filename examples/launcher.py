@@ -14,6 +14,7 @@ import resource
 import selectors
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -139,3 +140,12 @@ def no_core_dumps() -> None:
     """Keeps this process, and those that it starts, from leaving core dumps when a signal ends them."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def run_program(main: Callable[[], None]) -> None:
+    """Runs a program whose ranks end with it: SIGTERM and Ctrl-C let it close what it has opened."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
