@@ -8,11 +8,13 @@ within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is for P
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.server
 import json
 import logging
 import math
 import os
+import select
 import selectors
 import socket
 import socketserver
@@ -34,6 +36,7 @@ TIMEOUT_ENV = "TORCHELASTIC_HEALTH_CHECK_TIMEOUT"
 DEFAULT_TIMEOUT = 60.0
 """Seconds; as in torch's agent. The loop may be busy ending ranks for more than ten."""
 _CLIENT_TIMEOUT = 10.0  # seconds for which a client may keep its connection without a word
+_TOO_MANY_FILES = 1.0  # seconds until another try
 
 
 class Health(http.server.ThreadingHTTPServer):
@@ -111,6 +114,18 @@ class Health(http.server.ThreadingHTTPServer):
             while not self._stopped:
                 if any(key.fileobj is self.socket for key, _ in selector.select()):
                     self.handle_request()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                # The connection stays where it is, and would wake us again at once.
+                log.warning("health endpoint: %s; it answers again when there are fewer", error.strerror)
+                end = select.poll()
+                end.register(self._woken, select.POLLIN)
+                end.poll(_TOO_MANY_FILES * 1000)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
 import socket
+import socketserver
 import sys
 import threading
 import urllib.error
@@ -95,6 +97,21 @@ def test_the_end_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
             assert has_asked.wait(TIMEOUT)
         asking.join(TIMEOUT)
     assert [code for code, _ in answers] == [200]
+
+
+def test_too_many_open_files(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits, rather than to try again and again; and the end does not wait for it."""
+    tried, tried_again = threading.Event(), threading.Event()
+
+    def accept(server: socketserver.TCPServer) -> tuple[socket.socket, Any]:
+        (tried_again if tried.is_set() else tried).set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", accept)
+    monkeypatch.setattr("ft_wrapper.agent.health._TOO_MANY_FILES", TIMEOUT * 10)
+    with Health(0, TIMEOUT, group(), inbox) as health, socket.create_connection(("127.0.0.1", health.port)):
+        assert tried.wait(TIMEOUT)
+        assert not tried_again.wait(0.2)
 
 
 def test_an_agent_that_sleeps_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
