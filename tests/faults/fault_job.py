@@ -84,6 +84,7 @@ class Trainer:
         """The wrapper's."""
         return {
             **SETTINGS,
+            **self.rank.store_settings,
             "initialize": InjectInitialize(self.injector),
             "finalize": InjectFinalize(self.injector),
             **changed,

@@ -1,25 +1,14 @@
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator
-from datetime import timedelta
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-from rank_harness import Job, Template, running
-
-from ft_wrapper.exception import StoreError
-from ft_wrapper.store.etcd_address import EtcdAddress
-from ft_wrapper.store.etcd_messages import Range, Span
-from ft_wrapper.testing import EtcdServer
+from job_stores import job_on, leave_out, parametrize
+from rank_harness import Job, Template
 
 HERE = Path(__file__).parent
 
-# The tests of jobs run on a TCPStore and on etcd alike, except for those marked `tcp_only`. To keep the suite
-# short some of the slow ones run on etcd only if this variable is set:
-EVERY_TEST_ON_ETCD = "FT_WRAPPER_EVERY_TEST_ON_ETCD"
 LEFT_OUT_ON_ETCD = (
     # They mostly wait for timeouts inside one process, in which no store has a part.
     "test_who_stops_pinging_is_restarted[[]*",
@@ -40,33 +29,12 @@ LEFT_OUT_ON_ETCD = (
 )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "tcp_only(reason): the test is about the TCPStore, and runs its job on no other store"
-    )
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs every test of a job on every store that a job may have."""
-    if "job" in metafunc.fixturenames:
-        tcp_only = metafunc.definition.get_closest_marker("tcp_only") is not None
-        metafunc.parametrize("job", ["tcp"] if tcp_only else ["tcp", "etcd"], indirect=True)
+    parametrize(metafunc)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is too much for every run."""
-    if EVERY_TEST_ON_ETCD in os.environ:
-        return
-    left_out = [item for item in items if _is_left_out(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
-
-
-def _is_left_out(item: pytest.Item) -> bool:
-    callspec = getattr(item, "callspec", None)
-    if item.path.parent != HERE or callspec is None or callspec.params.get("job") != "etcd":
-        return False
-    return any(fnmatchcase(item.name, pattern) for pattern in LEFT_OUT_ON_ETCD)
+    leave_out(config, items, HERE, LEFT_OUT_ON_ETCD)
 
 
 @pytest.fixture(scope="package")
@@ -79,26 +47,8 @@ def template() -> Iterator[Template]:
 
 @pytest.fixture
 def job(
-    request: pytest.FixtureRequest, template: Template, tmp_path: Path, etcd_if_any: object, prefix: str
+    request: pytest.FixtureRequest, template: Template, tmp_path: Path, etcd_if_any: object
 ) -> Iterator[Job]:
     """A job of rank processes, on a store of each kind."""
-    if request.param == "tcp":
-        with running(template, tmp_path) as job:
-            yield job
-        return
-    etcd: EtcdServer = request.getfixturevalue("etcd")
-    with running(template, tmp_path, EtcdAddress(etcd.endpoints, prefix)) as job:
+    with job_on(request, template, tmp_path) as job:
         yield job
-    template.await_ends()
-    left = _remove_job(etcd, prefix)
-    assert not left, f"keys that do not go with the job: {left}"
-
-
-def _remove_job(etcd: EtcdServer, prefix: str) -> list[bytes]:
-    """Removes what a job has in etcd, if it has begun; returns the keys that are there still."""
-    with contextlib.suppress(StoreError):
-        store = EtcdAddress(etcd.endpoints, prefix).connect(timedelta(seconds=20))
-        store.remove()
-        store.close()
-    with contextlib.closing(etcd.get_client()) as client:
-        return [kv.key for kv in client.range(Range(Span.prefix(f"{prefix}/".encode()), keys_only=True))]

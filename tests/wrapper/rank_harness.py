@@ -63,14 +63,19 @@ class Rank:
     Args:
         slot: its RANK at the start.
         line: the socket to the test.
-        store: which kind of store the job is on: ``tcp`` or ``etcd``.
+        store_settings: of the wrapper, so that the job is on the store that the test is run on.
     """
 
-    def __init__(self, slot: int, line: socket.socket, store: str) -> None:
+    def __init__(self, slot: int, line: socket.socket, store_settings: dict[str, Any]) -> None:
         self.slot = slot
-        self.store = store
+        self.store_settings = store_settings
         self._line = line
         self._unread = b""
+
+    @property
+    def store(self) -> str:
+        """Which kind of store the job is on: ``tcp`` or ``etcd``."""
+        return "etcd" if self.store_settings else "tcp"
 
     def say(self, event: str, **fields: Any) -> None:
         """Tells the test something."""
@@ -176,8 +181,8 @@ def _run_rank(request: dict[str, Any], line: socket.socket) -> None:
     )  # what it keeps for good
     faulthandler.register(signal.SIGTERM, chain=True)  # what a rank was in that its monitor ended
     SETTINGS["monitor_process_logfile"] = request["output"].replace("slot-", "monitor-of-slot-")
-    SETTINGS.update(_store_settings(request["store"]))
-    rank = Rank(request["slot"], line, "etcd" if request["store"] else "tcp")
+    rank = Rank(request["slot"], line, _store_settings(request["store"]))
+    SETTINGS.update(rank.store_settings)
     body: Any = importlib.import_module(request["module"])
     for name in request["body"].split("."):
         body = getattr(body, name)
