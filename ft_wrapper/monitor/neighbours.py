@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from ..attribution import Interruption
 from ..store import Fault, HeartbeatObserver, Member, StoreMixin, View
@@ -14,7 +15,7 @@ log = logging.getLogger(__name__)
 class NeighbourWatch:
     """Watches the heartbeat of the next member; of those behind it too while it stands still.
 
-    So each member costs one read an interval, and a whole lost host is still noticed at once: its first
+    So each member costs one look an interval, and a whole lost host is still noticed at once: its first
     member's neighbour watches all of it.
 
     Args:
@@ -43,15 +44,21 @@ class NeighbourWatch:
         Returns:
             The members that are silent in this observer's eyes.
         """
-        head = self._store.read_head()
-        passed = head is not None and head.n > view.n
+        ring = self._ring(view)
+        try:
+            seen = self._store.glance(view.n, ring[0] if ring else None)
+        except Exception:
+            self._observer.forget_all_but(())
+            raise
+        passed = seen.head is not None and seen.head.n > view.n
         self.left_out = passed and not self._store.lists(self._member)
         if self.left_out:
             self._store.end_iteration(view.n, FAULT)
         if passed:
             return frozenset()
-        self._store.pass_on_end(view.n)
-        silent = self._silent(view)
+        if seen.has_ended:
+            self._store.pass_on_end(view.n)
+        silent = self._silent(ring, seen.heartbeats)
         if silent:
             silent -= self._store.deaths_of(view.n)
         if silent:
@@ -60,16 +67,28 @@ class NeighbourWatch:
             self._store.advance(view, self._member, silent=silent)
         return silent
 
-    def _silent(self, view: View) -> frozenset[Member]:
+    def _ring(self, view: View) -> tuple[Member, ...]:
+        """The other members, from the next one on."""
         if self._member not in view.members:
-            return frozenset()
+            return ()
         start = view.members.index(self._member)
-        ring = view.members[start + 1 :] + view.members[:start]
+        return view.members[start + 1 :] + view.members[:start]
+
+    def _silent(self, ring: Sequence[Member], heartbeats: int | None) -> frozenset[Member]:
+        """Who of the others is silent, as far as this one has to find out.
+
+        Args:
+            ring: the others.
+            heartbeats: those of the first of them, which were read just now.
+        """
         watched: list[Member] = []
         silent: list[Member] = []
         for peer in ring:
+            if watched or heartbeats is None:
+                stillness = self._observer.stillness(peer)
+            else:
+                stillness = self._observer.stillness_at(peer, heartbeats)
             watched.append(peer)
-            stillness = self._observer.stillness(peer)
             if stillness == 0.0:
                 break
             if stillness >= self._timeout:

@@ -22,7 +22,7 @@ from .etcd_job import Changed, EtcdJob, EtcdWriter
 from .etcd_messages import Answer, Branch, Compare, Delete, KeyValue, Operation, Put, Range, Span
 from .mixin import StoreMixin
 from .operations import to_text
-from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
+from .steps import Append, Beats, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
 
 T = TypeVar("T")
 
@@ -35,6 +35,7 @@ _END = b"\0\0"
 _LOOK_AGAIN = 10.0  # seconds; bounds how late a write is noticed whose wake was missed
 _KEYS_A_WRITE = (MOST_OPERATIONS - 1) // 2  # a write and a deletion each, beside the client's register
 _BYTES_A_WRITE = LARGEST_REQUEST * 2 // 3
+_READING = (Read, ReadLog, Beats)
 
 
 class EtcdTimeout(DistStoreError, LookupError):
@@ -234,7 +235,9 @@ class EtcdStore(Store, StoreMixin):
         self._beats.beat(f"beat of {key!r}", self._spans(key).entries.key, lasts, self._patience)
 
     def beats(self, key: str) -> int:
-        return self._beats.look(f"beats of {key!r}", self._spans(key).entries.key, self._patience)
+        (given,) = self.carry_out([Beats(key)])
+        assert given is not None
+        return int(given)
 
     def add(self, key: str, amount: int) -> int:
         def decide(value: bytes | None) -> tuple[bytes | None, int]:
@@ -335,7 +338,7 @@ class EtcdStore(Store, StoreMixin):
         what = ", ".join(map(_described, steps))
         operations = [self._operations(step) for step in steps]
         every = [operation for some in operations for operation in some]
-        if all(isinstance(step, Read | ReadLog) for step in steps):
+        if all(isinstance(step, _READING) for step in steps):
             ranges = [operation for operation in every if isinstance(operation, Range)]
             found: Sequence[Answer] = self._etcd.read(what, ranges, self._patience)[1]
         else:
@@ -350,6 +353,8 @@ class EtcdStore(Store, StoreMixin):
         match step:
             case Read(key) | ReadLog(key):
                 return [*self._spans(key).ranges]
+            case Beats(key):
+                return [self._beats.counts(self._spans(key).entries.key)]
             case Count(key):
                 return [self._entry(key, b""), self._every(key)]
             case Append(key, entry):
@@ -385,6 +390,8 @@ class EtcdStore(Store, StoreMixin):
                 (branch,) = answers
                 value = desired.encode() if branch.succeeded else _Held.of(branch.answers).value
                 return to_text(value or b"", key)
+            case Beats():
+                return str(self._beats.seen(answers[0].number))
             case Count():
                 return str(answers[-1].number)
             case _:
@@ -542,7 +549,7 @@ def _fit_together(steps: Sequence[Step]) -> bool:
     Entries of a log that are written at once have no order.
     """
     keys = [key for step in steps for key in _keys_of(step)]
-    written = [key for step in steps for key in _keys_of(step) if not isinstance(step, Read | ReadLog)]
+    written = [key for step in steps for key in _keys_of(step) if not isinstance(step, _READING)]
     size = sum(len(repr(step)) for step in steps)
     return size <= _BYTES_A_WRITE and len(keys) <= _KEYS_A_WRITE and len(written) == len(set(written))
 

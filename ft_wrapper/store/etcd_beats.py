@@ -65,19 +65,17 @@ class EtcdBeats:
             self._leases = {of: one for of, one in self._leases.items() if now - one.kept < one.ttl}
         self._leases[entries] = dataclasses.replace(lease, kept=now)
 
-    def look(self, what: str, entries: bytes, timeout: float) -> int:
-        """Looks for signs of life: a number that is larger each time there is one, else `LAPSED`.
+    def counts(self, entries: bytes) -> Range:
+        """What to read for the signs of life whose entries are there."""
+        return Range(self._ours(entries), count_only=True)
+
+    def seen(self, found: int) -> int:
+        """A number that is larger each time there is a sign of life, else `LAPSED`.
 
         Args:
-            what: what to call it in messages.
-            entries: where they are.
-            timeout: seconds for which it is tried again.
-
-        Raises:
-            StoreError: it failed, or the job's keys are gone.
+            found: how many entries were counted.
         """
-        _, (found,) = self._job.read(what, [Range(self._ours(entries), count_only=True)], timeout)
-        return next(self._looks) if found.number else LAPSED
+        return next(self._looks) if found else LAPSED
 
     def _ours(self, entries: bytes) -> Span:
         """Those of this job, and of none that had the same prefix before."""

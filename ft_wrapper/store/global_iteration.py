@@ -38,7 +38,7 @@ from .records import (
     split_entry,
     to_number,
 )
-from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
+from .steps import Append, Beats, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
 from .widening import widen
 
 _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it must propose
@@ -47,6 +47,21 @@ _LAST_STAGGER = 2.0
 _LONGEST_LOOK = 8.0
 _LOOKOUTS = 16  # members that look who is missing
 _LOOKS_OF_FEW = 4  # looks after which more of them do
+
+
+@dataclasses.dataclass(frozen=True)
+class Glance:
+    """What a member sees of the job from time to time.
+
+    Args:
+        head: which iteration is on.
+        has_ended: whether the one that was asked about has ended.
+        heartbeats: those of the member that was asked about; see `StoreOperations.beats`.
+    """
+
+    head: Head | None
+    has_ended: bool
+    heartbeats: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +86,18 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         """Which iteration is on; None before the first decision."""
         text = self.try_get(keys.HEAD)
         return None if text is None else Head.parse(text, keys.HEAD)
+
+    def glance(self, n: int, member: Member | None) -> Glance:
+        """Looks at the job, for little.
+
+        Args:
+            n: the iteration whose end is asked about.
+            member: whose heartbeats are asked about, if anybody's.
+        """
+        asked: list[Step] = [] if member is None else [Beats(keys.heartbeat(str(member)))]
+        text, end, *beats = self.carry_out([Read(keys.HEAD), Read(keys.end(n)), *asked])
+        head = None if text is None else Head.parse(text, keys.HEAD)
+        return Glance(head, end is not None, int(beats[0] or 0) if beats else None)
 
     def read_decision(self, head: Head) -> Decision:
         """The decision behind a head."""

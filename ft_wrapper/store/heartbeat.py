@@ -83,6 +83,15 @@ class CounterObserver(Generic[K]):
         except Exception:
             self._seen.clear()
             raise
+        return self.stillness_at(one, count)
+
+    def stillness_at(self, one: K, count: int) -> float:
+        """The same for a counter that was read just now.
+
+        Args:
+            one: whose it is.
+            count: what it was.
+        """
         now = self._now()
         still = 0.0
         if one in self._seen:

@@ -32,12 +32,11 @@ class InterruptionMixin(StoreOperations):
         return self._end(n, outcome)
 
     def pass_on_end(self, n: int) -> None:
-        """Wakes everybody again if iteration n has ended.
+        """Wakes everybody again, for iteration n has ended.
 
         Whoever ended it may have been stopped, or cut off with its monitor, before it could wake anybody.
         """
-        if self.check([keys.end(n)]):
-            self.set(keys.wake_end(n), "1")
+        self.set(keys.wake_end(n), "1")
 
     def outcome_of(self, n: int) -> str | None:
         """How iteration n ended: ``fault``, ``done``, or None while it is on."""

@@ -11,7 +11,7 @@ from torch.distributed import DistStoreError
 from typing_extensions import Self
 
 from ..exception import StoreError
-from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
+from .steps import Append, Beats, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
 
 LAPSED = -1
 """What `StoreOperations.beats` gives where a sign of life does not hold any more. No count is negative."""
@@ -166,6 +166,8 @@ class StoreOperations:
                 return self.try_get(key)
             case ReadLog(key):
                 return "\n".join(self.log_read(key))
+            case Beats(key):
+                return str(self.beats(key))
             case Claim(key, value):
                 return self.claim(key, value)
             case Move(key, expected, desired):

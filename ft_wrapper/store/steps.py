@@ -21,6 +21,13 @@ class ReadLog:
 
 
 @dataclasses.dataclass(frozen=True)
+class Beats:
+    """Looks for signs of life. Gives a number; see `StoreOperations.beats`."""
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Write:
     """Writes keys. Gives None."""
 
@@ -67,4 +74,4 @@ class Move:
     desired: str
 
 
-Step = Read | ReadLog | Write | Wake | Append | Count | Claim | Move
+Step = Read | ReadLog | Beats | Write | Wake | Append | Count | Claim | Move

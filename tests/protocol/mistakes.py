@@ -120,8 +120,11 @@ class WallClockStore(SimulatedStore):
     def send_heartbeat(self, member: Member, lasts: float = 0.0) -> None:
         self.set(keys.heartbeat(str(member)), str(self.now()))
 
+    def beats(self, key: str) -> int:
+        return 0  # the time is read instead
 
-def _stillness_by_wall_clock(observer: HeartbeatObserver, member: Member) -> float:
+
+def _stillness_by_wall_clock(observer: HeartbeatObserver, member: Member, _: int = 0) -> float:
     store: Any = observer._read.__self__  # type: ignore[attr-defined]
     text = store.try_get(keys.heartbeat(str(member)))
     still = store.now() - float(text or 0.0)
@@ -350,7 +353,7 @@ class NoEnd(MistakenSimulation):
 
 class SuspectsLoggedWatch(NeighbourWatch):
     def look(self, view: View) -> frozenset[Member]:
-        silent = self._silent(view)
+        silent = self._silent(self._ring(view), None)
         for member in silent:
             self._store.log_death(view.n, member, None, ends=True)
         return silent
@@ -424,7 +427,9 @@ MISTAKES = [
         WallClockStore,
         one_job(step_seconds=2.0),
         simulation=WallClock,
-        patches=lambda: mock.patch.object(HeartbeatObserver, "stillness", _stillness_by_wall_clock),
+        patches=lambda: mock.patch.multiple(
+            HeartbeatObserver, stillness=_stillness_by_wall_clock, stillness_at=_stillness_by_wall_clock
+        ),
     ),
     Mistake(
         "rank 0 always counts as active",

@@ -11,7 +11,8 @@ import pytest
 from etcd_helpers import Relay
 
 from ft_wrapper.store import EtcdStore, StoreMixin, keys
-from ft_wrapper.store.steps import Append, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
+from ft_wrapper.store.operations import LAPSED
+from ft_wrapper.store.steps import Append, Beats, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
 from ft_wrapper.testing import EtcdServer
 
 TIMEOUT = timedelta(seconds=20)
@@ -28,18 +29,31 @@ def test_each_gives_what_it_gives_alone(store: StoreMixin) -> None:
             Append("log", "first"),
             Append("log", "second"),
             Count("number"),
+            Beats("nobody"),
             Wake("wake", "up"),
             Claim("register", "mine"),
             Move("head", "", "one"),
         ]
     )
+    nobody = given.pop(7)
     assert given == [None, "value", None, None, None, None, "1", None, "mine", "one"]
+    assert int(nobody or "") in (0, LAPSED)
     assert store.multi_get(["a", "b", "c", "register", "head"]) == [b"1", b"2", b"3", b"mine", b"one"]
     assert store.log_read("log") == ["first", "second"]
     assert store.count("number") == 2
     assert store.get("wake") == b"up"
     assert store.carry_out([Wake("wake", "up"), Wake("other", "1")]) == [None, None]
     assert store.get("wake") == b"up"
+
+
+def test_signs_of_life_beside_what_is_read(store: StoreMixin) -> None:
+    seen = []
+    for _ in range(2):
+        store.beat("somebody", 10.0)
+        head, beats = store.carry_out([Read("head"), Beats("somebody")])
+        assert head is None
+        seen.append(int(beats or ""))
+    assert 0 < seen[0] < seen[1]
 
 
 def test_registers_that_somebody_else_wrote(store: StoreMixin) -> None:
