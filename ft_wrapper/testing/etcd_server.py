@@ -109,7 +109,8 @@ class EtcdServer:
     """A standalone etcd, or a cluster of them, on free ports, with its data in a directory of this host.
 
     ``start`` and ``stop`` it, or use it as a context manager. Its processes are killed when the thread that
-    started them ends, however that happens; so nothing is left of it.
+    started them ends, however that happens; so nothing is left of it. Several members share the processors:
+    each gets its part (``GOMAXPROCS``, unless that is set).
 
     Args:
         members: how many. Of 3 one may be lost.
@@ -306,6 +307,8 @@ class EtcdServer:
         command += self._options
         # Variables of another etcd on this host would be options of this one.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
+        # Each would take itself to be alone, and its idle threads would look for work on all processors.
+        environment.setdefault("GOMAXPROCS", str(max(1, (os.cpu_count() or 1) // len(self._members))))
         if os.uname().machine == "aarch64":
             environment["ETCD_UNSUPPORTED_ARCH"] = "arm64"
         with open(_log_of(member), "ab") as log:
