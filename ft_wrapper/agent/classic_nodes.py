@@ -31,7 +31,6 @@ from .round import Round
 
 log = logging.getLogger(__name__)
 
-
 EXCHANGE_TIMEOUT = 60.0
 """Seconds within which the nodes of a round that has formed tell each other how many ranks they have."""
 END_TIMEOUT = 15.0
