@@ -149,7 +149,7 @@ def run_elsewhere(words: list[str], folder: Path) -> str:
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=folder,
-        env={**os.environ, **variables},
+        env={**{k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}, **variables},
         stdout=subprocess.PIPE,
         text=True,
         timeout=250,

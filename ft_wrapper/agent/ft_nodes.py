@@ -80,6 +80,7 @@ class FtNodes(Nodes):
         self._left_unheard = False
         # What the handler's threads look at: the term, and the record in which it began.
         self._term: tuple[int, State] | None = None
+        self._knows_that_formed = False
 
     # Rounds ------------------------------------------------------------------------------------------
 
@@ -124,6 +125,7 @@ class FtNodes(Nodes):
         for incarnation in range(max(0, node.incarnation - 2), node.incarnation + 1):
             info.store.delete_key(_done(dataclasses.replace(node, incarnation=incarnation)))
         self._agents, self._round = info.store, where
+        self._knows_that_formed = where.formed
         self._term = (self.inbox.term, joined)
         newest = handler.state
         if newest is not None:
@@ -136,8 +138,8 @@ class FtNodes(Nodes):
         """Waits, in a thread, until the ranks have formed a job: then they are replaced one by one."""
         while self._is_on(where):
             try:
-                if self._await_head(where) and handler.adopt_rank_policy():
-                    log.info("a job has formed: from now on nodes are replaced while the others go on")
+                if self._await_head(where):
+                    handler.adopt_rank_policy()
                 return
             except (StoreError, DistError, RendezvousError) as error:
                 state = handler.state
@@ -204,6 +206,9 @@ class FtNodes(Nodes):
         term, joined = began
         if state.version < joined.version:
             return
+        if state.policy == RANK and not self._knows_that_formed:
+            self._knows_that_formed = True
+            log.info("a job has formed: from now on nodes are replaced while the others go on")
         news = what_follows(state, handler.node, joined.round)
         if news is not None:
             self.inbox.put(term, news)

@@ -70,7 +70,7 @@ def test_any_machine_may_be_lost(
     with Training(tmp_path, members.endpoints) as cluster:
         nodes = [cluster.start(str(number)) for number in range(3)]
         began = cluster.await_active([0, 1, 2, 3], *nodes)
-        await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
+        await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
 
         leader = members.leader()
         members.kill(leader)
@@ -108,7 +108,7 @@ def test_an_outage_longer_than_all_timeouts_disturbs_nobody(tmp_path: Path, memb
     with Training(tmp_path, members.endpoints, conf, **timeouts) as cluster:
         nodes = [cluster.start(str(number)) for number in range(3)]
         began = cluster.await_all(*nodes)
-        await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
+        await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
         lose_majority(members)
         # A try of barrier_timeout, the longest of them, has been in vain.
         await_that(lambda: all("training goes on" in node.said for node in nodes), *nodes)
@@ -130,7 +130,7 @@ def test_a_fault_in_an_outage_longer_than_barrier_timeout_ends_the_job(
     with Training(tmp_path, members.endpoints, ",read_timeout=2", nnodes="2", **timeouts) as cluster:
         nodes = [cluster.start(str(number)) for number in range(2)]
         cluster.await_all(*nodes)
-        await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
+        await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
         families = [process for node in nodes for process in node.family()]
         lose_majority(members)
         (cluster.shared / "fail").touch()
@@ -153,7 +153,7 @@ def test_without_a_majority_training_goes_on_and_a_fault_waits(tmp_path: Path, m
         cluster.use(members)
         nodes = [cluster.start(str(number)) for number in range(2)]
         before = cluster.await_inside(2, *nodes)
-        await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
+        await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
         members.kill(0)
         members.kill(1)
         counts = [cluster.shared / f"count.{rank}" for rank in range(2)]

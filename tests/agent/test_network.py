@@ -136,7 +136,7 @@ def test_a_node_that_was_cut_off_harms_nobody_and_comes_back(tmp_path: Path, net
         cluster._conf = cluster._conf.replace("last_call_timeout=0.2", "last_call_timeout=60")
         nodes = [cluster.start_on(host) for host in range(3)]
         before = cluster.await_inside(3, *nodes)
-        await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
+        await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
         network.cut(2)
         left = cluster.await_inside(2, *nodes)
         assert [rank["pid"] for rank in left] == [rank["pid"] for rank in before[:2]]
@@ -193,7 +193,7 @@ def test_a_machine_that_is_cut_off_has_no_part_in_the_training_until_it_is_back(
     """With its member of etcd, its agent and the first ranks."""
     nodes = [training.start_on(host) for host in range(3)]
     before = training.await_active([0, 1, 2, 3], *nodes)
-    await_that(lambda: "a job has formed" in nodes[0].said, *nodes)
+    await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
     network.cut(0)
     without = training.await_active([2, 3, 4, 5], *nodes)
     assert training.go_on(*nodes) == without == before + 1

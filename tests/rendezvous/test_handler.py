@@ -369,7 +369,7 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
     def interrupt(signum: int, frame: object) -> None:
         raise Interrupted
 
-    main, wait = threading.get_ident(), handler_module._interruptible
+    main, wait = threading.get_ident(), handler_module.interruptible
 
     def interrupted(function: Callable[[], bool]) -> bool:
         def signalled() -> bool:
@@ -383,7 +383,7 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
         nodes.make(str(number), 2, 2, keep_alive_interval=TIMEOUT, patience=0.1) for number in range(2)
     )
     monkeypatch.setattr(host, "_open_worker_store", lambda number: opened.wait(TIMEOUT) and None)
-    monkeypatch.setattr(handler_module, "_interruptible", interrupted)
+    monkeypatch.setattr(handler_module, "interruptible", interrupted)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         hosting = nodes.join(host)
