@@ -46,7 +46,6 @@ from .watch import Board, Heart, OnChange, OnLost, Watcher
 
 log = logging.getLogger(__name__)
 
-
 _GOODBYE = 5.0
 """Seconds for which the node that hosts the store waits for the others to see that all is over."""
 _JOIN_THREAD = 5.0

@@ -13,7 +13,8 @@ T = TypeVar("T")
 def interruptible(function: Callable[[], T]) -> T:
     """Calls a function in another thread; what a signal's handler raises meanwhile is raised here.
 
-    Whoever is interrupted leaves the thread behind, and what it uses: nobody else may use that.
+    Whoever is interrupted leaves the thread behind, and what it uses: nobody else may use that. It
+    waits for as long as the function takes, which has to have a limit of its own.
 
     Args:
         function: what to call.

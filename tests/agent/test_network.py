@@ -86,7 +86,7 @@ class Network:
         names = {self.name(other): self.address(other) for other in range(self._size)}
         names |= {"localhost": "127.0.0.1", self.name(host): "127.0.1.1"}
         folder = _FILES / self._namespace(host)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # one that was killed may have left it
         (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in names.items()))
 
     def _namespace(self, host: int | str) -> str:

@@ -74,9 +74,9 @@ def job_on(request: pytest.FixtureRequest, template: Template, folder: Path) -> 
     template.await_ends()
     with contextlib.closing(etcd.get_client()) as client:
         assert _keys(client, prefix), "the job was on another store; see Rank.store_settings"
-        store = EtcdAddress(etcd.endpoints, prefix).connect(timedelta(seconds=20))
-        store.remove()
-        store.close()
+        address = EtcdAddress(etcd.endpoints, prefix)
+        with contextlib.closing(address.connect(timedelta(seconds=20))) as store:
+            store.remove()
         left = _keys(client, prefix)
         assert not left, f"keys that do not go with the job: {left}"
 
