@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DELETE_ON_ERROR:
-.PHONY: explore help install demo demo-etcd soak soak-nodes soak-etcd test matrix lint format docs bench clean distclean
+.PHONY: explore mutants help install demo demo-etcd soak soak-nodes soak-etcd test matrix lint format docs bench clean distclean
 
 help:
 	@echo "make demo       a real training run survives an exception, killed ranks and a hang; the dead come back"
@@ -23,6 +23,7 @@ help:
 	@echo "make test       lint, documentation and all tests"
 	@echo "make matrix     every fault in every place, of which make test runs a part"
 	@echo "make explore    simulated jobs with random faults, and all schedules of a small one"
+	@echo "make mutants    one-line mistakes in the code, each of which the simulations have to find"
 	@echo "make lint       ruff and mypy alone"
 	@echo "make format     ruff puts the code in order"
 	@echo "make docs       the documentation, in docs/_build/html"
@@ -64,6 +65,9 @@ matrix: $(INSTALLED)
 explore: $(INSTALLED)
 	$(BIN)/python -m ft_wrapper.testing.explore --random 100000 --processes 2
 	$(BIN)/python -m ft_wrapper.testing.explore --exhaustive --processes 2
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants --processes 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ descriptor, and that descriptor's ``fdinfo`` lists every watched descriptor with
 
 Only their receiving side is shut down, and duplicates keep them open until all ranks have left. For gloo
 loses a send whose write fails at once: its loop thread has taken the buffer off the queue by then and tells
-nobody, and whoever waits for that buffer waits until the timeout. So no write may fail, here or at a peer,
+no one, and what waits for that buffer waits until the timeout. So no write may fail, here or at a peer,
 while somebody is still inside. The end of the receiving side fails all that is queued, sends too.
 """
 
@@ -176,10 +176,10 @@ def _connect_for_peers(watched: list[tuple[int, int]], size: int) -> None:
     """Connects to a gloo device's own listening socket in the place of each peer, and closes.
 
     Who connects to a gloo device says first which pair of ranks it means: a number that counts from 0, as
-    eight bytes. The device hands the connection to whoever waits for that number, or keeps it for who will.
+    eight bytes. The device hands the connection to the one that waits for that number, or keeps it.
     """
     for number, inode in watched:
-        # Held until the end: as long as it listens, nobody else's socket has its address.
+        # Held until the end: as long as it listens, no one else's socket has its address.
         with _sockets.duplicate(number, inode, listening=True) as fd:
             address = None if fd is None else _sockets.local_address(fd)
             if address is None:

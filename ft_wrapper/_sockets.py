@@ -26,7 +26,7 @@ _SOCKADDR_SIZE = 128  # sizeof(struct sockaddr_storage)
 
 @contextlib.contextmanager
 def duplicate(fd: int, inode: int | None = None, *, listening: bool = False) -> Iterator[int | None]:
-    """Holds a duplicate of a socket, so that nobody can put another file in its place meanwhile.
+    """Holds a duplicate of a socket, so that no one can put another file in its place meanwhile.
 
     Args:
         fd: file descriptor, as it was seen; it may be closed or stand for another file by now.
@@ -51,7 +51,7 @@ def duplicate(fd: int, inode: int | None = None, *, listening: bool = False) -> 
 
 
 def shut_down(fd: int, how: int = socket.SHUT_RDWR) -> bool:
-    """Ends a connection, and whoever waits on it wakes.
+    """Ends a connection, and anyone who waits on it wakes.
 
     Args:
         fd: file descriptor of a connected or connecting socket. It stays open.

@@ -6,8 +6,8 @@ down to it, its path. Numbers grow in the order in which branches appear, so tha
 depth-first order.
 
 Who is lost says nothing any more, but where it was decides who takes over. So every rank keeps the *table*,
-one row a leaf, brings it along, and gets the new one back: whoever computes finds all there is to know among
-what the ranks brought, whoever is lost and whoever computed before. Columns of numbers that are mostly
+one row a leaf, brings it along, and gets the new one back: the rank that computes finds all there is to know
+in what the ranks brought, no matter who is lost and who computed before. Columns of numbers that are mostly
 regular compress well: a few hundred bytes for thousands of ranks.
 """
 
@@ -325,7 +325,7 @@ class _Tree:
         """Puts reserve ranks into lost ranks' places, the youngest of the nearest branch first.
 
         Returns:
-            The lost ranks that nobody replaces.
+            The lost ranks that no one replaces.
         """
         reserves: dict[tuple[int, ...], list[_Leaf]] = {}
 

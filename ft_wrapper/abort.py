@@ -10,6 +10,7 @@ import abc
 import contextlib
 import logging
 import multiprocessing
+import multiprocessing.process
 import os
 import select
 import signal
@@ -24,6 +25,7 @@ from typing import Any, TypeAlias
 import psutil
 
 from ft_wrapper import _gloo_sockets, _sockets
+from ft_wrapper._arguments import check_callable
 from ft_wrapper._gloo_sockets import close_aborted_sockets
 from ft_wrapper._process_groups import release_process_groups, wait_for_released_groups
 from ft_wrapper.monitor.frames import current_frames
@@ -35,6 +37,7 @@ __all__ = [
     "AbortTorchDistributed",
     "AbortTransformerEngine",
     "close_aborted_sockets",
+    "protect_children",
     "protect_process",
     "release_process_groups",
     "wait_for_released_groups",
@@ -134,13 +137,18 @@ class AbortTransformerEngine(Abort):
 class AbortProcesses(Abort):
     """Ends helper processes of the function: SIGTERM, and SIGKILL after the grace time.
 
-    A hung DataLoader worker, for one, delays the function's unwinding by about 5 s. The processes are ended,
-    not reaped: whoever started them gets their exit status. This process, its parent and the process of the
-    wrapper's monitor are never ended, whatever ``find`` says.
+    What the function has started would go on for ranks that are no more: a checkpoint daemon whose group has
+    a dead member, a data loader's workers, a pool that keeps this process from ever exiting; and a hung
+    worker delays the function's unwinding by about 5 s. The processes are ended, not reaped: the one that
+    started them gets their exit status. This process, its parent and the process of the wrapper's monitor are
+    never ended, whatever ``find`` says.
 
     Args:
         find: the processes, by pid or as ``psutil.Process``; or a function without arguments that returns
-            them at each abort. None: this process's DataLoader workers.
+            them at each abort. None: the children that were started with ``multiprocessing`` since the
+            wrapped call began: data loaders' workers, process pools, ``torch.distributed.checkpoint``'s
+            daemon. Not those of ``subprocess``, ``multiprocessing``'s own helpers or torch's compile workers.
+        spare: called with each process, as ``psutil.Process``; those for which it returns True are kept.
         termination_grace_time: seconds or timedelta between SIGTERM and SIGKILL, and after it.
 
     Raises:
@@ -151,6 +159,7 @@ class AbortProcesses(Abort):
     def __init__(
         self,
         find: Callable[[], Processes] | Processes | None = None,
+        spare: Callable[[psutil.Process], bool] | None = None,
         termination_grace_time: float | timedelta = 1.0,
     ) -> None:
         if isinstance(find, (str, bytes)) or not (
@@ -160,6 +169,8 @@ class AbortProcesses(Abort):
                 f"find={find!r} must be None, or pids or psutil.Process, "
                 "as an iterable or from a function without arguments"
             )
+        if spare is not None:
+            check_callable("spare", spare, "spare=lambda process: process.pid == server.pid")
         if isinstance(termination_grace_time, timedelta):
             termination_grace_time = termination_grace_time.total_seconds()
         if isinstance(termination_grace_time, bool) or not isinstance(termination_grace_time, (int, float)):
@@ -170,12 +181,13 @@ class AbortProcesses(Abort):
             raise ValueError(f"termination_grace_time={termination_grace_time!r} must not be negative")
         self._find: Callable[[], Processes]
         if find is None:
-            self._find = find_data_loader_workers
+            self._find = find_children
         elif callable(find):
             self._find = find
         else:
             fixed = tuple(find)
             self._find = lambda: fixed
+        self._spare = spare
         self._grace = float(termination_grace_time)
 
     def __call__(self, state: FrozenState) -> FrozenState:
@@ -197,30 +209,60 @@ class AbortProcesses(Abort):
                 if pid in _untouchable():
                     _logger.warning("process %d is not ended: it is not a helper of the function", pid)
                     continue
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                     pidfd = os.pidfd_open(pid)
                     stack.callback(os.close, pidfd)
-                    if isinstance(process, int) or process.is_running():
-                        running[pidfd] = pid
+                    if not isinstance(process, int) and not process.is_running():
+                        continue
+                    if self._spare is not None and self._spare(psutil.Process(pid)):
+                        continue
+                    running[pidfd] = pid
             for signum in (signal.SIGTERM, signal.SIGKILL):
                 _send(running, signum)
                 _wait_for_end(running, self._grace)
                 if not running:
-                    return state
-        _logger.warning("processes still not ended: %s", ", ".join(map(str, running.values())))
+                    break
+        if running:
+            _logger.warning("processes still not ended: %s", ", ".join(map(str, running.values())))
         return state
 
 
-def find_data_loader_workers() -> list[psutil.Process]:
-    """Returns the worker processes of this process's ``torch.utils.data.DataLoader`` objects."""
-    workers = []
+def find_children() -> list[psutil.Process]:
+    """Returns this process's children, started with ``multiprocessing``, that are the function's.
+
+    Those of `protect_children` are not, nor torch's compile workers.
+    """
+    with _protected_lock:
+        protected = set(_protected_children)
+    compiling = _compile_workers()
+    found = []
     # Not this process's children: under the start method "forkserver" these are another process's.
     for child in multiprocessing.active_children():
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(child.pid)
-            if process.name() == "pt_data_worker":  # torch gives its workers this name
-                workers.append(process)
-    return workers
+        if child not in protected and child.pid not in compiling:
+            with contextlib.suppress(psutil.Error):
+                found.append(psutil.Process(child.pid))
+    return found
+
+
+def _compile_workers() -> set[int]:
+    """The processes in which torch compiles, where they are children of this one."""
+    module = sys.modules.get("torch._inductor.async_compile")
+    pools = list(getattr(module, "_pool_set", ()))
+    return {pid for pool in pools for pid in getattr(pool, "_processes", None) or ()}
+
+
+@contextlib.contextmanager
+def protect_children() -> Iterator[None]:
+    """Keeps `AbortProcesses` from ending the children that there are now, unless its ``find`` names them."""
+    children = multiprocessing.active_children()
+    with _protected_lock:
+        _protected_children.extend(children)
+    try:
+        yield
+    finally:
+        with _protected_lock:
+            for child in children:
+                _protected_children.remove(child)
 
 
 @contextlib.contextmanager
@@ -240,6 +282,7 @@ def protect_process(pid: int) -> Iterator[None]:
 
 
 _protected: list[int] = []
+_protected_children: list[multiprocessing.process.BaseProcess] = []
 _protected_lock = threading.Lock()
 
 

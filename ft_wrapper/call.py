@@ -10,17 +10,40 @@ import os
 import socket
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from . import torch_state
 from ._addresses import own_address
-from .abort import close_aborted_sockets, protect_process, release_process_groups, wait_for_released_groups
+from ._files import check_open_files
+from ._garbage import collect_garbage
+from ._torch_caches import forget_compiled_ranks, forget_old_ranks
+from .abort import (
+    close_aborted_sockets,
+    protect_children,
+    protect_process,
+    release_process_groups,
+    wait_for_released_groups,
+)
 from .attribution import Interruption
 from .call_wrapper import CallWrapper
-from .exception import HealthCheckError, InternalError, RankShouldRestart, StoreError, StoreUnavailable
+from .exception import (
+    HealthCheckError,
+    InternalError,
+    JobEnded,
+    RankShouldRestart,
+    RestartAbort,
+    StoreError,
+    StoreUnavailable,
+)
+from .exit_watch import ExitWatch
 from .iteration_store import Environment, connect, point_to
 from .job import Job, Patience, Remembered, formation_size
 from .monitor.interrupt import Interrupter
+from .monitor.kept_signals import KeptSignals
 from .monitor.line import MonitorLine, line_to_agent
 from .monitor.process import MonitorProcess
 from .monitor.process_main import MonitorFiles
@@ -28,13 +51,13 @@ from .monitor.progress_watchdog import ProgressWatchdog
 from .monitor.settings import MonitorSettings
 from .monitor.shared_memory import Phase, RankMemory
 from .monitor.thread import MonitorThread, Watch
-from .rank_assignment import RankAssignmentCtx, RankDiscarded
+from .rank_assignment import RankAssignmentCtx, RankDiscarded, activate_if_unsaid
 from .restart_report import restart_line
+from .same_faults import PROGRESS_AFTER, in_words, kind_and_place, pause_before_entering
 from .state import Mode, State
-from .store import PrefixStore, StorePlan
-from .store import keys as names
+from .store import BarrierTimeout, PrefixStore, StorePlan
 from .store.records import DONE, FAULT
-from .tracebacks import forget_frames, users_part
+from .tracebacks import checkpoint_failure, forget_frames, users_part
 from .whereabouts import whereabouts
 
 if TYPE_CHECKING:
@@ -42,6 +65,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_FILES_OF_A_CALL = 16  # with what its monitor, if that is a process, opens for itself
 # What this process knows of its last wrapped call, by store.
 _remembered: dict[str, Remembered] = {}
 
@@ -73,6 +97,13 @@ class Call:
         self._thread = threading.get_ident()
         self._ended_at: float | None = None
         self._store_lost: StoreError | None = None
+        self._thread_stays = False
+        self._fault: str | None = None  # of the iteration that ended, if it is to be counted
+        self._fault_trace: types.TracebackType | None = None
+        self._entered_at = 0.0
+        self._signals = KeptSignals()
+        self.pinged = False  # before a block without hang protection, which sets new stamps
+        self._ended_job: str | None = None
 
     # ---- what the call owns
 
@@ -81,7 +112,12 @@ class Call:
 
         Raises:
             RestartError: the store cannot be used, or somebody is missing.
+            OSError: this process may not open as many files as that takes.
         """
+        # Otherwise its monitor or a client of the store would fail half-way, and the others call it missing.
+        check_open_files(_FILES_OF_A_CALL, f"rank {self.base.initial_rank}")
+        if self.wrapper.collect_garbage:
+            collect_garbage("call")
         settings = self.wrapper.monitor_settings()
         slot = self.base.initial_rank or 0
         remembered = _remembered.pop(self.plan.description, Remembered(call=0))
@@ -90,7 +126,14 @@ class Call:
         slots = list(range(formation_size(self.base.world_size)))
         if remembered.view is not None:
             slots = [member.slot for member in remembered.view.members]
-        with contextlib.ExitStack() as owned:
+        with contextlib.ExitStack() as since_last_call, contextlib.ExitStack() as owned:
+            if remembered.monitor is not None:
+                since_last_call.callback(
+                    remembered.monitor.close, self.wrapper.termination_grace_time.total_seconds()
+                )
+            owned.callback(self._signals.forget)
+            owned.callback(self._signals.release)  # once all is closed: the monitor's end is a signal, too
+            owned.callback(self._let_go)
             owned.callback(Environment().restore)
             self.memory = RankMemory()
             owned.callback(self.memory.close)
@@ -101,6 +144,8 @@ class Call:
             self.monitor = self._find_monitor(settings, slot)
             owned.push(self._end_monitor)
             owned.enter_context(protect_process(self.monitor.pid))
+            owned.enter_context(protect_children())
+            self._exit_watch = ExitWatch()
             store = self.plan.connect()
             owned.callback(store.close)
             # A store that is on no one host says nothing of the way to the other ranks.
@@ -118,6 +163,7 @@ class Call:
             owned.callback(watchdog.stop)
             terms = self._terms()
             self.job = Job(store, slot, slots, self._patience(settings), remembered.call, terms)
+            self.job.heart = self.monitor.heart
             self.job.on_member = self.monitor.join
             owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
             self.thread_client = store.clone()
@@ -130,12 +176,21 @@ class Call:
             )
             owned.callback(self._end_thread, settings.barrier_timeout)
             self.user = CallWrapper(self)
-            self._has_come_late = not self._join(remembered)
+            self._has_come_late = not self._join(remembered, since_last_call)
             self._owned = owned.pop_all()
 
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
-        self._owned.__exit__(None if error is None else type(error), error, None)
+        if error is None:
+            self._owned.__exit__(None, None, None)
+        else:  # with its traceback: what of this is a generator puts that back which it was given
+            self._owned.__exit__(type(error), error, error.__traceback__)
+
+    def _let_go(self) -> None:
+        """Drops what refers to this object: it would stay, with its store, until the collector comes."""
+        self.state.fn_exception = self._store_lost = None  # their frames do so, too
+        self.__dict__.pop("thread", None)
+        self.__dict__.pop("user", None)
 
     def user_store(self) -> PrefixStore:
         """The present iteration's store, on a connection of the function's own."""
@@ -149,6 +204,7 @@ class Call:
             heartbeat=settings.heartbeat_timeout,
             completion=self.wrapper.completion_timeout.total_seconds(),
             min_world_size=self.wrapper.min_world_size,
+            max_same_faults=self.wrapper.max_same_faults,
             on_join=self.wrapper.on_join,
             join_window=self.wrapper.join_window.total_seconds(),
             rejoin_wait=self.wrapper.rejoin_wait.total_seconds(),
@@ -177,13 +233,20 @@ class Call:
         try:
             return self._monitor_process(settings, files)
         except StoreError:
-            if not (self._hosts and self.wrapper.use_global_iteration):
+            # This process may have been started again: then its predecessor's monitor still has the port. Or
+            # the user's store is there.
+            if not (self._hosts and self.plan.is_served(by_rank=self.wrapper.use_global_iteration)):
                 raise
-            # This process may have been started again: then its predecessor's monitor still has the port.
             self._hosts = False
             return self._monitor_process(settings, files)
 
     def _monitor_process(self, settings: MonitorSettings, files: MonitorFiles) -> MonitorProcess:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise RuntimeError(
+                "CUDA is already initialized in this process, so the monitor process cannot be forked "
+                "safely; call the wrapped function before anything that touches CUDA, or start the script "
+                "with ftrun, which runs the monitor itself (without monitor_process_logfile and _pidfile)"
+            )
         return MonitorProcess(
             settings,
             self.plan,
@@ -193,15 +256,22 @@ class Call:
             on_lost=self._on_monitor_lost,
         )
 
-    def _join(self, remembered: Remembered) -> bool:
-        """Gets into the job; False if the call has completed already."""
+    def _join(self, remembered: Remembered, since_last_call: contextlib.ExitStack) -> bool:
+        """Gets into the job; False if the call has completed already.
+
+        Args:
+            remembered: what is known of the last call.
+            since_last_call: lets go of the monitor that has kept watch since then.
+        """
         job = self.job
         if remembered.member is not None and remembered.view is not None and self.plan.port is None:
             # The store outlived the last call: its last members go on to the next call's first iteration.
             job.check_terms()
             job.member, job.view = remembered.member, remembered.view
             self.base.rank, self.base.world_size = remembered.rank, remembered.world_size
+            job.say_who()
             self.monitor.join(job.member)
+            since_last_call.close()
             try:
                 job.go_on(remembered.rank, remembered.world_size)
             except RankDiscarded:
@@ -216,10 +286,11 @@ class Call:
     def _say_goodbye(self) -> None:
         if not hasattr(self.job, "member") or self._store_lost is not None:
             return
-        if self._completed and self.plan.port is not None and not self._hosts:
-            # The host's monitor closes the port once all have said goodbye. Whoever calls a wrapped function
+        port = self.plan.port
+        if self._completed and port is not None and not self._hosts and self._is_hosted_by_rank():
+            # The host's monitor closes the port once all have said goodbye. A wrapped function that is called
             # next must not meet the old server there.
-            host, port = getattr(self.job.store, "host_name", ""), self.plan.port
+            host = getattr(self.job.store, "host_name", "")
             with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5.0) as line:
                 line.settimeout(self.wrapper.completion_timeout.total_seconds())
                 self.job.say_goodbye()
@@ -227,8 +298,19 @@ class Call:
             return
         self.job.say_goodbye()
 
+    def _is_hosted_by_rank(self) -> bool:
+        try:
+            return self.plan.is_hosted_by_rank(self.job.store)
+        except StoreError:
+            log.debug("the store is gone", exc_info=True)
+            return False
+
     def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._hosts and kind is not None and hasattr(self, "job") and hasattr(self.job, "view"):
+        if self._completed and kind is None and self.plan.port is None and self.monitor.between():
+            # Those who go on to the next call on this store wait for this rank, as long as it lives.
+            last = _remembered[self.plan.description]
+            _remembered[self.plan.description] = dataclasses.replace(last, monitor=self.monitor)
+        elif self._hosts and kind is not None and hasattr(self, "job") and hasattr(self.job, "view"):
             self.monitor.detach()  # the others go on, and need the store that it hosts
         else:
             # One that hosts nothing has nothing left to do; it may still look for a store that has ended.
@@ -236,10 +318,11 @@ class Call:
             self.monitor.close(patience.total_seconds())
 
     def _end_thread(self, patience: float) -> None:
-        self.thread.stop(patience if self._store_lost is None else 0.0)  # else it waits for the store, too
+        # It waits for the store, too, or for an end that this rank does not bring about.
+        self.thread.stop(0.0 if self._store_lost is not None or self._thread_stays else patience)
 
     def _on_monitor_lost(self) -> None:
-        """In a thread of its own: nobody would notice this rank's faults any more, so it leaves the job."""
+        """In a thread of its own: no one would notice this rank's faults any more, so it leaves the job."""
         self._monitor_lost.set()
         if not (hasattr(self, "job") and hasattr(self.job, "view")):
             return  # not in yet: the rank finds out when it wants to tell the monitor that it is
@@ -274,15 +357,19 @@ class Call:
             )
             _remembered[self.plan.description] = Remembered(self.job.call + 1)
             return None
+        self._torch_state = torch_state.snapshot()
         try:
+            self._signals.hold()
             while True:
                 outcome, result = self._iterate(function)
                 if outcome == DONE:
                     break
                 self._clean_up()
                 assert self.base.rank is not None
-                self.job.go_on(self.base.rank, self.base.world_size)
+                self.job.go_on(self.base.rank, self.base.world_size, self._fault, self._tidy_up)
                 close_aborted_sockets()  # everybody has left
+                self._signals.forget()  # the iteration that it may be about is over
+                self._consider_same_faults()
         except BaseException as error:
             self._leave(error)
             raise
@@ -296,23 +383,30 @@ class Call:
         if not (self._assign_ranks() and self._make_ready()):
             return FAULT, None
         self.interrupter.reset()
+        self._fault, self.pinged, self._entered_at = None, False, time.monotonic()
         self.memory.enter_phase(Phase.WATCHED)
         is_spare = self.state.mode == Mode.INACTIVE
         self._watch = self.thread.watch(self.job.view.n, self._report_entry, may_be_done=is_spare)
         try:
-            result = self.interrupter.call(self._body, function)
-        except HealthCheckError:
-            raise
-        except RankShouldRestart as caught:
+            try:
+                result = self.interrupter.call(self._body, function)
+            finally:
+                self._signals.hold()
+        except (Exception, RankShouldRestart) as caught:
+            if is_spare and isinstance(caught, HealthCheckError):
+                raise  # it leaves, and ends nothing by it; else it is asked again, now that there is a fault
             error = caught
-            if isinstance(caught.__cause__, Exception):
-                self.state.fn_exception = caught.__cause__
-        except Exception as caught:
-            error = self.state.fn_exception = caught
-            # A store that is out of reach is no lack of progress: it is tried for barrier_timeout.
-            self.memory.enter_phase(Phase.IDLE)
-            self._publish(caught)
-            self.memory.enter_phase(Phase.WATCHED)
+            raised = caught if isinstance(caught, Exception) else caught.__cause__
+            if isinstance(raised, Exception):
+                self.state.fn_exception = raised
+            # A RankShouldRestart that no one asked for is the function's own.
+            if isinstance(caught, Exception) or not self.interrupter.requested:
+                self._note_fault(caught)
+                # A store that is out of reach is no lack of progress: it is tried for barrier_timeout.
+                self.memory.enter_phase(Phase.IDLE)
+                self._publish(caught)
+                self.memory.enter_phase(Phase.WATCHED)
+        self._signals.hold()  # again, if a signal came just then
         if error is None:
             self.memory.enter_phase(Phase.IDLE)
             active = self.state.active_world_size or 0
@@ -325,40 +419,89 @@ class Call:
             raise self._store_lost
         return FAULT, None
 
+    def _note_fault(self, error: BaseException) -> None:
+        """Names a fault that counts: there was no progress before it, and it follows from no other fault."""
+        limit = self.wrapper.max_same_faults
+        if limit is None or (self._watch is not None and self._watch.ended_at is not None):
+            return
+        if self.pinged or self.memory.ping_stamp or time.monotonic() - self._entered_at > PROGRESS_AFTER:
+            return
+        self._fault = kind_and_place(error)
+        if self._times_before() + 1 >= limit:  # then it leaves the call
+            self._fault_trace = users_part(error.__traceback__)
+
+    def _times_before(self) -> int:
+        """How often in a row this rank's fault had ended iterations before."""
+        return next((f.count for f in self.job.view.same_faults if f.what == self._fault), 0)
+
+    def _consider_same_faults(self) -> None:
+        """Ends the job, or backs off, if the same fault comes again and again; the same on all ranks."""
+        trace, self._fault_trace = self._fault_trace, None
+        limit, hopeless = self.wrapper.max_same_faults, self.job.hopeless()
+        if limit is None or not self.job.decision.same_faults:
+            return
+        if hopeless is not None:
+            self._ended_job = in_words(hopeless, limit)
+            if hopeless.member == self.job.member:
+                log.error("the job ends: %s", self._ended_job)
+                error = self.state.fn_exception
+                if error is None:  # the function's own RankShouldRestart, which stays inside
+                    raise RestartAbort(self._ended_job)
+                raise error.with_traceback(trace)
+            raise JobEnded(f"another rank's error ended the job: {self._ended_job}")
+        worst = self.job.decision.same_faults[0]
+        pause = min(pause_before_entering(worst.count), self.wrapper.barrier_timeout.total_seconds() / 4)
+        if pause:
+            if worst.member == self.job.member:
+                log.warning("%s; trying again in %g s", in_words(worst, limit), pause)
+            self._monitor_lost.wait(pause)
+
     def _assign_ranks(self) -> bool:
         """Runs the rank assignment; False if the iteration ended before all ranks had theirs."""
         job = self.job
         n, decision = job.view.n, job.decision
         self.memory.active = True  # until it is known: others may be waiting for this rank
         has_joined = job.member in decision.joined
-        if has_joined:
-            self.base.rank = decision.rank_of(job.member)
-        elif self.base.rank is not None:
-            self.base.rank = decision.rank_after(self.base.rank)
+        self.base.rank = decision.rank_of(job.member, self.base.rank)
         self.base.world_size = decision.world_size
         if decision.joined:
             self.base.active_world_size = None  # there may be more active ranks again
         fresh = copy.copy(self.base)
         fresh.fn_exception = None
+        fresh.mode = Mode.INITIALIZED  # until the rank assignment says what the rank does
         fresh.iteration = n if self.wrapper.use_global_iteration else n - decision.first
         context = RankAssignmentCtx(fresh, PrefixStore(n, job.store), set(decision.ranks))
+        # Before ranks that exchange wait for each other: one that is lost there is a fault of this iteration.
+        self.memory.iteration, self.memory.rank = n, None
+        self.monitor.enter(job.view, None if has_joined or n == decision.first else decision)
         self.memory.enter_phase(Phase.WATCHED)  # the others wait for a rank that hangs here
         try:
-            self.state = self.wrapper.rank_assignment(context).state
+            self.state = activate_if_unsaid(
+                self.wrapper.rank_assignment(context), self.base.rank, self.base.world_size
+            )
+        except Exception as error:
+            if not self._is_others_fault(error):
+                raise
+            self.state = fresh
+            return False
         except RankShouldRestart:
             self.state = fresh
-            self._was_active = fresh.mode == Mode.ACTIVE
             return False
         finally:
             self.memory.enter_phase(Phase.IDLE)
-            self.memory.iteration = n
-            self.monitor.enter(
-                job.view, None if has_joined or n == decision.first else decision, self.state.rank
-            )
+        self.memory.rank = self.state.rank
         self._was_active = has_joined or n == decision.first or self.base.mode == Mode.ACTIVE
         self.base = copy.copy(self.state)
         self.memory.active = self.state.mode == Mode.ACTIVE
         return True
+
+    def _is_others_fault(self, error: Exception) -> bool:
+        """Whether a rank assignment failed because of another rank; its iteration has ended by that."""
+        job = self.job
+        if isinstance(error, BarrierTimeout):
+            job.publish(self.base.rank, error)  # whom it waited for lives, and does not come
+            return True
+        return not isinstance(error, StoreUnavailable) and job.store.outcome_of(job.view.n) == FAULT
 
     def _make_ready(self) -> bool:
         """Checks the ranks and points ``torch.distributed`` to this iteration; False if it has ended."""
@@ -381,6 +524,9 @@ class Call:
         if state.active_rank == 0:
             endpoint = self._address, self.monitor.serve(self._address)
         state.set_distributed_vars()
+        recompiles = state.active_rank is not None and forget_compiled_ranks(
+            state.active_rank, state.active_world_size
+        )
         self._entered = job.store.check_assignment(
             n,
             job.member,
@@ -388,6 +534,7 @@ class Call:
             state.world_size,
             state.active_world_size,
             promoted=not self._was_active,
+            recompiles=recompiles,
             endpoint=endpoint,
         )
         if endpoint is None:
@@ -399,6 +546,17 @@ class Call:
 
     def _body(self, function: Callable[[], Any]) -> Any:
         """What runs interruptibly."""
+        try:
+            return self._enter(function)
+        except BaseException as error:
+            failure = checkpoint_failure(error)
+            if failure is not None:
+                raise RuntimeError(failure).with_traceback(error.__traceback__) from error
+            raise
+
+    def _enter(self, function: Callable[[], Any]) -> Any:
+        self._signals.release()
+        self._signals.raise_kept()
         if self.wrapper.initialize is not None:
             self.wrapper.initialize(self.state.freeze())
         self._check_health()
@@ -418,9 +576,12 @@ class Call:
         self.job.emit("left")
         if self.wrapper.abort is not None:
             release_process_groups(aborted=True)
+        self._torch_state.restore()  # for finalize and the health check, which a leftover mode would fail
+        forget_old_ranks()
         self._user_store = None
         if error is not None:
             forget_frames(error)
+        self._exit_watch.note()
 
     def _clean_up(self) -> None:
         """Between leaving the function and telling the others so."""
@@ -431,6 +592,12 @@ class Call:
         if self._monitor_lost.is_set():
             raise InternalError(f"this rank's {self.monitor.name} ended; see {self.monitor.log_of}")
         self.memory.enter_phase(Phase.IDLE)
+
+    def _tidy_up(self) -> None:
+        """What only this rank's next entry needs, while the others are waited for."""
+        self._torch_state.restore()  # finalize may have changed it
+        if self.wrapper.collect_garbage:
+            collect_garbage("restart")
 
     def _complete(self) -> None:
         """All ranks have finished."""
@@ -445,6 +612,7 @@ class Call:
                 log.exception("completion failed on rank %s; the call had ended well", self.state.rank)
         if self.wrapper.abort is not None:
             release_process_groups()
+        forget_old_ranks(checkpoint_process=False)  # its last save may be under way
         self._user_store = None
         assert self.base.rank is not None
         _remembered[self.plan.description] = self.job.remember(self.base.rank, self.base.world_size)
@@ -454,18 +622,23 @@ class Call:
         self.memory.enter_phase(Phase.IDLE)
         if isinstance(error, Exception):
             self.state.fn_exception = error
-        log.error("rank %s (slot %d) leaves the job: %r", self.state.rank, self.job.slot, error)
+        level = logging.INFO if isinstance(error, JobEnded) else logging.ERROR
+        log.log(level, "rank %s (slot %d) leaves the job: %r", self.state.rank, self.job.slot, error)
         if isinstance(error, StoreUnavailable):
-            self._store_lost = error  # it was tried for long enough; nobody can be told
-        # A discarded rank is in nobody's plans. One whose monitor thread awaits the end must bring it about.
-        ends = not isinstance(error, RankDiscarded) or self._watch is not None
+            self._store_lost = error  # it was tried for long enough; no one can be told
+        # A discarded rank is in no one's plans. One whose monitor thread awaits the end must bring it about;
+        # but not a spare, whose thread then stays until the others end the iteration.
+        is_spare = not self.memory.active
+        ends = not is_spare and (not isinstance(error, RankDiscarded) or self._watch is not None)
+        if is_spare and self._watch is not None:
+            self._watch, self._thread_stays = None, True
         interruption = (
             Interruption.MONITOR_PROCESS_EXCEPTION
             if self._monitor_lost.is_set()
             else Interruption.BASE_EXCEPTION
         )
         if self._store_lost is None:
-            self.job.leave(self.state.rank, interruption, error, ends=ends)
+            self.job.leave(self.state.rank, interruption, error, ends=ends, ended_job=self._ended_job)
             if ends and self.state.active_rank == 0:
                 self.job.await_others()  # they may yet connect to the store that this rank's monitor serves
         elif self._watch is not None:  # whose thread waits for the store, too, and would abort nothing
@@ -479,16 +652,18 @@ class Call:
         if self.wrapper.terminate is not None:
             self.wrapper.terminate(self.state.freeze())
 
-    def _publish(self, error: Exception) -> None:
+    def _publish(self, error: BaseException) -> None:
         cause = self._watch is None or self._watch.ended_at is None
         self.job.publish(self.state.rank, error)
         if cause:  # and not merely a collective that fails because the iteration is over
+            is_new = self._fault is None or not self._times_before()
             log.warning(
-                "rank %s (slot %d) failed in iteration %d",
+                "rank %s (slot %d) failed in iteration %d%s",
                 self.state.rank,
                 self.job.slot,
                 self.state.iteration,
-                exc_info=(type(error), error, users_part(error.__traceback__)),
+                "" if is_new else f" as before: {type(error).__name__}: {error}",
+                exc_info=(type(error), error, users_part(error.__traceback__)) if is_new else None,
             )
 
     def _check_health(self) -> None:
@@ -528,16 +703,22 @@ class Call:
         active = state.active_world_size or 0
         if self._entered != active:
             return
-        promoted = [line.split() for line in store.log_read(names.promoted(view.n))]
+        entered = store.entered_in(view.n).values()
+        promoted = [
+            (one.member.slot, one.active_rank)
+            for one in entered
+            if one.promoted and one.active_rank is not None
+        ]
         log.warning(
             restart_line(
                 state.iteration,
                 store.faults_of(view.n - 1),
-                [(int(slot), int(rank)) for slot, rank in promoted],
+                promoted,
                 self.job.decision.joined,
                 state.world_size,
                 active,
                 None if self._ended_at is None else store.now() - self._ended_at,
+                [one.active_rank for one in entered if one.recompiles and one.active_rank is not None],
             )
         )
 

@@ -69,5 +69,6 @@ class CallWrapper:
         try:
             yield
         finally:
+            self._call.pinged = self._call.pinged or memory.ping_stamp > 0
             memory.enter_phase(memory.phase)
             memory.hang_protection_disabled -= 1

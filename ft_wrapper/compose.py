@@ -20,7 +20,8 @@ class Compose:
         Wrapper(rank_assignment=Compose(MaxActiveWorldSize(4), ShiftRanks()))
 
     Args:
-        parts: what to call: plug-ins, or anything else that takes one argument and hands it on.
+        parts: what to call: plug-ins, or anything else that takes one argument and hands it on; or functions
+            that all take none.
 
     Raises:
         TypeError: there is no part, or one cannot be called.
@@ -48,15 +49,23 @@ class Compose:
         instance: P = object.__new__(made)
         return instance
 
-    def __call__(self, argument: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         """Calls the parts; see the class.
 
         Args:
-            argument: what the right-most part gets.
+            arguments: what the right-most part gets, one; or none: then no part gets any.
 
         Returns:
             What the left-most part returns.
+
+        Raises:
+            TypeError: there are several arguments.
         """
+        if len(arguments) > 1:
+            raise TypeError(f"Compose hands one argument on, or none, not {len(arguments)}")
+        if not arguments:
+            return [part() for part in reversed(self.parts)][-1]
+        (argument,) = arguments
         for part in reversed(self.parts):
             result = part(argument)
             if result is None and argument is not None:

@@ -7,17 +7,23 @@ its processes. Times of two hosts may not.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import socket
 import time
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 ENV = "FT_WRAPPER_EVENTS"
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Appends one record to the events file, if there is one. Never raises for want of a file.
+    """Appends one record to the events file, if there is one; its owner alone may read it.
+
+    A file that cannot be written, for want of space for instance, is one line in the log and no error.
 
     Args:
         event: what happened, one word: ``fault``, ``end``, ``abort``, ``arrive``, ``enter``, ``done`` …
@@ -37,13 +43,18 @@ def emit(event: str, **fields: Any) -> None:
     }
     try:
         # One write of a short line to a file opened for appending is not torn between processes.
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError:
-        return
-    try:
-        os.write(fd, (json.dumps(record) + "\n").encode())
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, (json.dumps(record) + "\n").encode())
+        finally:
+            os.close(fd)
+    except OSError as error:
+        _report(path, str(error))
+
+
+@functools.lru_cache(maxsize=16)  # once for each trouble, not for each event
+def _report(path: str, trouble: str) -> None:
+    log.warning("%s=%s: events are lost, and the job goes on: %s", ENV, path, trouble)
 
 
 def read(path: str) -> list[dict[str, Any]]:

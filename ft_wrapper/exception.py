@@ -12,11 +12,24 @@ class RestartAbort(BaseException):
     """
 
 
+class JobEnded(RestartAbort, SystemExit):
+    """Ends the wrapped call on the ranks beside the one whose error ends the job; see ``max_same_faults``.
+
+    A ``SystemExit`` too: a process that lets it pass exits with 1 and without a traceback, so that the error
+    that counts stands alone.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.code = 1  # not the text, which would be printed by every rank
+
+
 class RankShouldRestart(BaseException):
     """Raised inside the wrapped function to make it leave: the iteration is over.
 
     A ``BaseException``, so that an ``except Exception`` in training code does not swallow it. Let it
-    pass; it never leaves the wrapped call.
+    pass; it never leaves the wrapped call. A function that raises it itself restarts all ranks, as with an
+    ``Exception``.
     """
 
 

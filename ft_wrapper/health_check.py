@@ -24,8 +24,9 @@ class HealthCheck(abc.ABC):
     """Base of the ``health_check`` plug-ins of `Wrapper`: lets a rank go on, or not.
 
     It runs before an iteration and after a fault, once ``finalize`` has run. It looks at this rank only:
-    others may be gone or still in the function. What it raises ends this rank with `HealthCheckError`;
-    the others go on.
+    others may be gone or still in the function. What it raises after a fault, or on a spare, ends this rank
+    with `HealthCheckError`; the others go on. What it raises before an active rank enters the function is a
+    fault, after which it runs again.
     """
 
     @abc.abstractmethod

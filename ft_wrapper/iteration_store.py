@@ -43,7 +43,7 @@ def point_to(host: str, port: int) -> None:
 def connect(n: int) -> PrefixStore:
     """A client of the iteration's store, for the function's own use.
 
-    On that store, so that aborting the iteration frees whoever waits there; and without trying again.
+    On that store, so that aborting the iteration frees anyone who waits there; and without trying again.
 
     Args:
         n: the iteration.

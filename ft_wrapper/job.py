@@ -13,10 +13,12 @@ from collections.abc import Callable
 
 from . import events
 from .attribution import Interruption
-from .exception import RestartAbort, RestartError, StoreUnavailable, TimeoutError
+from .exception import JobEnded, RestartAbort, RestartError, StoreUnavailable, TimeoutError
 from .monitor.death import await_others, report_death
+from .monitor.line import MonitorLine
 from .rank_assignment import RankDiscarded
 from .store import Decision, Entry, Fault, JoinTerms, Member, StoreMixin, View, keys
+from .store.records import FAULT, SameFault
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Patience:
         heartbeat: until a missing one counts as silent.
         completion: for the others to finish, once this one has.
         min_world_size: fewer members than this do not go on.
+        max_same_faults: how often in a row a fault may come before the job ends; None: as often as it comes.
         on_join: what a process that joins a running job causes, see `JoinTerms`.
         join_window: for further joins, before one ends the iteration that is on.
         rejoin_wait: in a restart, for replacements that were announced.
@@ -65,6 +68,7 @@ class Patience:
     heartbeat: float
     completion: float
     min_world_size: int
+    max_same_faults: int | None = None
     on_join: str = "degraded"
     join_window: float = 1.0
     rejoin_wait: float = 2.0
@@ -82,6 +86,7 @@ class Remembered:
         view: the iteration that ended well.
         rank: its rank there.
         world_size: number of ranks there.
+        monitor: keeps watch between the two calls; to be closed once another one has joined.
     """
 
     call: int
@@ -89,6 +94,7 @@ class Remembered:
     view: View | None = None
     rank: int = 0
     world_size: int = 0
+    monitor: MonitorLine | None = None
 
 
 class Job:
@@ -105,6 +111,7 @@ class Job:
     Attributes:
         host: where this process runs, for people.
         pid: which one it is there, for people.
+        heart: the heart that beats for this process as for others; None if it has one of its own.
         on_member: told whenever this process takes another incarnation of its slot, before it joins with it.
     """
 
@@ -126,15 +133,17 @@ class Job:
         self.member: Member
         self.view: View
         self.decision: Decision
+        self.heart: str | None = None
         self.on_member: Callable[[Member], None] | None = None
         self._patience = patience
         self._terms = terms or {}
+        self._was_completed_late = False
 
     def register(self) -> None:
         """Takes the slot: this process is its next incarnation.
 
         Raises:
-            RankDiscarded: the job is on already, and nobody may join it.
+            RankDiscarded: the job is on already, and no one may join it.
             StoreError: the store's job was started by another version of this package.
             ValueError: its function or settings differ from the job's; says which.
         """
@@ -145,6 +154,10 @@ class Job:
         self.member = self.store.register(self.slot, self._record())
         if self.on_member is not None:
             self.on_member(self.member)
+
+    def say_who(self) -> None:
+        """Writes down who this member is once more: it may have got another heart since it registered."""
+        self.store.set(keys.member(str(self.member)), self._record())
 
     def check_terms(self) -> None:
         """Checks that function and settings are the job's.
@@ -170,7 +183,7 @@ class Job:
 
         Raises:
             TimeoutError: not all slots joined in time, or an iteration was not followed by another one.
-            RankDiscarded: another process holds the slot, or nobody may join.
+            RankDiscarded: another process holds the slot, or no one may join.
         """
         try:
             return self._join()
@@ -180,19 +193,29 @@ class Job:
             self._withdraw(error)
             raise
 
-    def go_on(self, rank: int, world_size: int) -> None:
+    def go_on(
+        self,
+        rank: int,
+        world_size: int,
+        fault: str | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Says that this member has left the function, and waits for the next decision.
 
         Args:
             rank: its rank, in a world of
             world_size: so many, before the next rank assignment.
+            fault: kind and place of its fault, if that is to be counted.
+            meanwhile: called once the others need not wait for this member any more.
 
         Raises:
             RankDiscarded: the others go on without this member.
             TimeoutError: too few members are left.
         """
         self.emit("arrive")
-        proposed = self.store.arrive(self.view, self.member, rank, world_size)
+        proposed = self.store.arrive(self.view, self.member, rank, world_size, fault)
+        if meanwhile is not None:
+            meanwhile()
         step = self.store.await_next(
             self.view,
             self.member,
@@ -205,6 +228,14 @@ class Job:
             raise RankDiscarded(self._left_out())
         self.view, self.decision = step
         self.emit("decided")
+
+    def hopeless(self, decision: Decision | None = None) -> SameFault | None:
+        """The fault that came too often before the present iteration, or a given one; then the job ends."""
+        limit = self._patience.max_same_faults
+        for fault in (decision or self.decision).same_faults:
+            if limit is not None and fault.count >= limit:
+                return fault
+        return None
 
     def await_endpoint(self, rank: int | None, look_every: float) -> tuple[str, int] | None:
         """Waits until the iteration's rank 0 says where ``torch.distributed`` meets.
@@ -229,15 +260,31 @@ class Job:
         self.store.report_fault(self.view.n, self._raised(rank, Interruption.EXCEPTION, error))
 
     def leave(
-        self, rank: int | None, interruption: Interruption, error: BaseException, *, ends: bool
+        self,
+        rank: int | None,
+        interruption: Interruption,
+        error: BaseException,
+        *,
+        ends: bool,
+        ended_job: str | None = None,
     ) -> None:
-        """Says that this member leaves the job in order; the others go on without it."""
+        """Says that this member leaves the job in order; the others go on without it.
+
+        Args:
+            rank: its rank.
+            interruption: how it leaves.
+            error: why.
+            ends: whether the iteration ends by it.
+            ended_job: what has ended the job, on all ranks; None if it goes on.
+        """
         fault = self._raised(rank, interruption, error)
-        returns = self._patience.replaced and not isinstance(error, (RankDiscarded, RestartAbort))
+        gives_up = isinstance(error, RestartAbort) or ended_job is not None
+        returns = self._patience.replaced and not (gives_up or isinstance(error, RankDiscarded))
         try:
-            if isinstance(error, RestartAbort):
-                # Whoever starts processes again looks here whether that is of any use.
-                self.store.set(keys.member(str(self.member)), self._record(gave_up=True))
+            if gives_up:
+                # Anyone who starts processes again looks here whether that is of any use.
+                other = {"ended_by": ended_job} if isinstance(error, JobEnded) else {}
+                self.store.set(keys.member(str(self.member)), self._record(gave_up=True, **other))
             # A proposal under way may keep this member, if it had arrived already.
             report_death(
                 self.store,
@@ -280,15 +327,17 @@ class Job:
             return self._await_end()
         self.store.finish(n, active_rank, active_world_size)
         outcome = self.store.wait_for_end(n, self._patience.completion)
-        if outcome is None:
+        while outcome is None:
             self.store.complete(n, active_world_size)
             missing = sorted(set(range(active_world_size)) - self.store.finished_in(n))
-            late = RestartError(
-                f"ranks {missing} did not finish within completion_timeout={self._patience.completion:g} s"
-            )
-            if missing:
-                self.publish(active_rank, late)
-            outcome = self._await_end()
+            late = f"ranks {missing} did not finish within completion_timeout={self._patience.completion:g} s"
+            if missing and self._was_completed_late:
+                # A restart has not helped: they have more to do than others, and would have again.
+                log.warning("%s; waiting for them, since a restart has not helped", late)
+            elif missing:
+                self._was_completed_late = True
+                self.publish(active_rank, RestartError(late))
+            outcome = self._hear_of_end(self._patience.completion)
         return outcome
 
     def remember(self, rank: int, world_size: int) -> Remembered:
@@ -308,6 +357,11 @@ class Job:
             return True
         if not self._patience.admits:
             raise self._refused()
+        current = None if is_early else self.store.read_current()
+        if current is not None and current[0].call == self.call:
+            fault = self.hopeless(current[1])
+            if fault is not None:
+                raise RestartAbort(f"slot {self.slot} comes too late: the job was ended by {fault.what}")
         terms = JoinTerms(
             self._patience.on_join,
             self._patience.join_window,
@@ -316,7 +370,7 @@ class Job:
             self._patience.barrier + self._patience.heartbeat,
             self._patience.rejoin_wait,
         )
-        asked = keys.BEFORE_FIRST if is_early else None
+        asked = keys.BEFORE_FIRST if is_early and self.slot in self.slots else None
         while True:
             entry, view, decision = self.store.await_entry(self.member, self.call, terms, asked)
             if entry is Entry.DONE:
@@ -342,23 +396,33 @@ class Job:
         events.emit(event, iteration=self.view.n, **member, **fields)
 
     def _record(self, **more: object) -> str:
-        return json.dumps({"host": self.host, "pid": self.pid, **more})
+        heart = {} if self.heart is None else {"heart": self.heart}
+        return json.dumps({"host": self.host, "pid": self.pid, **heart, **more})
 
     def _holds_its_slot(self) -> bool:
         return self.store.newest_of(self.slot) == self.member
 
     def _withdraw(self, error: BaseException) -> None:
-        """This process gives up before it is in: nobody shall wait for it."""
+        """This process gives up before it is in: no one shall wait for it."""
         fault = self._raised(None, Interruption.BASE_EXCEPTION, error)
         try:
+            # A decision under way may have this member in it. Then the others have to be told until they go
+            # on without it: nothing watches it any more.
+            may_be_in = self.store.read_head() is not None or self._all_have_joined()
             if isinstance(error, TimeoutError) and self.store.read_head() is None:
                 # The others name those who did not come, not this one.
                 self.store.give_up(keys.BEFORE_FIRST, self.member)
-                if self.store.read_head() is None:
+                if self.store.read_head() is None and not may_be_in:
                     return
-            report_death(self.store, None, self.member, fault, active=True, timeout=0.0)
+            timeout = self._patience.barrier if may_be_in else 0.0
+            report_death(self.store, None, self.member, fault, active=True, timeout=timeout)
         except RestartError:
             log.debug("the store is gone", exc_info=True)
+
+    def _all_have_joined(self) -> bool:
+        """Whether all are there of whom the first iteration is formed."""
+        here = self.store.joined_first() - self.store.deaths_of(keys.BEFORE_FIRST)
+        return set(self.slots) <= {member.slot for member in here}
 
     def _join_first(self) -> bool:
         """Takes part in the job's first decision; False if it was made without this member."""
@@ -398,10 +462,19 @@ class Job:
     def _await_end(self) -> str:
         outcome = None
         while outcome is None:
-            # Whoever has nothing to do but to hear of it waits for a store that is out of reach.
-            with contextlib.suppress(StoreUnavailable):
-                outcome = self.store.wait_for_end(self.view.n, 86400.0)
+            outcome = self._hear_of_end(86400.0)
         return outcome
+
+    def _hear_of_end(self, seconds: float) -> str | None:
+        # A rank that has nothing to do but to hear of it waits for a store that is out of reach.
+        with contextlib.suppress(StoreUnavailable):
+            outcome = self.store.wait_for_end(self.view.n, seconds)
+            if outcome is None:
+                head = self.store.read_head()
+                # A late wake of an end that is deleted would be heard again and again.
+                return FAULT if head is not None and head.n > self.view.n else None
+            return outcome
+        return None
 
     def fault(self, rank: int | None, interruption: Interruption, message: str) -> Fault:
         """A fault of this member."""

@@ -1,6 +1,6 @@
 """Plug-ins that decide who gets which rank, and who is active.
 
-They run on every rank before every iteration. At the first one nobody is terminated and the state holds the
+They run on every rank before every iteration. At the first one no one is terminated and the state holds the
 ranks of the job; at a restart it holds those of the iteration that ended, and some of them are gone.
 After the last one the ranks are 0 … world size - 1, the active ranks 0 … active world size - 1, each once.
 """
@@ -68,14 +68,16 @@ class RankAssignmentCtx:
 class RankAssignment(abc.ABC):
     """Base of the ``rank_assignment`` plug-ins of `Wrapper`: who gets which rank, and who is active.
 
-    What it raises ends the call on this rank with that error.
+    Where one leaves the ranks as they are, the gaps of the terminated ones are closed as by `ShiftRanks`;
+    where the state's mode stays ``INITIALIZED``, all ranks are active. So one that returns its context
+    unchanged does what the default does. What it raises ends the call on this rank with that error.
     """
 
     @abc.abstractmethod
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         """Gives this rank its new rank.
 
-        Whoever closes the gaps of the terminated ranks leaves ``ctx.terminated_ranks`` empty.
+        Anyone who closes the gaps of the terminated ranks leaves ``ctx.terminated_ranks`` empty.
 
         Args:
             ctx: the state, and who is gone.
@@ -356,6 +358,24 @@ class Tree(RankAssignment):
         )
         ctx.terminated_ranks = set()
         return ctx
+
+
+def activate_if_unsaid(ctx: RankAssignmentCtx, rank: int | None, world_size: int) -> State:
+    """Does what a rank assignment has left out: closes the gaps, makes all ranks active.
+
+    Args:
+        ctx: what it returned.
+        rank: the rank before it, in a world of
+        world_size: so many.
+
+    Returns:
+        The rank's state.
+    """
+    if ctx.terminated_ranks and (ctx.state.rank, ctx.state.world_size) == (rank, world_size):
+        ctx = ShiftRanks()(ctx)
+    if ctx.state.mode is Mode.INITIALIZED:
+        ctx = ActivateAllRanks()(ctx)
+    return ctx.state
 
 
 def _rank(state: State) -> int:

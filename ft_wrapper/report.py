@@ -24,7 +24,7 @@ PHASES = {
     "leave": "until they are out of the function",
     "arrive": "until they have said so, clean and healthy",
     "decide": "until they know who goes on, and as which rank",
-    "enter": "until they are in the function again, and whoever joins is too",
+    "enter": "until they are in the function again, and those that join are too",
 }
 """What a restart consists of, from the first fault on, one after the other."""
 

@@ -18,6 +18,7 @@ def restart_line(
     world_size: int,
     active_world_size: int,
     seconds: float | None,
+    recompiling: Sequence[int] = (),
 ) -> str:
     """Puts a restart into words.
 
@@ -30,6 +31,7 @@ def restart_line(
         active_world_size: how many of them are active.
         seconds: from the end of the last iteration to everybody's being back in the function; None if the one
             who says so was not there then.
+        recompiling: the active ranks whose compiled code was dropped, since they or the world size moved.
     """
     spares = world_size - active_world_size
     parts = [in_words(faults)] if faults or not joined else []
@@ -37,6 +39,9 @@ def restart_line(
         parts.append(_joiners(joined))
     parts.append(_promotions(promoted))
     size = f"{active_world_size} active + {spares} spare {_plural(spares, 'rank')}"
+    if recompiling:
+        names = _joined(map(str, sorted(recompiling)), len(recompiling))
+        parts.append(f"{_plural(len(recompiling), 'rank')} {names} will compile again")
     parts.append(size if seconds is None else f"{size}, back in {1e3 * seconds:.1f} ms")
     return f"restart {iteration}: {'; '.join(parts)}"
 

@@ -2,7 +2,7 @@
 
 It starts the ranks of this node and hosts the store that they agree on, outside of them, so that any rank may
 die. A dead rank of a wrapped job is replaced alone, and joins the others, which go on in their processes. A
-script that uses no wrapper is ended, or started anew, as a whole. Options have torchrun's names and meanings.
+script that uses no wrapper is ended, or restarted, as a whole. Options have torchrun's names and meanings.
 
 ``ftrun status`` and ``ftrun report`` tell how a job stands, and what its restarts took.
 """
@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import uuid
@@ -23,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, Std
 
 from . import report as restarts
 from . import status
+from ._files import replace_broken_streams
 from .agent.elastic import CannotStart, LocalElasticAgent, WorkerSpec
 from .agent.environment import Job
 from .agent.failure import report
@@ -61,8 +63,16 @@ def run(options: Options) -> int:
                 local_ranks_filter=options.local_ranks_filter,
             )
             end = _Agent(options, logs_specs).run_to_end()
+            replace_broken_streams()
         except (OSError, CannotStart) as error:
             words = " ".join(str(error).split())
+            if isinstance(
+                error.__cause__ or error, socket.gaierror
+            ):  # it says neither which name nor what to do
+                words += (
+                    f"; see whether the endpoint and this host's own name, {socket.gethostname()}, can be "
+                    "looked up here (/etc/hosts)"
+                )
             print(f"ftrun: error: cannot start {options.script}: {words}", file=sys.stderr)
             return 2
     return _report(options, end)
@@ -121,11 +131,11 @@ def _report(options: Options, end: End) -> int:
         )
     if end.failures:
         print(f"ftrun: {report(end.failures, options.nproc_per_node, end.node)}", file=sys.stderr)
-    if end.ended_by:
-        print(f"ftrun: {end.ended_by}", file=sys.stderr)
+    for why in filter(None, (end.ended_by, end.error_elsewhere)):
+        print(f"ftrun: {why}", file=sys.stderr)
     if end.signum is not None:
         return 128 + end.signum
-    return 1 if end.failures or end.ended_by else 0
+    return 1 if end.failures or end.ended_by or end.error_elsewhere else 0
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def read_status(store: StoreMixin) -> Status:
     outcome = store.outcome_of(n)
     state = RUNNING if outcome is None else RESTARTING if outcome == FAULT else COMPLETED
     active_world_size = _active_world_size(store, n)
-    places = {store.try_get(keys.seat(n, rank)): rank for rank in range(active_world_size or 0)}
+    places = {str(member): entered.active_rank for member, entered in store.entered_in(n).items()}
     dead = store.deaths_of(n)
     ended = n if outcome == FAULT else n - 1
     faults = store.faults_of(ended) if ended >= view.first else []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 import types
+from typing import Any
 
 
 def users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -12,10 +14,15 @@ def users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
     Args:
         trace: of an exception that left the wrapped function.
     """
-    package = __name__.partition(".")[0]
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package:
+    while trace is not None and is_own(trace.tb_frame):
         trace = trace.tb_next
     return trace
+
+
+def is_own(frame: types.FrameType) -> bool:
+    """Whether a frame is one of this package."""
+    module: str = frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] == __name__.partition(".")[0]
 
 
 def forget_frames(error: BaseException) -> None:
@@ -35,3 +42,23 @@ def forget_frames(error: BaseException) -> None:
             traceback.clear_frames(link.__traceback__)
             link.__traceback__ = None
         pending += [link.__cause__, link.__context__]
+
+
+def checkpoint_failure(error: BaseException) -> str | None:
+    """Says what made a distributed checkpoint fail; None if the error is no such failure.
+
+    Torch's ``CheckpointException`` is a ``BaseException``, though a full disk, say, is a fault like others.
+
+    Args:
+        error: what left the wrapped function.
+    """
+    api: Any = sys.modules.get(
+        "torch.distributed.checkpoint.api"
+    )  # what it has not imported, it does not raise
+    if api is None or not isinstance(error, api.CheckpointException):
+        return None
+    by_rank = [
+        f"rank {rank}: {''.join(traceback.format_exception_only(cause)).strip()}"
+        for rank, (cause, _) in error.failures.items()
+    ]
+    return f"{type(error).__name__}: {'; '.join(by_rank)}"

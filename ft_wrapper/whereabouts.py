@@ -27,16 +27,18 @@ def whereabouts(thread: int) -> str | None:
     if inner is None:
         return None
     frame: FrameType | None = inner
-    while frame is not None and _is_library(frame):
+    while frame is not None and is_library(frame):
         frame = frame.f_back
     if frame is None or frame is inner:
-        return f"at {_place(inner)}"
-    return f"in {inner.f_code.co_name}, called at {_place(frame)}"
+        return f"at {place(inner, inner.f_lineno)}"
+    return f"in {inner.f_code.co_name}, called at {place(frame, frame.f_lineno)}"
 
 
-def _is_library(frame: FrameType) -> bool:
+def is_library(frame: FrameType) -> bool:
+    """Whether a frame is one of Python's library or of an installed package."""
     return any(part in frame.f_code.co_filename for part in _LIBRARIES)
 
 
-def _place(frame: FrameType) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+def place(frame: FrameType, line: int) -> str:
+    """Says where a frame is: file, line and function."""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"

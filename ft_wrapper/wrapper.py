@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from .abort import Abort, AbortTorchDistributed
+from .abort import Abort, AbortProcesses, AbortTorchDistributed
 from .call import Call
 from .call_wrapper import CallWrapper
 from .completion import Completion
@@ -37,6 +37,8 @@ ACTIVE_ENV = "FT_WRAPPER_ACTIVE_WORLD_SIZE"
 
 F = TypeVar("F", bound=Callable[..., Any])
 Duration = timedelta | float
+_PARAMETER = "call_wrapper"
+_DEFAULT_ABORT: Abort = Compose(AbortProcesses(), AbortTorchDistributed())
 ON_JOIN = ("next", "degraded", "now")
 
 _DURATIONS = (
@@ -84,21 +86,26 @@ class Wrapper:
         store_factory: makes the coordination store; ``ftrun``'s own store comes first.
         store_kwargs: its arguments, ``host_name``, ``port`` and ``timeout`` for the TCPStore.
         initialize: run on each rank before the function, in every iteration.
-        abort: run in the monitor thread to free the function's thread from collectives.
+        abort: run in the monitor thread to free the function's thread from collectives. By default torch's
+            groups are aborted, then the function's child processes ended; `AbortTorchDistributed` alone does
+            the first only.
         finalize: run on each rank once it has left the function after a fault.
-        health_check: run before the function and after ``finalize``; raising ends this rank.
+        health_check: run before the function, where raising is a fault; and after ``finalize``, where raising
+            ends this rank. A spare ends in both cases.
         completion: run once all ranks have finished.
         terminate: run when this rank leaves the job.
         rank_assignment: who gets which rank, and who is active; all ranks, shifted, when None.
         monitor_thread_interval: how late the monitor thread notices a missed event at the most.
         monitor_process_interval: how late the monitor does, in whatever process.
-        heartbeat_interval: between two heartbeats.
+        heartbeat_interval: between two requests of a heart, which beats and looks at others in turn.
         progress_watchdog_interval: between two automatic time stamps of progress.
         soft_timeout: no progress for so long restarts all ranks.
         hard_timeout: no progress for so long ends the process.
         heartbeat_timeout: no heartbeat for so long, and a rank counts as lost.
-        barrier_timeout: how long to wait for ranks that live but do not come.
-        completion_timeout: how long a rank that has finished waits for the others.
+        barrier_timeout: how long a restart waits for ranks that live but do not come. Between two wrapped
+            calls they are waited for as long as they live; the log says so this often.
+        completion_timeout: how long a rank that has finished waits for the others before it restarts them;
+            once in a call.
         last_call_wait: how long to gather further faults before aborting.
         termination_grace_time: from SIGTERM to SIGKILL.
         monitor_process_logfile: absolute path; ``{rank}`` is filled in. With this or the next one the rank
@@ -115,6 +122,13 @@ class Wrapper:
             (``degraded``), or in any case (``now``).
         join_window: how long joins are gathered before that; longer in a crash loop.
         rejoin_wait: how long a restart waits for an announced replacement.
+        max_same_faults: the same fault so many times in a row ends the job with that error: what raises
+            the same type at the same line of your code, and without progress before, which is a ``ping()``,
+            or a minute in the function. From the second time on the ranks wait before they enter it again:
+            0.5 s, and twice as long each time, at most 10 s. None: it is never ended, nor slowed down.
+        collect_garbage: run Python's garbage collector between iterations, while this rank waits for the
+            others, so that old models in reference cycles are freed before new ones are made. At the first
+            call and the first restart what is left is frozen (``gc.freeze``), which makes it cheap.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -142,7 +156,7 @@ class Wrapper:
         store_factory: Callable[..., StoreMixin] = TCPStore,
         store_kwargs: Mapping[str, Any] | None = None,
         initialize: Initialize | None = None,
-        abort: Abort | None = AbortTorchDistributed(),  # noqa: B008
+        abort: Abort | None = _DEFAULT_ABORT,
         finalize: Finalize | None = None,
         health_check: HealthCheck | None = None,
         completion: Completion | None = None,
@@ -168,6 +182,8 @@ class Wrapper:
         on_join: str = "degraded",
         join_window: Duration = timedelta(seconds=1),
         rejoin_wait: Duration = timedelta(seconds=2),
+        max_same_faults: int | None = 5,
+        collect_garbage: bool = True,
     ) -> None:
         given = dict(locals())
         durations = {
@@ -196,10 +212,12 @@ class Wrapper:
         _check_store(store_factory, store_kwargs)
         for name in ("monitor_process_logfile", "monitor_process_pidfile"):
             _check_path(name, given[name])
-        for name in ("enabled", "use_global_iteration"):
+        for name in ("enabled", "use_global_iteration", "collect_garbage"):
             if not isinstance(given[name], bool):
                 raise TypeError(f"{name}={given[name]!r} must be True or False")
         _check_count("min_world_size", min_world_size)
+        if max_same_faults is not None:
+            _check_count("max_same_faults", max_same_faults)
         if active_world_size is not None:
             _check_count("active_world_size", active_world_size)
             if rank_assignment is not None:
@@ -248,13 +266,15 @@ class Wrapper:
         self.on_join = on_join
         self.join_window = durations["join_window"]
         self.rejoin_wait = durations["rejoin_wait"]
+        self.max_same_faults = max_same_faults
+        self.collect_garbage = collect_garbage
 
     def __call__(self, function: F) -> F:
         """Wraps a function.
 
         Raises:
-            TypeError: it is a coroutine function or a generator function, or has more than one argument
-                annotated with `CallWrapper`.
+            TypeError: it is a class, a coroutine function or a generator function, or has more than one
+                argument annotated with `CallWrapper`.
         """
         if not callable(function):
             raise TypeError(f"Wrapper wraps a function, not {function!r}")
@@ -303,6 +323,7 @@ class Wrapper:
             "use_global_iteration": self.use_global_iteration,
             "active_world_size": self.active_world_size or self._launched_active,
             "min_world_size": self.min_world_size,
+            "max_same_faults": self.max_same_faults,
             "on_join": self.on_join,
             "rank_assignment": _outline(self.rank_assignment),
             **{name: getattr(self, name).total_seconds() for name in _SHARED_DURATIONS},
@@ -323,14 +344,9 @@ class Wrapper:
                 )
         self._say_who_wins(state)
         if torch.distributed.is_initialized():
-            raise RuntimeError(
+            raise ValueError(
                 "a process group is already initialized; call torch.distributed.destroy_process_group() "
                 "before the wrapped function, and init_process_group() inside it"
-            )
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            raise RuntimeError(
-                "CUDA is already initialized in this process, so the monitor process cannot be forked "
-                "safely; call the wrapped function before anything that touches CUDA"
             )
         return state
 
@@ -420,6 +436,11 @@ def _check_store(factory: object, kwargs: object) -> None:
 
 
 def _check_function(function: Callable[..., Any]) -> None:
+    if inspect.isclass(function):
+        raise TypeError(
+            f"{function!r} is a class: a call would make an object and return; wrap the function or the "
+            "method that trains"
+        )
     for is_kind, kind in (
         (inspect.iscoroutinefunction, "a coroutine function"),
         (inspect.isasyncgenfunction, "an asynchronous generator function"),
@@ -433,7 +454,11 @@ def _check_function(function: Callable[..., Any]) -> None:
 
 
 def _call_wrapper_parameter(function: Callable[..., Any]) -> str | None:
-    """Name of the argument annotated with ``CallWrapper`` or ``Optional[CallWrapper]``."""
+    """Name of the argument for the `CallWrapper`.
+
+    The one annotated with ``CallWrapper`` or ``Optional[CallWrapper]``; without any, one that has no
+    annotation and is called ``call_wrapper``.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -448,7 +473,12 @@ def _call_wrapper_parameter(function: Callable[..., Any]) -> str | None:
             f"{function!r} has {len(found)} arguments annotated with CallWrapper ({', '.join(found)}); it "
             "may have one"
         )
-    return found[0] if found else None
+    if found:
+        return found[0]
+    by_name = signature.parameters.get(_PARAMETER)
+    if by_name is None or by_name.annotation is not inspect.Parameter.empty:
+        return None
+    return None if by_name.kind in (by_name.VAR_POSITIONAL, by_name.VAR_KEYWORD) else _PARAMETER
 
 
 def _means_call_wrapper(annotation: object, function: Callable[..., Any]) -> bool:

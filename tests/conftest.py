@@ -57,6 +57,8 @@ def pytest_configure() -> None:
     os.environ[MARK] = f"{os.environ.get(MARK, '')}:{_run_id}"
     # torch looks up the name of each peer's address; a lost answer would cost 5 s, longer than some timeouts.
     os.environ.setdefault("RES_OPTIONS", "use-vc timeout:1 attempts:1")
+    # With it a print is several writes, between which other ranks' may come.
+    os.environ.pop("PYTHONUNBUFFERED", None)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell's background job ignores Ctrl-C, and so would all that it starts.
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -23,7 +23,7 @@ from ft_wrapper.store import keys
 
 DOCS = Path(__file__).parent.parent / "docs"
 PREFIX = f"ft_wrapper/{keys.THIS_VERSION}/"
-LOOKUPS = ("iteration_of", "member_of", "call_of")
+LOOKUPS = ("iteration_of", "member_of", "call_of", "shared_heart", "is_shared_heart")
 NO_KEYS = {"fault", "done", "heartbeat_timeout"}
 
 

@@ -313,10 +313,10 @@ def test_the_demo_says_who_took_over() -> None:
     back = a_run(events=records, started=[{"pid": 3}])
     assert demo.describe(kill, back)[3] == "slot 1 is rank 0, returned slot 3 is rank 2"
     hang = event("inject", 20.0, kind="sleep", rank=2, slot=3, step=9, iteration=1)
-    assert demo.describe(hang, a_run(events=records))[3] == "nobody"
+    assert demo.describe(hang, a_run(events=records))[3] == "no one"
     records += [event("end", 23.0, iteration=1)]
     records += [event("enter", 23.1, iteration=2, rank=rank, slot=rank + 1) for rank in range(3)]
-    assert demo.describe(hang, a_run(events=records))[1:] == ("3.00 s", "3.10 s", "nobody: the same process")
+    assert demo.describe(hang, a_run(events=records))[1:] == ("3.00 s", "3.10 s", "no one: the same process")
 
 
 def test_the_demo_says_what_became_of_a_process_that_was_started_again() -> None:

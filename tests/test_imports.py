@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
 
-BASE = {"attribution", "events", "exception", "state"}
+BASE = {"attribution", "events", "exception", "state", "tracebacks"}
 PLUG_INS = {
     "abort",
     "completion",
@@ -27,7 +27,15 @@ PLUG_INS = {
 }
 
 # What a call of the function is made of, beside the plug-ins.
-PARTS = {"iteration_store", "job", "restart_report", "tracebacks", "whereabouts"}
+PARTS = {
+    "exit_watch",
+    "iteration_store",
+    "job",
+    "restart_report",
+    "same_faults",
+    "torch_state",
+    "whereabouts",
+}
 # Private modules directly under ft_wrapper (``_name``) are helpers of the others.
 HELPERS = "_helpers"
 
@@ -35,8 +43,8 @@ HELPERS = "_helpers"
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     HELPERS: BASE,
-    "store": BASE,
-    "monitor": BASE | {"store"},
+    "store": BASE | {HELPERS},
+    "monitor": BASE | {HELPERS, "store"},
     **dict.fromkeys(PLUG_INS, BASE | PLUG_INS | {HELPERS, "store", "monitor"}),
     **dict.fromkeys(PARTS, BASE | PARTS | PLUG_INS | {HELPERS, "store", "monitor"}),
     "call_wrapper": BASE | {"store"},
@@ -46,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "status": BASE | {"restart_report", "store", "rendezvous"},
     "rendezvous": BASE | {HELPERS, "store"},
     "agent": BASE | {HELPERS, "store", "monitor", "rendezvous"},
-    "run": BASE | {"report", "status", "store", "rendezvous", "agent"},
+    "run": BASE | {HELPERS, "report", "status", "store", "rendezvous", "agent"},
 }
 # The package itself shows the public names; what tests use may use all that is tested.
 ALLOWED["__init__"] = set(ALLOWED)

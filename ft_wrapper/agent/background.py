@@ -1,4 +1,4 @@
-"""Work in a thread of its own, for which nobody waits longer than he wants to."""
+"""Work in a thread of its own, for which no one waits longer than he wants to."""
 
 from __future__ import annotations
 

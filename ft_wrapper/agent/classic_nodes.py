@@ -1,6 +1,6 @@
 """The other nodes, by any of torch's rendezvous handlers, in the way of torch's own agents.
 
-Every change of membership is a new round. Nobody tells this node of one: it asks `num_nodes_waiting` now and
+Every change of membership is a new round. No one tells this node of one: it asks `num_nodes_waiting` now and
 then. Single ranks are replaced within a round as with our own rendezvous; nodes are not.
 """
 
@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from .._addresses import address_of_this_node
+from .._addresses import address_of_this_node, host_port
 from ..rendezvous.backend import WorkerStore
 from ..rendezvous.interruptible import interruptible
 from .background import bounded, in_background
@@ -87,7 +87,7 @@ class ClassicNodes(Nodes):
             address = told or address_of_this_node(socket.gethostname())
             self._worker_store = WorkerStore(address)
         hosted = self._worker_store
-        own = "" if hosted is None else f"{hosted.address}:{hosted.port}"
+        own = "" if hosted is None else host_port(hosted.address, hosted.port)
         store = _clone(info.store)
         place = interruptible(
             lambda: exchange(store, info.rank, info.world_size, self._nproc, self._role, own)

@@ -201,7 +201,7 @@ def make_parser() -> Parser:
         action=env,
         default=Policy.AUTO.value,
         metavar="POLICY",
-        help="when a rank fails: rank: it is started again alone; group: all are ended and started anew; "
+        help="when a rank fails: rank: it is started again alone; group: all are ended and restarted; "
         "auto: group, and rank once a wrapped job has formed (default: auto)",
     )
     parser.add_argument(
@@ -209,7 +209,7 @@ def make_parser() -> Parser:
         action=env,
         default=None,
         metavar="N",
-        help="how often all ranks may be started anew (default: 0)",
+        help="how often all ranks may be restarted (default: 0)",
     )
     parser.add_argument(
         *_spellings("--max-rank-restarts"),

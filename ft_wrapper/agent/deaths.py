@@ -1,7 +1,7 @@
 """What an agent knows of the end of processes on other nodes, told to those that live.
 
-A seat's slots outlive the node that had it. Whoever has evidence that the node is out (it has taken it out
-itself, it leaves itself, or it has been given the seat) notes who held the slots until then, and logs the
+A seat's slots outlive the node that had it. A node that has evidence that the node is out (it has taken it
+out itself, it leaves itself, or it has been given the seat) notes who held the slots until then, and logs the
 deaths of exactly these: processes that take the slots later are not meant.
 """
 
@@ -21,7 +21,7 @@ TIMEOUT = 120.0
 
 
 def holders(store: StoreMixin, slots: Iterable[int]) -> list[Member]:
-    """Who holds the slots now; those that nobody has held are left out.
+    """Who holds the slots now; those that no one has held are left out.
 
     Args:
         store: of the ranks.

@@ -1,4 +1,4 @@
-"""What counts where nobody says otherwise, on the command line of ``ftrun`` and in the agent as a class."""
+"""What counts where no one says otherwise, on the command line of ``ftrun`` and in the agent as a class."""
 
 from __future__ import annotations
 

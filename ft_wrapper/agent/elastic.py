@@ -68,7 +68,7 @@ class SimpleElasticAgent(ElasticAgent):
     """Runs the workers of one spec on this node, round after round; the base for workers of any kind.
 
     An agent for workers of another kind implements three methods: `_start_workers`, `_wait_workers` and
-    `_stop_workers`. All its workers are started anew when one has failed, ``spec.max_restarts`` times, and
+    `_stop_workers`. All its workers are restarted when one has failed, ``spec.max_restarts`` times, and
     when the nodes change, which does not count.
 
     It does not extend torch's class of this name, which asks its workers for their state every
@@ -80,7 +80,7 @@ class SimpleElasticAgent(ElasticAgent):
     - INIT: not started yet;
     - HEALTHY: all run, or have done what they had to;
     - UNHEALTHY: one has failed, and the others go on;
-    - STOPPED: all are ended to be started anew, or were ended by a signal;
+    - STOPPED: all are ended to be restarted, or were ended by a signal;
     - SUCCEEDED, FAILED: how it ended;
     - UNKNOWN: `run` has raised an error half-way, and the agent can do no more.
 
@@ -120,7 +120,7 @@ class SimpleElasticAgent(ElasticAgent):
 
         Raises:
             SignalException: a signal has ended the workers.
-            CannotStart: the nodes did not come together, or no worker could be started.
+            CannotStart: the nodes did not meet, or no worker could be started.
             OSError: something that workers need cannot be had.
             RuntimeError: the agent has run before.
         """
@@ -144,7 +144,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @property
     def remaining_restarts(self) -> int:
-        """How often all workers may be started anew yet because one has failed."""
+        """How often all workers may be restarted yet because one has failed."""
         return self._group.remaining_restarts
 
     @property
@@ -199,7 +199,7 @@ class SimpleElasticAgent(ElasticAgent):
         return str(self._spec.rdzv_handler.get_run_id())
 
     def _meet(self) -> Nodes:
-        """This node's part among the others; connects to nobody."""
+        """This node's part among the others; connects to no one."""
         spec = self._spec
         return ClassicNodes(
             lambda: spec.rdzv_handler,
@@ -230,7 +230,7 @@ class SimpleElasticAgent(ElasticAgent):
         """As `run`, but says everything that is known of the end, and signals are no errors.
 
         Raises:
-            CannotStart: the nodes did not come together, or no worker could be started.
+            CannotStart: the nodes did not meet, or no worker could be started.
             OSError: something that workers need cannot be had.
             RuntimeError: the agent has run before.
         """
@@ -272,8 +272,8 @@ class LocalElasticAgent(SimpleElasticAgent):
     """Runs workers as processes of this machine.
 
     A worker of a wrapped job that dies is replaced alone, and joins the others, which go on in their
-    processes; others are started anew as a whole (see ``restart_policy``). Every change of the nodes is a new
-    round, in which all workers are started anew, whatever ``spec.rdzv_handler`` is.
+    processes; others are restarted as a whole (see ``restart_policy``). Every change of the nodes is a new
+    round, in which all workers are restarted, whatever ``spec.rdzv_handler`` is.
 
     The entry point is
 
@@ -294,8 +294,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         log_line_prefix_template: in front of each line that is shown from a log file, with ``${role_name}``,
             ``${rank}`` and ``${local_rank}`` put in; role and rank when None.
         shutdown_timeout: seconds from the signal that ends a worker to SIGKILL.
-        restart_policy: what is done when a worker fails: it is replaced alone, or all are started anew; AUTO
-            starts all anew until they have formed a wrapped job, and then replaces.
+        restart_policy: what is done when a worker fails: it is replaced alone, or all are restarted; AUTO
+            restarts all until they have formed a wrapped job, and then replaces.
         max_rank_restarts: how often each worker may be replaced.
         standby: whether Python workers are forked from a process that has imported torch.
         signals: what is forwarded to the workers, and ends them.
@@ -468,7 +468,8 @@ class _WholeGroup:
 def _state(end: End) -> WorkerState:
     if end.signum is not None:
         return WorkerState.STOPPED
-    return WorkerState.FAILED if end.failures or end.ended_by else WorkerState.SUCCEEDED
+    failed = end.failures or end.ended_by or end.error_elsewhere
+    return WorkerState.FAILED if failed else WorkerState.SUCCEEDED
 
 
 def _process_failures(end: End, first_rank: int) -> dict[int, ProcessFailure]:
@@ -506,7 +507,7 @@ def _python(script: str, arguments: list[str], *, is_module: bool = False) -> Pr
 
 
 def _refuse(spec: WorkerSpec) -> None:
-    """Raises an error for what torch's specs can ask for, and nobody does here: it is not ignored."""
+    """Raises an error for what torch's specs can ask for, and no one does here: it is not ignored."""
     without: Collection[tuple[str, str]] = (
         ("master_port", "the store of the workers is on a free port, which they find in MASTER_PORT"),
         ("numa_options", "bind the workers in their own code"),

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterable
 
+from .._addresses import split_host_port
 from ..monitor.death import REPLACED_ENV
 from ..store.plan import ANNOUNCED
 from .round import Round
@@ -26,7 +27,7 @@ class Job:
         nproc: number of ranks.
         role: their name in log lines.
         run_id: of the job on all nodes.
-        max_restarts: how often the whole group may be started anew.
+        max_restarts: how often the whole group may be restarted.
         active_world_size: so many ranks call the function of a wrapped job; None: as the wrapper says.
         virtual_local_rank: whether each rank sees its own GPU only.
         timer_file: the named pipe of the watchdog; empty if there is none.
@@ -53,7 +54,7 @@ class Job:
         return variables
 
     def shares_processor(self) -> bool:
-        """Whether each rank gets one thread, because there are several and nobody said otherwise."""
+        """Whether each rank gets one thread, because there are several and no one said otherwise."""
         return self.nproc > 1 and "OMP_NUM_THREADS" not in os.environ
 
     def environment(self, local_rank: int, restarts: int, where: Round) -> dict[str, str]:
@@ -61,10 +62,10 @@ class Job:
 
         Args:
             local_rank: which one of this node.
-            restarts: how often the group has been started anew.
+            restarts: how often the group has been restarted.
             where: what there is on the other nodes.
         """
-        host, _, port = where.address.rpartition(":")
+        host, port = split_host_port(where.address)
         own: dict[str, str] = {}
         if self.active_world_size is not None:
             own[ACTIVE_WORLD_SIZE_ENV] = str(self.active_world_size)

@@ -28,6 +28,7 @@ class Failure:
         file: where to read on: a log file or the error file; empty if there is none.
         incarnation: which process in a row of the rank it was.
         error_file: where its exception was recorded; empty if it was not.
+        ended_by: the error of another rank that ended the job, and this process with it; empty if none did.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Failure:
     file: str
     incarnation: int = 0
     error_file: str = ""
+    ended_by: str = ""
 
     @property
     def name(self) -> str:

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
+from .._addresses import host_port
 from ..exception import StoreError, StoreUnavailable
 from ..rendezvous.backend import Backend
 from ..rendezvous.handler import FtRendezvousHandler
@@ -42,6 +43,8 @@ END_TIMEOUT = 15.0
 """Seconds that the end may take; the host of the store waits for the others' goodbyes within it."""
 _LOOK_AGAIN = 10.0
 """Seconds after which a thread looks whether its round is still on."""
+_LOOK_AT_NODES = 300.0
+"""Seconds after which a wait for other nodes looks who they are: one may be out, and none left to say so."""
 _FOREVER = timedelta(days=14)  # torch counts a wait's milliseconds in 32 bits
 
 
@@ -104,7 +107,7 @@ class FtNodes(Nodes):
             assert node is not None
             workers = info.bootstrap_store_info
             assert workers is not None
-            address = f"{workers.master_addr}:{workers.master_port}"
+            address = host_port(workers.master_addr, workers.master_port)
             agreed_in = handler.workers_store(joined.round)
             try:
                 store = connect(agreed_in or address)
@@ -231,16 +234,17 @@ class FtNodes(Nodes):
         state = handler.refresh()
         for seat in seats:
             if seat.occupant is not None and state.place_of(seat.occupant) is None:
-                agents.set(_done(seat.occupant), "lost")  # whoever waits for all to be done waits no more
+                agents.set(_done(seat.occupant), "lost")  # who waits for all to be done waits no more
         if state.policy != RANK:
-            return  # all ranks are started anew, or their store went with the node
+            return  # all ranks are restarted, or their store went with the node
         store = connect(address)
         try:
-            for seat in seats:
-                dead = holders(store, _slots(seat))
-                # Read after these: whoever is given the seat logs them itself, before it starts others.
-                if _is_empty(handler.refresh(), seat):
-                    log_deaths(store, dead, f"node {seat.occupant} was lost", return_=False)
+            dead = [(seat, holders(store, _slots(seat))) for seat in seats]
+            # Read after these: a node that is given a seat logs them itself, before it starts others.
+            state = handler.refresh()
+            for seat, members in dead:
+                if _is_empty(state, seat):
+                    log_deaths(store, members, f"node {seat.occupant} was lost", return_=False)
         finally:
             store.close()
 
@@ -312,7 +316,7 @@ class FtNodes(Nodes):
             self.inbox.put(term, News(What.CLOSED, why))
 
     def finish(self) -> None:
-        """Closes all, if nobody has yet: who waits as a spare ends then, too."""
+        """Closes all, if no one has yet: who waits as a spare ends then, too."""
         self._term = None
         handler = self._handler
         if handler is not None:
@@ -347,7 +351,7 @@ def what_follows(state: State, node: Node, round_number: int) -> News | None:
     if nodes_waiting(state, node, round_number) > 0:
         if state.place_of(node) is None:
             return News(What.COME, f"this node ({node}) was taken out of the rendezvous")
-        return News(What.COME, "the nodes come together again")
+        return News(What.COME, "the nodes meet again")
     empty = [seat.last for seat in state.seats if seat.occupant is None]
     if state.policy == GROUP and empty:
         return News(What.GONE, f"node {', '.join(empty)} is lost")
@@ -366,12 +370,14 @@ def _await_all(handler: FtRendezvousHandler, timeout: float | None) -> str:
         waited_for = [other for other in state.participants if not agents.check([_done(other)])]
         if state.closed or not waited_for:
             return ""
-        left = _FOREVER if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        left = _LOOK_AT_NODES if deadline is None else max(0.001, deadline - time.monotonic())
         try:
-            agents.wait([_done(other) for other in waited_for], left)
+            agents.wait([_done(other) for other in waited_for], timedelta(seconds=min(left, _LOOK_AT_NODES)))
         except DistNetworkError:
             raise
         except DistStoreError:
+            if deadline is None or time.monotonic() < deadline:
+                continue
             return f"not waited for any longer, after {timeout:g} s: node {', '.join(map(str, waited_for))}"
 
 

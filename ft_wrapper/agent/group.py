@@ -1,6 +1,6 @@
 """The workers of a node as torch's agents describe them: a group, with a state, and counts of what happened.
 
-The agent's main thread writes it; the health endpoint and whoever asks the agent for its group read copies.
+The agent's main thread writes it; the health endpoint and callers of the agent read copies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.metrics.api import put_metric
 
+from .._addresses import split_host_port
 from .round import Round
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class Counts:
     Args:
         failures: processes that failed of their own accord.
         replacements: processes that were started alone, in the place of one that had failed.
-        restarts: how often all workers were started anew because some had failed.
+        restarts: how often all workers were restarted because some had failed.
         rounds: how often they were started at all, also with other nodes than before.
     """
 
@@ -75,7 +76,7 @@ class Group:
 
     @property
     def remaining_restarts(self) -> int:
-        """How often all may be started anew yet."""
+        """How often all may be restarted yet."""
         return max(0, self.spec.max_restarts - self.counts.restarts)
 
     @property
@@ -101,7 +102,7 @@ class Group:
         Args:
             where: their place among those of all nodes.
         """
-        host, _, port = where.address.rpartition(":")
+        host, port = split_host_port(where.address)
         with self._lock:
             group = self._group
             group.group_rank, group.group_world_size = where.group_rank, where.group_world_size  # type: ignore[assignment]
@@ -127,7 +128,7 @@ class Group:
             self.become(WorkerState.UNHEALTHY if self._missing else WorkerState.HEALTHY)
 
     def count_restarts(self, restarts: int) -> None:
-        """Notes how often all workers were started anew because some had failed, or are about to be."""
+        """Notes how often all workers were restarted because some had failed, or are about to be."""
         with self._lock:
             self._counts["restarts"] = restarts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import string
@@ -12,7 +11,9 @@ from contextlib import ExitStack
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+from .._files import owners_only
+from .tail import Tail
 
 PREFIX_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 """torchrun's: what is put before each line shown, with ${role_name}, ${rank} and ${local_rank} in it."""
@@ -56,9 +57,8 @@ class Logs:
         self._prefix = prefix
         self._destinations: LogsDest | None = None
         self._first_rank = 0
-        self._tails: dict[tuple[int, int], list[TailLog]] = {}
-        # torch's tail ends with a last look, a tenth of a second later: nobody waits for that.
-        self._closer = concurrent.futures.ThreadPoolExecutor(1, "ft_wrapper-logs")
+        self._tails: dict[tuple[int, int], list[Tail]] = {}
+        self._ended: list[Tail] = []
 
     def __enter__(self) -> Logs:
         return self
@@ -66,7 +66,8 @@ class Logs:
     def __exit__(self, *_: object) -> None:
         for rank, incarnation in list(self._tails):
             self.close(rank, incarnation)
-        self._closer.shutdown()
+        for tail in self._ended:
+            tail.close()
 
     def begin_round(self, environments: Mapping[int, dict[str, str]], first_rank: int = 0) -> None:
         """Makes the directories of a round, in which all ranks are started; empties them if they exist.
@@ -89,7 +90,7 @@ class Logs:
             incarnation: its number; replacements have a directory of their own below their predecessor's.
 
         Raises:
-            OSError: the directory cannot be made.
+            OSError: the directory cannot be made, or a file to be shown.
         """
         to = self._destinations
         assert to is not None, "no round has begun"
@@ -98,7 +99,7 @@ class Logs:
             if incarnation == 0 or path in ("", os.devnull):
                 return path
             folder = os.path.join(os.path.dirname(path), f"incarnation_{incarnation}")
-            os.makedirs(folder, exist_ok=True)
+            os.makedirs(folder, 0o700, exist_ok=True)
             return os.path.join(folder, os.path.basename(path))
 
         stdout, stderr = own(to.stdouts[rank]), own(to.stderrs[rank])
@@ -108,23 +109,24 @@ class Logs:
         if rank in to.tee_stderrs:
             tails[stderr] = sys.stderr
         files = RankFiles(stdout, stderr, own(to.error_files[rank]))
-        self._tails[rank, incarnation] = [
-            TailLog(self._role, {self._first_rank + rank: file}, console, self._prefixes(rank)).start()
-            for file, console in tails.items()
-        ]
+        shown = self._tails[rank, incarnation] = []
+        for path, console in tails.items():
+            shown.append(Tail(path, console, self._prefix_of(rank)))
         return files
 
-    def _prefixes(self, rank: int) -> dict[int, str] | None:
-        if not self._prefix:
-            return None
+    def _prefix_of(self, rank: int) -> str:
         number = self._first_rank + rank
+        if not self._prefix:
+            return f"[{self._role}{number}]:"
         words = {"role_name": self._role, "rank": number, "local_rank": rank}
-        return {number: string.Template(self._prefix).safe_substitute(words)}
+        return string.Template(self._prefix).safe_substitute(words)
 
     def close(self, rank: int, incarnation: int) -> None:
         """The process has ended: what it wrote last is shown, in another thread, and its tails end."""
+        self._ended = [tail for tail in self._ended if tail.is_alive]
         for tail in self._tails.pop((rank, incarnation), ()):
-            self._closer.submit(tail.stop)
+            tail.end()
+            self._ended.append(tail)
 
 
 def opened(path: str, files: ExitStack) -> int | None:
@@ -137,4 +139,4 @@ def opened(path: str, files: ExitStack) -> int | None:
     Raises:
         OSError: it cannot be opened.
     """
-    return files.enter_context(open(path, "wb")).fileno() if path else None
+    return files.enter_context(open(path, "wb", opener=owners_only)).fileno() if path else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from .._addresses import address_of_this_node
+from .._addresses import address_of_this_node, is_this_host, loopback
 from ..rendezvous.backend import DEFAULT_PORT
 from ..rendezvous.handler import make_backend
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters
@@ -19,25 +20,36 @@ from .nodes import Nodes, OneNode
 from .options import Options
 from .policy import Policy
 
+log = logging.getLogger(__name__)
+
 
 def meet(options: Options) -> Nodes:
-    """This node's part among the others. Connects to nobody yet.
+    """This node's part among the others. Connects to no one yet.
 
     Args:
         options: the job.
     """
     meeting = options.meeting
     if meeting is None:
-        return OneNode(options.nproc_per_node)
+        return OneNode(options.nproc_per_node, _address_alone(options.address))
     if meeting.parameters.backend in (NAME, *ETCD_NAMES):
         return _ft(options, meeting)
     return _classic(options, meeting)
 
 
+def _address_alone(given: str) -> str:
+    """Where a node that is alone hosts its store: where the user says, if that is this host."""
+    if given and not is_this_host(given):
+        used = loopback()
+        log.warning("--master-addr %s leads to no address of this host: its ranks use %s", given, used)
+        return used
+    return given or loopback()
+
+
 def _ft(options: Options, meeting: Meeting) -> FtNodes:
     settings, identity, how = read_parameters(meeting.parameters)
     agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
-    # Whoever says less agrees with nodes of a version that had no such options.
+    # A node that says less agrees with nodes of a version that had no such options.
     if options.active_world_size is not None:
         agreed["active_world_size"] = str(options.active_world_size)
     if options.spare_nodes:

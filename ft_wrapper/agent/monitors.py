@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import select
@@ -24,11 +25,12 @@ import psutil
 
 from ..exception import StoreError
 from ..monitor import wire
+from ..monitor.heart import Heart
 from ..monitor.line import peer
 from ..monitor.loop import MonitorLoop
 from ..monitor.settings import MonitorSettings
 from ..monitor.shared_memory import RankMemory
-from ..store import StorePlan, announced_plan
+from ..store import StorePlan, announced_plan, keys
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ CLOSE_TIMEOUT = 5.0
 _HELLO_TIMEOUT = 10.0
 # Seconds for a process to become known, which may be sooner at work than it is noted that it was started.
 _KNOWN_WITHIN = 5.0
-# Seconds to the next try, if nobody can be accepted for want of descriptors or threads.
+# Seconds to the next try, if no one can be accepted for want of descriptors or threads.
 _PAUSE = 1.0
 
 
@@ -58,6 +60,11 @@ class _Attended:
     line: socket.socket
     loop: MonitorLoop | None = None
 
+    @property
+    def is_between(self) -> bool:
+        """Whether he has left a wrapped call in order, and may come to another one."""
+        return self.loop is not None and self.loop.is_between
+
     def stop(self) -> None:
         """Ends whatever waits for him, unless he has died and others are to be told."""
         if self.loop is not None:
@@ -67,8 +74,24 @@ class _Attended:
                 self.line.shutdown(socket.SHUT_RDWR)
 
 
+@dataclasses.dataclass
+class _SharedHeart:
+    """The heart of the ranks that are in the same job, with the same times to keep.
+
+    Args:
+        heart: it.
+        users: how many connections have it.
+    """
+
+    heart: Heart
+    users: int = 0
+
+
 class Monitors:
     """Accepts ranks, and runs a monitor for each that is one of this agent's processes, or is below one.
+
+    They share one heart. Its name is no other agent's, nor that of one that was here before: so no agent
+    keeps members alive that are not its own.
 
     Nothing is to be cleaned up after an agent that was killed: the socket's name is no file's.
 
@@ -85,8 +108,9 @@ class Monitors:
         self._job = job
         self._changed = threading.Condition()
         self._processes: set[int] = set()  # those that the agent has started, and not reaped
-        self._watched: set[int] = set()  # those of them that have a monitor
+        self._watched: dict[int, _Attended] = {}  # who has the monitor of each that has one
         self._attended: dict[threading.Thread, _Attended] = {}
+        self._hearts: dict[tuple[MonitorSettings, str], _SharedHeart] = {}
         self._closing = False
         with contextlib.ExitStack() as cleanup:
             self._listener = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -117,7 +141,7 @@ class Monitors:
             self._processes.discard(pid)
 
     def close(self) -> None:
-        """Accepts nobody any more, and waits until the others know who has died: `CLOSE_TIMEOUT` at the most.
+        """Accepts no one any more, and waits until the others know who has died: `CLOSE_TIMEOUT` at the most.
 
         The ranks have ended by then. One that has not, for it is stuck, is left without a monitor.
         """
@@ -127,7 +151,7 @@ class Monitors:
             self._closing = True
             self._changed.notify_all()
         os.eventfd_write(self._wake, 1)
-        self._acceptor.join()  # it waits for nobody
+        self._acceptor.join()  # it waits for no one
         with self._changed:
             attended = dict(self._attended)
         for one in attended.values():
@@ -205,23 +229,58 @@ class Monitors:
         process = self._process_of(pid)
         settings, plan, memory = _hear(line)
         owned.callback(memory.close)
-        with self._claimed(process):
-            loop = MonitorLoop(settings, plan.connect, memory, line, pid, pidfd, self._job)
+        heart = owned.enter_context(self._shared_heart(settings, plan))
+        with self._claimed(process, attended):
+            loop = MonitorLoop(settings, plan.connect, memory, line, pid, pidfd, self._job, heart)
             owned.callback(loop.close)
             owned.callback(line.close)  # before that: the rank waits for it, and the loop for the rank
             with self._changed:
                 attended.loop = loop
                 if self._closing:
                     return
-            wire.send(line, {})
+            wire.send(line, {"heart": heart.name})
             line.settimeout(None)
             died = loop.run()
         line.close()
         if died:
+            self._tell_others(loop, heart, pid, settings.heartbeat_interval)
+
+    def _tell_others(self, loop: MonitorLoop, heart: Heart, pid: int, pause: float) -> None:
+        """Tells the others of a death, until they know it, as long as the dead rank's heart beats for others.
+
+        For its silence tells no one then. In a job that has ended the heart beats for no one before long.
+        """
+        is_over = False
+        while not is_over:
             try:
                 loop.tell_others()
-            except StoreError as error:  # it has ended with the job, mostly
-                log.info("nobody could be told that process %d died: %s", pid, error)
+            except StoreError as error:
+                level = logging.DEBUG if loop.is_between else logging.INFO
+                log.log(level, "the other ranks could not be told that process %d died: %s", pid, error)
+            else:
+                return
+            with self._changed:
+                is_over = self._changed.wait_for(lambda: self._closing, pause) or not heart.is_beating
+
+    @contextlib.contextmanager
+    def _shared_heart(self, settings: MonitorSettings, plan: StorePlan) -> Iterator[Heart]:
+        """The heart of all ranks with this store and these settings; ends with the last that has it."""
+        key = settings, json.dumps(plan.plain, sort_keys=True)
+        with self._changed:
+            if key not in self._hearts:
+                name = keys.shared_heart(os.urandom(8).hex())
+                self._hearts[key] = _SharedHeart(Heart(plan.connect, name, settings))
+            shared = self._hearts[key]
+            shared.users += 1
+        try:
+            yield shared.heart
+        finally:
+            with self._changed:
+                shared.users -= 1
+                if not shared.users:
+                    del self._hearts[key]
+            if not shared.users:
+                shared.heart.close()
 
     def _process_of(self, pid: int) -> int:
         """Which of the agent's processes somebody is, or is below: started by a shell, for instance."""
@@ -240,17 +299,21 @@ class Monitors:
         raise _Refused(f"process {pid} is no rank's")
 
     @contextlib.contextmanager
-    def _claimed(self, process: int) -> Iterator[None]:
-        """One monitor at a time for each process that the agent has started: first come, first served."""
+    def _claimed(self, process: int, attended: _Attended) -> Iterator[None]:
+        """One monitor at a time for each process that the agent has started: first come, first served.
+
+        Beside it the one of an earlier call goes on, until the rank says bye to that.
+        """
         with self._changed:
-            if process in self._watched:
+            if process in self._watched and not self._watched[process].is_between:
                 raise _Refused(f"process {process} has a monitor already")
-            self._watched.add(process)
+            self._watched[process] = attended
         try:
             yield
         finally:
             with self._changed:
-                self._watched.discard(process)
+                if self._watched.get(process) is attended:
+                    del self._watched[process]
 
     def _forget(self, thread: threading.Thread, line: socket.socket) -> None:
         with self._changed:

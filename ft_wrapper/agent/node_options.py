@@ -8,6 +8,7 @@ import dataclasses
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 
+from .._addresses import without_brackets
 from ..rendezvous.backend import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters
 from . import values
@@ -25,7 +26,7 @@ class Meeting:
 
     Args:
         parameters: of the rendezvous; torch's.
-        monitor_interval: seconds between two looks whether nodes are waiting, where nobody tells.
+        monitor_interval: seconds between two looks whether nodes are waiting, where no one tells.
         exit_barrier_timeout: seconds for which a node whose ranks are done waits for the others.
     """
 
@@ -42,11 +43,13 @@ class NodeOptions:
         meeting: how this node finds the others; None if there are none.
         active_world_size: so many ranks call the function of a wrapped job; None: all.
         spare_nodes: so many of the nodes have hot spares only.
+        address: what the user calls this node if it is alone; empty if nothing.
     """
 
     meeting: Meeting | None
     active_world_size: int | None
     spare_nodes: int
+    address: str = ""
 
 
 def read_nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy) -> NodeOptions:
@@ -68,7 +71,7 @@ def read_nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Pol
     _check_node_rank(parser, args, most + spares)
     master = _master(parser, args)
     if _is_alone(parser, args, most, spares):
-        return NodeOptions(None, active, 0)
+        return NodeOptions(None, active, 0, without_brackets(args.master_addr))
     on_etcd = args.rdzv_backend in ETCD_NAMES
     endpoint = args.rdzv_endpoint or ("" if on_etcd else master)
     if not endpoint:
@@ -92,8 +95,8 @@ def _spare_nodes(parser: Parser, args: argparse.Namespace, policy: Policy) -> in
         )
     if policy is Policy.GROUP:
         parser.error(
-            f"--spare-nodes {spares} and --restart-policy group contradict each other: all ranks are started "
-            "anew, spare or not; drop one of them (nodes beyond the most of --nnodes wait without any option)"
+            f"--spare-nodes {spares} and --restart-policy group contradict each other: all ranks are "
+            "restarted, spare or not; drop one of them (nodes beyond the most of --nnodes wait without it)"
         )
     if args.rdzv_backend not in (*OURS, STATIC):
         parser.error(
@@ -161,7 +164,7 @@ def _is_alone(parser: Parser, args: argparse.Namespace, most: int, spares: int) 
         return True
     if args.rdzv_endpoint or most + spares > 1:
         return False
-    # --master-addr and --master-port are of no use, nor do they harm: the store is on a free port.
+    # --master-port is of no use, nor does it harm: the store is on a free port.
     for option, value, defaults in (
         ("--rdzv-backend", args.rdzv_backend, (NAME, STATIC)),
         ("--rdzv-conf", args.rdzv_conf, ("",)),

@@ -11,25 +11,24 @@ import socket
 import threading
 from collections.abc import Iterator
 
+from .._addresses import host_port, loopback
 from ..store import TCPStoreServer
 from .round import Round, alone
-
-HOST = "127.0.0.1"
 
 
 class What(enum.Enum):
     """What news from the other nodes are about."""
 
     COME = enum.auto()
-    """All nodes come together again: this one ends its ranks, and takes part in the next round."""
+    """All nodes meet again: this one ends its ranks, and takes part in the next round."""
     GONE = enum.auto()
     """A node is lost, or has left. The same, unless the ranks of this node have done all they had to."""
     OVER = enum.auto()
     """The job has failed: this node ends its ranks."""
     LOST = enum.auto()
-    """Nobody can be asked any more. The same, unless the ranks of this node have done all they had to."""
+    """No one can be asked any more. The same, unless the ranks of this node have done all they had to."""
     CLOSED = enum.auto()
-    """The job has ended, and nobody is waited for any more."""
+    """The job has ended, and no one is waited for any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +98,10 @@ class Inbox:
             return items
 
     def knock(self) -> threading.Event:
-        """Wakes whoever waits for news; from any thread.
+        """Wakes anyone who waits for news; from any thread.
 
         Returns:
-            An event that is set once he has looked; or at once, where nobody is supposed to.
+            An event that is set once he has looked; or at once, where no one is supposed to.
         """
         answered = threading.Event()
         with self._lock:
@@ -115,7 +114,7 @@ class Inbox:
 
     @contextlib.contextmanager
     def unattended(self) -> Iterator[None]:
-        """For a while nobody looks: something else is waited for, with a timeout of its own."""
+        """For a while no one looks: something else is waited for, with a timeout of its own."""
         with self._lock:
             self._attended = False
             self._answer()
@@ -227,18 +226,20 @@ class OneNode(Nodes):
 
     Args:
         nproc: number of ranks.
+        address: of this host; the loopback when None, where only this host reaches the store.
     """
 
-    def __init__(self, nproc: int) -> None:
+    def __init__(self, nproc: int, address: str | None = None) -> None:
         super().__init__()
         self._nproc = nproc
+        self._address = address or loopback()
         self._server: TCPStoreServer | None = None
 
     def next_round(self) -> Round:
-        server = TCPStoreServer()
+        server = TCPStoreServer(host_name=self._address, ranks=self._nproc)
         self._end_server()
         self._server = server
-        return alone(f"{HOST}:{server.port}", self._nproc)
+        return alone(host_port(self._address, server.port), self._nproc)
 
     def leave(self, why: str) -> None:
         pass

@@ -41,7 +41,7 @@ class Options:
         signals: what is forwarded to the ranks and then ends the job.
         shutdown_timeout: seconds between a forwarded signal and SIGKILL.
         policy: what is done about a rank that fails.
-        max_restarts: how often all ranks may be started anew.
+        max_restarts: how often all ranks may be restarted.
         max_rank_restarts: how often each rank may be started again alone.
         standby: whether ranks are forked from a process that has torch imported.
         logs_specs: what decides where log files go.
@@ -49,6 +49,7 @@ class Options:
         active_world_size: so many ranks call the function of a wrapped job; None: all.
         spare_nodes: so many of the nodes have hot spares only.
         meeting: how this node finds the others; None if there are none.
+        address: what the user calls this node if there are no others; empty if nothing.
     """
 
     nproc_per_node: int
@@ -70,6 +71,7 @@ class Options:
     active_world_size: int | None = None
     spare_nodes: int = 0
     meeting: Meeting | None = None
+    address: str = ""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -112,6 +114,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         active_world_size=nodes.active_world_size,
         spare_nodes=nodes.spare_nodes,
         meeting=nodes.meeting,
+        address=nodes.address,
     )
 
 

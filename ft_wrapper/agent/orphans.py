@@ -1,7 +1,7 @@
 """Processes whose parent has died become children of the agent, which waits for them when they end.
 
 The agent makes itself a subreaper, so that the ranks which its template forks become its own children. Then
-it also gets what the ranks leave behind, data loaders for instance, and nobody else would wait for these.
+it also gets what the ranks leave behind, data loaders for instance, and no one else would wait for these.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Policy(enum.Enum):
     RANK = "rank"
     """A process that fails is replaced alone; the others go on."""
     GROUP = "group"
-    """When a process fails, all are ended and started anew."""
+    """When a process fails, all are ended and restarted."""
 
 
 class Action(enum.Enum):
@@ -28,7 +28,7 @@ class Action(enum.Enum):
     LEAVE_OUT = enum.auto()
     """Nothing: the others go on to their own end."""
     RESTART_GROUP = enum.auto()
-    """All others are ended, then all are started anew."""
+    """All others are ended, then all are restarted."""
     END_GROUP = enum.auto()
     """All others are ended, and that is the end."""
 
@@ -58,7 +58,7 @@ class WatchedJob(Protocol):
         """Whether a process may join it."""
 
     def has_given_up(self, slot: int, pid: int) -> bool:
-        """Whether a slot's process has left it by ``RestartAbort``."""
+        """Whether a slot's process has left it for good."""
 
 
 class RestartPolicy:
@@ -66,7 +66,7 @@ class RestartPolicy:
 
     Args:
         policy: what was asked for.
-        max_restarts: how often the whole group may be started anew.
+        max_restarts: how often the whole group may be restarted.
         max_rank_restarts: how often each rank may be replaced.
     """
 
@@ -114,10 +114,10 @@ class RestartPolicy:
         if job.has_formed() and not job.admits():
             return Verdict(
                 Action.LEAVE_OUT,
-                "it stays out: nobody can join its job, which needs @Wrapper(use_global_iteration=True)",
+                "it stays out: no one can join its job, which needs @Wrapper(use_global_iteration=True)",
             )
         if job.has_given_up(rank, pid):
-            return Verdict(Action.LEAVE_OUT, "it stays out: it left the job by RestartAbort")
+            return Verdict(Action.LEAVE_OUT, "it stays out: it left the job for good")
         delay = self._budget(rank).spend(lived, is_first=is_first)
         if delay is None:
             return Verdict(
@@ -142,7 +142,7 @@ class RestartPolicy:
             return Verdict(Action.END_GROUP, f"all ranks end (--max-restarts {self._max_restarts})")
         self.restarts += 1
         return Verdict(
-            Action.RESTART_GROUP, f"all ranks are started anew ({self.restarts} of {self._max_restarts})"
+            Action.RESTART_GROUP, f"all ranks are restarted ({self.restarts} of {self._max_restarts})"
         )
 
     def _budget(self, rank: int) -> RankBudget:

@@ -21,7 +21,9 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from .. import events
+from .._files import check_open_files
 from ..monitor.wire import AGENT_ENV
+from ..store.tcp import raise_file_limit
 from .environment import Job, of_incarnation
 from .failure import Failure, in_order, read_failure
 from .group import Group
@@ -42,10 +44,15 @@ log = logging.getLogger(__name__)
 KILL_TIMEOUT = 10.0
 # Seconds that the template may take to import torch, from a slow file system, and to fork a rank.
 STANDBY_TIMEOUT = 300.0
+# Seconds after which a template that was asked for a rank is slow. It forks one in some ten milliseconds.
+SLOW_FORK = 1.0
 # Seconds from a start to the fork of the next process ahead, which is not to be in the way of a restart.
 SPARE_DELAY = 1.0
 # Seconds after which a node that was not known to have its place asks again.
 PLACE_DELAY = 1.0
+# Of this process, for each rank: its connections to the store, if that is here, and what its monitor has.
+_FILES_OF_A_RANK = 12
+_FILES_OF_ALL = 16  # what the ranks have in common
 # A template that ended sooner than this is not tried again.
 STANDBY_SETTLED = 60.0
 
@@ -58,11 +65,12 @@ class End:
         failures: those that count, in the order of happening.
         signum: the signal that ended the job, or None.
         forgiven: those that the job finished without.
-        again: whether all are to be started anew, in the next round.
+        again: whether all are to be restarted, in the next round.
         failed: why the job cannot go on, on any node; empty if it can, or has finished.
         ended_by: why another node has ended the job; empty if none has.
+        error_elsewhere: the error of another node's rank that ended the job, if that is why all failed here.
         lost: whether no rank of this node is left in a job that goes on elsewhere.
-        closed: whether the other nodes wait for nobody any more.
+        closed: whether the other nodes wait for no one any more.
         node: what this node is called; empty if there is no other.
     """
 
@@ -72,6 +80,7 @@ class End:
     again: bool = False
     failed: str = ""
     ended_by: str = ""
+    error_elsewhere: str = ""
     lost: bool = False
     closed: bool = False
     node: str = ""
@@ -83,7 +92,7 @@ class _Stop:
 
     Args:
         deadline: when those are killed that still run.
-        again: whether all are started anew then.
+        again: whether all are restarted then.
         killed: whether that has been done.
     """
 
@@ -175,7 +184,7 @@ class Ranks:
         with self._cleanup:
             self._cleanup.callback(self._close_store)
             self._end_standby()
-            self._begin_stop(again=False)  # nobody is replaced any more
+            self._begin_stop(again=False)  # no one is replaced any more
             self._kill()
 
     def start(self, where: Round) -> None:
@@ -185,10 +194,15 @@ class Ranks:
             where: the round.
 
         Raises:
-            OSError: one cannot be started. Those that were end with the context.
+            OSError: one cannot be started, or this process may not open as many files as that takes. Those
+                that were started end with the context.
             StoreError: the store does not answer.
         """
         self._close_store()
+        raise_file_limit()
+        nproc = self._job.nproc
+        # Otherwise ranks could not reach the store, and the others would call them missing.
+        check_open_files(_FILES_OF_ALL + nproc * _FILES_OF_A_RANK, f"with {nproc} ranks this process")
         self._in_store = JobInStore(where.store)
         self._round = where
         self._policy.begin_round(where.restarts, formed=where.formed)
@@ -203,7 +217,7 @@ class Ranks:
             self._start(rank, 0)
 
     def wait(self, signals: SignalQueue) -> End:
-        """Waits until all ranks have ended, and nobody is to be started again alone.
+        """Waits until all ranks have ended, and no one is to be started again alone.
 
         A signal is forwarded to all that live; those that still do after ``shutdown_timeout`` are killed.
 
@@ -213,7 +227,7 @@ class Ranks:
         for waited_for in (signals.fd, self._nodes.inbox):
             self._selector.register(waited_for, selectors.EVENT_READ)
         try:
-            while self._running or self._asked or self._due_ranks():
+            while self._running or self._awaits_start():
                 for key in self._select():
                     if isinstance(key.data, RankProcess):
                         self._take_end(key.data)
@@ -230,12 +244,18 @@ class Ranks:
 
     # Waiting -------------------------------------------------------------------------------------------
 
-    def _due_ranks(self) -> bool:
-        """Whether somebody is to be replaced: nobody is when the others have finished the job meanwhile."""
-        only_due = not self._running and not self._asked and not self._nodes.out_of_reach()
-        if self._due and only_due and self._store().finished_with() is not None:
+    def _awaits_start(self) -> bool:
+        """Whether a rank is to be started, or the template is at it.
+
+        A rank that failed is not started again once the others have finished the job. Then the template is
+        not waited for either: it may hang.
+        """
+        to_replace = self._due or (self._asked and self._failures)
+        nothing_else = to_replace and not self._running and not self._nodes.out_of_reach()
+        if nothing_else and self._store().finished_with() is not None:
             self._due.clear()
-        return bool(self._due)
+            self._give_up_asking()
+        return bool(self._due or self._asked)
 
     def _select(self) -> list[selectors.SelectorKey]:
         """Waits for the next event, or until something is due."""
@@ -261,7 +281,7 @@ class Ranks:
                 self._healed.update(self._running)
                 self._end_standby()
                 self._begin_stop(again=False)
-                # First, so that nobody waits for ranks that are about to end.
+                # First, so that no one waits for ranks that are about to end.
                 self._nodes.leave(f"it was ended by {signal_name(arrived)}")
             self._send(arrived)
 
@@ -275,7 +295,7 @@ class Ranks:
         if self._stop is not None:
             self._stop.again = self._stop.again and not ends
             return
-        log.warning("%s; %s", news.why, "all ranks end" if ends else f"{self._names()} are started anew")
+        log.warning("%s; %s", news.why, "all ranks end" if ends else f"{self._names()} are restarted")
         self._begin_stop(again=not ends)
         self._send(signal.SIGTERM)
 
@@ -283,6 +303,8 @@ class Ranks:
         ours = [process.pid for process in self._running.values()]
         if self._standby is not None:
             self._standby.drop_dead_spare()
+            if self._standby.go_on():
+                log.warning("the standby process was stopped by a signal: continued")
             pids = self._standby.pids()
             if pids is None:
                 return  # one that was just forked is not known yet
@@ -311,7 +333,7 @@ class Ranks:
             if self._nodes.has_place():
                 del self._due[rank]
                 self._start_or_fail(rank, due.incarnation)
-            else:  # a new process of its slot would throw out whoever has the place now
+            else:  # a new process of its slot would throw out the one that has the place now
                 self._due[rank] = _Due(now + PLACE_DELAY, due.incarnation)
         why = self._nodes.out_of_reach()
         if self._due and why and not self._running and not self._asked:
@@ -385,9 +407,21 @@ class Ranks:
             return []
         standby, self._standby = self._standby, None
         self._selector.unregister(standby)
-        lost = standby.close()
+        lost = standby.close(KILL_TIMEOUT)
         self._asked.clear()
         return lost
+
+    def _give_up_asking(self) -> None:
+        """No process is needed any more of those that the template was asked for."""
+        if self._standby is not None:
+            if self._standby.overdue(SLOW_FORK):
+                log.warning(
+                    "the standby process %d has not answered for %g s, and is ended: the job has finished",
+                    self._standby.process.pid,
+                    SLOW_FORK,
+                )
+            self._standby.cancel()
+        self._asked.clear()
 
     def _take_answers(self, standby: Standby) -> None:
         answers = standby.answers()
@@ -405,7 +439,7 @@ class Ranks:
             log.warning("rank %d is started without the standby process: %s", rank, forked.error)
             self._execute_or_fail(request)
             return
-        pidfd = os.pidfd_open(forked.pid)  # of a child that nobody has waited for
+        pidfd = os.pidfd_open(forked.pid)  # of a child that no one has waited for
         self._add(RankProcess(request.rank, request.incarnation, forked.pid, pidfd, request.files))
 
     def _execute_or_fail(self, request: Request) -> None:
@@ -421,7 +455,7 @@ class Ranks:
         lived = time.monotonic() - standby.started
         lost = self._end_standby()
         how = standby.process.returncode
-        log.warning("the standby process %d has ended (%d)", standby.process.pid, how)
+        log.warning("the standby process %d has ended (%s)", standby.process.pid, how)
         if self._stop is None and lived >= STANDBY_SETTLED:
             try:
                 self._start_standby()
@@ -451,10 +485,13 @@ class Ranks:
         self._decide(process.rank, failure, lived=time.monotonic() - process.started)
 
     def _decide(self, rank: int, failure: Failure, lived: float) -> None:
-        self._failures.append(failure)
         self._group.failed(rank)
         if self._nodes.have_formed():
             self._policy.note_formed()
+        if failure.exitcode == 1:
+            ended_by = self._store().ended_by(failure.rank, failure.pid)
+            failure = dataclasses.replace(failure, ended_by=ended_by)
+        self._failures.append(failure)
         verdict = self._policy.decide(
             failure.rank, failure.pid, lived, self._store(), is_first=failure.incarnation == 0
         )
@@ -467,8 +504,9 @@ class Ranks:
             self._group.count_restarts(self._policy.restarts)
             self._begin_stop(again=verdict.action is Action.RESTART_GROUP)
             self._send(signal.SIGTERM)
-        # Last: nobody waits for the words.
-        log.warning(
+        # Last: no one waits for the words.
+        log.log(
+            logging.INFO if failure.ended_by else logging.WARNING,
             "rank %s (pid %d): %s%s; %s",
             failure.name,
             failure.pid,
@@ -531,13 +569,15 @@ class Ranks:
                 forgiven.append(failure)
             else:
                 counted.append(failure)
+        own = [failure for failure in counted if not failure.ended_by]
         return End(
-            counted,
+            own,
             self._signum,
             forgiven,
             again=again,
             failed=self._failed,
             ended_by=self._ended_by,
+            error_elsewhere=counted[0].ended_by if counted and not own else "",
             lost=finished is None
             and not again
             and len({failure.rank for failure in counted}) == self._job.nproc,

@@ -18,7 +18,7 @@ class Round:
         role_rank: number of the first rank of this node among those of the same role.
         role_world_size: ranks of this role on all nodes.
         formation_size: ranks that the job has begun with; more may have come later.
-        restarts: how often all ranks were started anew, if that is known for all nodes; None if each agent
+        restarts: how often all ranks were restarted, if that is known for all nodes; None if each agent
             counts for itself.
         formed: whether the ranks have formed a wrapped job already, which those of this node are to join.
         node: what to call this node in messages; empty if there is no other.

@@ -129,7 +129,7 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
                 if news.why:
                     log.warning("%s", news.why)
                 if news.what is What.GONE:
-                    continue  # nobody waits for it any more
+                    continue  # no one waits for it any more
                 if news.what is What.COME:
                     return dataclasses.replace(end, again=True)
                 if news.what is What.OVER:

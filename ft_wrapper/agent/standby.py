@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from . import template
 from .environment import with_local_rank
 from .logs import RankFiles, opened
 from .processes import start
+
+log = logging.getLogger(__name__)
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 
@@ -151,7 +154,7 @@ class Standby:
         self._requests.append(request)
 
     def cancel(self) -> None:
-        """Nobody is asked for any more."""
+        """No one is asked for any more."""
         self._requests.clear()
 
     def ask_ahead(self) -> None:
@@ -195,18 +198,34 @@ class Standby:
             self._spare.orders.close()
             self._spare = None
 
+    def go_on(self) -> bool:
+        """Continues the template, should somebody have stopped it; returns whether."""
+        with suppress(ChildProcessError):
+            if os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                self.process.send_signal(signal.SIGCONT)
+                return True
+        return False
+
     def overdue(self, seconds: float) -> bool:
         """Whether the first of the requests has waited for so long."""
         return bool(self._requests) and time.monotonic() - self._requests[0].asked >= seconds
 
-    def close(self) -> list[Request]:
+    def close(self, timeout: float) -> list[Request]:
         """Ends the template, and the processes that wait for orders; those that run already go on.
+
+        Args:
+            timeout: seconds to wait for the template's end after SIGKILL. One that is stuck in the kernel is
+                left behind.
 
         Returns:
             The requests that were not carried out.
         """
         self.process.kill()
-        self.process.wait()
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pid = self.process.pid
+            log.error("the standby process %d: still there %g s after SIGKILL, left behind", pid, timeout)
         requests, self._requests = list(self._requests), collections.deque()
         self.answers()  # it may have forked one
         if self._spare is not None:
@@ -257,6 +276,7 @@ class Standby:
             except OSError:
                 spare.discard()
                 return None
+        os.kill(spare.pid, signal.SIGCONT)  # somebody may have stopped it
         spare.orders.close()
         return Forked(request, spare.pid)
 

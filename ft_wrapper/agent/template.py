@@ -161,7 +161,7 @@ def _become_what_is_ordered(orders: socket.socket, agent: int) -> str:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    # Python's own generator starts anew after a fork by itself.
+    # Python's own generator seeds itself again after a fork.
     torch.default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()

@@ -57,11 +57,18 @@ class JobInStore:
         return not isinstance(terms, dict) or terms.get("use_global_iteration", True) is True
 
     def has_given_up(self, slot: int, pid: int) -> bool:
-        """Whether a slot's process has left the job by ``RestartAbort``."""
+        """Whether a slot's process has left the job for good: by ``RestartAbort``, or with its end."""
+        return self._record(slot, pid).get("gave_up") is True
+
+    def ended_by(self, slot: int, pid: int) -> str:
+        """What has ended the job, if a slot's process has left it for the sake of another rank's error."""
+        return str(self._record(slot, pid).get("ended_by", ""))
+
+    def _record(self, slot: int, pid: int) -> dict[str, object]:
         record: dict[str, object] = {}
         with self._asking(f"how slot {slot} has left the job is not known"):
             record = self._store.record_of(self._store.newest_of(slot))
-        return record.get("gave_up") is True and record.get("pid") == pid
+        return record if record.get("pid") == pid else {}
 
     def finished_with(self) -> dict[int, int | None] | None:
         """Who was in the job when it ended well: by slot the process, None where that is not known.

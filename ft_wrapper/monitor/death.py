@@ -25,7 +25,7 @@ def report_death(
     store: StoreMixin,
     view: View | None,
     member: Member,
-    fault: Fault,
+    fault: Fault | None,
     *,
     active: bool,
     timeout: float,
@@ -40,14 +40,14 @@ def report_death(
         store: where to.
         view: the iteration that the member was last known in; None before the first one.
         member: who has ended.
-        fault: what is known of it.
-        active: whether it called the function in ``view``; an iteration that nobody has told the caller of
-            is ended in any case.
+        fault: what is known of it, for people; None to keep quiet.
+        active: whether it called the function in ``view``; in an iteration that the caller was not told of
+            it counts as active unless others have all the active ranks.
         timeout: seconds after which to give up.
         returns: whether a replacement is on its way.
     """
     deadline = store.now() + timeout
-    told: Fault | None = fault
+    told = fault
     while True:
         head = store.read_head()
         if head is None:
@@ -58,18 +58,19 @@ def report_death(
             if view is None or head != view.head:
                 current = store.read_current()
                 assert current is not None
-                view, active = current[0], True
+                view = current[0]
+                active = store.may_be_active(view.n, member)
             n = view.n
             if member in view.members:
                 store.log_death(n, member, told, ends=active, returns=returns)
                 store.count_death(view)
                 kept = member in store.arrivals_of(n)
             else:
-                # It may have asked to be let in. Where n has not ended yet, whoever proposes reads the log.
+                # It may have asked to be let in. Where n has not ended yet, each proposer reads the log.
                 store.log_death(n, member, None, ends=False, returns=returns)
                 kept = store.outcome_of(n) is not None and member in store.joins_of(n)
         told = None
-        # Whoever proposes later reads the log. Only a proposal that was under way may have read it too early,
+        # A later proposer reads the log. Only a proposal that was under way may have read it too early,
         # and it takes the member only if that had arrived (or joined) before.
         if not kept:
             return
@@ -79,7 +80,7 @@ def report_death(
 
 
 def await_others(store: StoreMixin, view: View, timeout: float) -> None:
-    """Waits until those who are left have gone on from an iteration, or nobody is left.
+    """Waits until those who are left have gone on from an iteration, or no one is left.
 
     Args:
         store: where they agree.
@@ -108,6 +109,6 @@ def _await_move(store: StoreMixin, n: int, view: View | None, deadline: float) -
             return True
         here = store.joins_of(n) if view is None else set(view.members)
         if here <= store.deaths_of(n):
-            return False  # nobody is left who could go on
+            return False  # no one is left who could go on
         pause = min(2 * pause, _LONGEST_LOOK)
     return False

@@ -4,14 +4,19 @@ The monitor thread sends a signal to that thread; the handler, which Python runs
 two instructions of whatever it is doing, decides there and then whether to raise. It does so only:
 
 - between entering and leaving `Interrupter.call`, and outside `Interrupter.atomic`;
-- not while an import is running: one cut short leaves a broken module behind for the rest of the process;
-- not where the innermost frame is an ``__enter__`` or ``__exit__`` (or another of `_PASSING`), or logging's,
-  which would leave a lock held for good, unless the thread is stuck there;
-- not while the thread is cleaning up after an earlier interruption (a ``finally``, an ``except``, a
-  ``__del__``), unless that takes longer than a grace time;
+- where every frame up to the function's is at a right place (`right_place`): one that makes, enters or leaves
+  a ``with``, say, would leave a lock held or gradients off for good; unless the thread is stuck there, or
+  each frame that is at a wrong place has been for a grace time (each: a long call from a wrong place does not
+  lay open what it calls). No time helps against an import, which cut short leaves a broken module behind for
+  the rest of the process, or inside torch's call from C++ into Python, where it may abort;
+- not while the thread is cleaning up after an earlier interruption (a ``finally``, an ``except``), or in a
+  finalizer (a ``__del__``, a generator that is closed), unless that takes longer than another grace time;
 - not in this module's own frames.
 
-What is not raised is tried again with the next signal, until the thread is out.
+Where the signal lands at a wrong place, the frames outside of what is wrong are traced by instruction, and
+the exception is raised at the first right one. What is not raised there, or cannot be since a debugger
+traces, is tried again with the next signal, until the thread is out. What is raised in a finalizer in the end
+is swallowed by Python; so the frames outside of it are traced, too, and the first right one raises again.
 
 A function that runs outside the main thread cannot be reached by a signal handler. An asynchronous exception
 takes its place: it wakes no blocked call, and the rules are checked when it is sent, not where it arrives.
@@ -25,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import logging
 import queue
 import signal
@@ -36,7 +42,8 @@ from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from ft_wrapper.exception import RankShouldRestart
-from ft_wrapper.monitor.frames import current_frames
+from ft_wrapper.monitor.frames import current_exception, current_frames
+from ft_wrapper.monitor.right_place import Obstacle, obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +53,6 @@ T = TypeVar("T")
 _MESSAGE = "this restart iteration is over; let the exception pass"
 _FIRST_RESEND = 0.001
 _STUCK_AFTER = 3  # resend intervals at one instruction
-
-# Frames that are passed quickly and must not be left half-way: the protocols; what threading.Condition calls
-# between releasing its lock and waiting, and back; logging, which locks around each record.
-_PASSING = frozenset(
-    ["__enter__", "__exit__", "__aenter__", "__aexit__", "__del__", "_release_save", "_acquire_restore"]
-)
-_PASSING_MODULE = logging.__dict__
-_IMPORT = "<frozen importlib"
 
 
 class Interrupter:
@@ -67,7 +66,7 @@ class Interrupter:
         resend_interval: seconds between two attempts while the function does not leave; the first few follow
             each other faster.
         cleanup_grace: seconds that an interrupted function's ``finally`` and ``except`` blocks may take
-            before they are interrupted, too.
+            before they are interrupted, too; and that the function may take to come to a right place.
 
     Raises:
         TypeError: ``signum`` is no integer.
@@ -94,10 +93,16 @@ class Interrupter:
         self._armed = False
         self._depth = 0
         self._grace_since: float | None = None
+        # Put off at a wrong place: which frames are at one since when, and the innermost instruction with the
+        # time that it was first seen and how often it was seen again.
+        self._wrong_since: dict[FrameType, float] = {}
         self._passing: tuple[FrameType, int, float] | None = None
+        self._seen_again = 0
+        self._traced = False
         self._atomic = Atomic(self)
         # Written by the monitor thread.
         self._requested = False
+        self._sent_async = False  # and reset by the function's, once nothing more is sent
         # Between the two: held by the function's thread inside `call`; held around a check of `_armed` and
         # the sending that follows from it; told when an atomic block ended.
         self._inside = threading.Lock()
@@ -209,9 +214,11 @@ class Interrupter:
                             result = _run(fn, args, kwargs)
                     self._armed = False
                     self._withdraw()
+                    _stop_tracing(None)
                     self._leave_atomic()  # a block that the function never left
                     self._passing = None
-                    self._running = False
+                    self._wrong_since = {}
+                    self._traced = self._running = False
                     left = True
                 except BaseException as raised:
                     if error is None or not isinstance(raised, (Exception, RankShouldRestart)):
@@ -257,44 +264,110 @@ class Interrupter:
         """
         with self._sending:  # who saw us armed has sent by now
             pass
-        if self._signum is None:
-            _set_async_exception(self._thread, None)
+        if self._sent_async:
+            self._sent_async = False
+            _take_back_async_exception(self._thread)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._armed and self._requested and not self._depth and self._may_raise(frame):
-            self._passing = None
-            self._grace_since = time.monotonic()
-            raise RankShouldRestart(_MESSAGE)
+        if not self._is_wanted() or _is_own(frame):
+            return
+        wrong = obstacle(frame, _run.__code__)
+        handled = sys.exc_info()[1]
+        raises = self._may_raise(frame, wrong, handled)
+        # There it is raised by itself: outside the finalizer that would swallow it, or outside what is wrong.
+        outside = _outside_finalizers(frame, wrong, handled)
+        if outside is None and wrong is not None and not raises:
+            outside = next((each for each in reversed(wrong.frames) if not self._has_waited(each)), None)
+        if outside is not None:
+            self._trace_from(outside)
+        elif raises:
+            _stop_tracing(frame)
+        if raises:
+            raise self._interruption()
 
-    def _may_raise(self, frame: FrameType | None) -> bool:
-        """Whether a function whose innermost frame this is can be made to leave here and now."""
-        if frame is not None and (frame.f_code.co_name in _PASSING or frame.f_globals is _PASSING_MODULE):
-            if not self._is_stuck(frame):
-                return False
-        else:
+    def _is_wanted(self) -> bool:
+        return self._armed and self._requested and not self._depth
+
+    def _interruption(self) -> RankShouldRestart:
+        self._passing = None
+        self._wrong_since = {}
+        self._traced = False
+        self._grace_since = time.monotonic()
+        return RankShouldRestart(_MESSAGE)
+
+    def _may_raise(
+        self, frame: FrameType | None, wrong: Obstacle | None, handled: BaseException | None
+    ) -> bool:
+        """Whether a function that stands here can be made to leave now."""
+        now = time.monotonic()
+        self._wrong_since = {each: self._wrong_since.get(each, now) for each in wrong.frames} if wrong else {}
+        if wrong is None:
             self._passing = None
-        cleaning_up = self._grace_since is not None and _handles_interruption(self._thread)
-        while frame is not None and frame.f_code is not _run.__code__:
-            if frame.f_globals is _OWN or frame.f_code.co_filename.startswith(_IMPORT):
-                return False
-            cleaning_up = cleaning_up or frame.f_code.co_name == "__del__"
-            frame = frame.f_back
-        if cleaning_up:
-            now = time.monotonic()
+        elif wrong.for_good or not (self._is_stuck(frame) or all(map(self._has_waited, wrong.frames))):
+            return False
+        if (wrong is not None and wrong.finalizer is not None) or self._is_cleaning_up(handled):
             if self._grace_since is None:
                 self._grace_since = now
             return now - self._grace_since >= self._cleanup_grace
         return True
 
-    def _is_stuck(self, frame: FrameType) -> bool:
-        """Whether the frame has been at this instruction for several resends.
+    def _has_waited(self, frame: FrameType) -> bool:
+        """Whether a frame has been at wrong places for so long that this does not count any more."""
+        since = self._wrong_since.get(frame)
+        return since is not None and time.monotonic() - since >= self._cleanup_grace
 
-        The frame is kept until the next attempt, since a new one could get its address.
+    def _is_right(self, frame: FrameType) -> bool:
+        wrong = obstacle(frame, _run.__code__)
+        if wrong is None:
+            return True
+        return not wrong.for_good and wrong.finalizer is None and all(map(self._has_waited, wrong.frames))
+
+    def _is_cleaning_up(self, handled: BaseException | None) -> bool:
+        """Whether the exception being handled is an interruption, or closes a generator."""
+        kinds = GeneratorExit if self._grace_since is None else (GeneratorExit, RankShouldRestart)
+        return _is_in_context(handled, kinds)
+
+    def _trace_from(self, frame: FrameType | None) -> None:
+        """Has the first right instruction of these frames raise; calls made from now on are not traced."""
+        if sys.gettrace() not in (None, _trace_no_call):
+            return  # a debugger's; the next signal comes soon
+        while frame is not None and frame.f_code is not _run.__code__:
+            frame.f_trace = self._trace
+            frame.f_trace_opcodes = True
+            frame = frame.f_back
+        sys.settrace(_trace_no_call)
+        self._traced = True
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "return":  # or an exception, or a generator's yield
+            _stop_tracing_frame(frame)
+            return None  # or it would be traced again
+        if (
+            event in ("opcode", "line")
+            and self._is_wanted()
+            and self._is_right(frame)
+            and not self._is_cleaning_up(sys.exc_info()[1])
+        ):
+            _stop_tracing(frame)
+            raise self._interruption()
+        return self._trace
+
+    def _is_stuck(self, frame: FrameType | None) -> bool:
+        """Whether the innermost frame has been at this instruction for several resends, and seen so often.
+
+        By time alone, a thread that gets no processor would seem to be stuck wherever it waits for one. The
+        frame is kept until the next attempt, since a new one could get its address.
         """
+        if frame is None:
+            return False
         now = time.monotonic()
         if self._passing is None or self._passing[:2] != (frame, frame.f_lasti):
             self._passing = (frame, frame.f_lasti, now)
-        return now - self._passing[2] >= _STUCK_AFTER * self._resend_interval
+            self._seen_again = 0
+        else:
+            self._seen_again += 1
+        long = now - self._passing[2] >= _STUCK_AFTER * self._resend_interval
+        return long and self._seen_again >= _STUCK_AFTER
 
     # ---- the monitor thread
 
@@ -352,8 +425,9 @@ class Interrupter:
                 return False
             self._send()
             wait = pause if remaining is None else min(pause, remaining)
-            # Quickly again at first, and while it passes one ``with`` after the other.
-            pause = min(2 * pause if self._passing is None else _FIRST_RESEND, self._resend_interval)
+            # Quickly again at first, and while it passes one ``with`` after the other and is not traced.
+            quickly = self._passing is not None and not self._traced
+            pause = min(_FIRST_RESEND if quickly else 2 * pause, self._resend_interval)
 
     def _send(self) -> None:
         with self._sending:
@@ -363,10 +437,14 @@ class Interrupter:
                 # EAGAIN: as many are queued as the kernel allows, so the thread has enough of them.
                 with contextlib.suppress(BlockingIOError):
                     signal.pthread_kill(self._thread, self._signum)
-            elif self._may_raise(current_frames().get(self._thread)):
-                self._passing = None
-                self._grace_since = time.monotonic()
-                _set_async_exception(self._thread, RankShouldRestart)
+                return
+            frame = current_frames().get(self._thread)
+            if not _is_own(frame):
+                wrong = obstacle(frame, _run.__code__)
+                if self._may_raise(frame, wrong, current_exception(self._thread)):
+                    self._interruption()
+                    self._sent_async = True
+                    _set_async_exception(self._thread, RankShouldRestart)
 
 
 class Atomic:
@@ -418,23 +496,79 @@ def _run(fn: Callable[..., T], args: Any, kwargs: Any) -> T:
     return fn(*args, **kwargs)
 
 
-def _handles_interruption(thread: int | None) -> bool:
-    """Whether a thread is in an ``except`` or a ``finally`` that an interruption has led to.
+def _is_own(frame: FrameType | None) -> bool:
+    """Whether a thread that runs the function is in one of this module's frames."""
+    while frame is not None and frame.f_code is not _run.__code__:
+        if frame.f_globals is _OWN:
+            return True
+        frame = frame.f_back
+    return False
 
-    A generator that is dropped on the way out runs its ``finally`` in a ``GeneratorExit``.
-    """
-    handled: Any = sys._current_exceptions().get(thread or 0)
-    error: BaseException | None = handled[1] if isinstance(handled, tuple) else handled  # before Python 3.12
+
+def _is_in_context(
+    error: BaseException | None, kinds: type[BaseException] | tuple[type[BaseException], ...]
+) -> bool:
     for _ in range(100):
-        if error is None or isinstance(error, (RankShouldRestart, GeneratorExit)):
+        if error is None or isinstance(error, kinds):
             return error is not None
         error = error.__context__
     return False
 
 
-def _set_async_exception(thread: int | None, kind: type[BaseException] | None) -> None:
+def _outside_finalizers(
+    frame: FrameType | None, wrong: Obstacle | None, handled: BaseException | None
+) -> FrameType | None:
+    """The innermost frame that will not see what is raised here, since Python swallows it, or None."""
+    if wrong is not None and wrong.finalizer is not None:
+        return wrong.finalizer.f_back
+    if _is_in_context(handled, GeneratorExit):
+        while frame is not None and frame.f_code is not _run.__code__:
+            if frame.f_code.co_flags & inspect.CO_GENERATOR:
+                return frame.f_back
+            frame = frame.f_back
+    return None
+
+
+def _trace_no_call(frame: FrameType, event: str, argument: object) -> None:
+    """What traces new frames: nothing, but `sys.settrace` has the old ones traced."""
+
+
+def _stop_tracing(frame: FrameType | None) -> None:
+    """Ends the tracing of the frames from here to the function's; not a debugger's."""
+    if sys.gettrace() is _trace_no_call:
+        sys.settrace(None)
+        while frame is not None and frame.f_code is not _run.__code__:
+            _stop_tracing_frame(frame)
+            frame = frame.f_back
+
+
+def _stop_tracing_frame(frame: FrameType) -> None:
+    frame.f_trace = None
+    frame.f_trace_opcodes = False
+
+
+class _Replaced(Exception):
+    """Takes the place of an interruption that is not needed any more."""
+
+
+def _take_back_async_exception(thread: int | None) -> None:
+    """Makes sure that the calling thread, this one, gets no interruption any more.
+
+    It replaces the interruption, and takes what replaced it. Setting none instead would leave CPython (3.11
+    and 3.12) looking for an exception at every call, for good; and where a frame is traced by instruction, a
+    new frame would then look for ever.
+    """
+    try:
+        _set_async_exception(thread, _Replaced)
+        for _ in range(1000):  # it is raised where a loop begins again
+            pass
+    except _Replaced:
+        pass
+
+
+def _set_async_exception(thread: int | None, kind: type[BaseException]) -> None:
     function: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    function(ctypes.c_ulong(thread or 0), None if kind is None else ctypes.py_object(kind))
+    function(ctypes.c_ulong(thread or 0), ctypes.py_object(kind))
 
 
 def _remaining(deadline: float | None) -> float | None:
@@ -456,7 +590,7 @@ def _free_signal() -> int:
             return signum
     raise RuntimeError(
         "every real-time signal is in use, ignored or blocked in this process; "
-        "pass the number of a signal that nobody else uses"
+        "pass the number of a signal that no one else uses"
     )
 
 

@@ -13,7 +13,7 @@ from ..store import serve
 class IterationStores:
     """One store for each iteration whose rank 0 is this rank.
 
-    Whoever was rank 0 is likely to be it again, so the next store is opened ahead, off the restart's path.
+    The last rank 0 is likely to be the next, so its next store is opened ahead, off the restart's path.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The C library's calls that Python does not offer: shared mappings, robust mutexes, semaphores.
 
-Everything takes plain addresses: whoever owns the memory keeps it alive. The calls release the GIL, so
+Everything takes plain addresses: the owner of the memory keeps it alive. The calls release the GIL, so
 that a blocked one stops only its own thread.
 """
 

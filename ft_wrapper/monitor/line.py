@@ -1,7 +1,9 @@
 """A rank's line to its monitor, wherever that runs: in a process of its own, or inside the agent.
 
 The rank says ``join`` (who it is), ``view`` (the iteration it is in), ``serve`` (open the store of an
-iteration; answered with its port), ``bye`` (it leaves in order). What the monitor does with it is in `loop`.
+iteration; answered with its port), ``between`` (it has left a call, and may come to another one; answered
+once the monitor looks at the shared memory no more), ``bye`` (it leaves in order). What the monitor does with
+it is in `loop`.
 """
 
 from __future__ import annotations
@@ -39,35 +41,44 @@ class MonitorLine:
         name: what to call the monitor in messages.
         log_of: where to look for what has happened to it.
         on_lost: called, in a thread of its own, if the monitor ends without having been told to.
+        heart: the heart that beats for this rank as for others; None if it gets one of its own.
     """
 
     def __init__(
-        self, line: socket.socket, pid: int, name: str, log_of: str, on_lost: Callable[[], None]
+        self,
+        line: socket.socket,
+        pid: int,
+        name: str,
+        log_of: str,
+        on_lost: Callable[[], None],
+        heart: str | None = None,
     ) -> None:
         self.pid = pid
+        self.heart = heart
         self._line = line
         self.name = name
         self.log_of = log_of
-        self._on_lost = on_lost
+        self._on_lost: Callable[[], None] | None = on_lost
         self._leaving = False
         self._stop_watching = os.eventfd(0, os.EFD_CLOEXEC)
         self._line.settimeout(_ANSWER_TIMEOUT)
-        self._watcher = threading.Thread(target=self._watch, name="ft_wrapper-monitor-watch", daemon=True)
+        self._watcher: threading.Thread | None = threading.Thread(
+            target=self._watch, name="ft_wrapper-monitor-watch", daemon=True
+        )
         self._watcher.start()
 
     def join(self, member: Member) -> None:
         """Says who the rank is; from then on the monitor sends its heartbeat."""
         self._send({"type": "join", "member": str(member)})
 
-    def enter(self, view: View, decision: Decision | None, rank: int | None) -> None:
-        """Says which iteration the rank is in.
+    def enter(self, view: View, decision: Decision | None) -> None:
+        """Says which iteration the rank is in; which it is there stands in the shared memory.
 
         Args:
             view: the iteration.
             decision: what changed since the last one said; None to say it all.
-            rank: the rank in it.
         """
-        message: dict[str, Any] = {"type": "view", "rank": rank, "nonce": view.nonce}
+        message: dict[str, Any] = {"type": "view", "nonce": view.nonce}
         if decision is None:
             message["view"] = [view.call, view.n, view.first, view.min_world_size]
             message["members"] = [str(member) for member in view.members]
@@ -95,6 +106,27 @@ class MonitorLine:
         assert isinstance(port, int)
         return port
 
+    def between(self) -> bool:
+        """Says that the rank has left a call in order, and may take its time until the next one.
+
+        From then on the monitor sends the heartbeat and waits for the process's end, and that is all. The
+        rank keeps the socket, to be closed with `close` once another monitor has joined, and nothing else.
+        No shared memory is needed any more.
+
+        Returns:
+            Whether the monitor does so; False if it has ended.
+        """
+        self._leaving = True
+        try:
+            self._send({"type": "between"})
+            self._answer("keep watch between two calls")
+        except (InternalError, OSError) as error:
+            log.debug("no monitor keeps watch between two calls: %s", error)
+            return False
+        finally:
+            self._stop_watcher()
+        return True
+
     def close(self, timeout: float) -> None:
         """Lets the monitor end, after the others' last words if it hosts the store; ends it if it does not.
 
@@ -102,7 +134,7 @@ class MonitorLine:
             timeout: seconds to wait for it.
         """
         self._say_bye()
-        self._watcher.join(timeout)
+        self._has_ended(timeout)
         self.kill()
 
     def detach(self) -> None:
@@ -116,10 +148,22 @@ class MonitorLine:
         self._hang_up()
 
     def _hang_up(self) -> None:
-        os.eventfd_write(self._stop_watching, 1)
-        self._watcher.join(_ANSWER_TIMEOUT)
-        os.close(self._stop_watching)
+        self._stop_watcher()
         self._line.close()
+
+    def _stop_watcher(self) -> None:
+        if self._watcher is not None:
+            os.eventfd_write(self._stop_watching, 1)
+            self._watcher.join(_ANSWER_TIMEOUT)
+            os.close(self._stop_watching)
+            self._watcher = None
+        self._on_lost = None  # it refers to the call, which refers to this line
+
+    def _has_ended(self, seconds: float = 0.0) -> bool:
+        """Waits for the monitor's end; whether it has come."""
+        poll = select.poll()
+        poll.register(self._line, select.POLLRDHUP)
+        return bool(poll.poll(seconds * 1000))
 
     def _say_bye(self) -> None:
         self._leaving = True
@@ -152,7 +196,8 @@ class MonitorLine:
         poll.poll()
         if not self._leaving:
             log.error("this rank's %s (%d) ended: its faults would go unnoticed", self.name, self.pid)
-            self._on_lost()
+            if self._on_lost is not None:
+                self._on_lost()
 
 
 def line_to_agent(
@@ -178,15 +223,16 @@ def line_to_agent(
         line.connect(f"\0{name}")
         hello = {"version": wire.VERSION, "settings": dataclasses.asdict(settings), "store": plan.plain}
         wire.send_hello(line, hello, memory.fd)
-        refused = wire.receive(line).get("refused")
+        answer = wire.receive(line)
         agent = peer(line)[0]
     except (OSError, EOFError, ValueError) as error:
-        refused = str(error) or repr(error)
+        answer = {"refused": str(error) or repr(error)}
+    refused, heart = answer.get("refused"), answer.get("heart")
     if refused is not None:
         log.debug("no monitor inside the agent: %s", refused)
         line.close()
         return None
-    return MonitorLine(line, agent, "monitor inside the agent", "what ftrun says", on_lost)
+    return MonitorLine(line, agent, "monitor inside the agent", "what ftrun says", on_lost, heart)
 
 
 def peer(line: socket.socket) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..store import Decision, Member, StoreMixin, View
+from .heart import Heart
 from .iteration_stores import IterationStores
 from .rank_monitor import RankMonitor
 from .settings import MonitorSettings
@@ -43,6 +44,7 @@ class MonitorLoop:
         pid: the rank's process.
         pidfd: of it.
         job: what the job is called in events; None for what the environment says.
+        heart: beats for this rank as for others; None for one of its own.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class MonitorLoop:
         pid: int,
         pidfd: int,
         job: str | None = None,
+        heart: Heart | None = None,
     ) -> None:
         self._settings = settings
         self._connect = connect
@@ -62,11 +65,14 @@ class MonitorLoop:
         self._pid = pid
         self._pidfd = pidfd
         self._job = job
+        self._heart = heart
         self._iteration_stores = IterationStores()
         self._monitor: RankMonitor | None = None
         self._former: list[RankMonitor] = []  # of incarnations that the rank has given up
         self._unread = b""
         self._bye = False
+        self.is_between = False
+        """Whether the rank has left its call in order, and is at work outside of one."""
         self._lock = threading.Lock()
         with contextlib.ExitStack() as made:
             self._stop = os.eventfd(0, os.EFD_CLOEXEC)
@@ -87,7 +93,7 @@ class MonitorLoop:
         self._closed = False
 
     def run(self) -> bool:
-        """Watches the rank until it has left, has died, or `stop` was called.
+        """Watches the rank until it has left for good, has died, or `stop` was called.
 
         Returns:
             Whether it has died, and was in the job, so that the others have to be told.
@@ -112,7 +118,7 @@ class MonitorLoop:
                     self._read()  # what the rank said last, before it died
                 elif self._stop in ready:
                     return False
-                elif self._monitor is not None and not self._bye:
+                elif self._monitor is not None and not (self._bye or self.is_between):
                     self._monitor.keep_time(self._pidfd)
         return not self._bye and self._monitor is not None
 
@@ -126,7 +132,7 @@ class MonitorLoop:
         """Tells the others of the rank's death, until they go on without it; they may yet need its store.
 
         Raises:
-            StoreError: they cannot be told.
+            StoreError: they cannot be told. May be tried again.
         """
         if self._monitor is not None:
             self._monitor.rank_died()
@@ -134,7 +140,7 @@ class MonitorLoop:
                 self._monitor.await_next()  # peers may yet connect to the store of this iteration
 
     def await_goodbyes(self) -> None:
-        """Waits until nobody needs the coordination store any more."""
+        """Waits until no one needs the coordination store any more."""
         if self._monitor is not None:
             self._monitor.await_goodbyes()
 
@@ -155,7 +161,9 @@ class MonitorLoop:
             for monitor in self._former if self._monitor is None else [*self._former, self._monitor]:
                 self._made.callback(monitor.close)
 
-    def _pause(self) -> float:
+    def _pause(self) -> float | None:
+        if self.is_between:
+            return None
         return self._settings.interval if self._monitor is None else self._monitor.pause()
 
     def _await_death(self, told: int) -> None:
@@ -201,15 +209,25 @@ class MonitorLoop:
                 self._former.append(self._monitor)
                 self._monitor = None
             self._monitor = RankMonitor(
-                self._connect, member, self._memory, self._pid, self._settings, self._job
+                self._connect, member, self._memory, self._pid, self._settings, self._job, self._heart
             )
         elif message["type"] == "view":
             assert self._monitor is not None
-            self._monitor.enter(self._view(message), message["rank"])
+            self._monitor.enter(self._view(message))
         elif message["type"] == "serve":
             self._serve(message["host"])
+        elif message["type"] == "between":
+            self._keep_watch_between_calls()
         elif message["type"] == "bye":
             self._bye = True
+
+    def _keep_watch_between_calls(self) -> None:
+        """From here on the monitor does not look at the shared memory, and serves nothing."""
+        if self._monitor is not None:
+            self._monitor.leave_call()
+        self.is_between = True
+        self._iteration_stores.close()
+        self._answer({})
 
     def _serve(self, host: str) -> None:
         try:

@@ -60,7 +60,8 @@ class MonitorProcess(MonitorLine):
         """Ends the process, whatever it does, and reaps it."""
         self._leaving = True
         try:
-            os.kill(self.pid, signal.SIGKILL)
+            if not self._has_ended():  # else somebody else may have reaped it, and its number be another's
+                os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
         except (ProcessLookupError, ChildProcessError):
             pass

@@ -11,6 +11,7 @@ import socket
 import sys
 from typing import NoReturn
 
+from .._files import owners_only
 from ..exception import StoreError
 from ..store import StorePlan, TCPStoreServer
 from . import wire
@@ -68,7 +69,7 @@ def monitor_main(
         wire.send(line, {})
         died = loop.run()
         if died:
-            loop.tell_others()
+            _tell_others(loop)
         if server is not None:
             loop.await_goodbyes()
         if died:
@@ -82,11 +83,21 @@ def monitor_main(
         os._exit(status)
 
 
+def _tell_others(loop: MonitorLoop) -> None:
+    """Tells the others of the rank's death. Outside of a call there may be neither others nor a store."""
+    try:
+        loop.tell_others()
+    except StoreError as error:
+        if not loop.is_between:
+            raise
+        log.debug("the others could not be told that the rank ended outside of a call: %s", error)
+
+
 def _host(plan: StorePlan, line: socket.socket) -> TCPStoreServer:
     """Hosts the coordination store from now on; tells the rank if the port is taken."""
     assert plan.port is not None
     try:
-        return TCPStoreServer(plan.port, plan.host)
+        return plan.open_server()
     except StoreError as error:
         wire.send(line, {"error": str(error)})
         raise
@@ -115,11 +126,11 @@ def _redirect(files: MonitorFiles) -> None:
     os.dup2(null, 0)
     out = null
     if files.logfile is not None:
-        out = os.open(files.logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        out = os.open(files.logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)
     if files.pidfile is not None:
-        with open(files.pidfile, "w", encoding="utf-8") as pidfile:
+        with open(files.pidfile, "w", encoding="utf-8", opener=owners_only) as pidfile:
             pidfile.write(f"{os.getpid()}\n")
     root = logging.getLogger()
     for logger in (root, *(logging.getLogger(name) for name in root.manager.loggerDict)):

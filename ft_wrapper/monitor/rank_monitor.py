@@ -13,12 +13,13 @@ from collections.abc import Callable
 
 from .. import events
 from ..attribution import Interruption
-from ..exception import StoreError, StoreUnavailable
-from ..store import Fault, Member, StoreMixin, View, beat_lasts
+from ..exception import StoreError
+from ..store import Fault, Member, StoreMixin, View
 from ..store import keys as names
 from .death import await_others, report_death
-from .housekeeper import Housekeeper
+from .heart import Heart
 from .neighbours import NeighbourWatch
+from .pauses import Pauses
 from .settings import MonitorSettings
 from .shared_memory import Phase, RankMemory
 
@@ -35,6 +36,7 @@ class RankMonitor:
         pid: the rank's process.
         settings: the times to keep.
         job: what the job is called in events; None for what the environment says.
+        heart: beats for the rank as for others; None for one of its own.
     """
 
     def __init__(
@@ -45,48 +47,74 @@ class RankMonitor:
         pid: int,
         settings: MonitorSettings,
         job: str | None = None,
+        heart: Heart | None = None,
     ) -> None:
         self.member = member
         self.view: View | None = None
-        self._rank: int | None = None
+        self.is_between = False  # two calls: the rank is anywhere, and there is no memory to look at
         self._memory = memory
         self._pid = pid
         self._settings = settings
         self._job = {} if job is None else {"job": job}
         self._store = connect()
+        self._pauses = Pauses(settings.interval, time.monotonic())
         self._reported = names.BEFORE_FIRST - 1  # iteration whose soft timeout has been published
         self._gone = False
+        self._told = False  # whether the others know
         self._left_out_at = math.inf  # when the heart saw that the others went on without this rank
         self._teller: threading.Thread | None = None  # of a soft timeout
-        self._stop = threading.Event()
-        self._heart = threading.Thread(
-            target=self._beat, args=(connect,), name="ft_wrapper-heartbeat", daemon=True
-        )
-        self._heart.start()
+        self._has_own_heart = heart is None
+        self._heart = heart or Heart(connect, member, settings)
+        self._heart.add(self)
 
-    def enter(self, view: View, rank: int | None) -> None:
+    def enter(self, view: View) -> None:
         """The rank goes into an iteration."""
         self.view = view
-        self._rank = rank
+
+    @property
+    def rank(self) -> int | None:
+        """Which it is in the iteration; None until the rank assignment has said so."""
+        return self._memory.rank
+
+    def leave_call(self) -> None:
+        """The rank has left its call in order, and may take its time until the next one.
+
+        Only its heartbeat and its end matter from now on. Its last iteration has ended well, so nothing ends
+        by its death; and the store may end with the job, while this rank still does something else.
+        """
+        self.is_between = True
+        self._store.set_patience(self._settings.termination_grace_time)
 
     def stop(self) -> None:
         """Stops the heartbeat."""
-        self._stop.set()
+        self._heart.remove(self)
+        if self._has_own_heart:
+            self._heart.stop()
 
     def close(self) -> None:
-        """Stops the heartbeat, waits for its end, and lets go of the store."""
+        """Stops the heartbeat, waits for the end of a heart of its own, and lets go of the store."""
         self.stop()
-        self._heart.join()  # bounded: the store is not tried for ever
+        if self._has_own_heart:
+            self._heart.close()
         if self._teller is not None:
             self._teller.join()
         self._store.close()
 
     def rank_died(self) -> None:
-        """The rank's process has died: tells the others, unless that was done when it was ended."""
-        self._stop.set()
-        # A store that is gone now has ended with the job: nobody is left to be told.
+        """The rank's process has died: tells the others, unless that was done when it was ended.
+
+        Raises:
+            StoreError: they cannot be told. May be tried again.
+        """
+        self.stop()
+        # A store that is gone now has ended with the job: no one is left to be told.
         self._store.set_patience(self._settings.termination_grace_time)
-        if not self._gone:
+        if self._told:
+            pass
+        elif self.is_between:
+            # As it always ends, mostly: no fault. Those who go on to another call must not wait for it.
+            self._tell_death(None, active=False, timeout=self._settings.termination_grace_time)
+        else:
             self._publish_death(Interruption.TERMINATED, "died")
         self._store.say_goodbye(self.member)  # it cannot do so itself any more
 
@@ -97,16 +125,22 @@ class RankMonitor:
 
     def pause(self) -> float:
         """Seconds until `keep_time` has to look again."""
-        now = time.monotonic()
-        due = [now + self._settings.interval, self._left_out_at + self._settings.termination_grace_time]
+        settings, now = self._settings, time.monotonic()
+        left = [settings.interval, settings.termination_grace_time - self._since(self._left_out_at, now)]
         if self._memory.hang_protection_disabled == 0:
             if self._memory.phase == Phase.WATCHED:
-                progress = self._memory.progress_stamp(self._settings.watchdog_interval)
+                still = self._since(self._memory.progress_stamp(settings.watchdog_interval), now)
                 if self._reported < self._memory.iteration:
-                    due.append(progress + self._settings.soft_timeout)
-                due.append(progress + self._settings.hard_timeout)
-            due.append(self._memory.gil_stamp + self._settings.hard_timeout)
-        return max(0.0, min(due) - now)
+                    left.append(settings.soft_timeout - still)
+                left.append(settings.hard_timeout - still)
+            left.append(settings.hard_timeout - self._since(self._memory.gil_stamp, now))
+        pause = max(0.0, min(left))
+        self._pauses.expect(now + pause)
+        return pause
+
+    def _since(self, moment: float, now: float) -> float:
+        """Seconds since a moment in which this monitor ran itself: see `Pauses`."""
+        return self._pauses.since(moment, now)
 
     def keep_time(self, pidfd: int) -> None:
         """Publishes a soft timeout; ends the process at a hard one, or when it is out and does not leave.
@@ -115,16 +149,17 @@ class RankMonitor:
             pidfd: of the rank's process.
         """
         now = time.monotonic()
+        self._pauses.look(now)
         if self._gone:
             return
-        if now - self._left_out_at >= self._settings.termination_grace_time:
+        if self._since(self._left_out_at, now) >= self._settings.termination_grace_time:
             self._end_rank(pidfd, "did not leave, though the others had gone on without it")
             return
         if self._memory.hang_protection_disabled > 0:
             return
         watched = self._memory.phase == Phase.WATCHED
-        progress = now - self._memory.progress_stamp(self._settings.watchdog_interval)
-        gil = now - self._memory.gil_stamp
+        progress = self._since(self._memory.progress_stamp(self._settings.watchdog_interval), now)
+        gil = self._since(self._memory.gil_stamp, now)
         hard = self._settings.hard_timeout
         if gil >= hard or (watched and progress >= hard):
             what = "held the GIL or was stopped" if gil >= hard else "made no progress"
@@ -160,46 +195,13 @@ class RankMonitor:
             nobody_since = math.inf if here else min(now, nobody_since)
             if now - nobody_since >= self._settings.termination_grace_time:
                 return
-            self._store.await_goodbye(min(here or missing), self._settings.heartbeat_interval)
+            # One after the other: all that is read above once more only when one lets itself be waited for.
+            for member in sorted(here or missing):
+                if not self._store.await_goodbye(member, self._settings.heartbeat_interval):
+                    break
 
-    def _beat(self, connect: Callable[[], StoreMixin]) -> None:
-        store = self._connected(connect)
-        if store is None:
-            return
-        watch = NeighbourWatch(store, self.member, self._settings.heartbeat_timeout)
-        house = Housekeeper(store, self._settings.join_window)
-        lasts = beat_lasts(self._settings.heartbeat_timeout, self._settings.heartbeat_interval)
-        is_away = False
-        while not self._stop.wait(self._settings.heartbeat_interval):
-            try:
-                store.send_heartbeat(self.member, lasts)
-                view = self.view
-                if view is not None:
-                    watch.look(view)
-                    self._note_left_out(watch.left_out)
-                    house.keep(view, self._rank)
-                if is_away:
-                    log.warning("%s is heard again", self.member)
-                is_away = False
-            except StoreUnavailable as error:
-                if not is_away:
-                    log.warning("%s is not heard for now: %s", self.member, error)
-                is_away = True
-            except Exception:
-                log.exception("heartbeat of %s failed", self.member)
-        store.close()
-
-    def _connected(self, connect: Callable[[], StoreMixin]) -> StoreMixin | None:
-        """A client for the heartbeat, as soon as the store can be reached; None if it is stopped before."""
-        while True:
-            try:
-                return connect()
-            except StoreError as error:
-                log.warning("%s is not heard yet: %s", self.member, error)
-            if self._stop.wait(self._settings.heartbeat_interval):
-                return None
-
-    def _note_left_out(self, left_out: bool) -> None:
+    def note_left_out(self, left_out: bool) -> None:
+        """Hears, from its heart, whether the others have gone on without the rank."""
         if not left_out:
             self._left_out_at = math.inf
         elif self._left_out_at == math.inf:
@@ -219,30 +221,35 @@ class RankMonitor:
         try:
             self._store.report_fault(view.n, fault)
         except StoreError as error:
-            log.warning("nobody could be told that %s %s: %s", self.member, message, error)
+            log.warning("no one could be told that %s %s: %s", self.member, message, error)
 
     def _publish_death(self, interruption: Interruption, message: str) -> None:
-        self._gone = True
-        if self.view is not None:
+        if self.view is not None and not self._gone:
             self._emit_fault(self.view, interruption)
+        self._gone = True
+        fault = self._fault(interruption, message)
+        self._tell_death(fault, active=self._memory.active, timeout=self._settings.barrier_timeout)
+
+    def _tell_death(self, fault: Fault | None, *, active: bool, timeout: float) -> None:
         report_death(
             self._store,
             self.view,
             self.member,
-            self._fault(interruption, message),
-            active=self._memory.active,
-            timeout=self._settings.barrier_timeout,
+            fault,
+            active=active,
+            timeout=timeout,
             returns=self._settings.replaced,
         )
+        self._told = True
 
     def _publish_end(self, message: str) -> None:
         try:
             self._publish_death(Interruption.HARD_TIMEOUT, message)
         except StoreError as error:
-            log.warning("nobody could be told that %s is ended: %s", self.member, error)
+            log.warning("no one could be told that %s is ended: %s", self.member, error)
 
     def _end_rank(self, pidfd: int, message: str) -> None:
-        """Publishes first, then ends the process: nobody waits for its memory to be freed."""
+        """Publishes first, then ends the process: no one waits for its memory to be freed."""
         log.warning("%s: %s; ending process %d", self.member, message, self._pid)
         teller = threading.Thread(
             target=self._publish_end, args=(message,), name="ft_wrapper-hard-timeout", daemon=True
@@ -260,4 +267,4 @@ class RankMonitor:
         teller.join()
 
     def _fault(self, interruption: Interruption, message: str) -> Fault:
-        return Fault(self.member, self._rank, interruption, message, socket.gethostname(), self._pid)
+        return Fault(self.member, self.rank, interruption, message, socket.gethostname(), self._pid)

@@ -15,7 +15,7 @@ class MonitorSettings:
         termination_grace_time: from SIGTERM to SIGKILL.
         interval: how late a missed event is noticed at the most.
         watchdog_interval: how old an automatic stamp of progress may be.
-        heartbeat_interval: between two heartbeats.
+        heartbeat_interval: between two requests of a heart, which beats and looks at others in turn.
         heartbeat_timeout: no heartbeat for so long, and a member is silent.
         barrier_timeout: how long to keep at telling the others.
         join_window: for how long joins are gathered.

@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 _SIZE = 4096
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MAGIC = 0x66745F72616E6B31
+_MAGIC = 0x66745F72616E6B32
 _MUTEX = 0  # byte offset; all below are indices of eight-byte fields after the mutex
-_MAIN, _GIL, _PING, _PHASE, _ITERATION, _ACTIVE, _HANG_PROTECTION, _LIFE, _MAGIC_FIELD = range(
-    libc.MUTEX_SIZE // 8, libc.MUTEX_SIZE // 8 + 9
+_MAIN, _GIL, _PING, _PHASE, _ITERATION, _RANK, _ACTIVE, _HANG_PROTECTION, _LIFE, _MAGIC_FIELD = range(
+    libc.MUTEX_SIZE // 8, libc.MUTEX_SIZE // 8 + 10
 )
 
 
@@ -49,7 +49,7 @@ class _Life(enum.IntEnum):
 
 
 class RankMemory:
-    """Memory shared by a rank and whoever watches it.
+    """Memory shared by a rank and the process that watches it.
 
     Made by the rank. The watcher inherits it by a fork, or maps the passed descriptor with `from_fd`. Each
     side closes its own object. Only on Linux.
@@ -64,14 +64,14 @@ class RankMemory:
         fd = os.memfd_create("ft_wrapper_rank", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, _SIZE)
-            # Whoever maps it, an agent for one, shall not be ended by a file that has become shorter.
+            # A process that maps it, an agent for one, shall not be ended by a file that has become shorter.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             self._map(fd)
         except BaseException:
             os.close(fd)
             raise
         libc.mutex_init(self._address + _MUTEX)
-        self._ints[_ITERATION] = -1
+        self._ints[_ITERATION] = self._ints[_RANK] = -1
         self._ints[_MAGIC_FIELD] = _MAGIC
         self.enter_phase(Phase.IDLE)
         self.gil_stamp = time.monotonic()
@@ -194,7 +194,7 @@ class RankMemory:
                 self._release_if_unused()
         if life is _Life.NEVER:
             raise RuntimeError(
-                "nobody holds this memory's mutex: the rank calls lock_life() before it is watched"
+                "no one holds this memory's mutex: the rank calls lock_life() before it is watched"
             )
         return life is _Life.HELD
 
@@ -246,6 +246,16 @@ class RankMemory:
         self._ints[_ITERATION] = value
 
     @property
+    def rank(self) -> int | None:
+        """The rank that the rank assignment gave in this iteration; None until it has given one."""
+        rank = self._ints[_RANK]
+        return None if rank < 0 else rank
+
+    @rank.setter
+    def rank(self, value: int | None) -> None:
+        self._ints[_RANK] = -1 if value is None else value
+
+    @property
     def active(self) -> bool:
         """Whether the rank calls the function in this iteration, rather than being a spare."""
         return bool(self._ints[_ACTIVE])
@@ -264,7 +274,7 @@ class RankMemory:
         self._ints[_HANG_PROTECTION] = value
 
     def enter_phase(self, phase: Phase) -> None:
-        """Changes the phase. The stamps begin anew: ``main_stamp`` is now, and there was no ``ping`` yet."""
+        """Changes the phase. The stamps are new: ``main_stamp`` is now, and there was no ``ping`` yet."""
         self._floats[_MAIN] = time.monotonic()
         self._floats[_PING] = 0.0
         self._ints[_PHASE] = int(phase)

@@ -45,7 +45,7 @@ def may_step_forward() -> bool:
 
 @contextlib.contextmanager
 def stepping_back(pid: int, allowed: bool) -> Iterator[None]:
-    """A block during which the dying threads of a process run only where nobody else wants to.
+    """A block during which the dying threads of a process run only where no one else wants to.
 
     Args:
         pid: the process. Of one that lives, or has gone, nothing is changed.

@@ -9,15 +9,18 @@ import threading
 from collections.abc import Callable
 
 from .. import events
+from .._files import replace_broken_streams
 from ..exception import StoreError, StoreUnavailable
 from ..store import StoreMixin
 from ..store.records import FAULT
+from ..tracebacks import forget_frames
 from .interrupt import Interrupter
 
 log = logging.getLogger(__name__)
 
 _LONG = 86400.0  # seconds; every iteration's wake key is set when it ends, so this only bounds a lost wake
 
+_ENDS_WITHIN = 10.0  # seconds; on a busy machine
 _ABORT_AGAIN = 0.25  # seconds after which the function, still inside, is aborted again
 
 
@@ -67,6 +70,7 @@ class MonitorThread:
         self._abort = abort
         self._last_call_wait = last_call_wait
         self._watches: queue.SimpleQueue[Watch | None] = queue.SimpleQueue()
+        self._last: Watch | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ft_wrapper-monitor", daemon=True)
         self._thread.start()
@@ -79,30 +83,33 @@ class MonitorThread:
             entered: called in this thread first, off the restart's path; its exceptions are logged.
             may_be_done: False on an active rank, until it sets the watch's before saying that it finished.
         """
-        watch = Watch(n, entered, may_be_done)
+        self._last = watch = Watch(n, entered, may_be_done)
         self._watches.put(watch)
         return watch
 
     def stop(self, timeout: float) -> bool:
-        """Ends the thread. Its iteration has ended by then, or it stays until that ends; True if it is gone.
+        """Ends the thread. Its iteration has ended by then, or it stays until that ends, and does nothing.
 
         Args:
-            timeout: seconds to wait for it.
+            timeout: seconds to wait for it; longer, if it ends at once and only has to get its turn.
         """
         self._stopping.set()
         self._watches.put(None)
-        self._thread.join(timeout)
+        has_nothing_to_do = self._last is None or self._last.handled.is_set()
+        self._thread.join(max(timeout, _ENDS_WITHIN) if has_nothing_to_do else timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (watch := self._watches.get()) is not None:
             try:
                 self._run_logged("reporting the entry", watch.entered)
-                if self._await_end(watch) == FAULT:
+                # One that is stopped before has been left alone by a rank that is no longer in the job.
+                if self._await_end(watch) == FAULT and not self._stopping.is_set():
                     watch.ended_at = self._store.now()
                     self._free_main_thread(watch.n)
             except StoreError as error:
                 log.exception("the store is lost: this rank cannot be told of faults elsewhere, and leaves")
+                forget_frames(error)  # they hold this thread's client, and the watch would hold them
                 watch.store_lost = error
                 self._free_main_thread(watch.n)
             finally:
@@ -126,6 +133,7 @@ class MonitorThread:
 
     def _free_main_thread(self, n: int) -> None:
         events.emit("end", iteration=n)
+        self._run_logged("looking at stdout and stderr", replace_broken_streams)
         if self._last_call_wait > 0:
             self._stopping.wait(self._last_call_wait)
         self._run_logged("looking where the function is", self._before_abort)

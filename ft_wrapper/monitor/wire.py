@@ -9,7 +9,7 @@ from typing import Any
 
 AGENT_ENV = "FT_WRAPPER_AGENT"
 """Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front."""
-VERSION = 1
+VERSION = 2
 """Of hello: another Python, with another ft_wrapper, may run the ranks."""
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello

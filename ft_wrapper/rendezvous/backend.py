@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import logging
+import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from .._addresses import address_of_this_node
+from .._addresses import address_of_this_node, host_port, is_this_host
 from ..exception import StoreError
 from ..store import StoreMixin, TCPStore, TCPStoreServer, serve
 from .settings import TcpOptions
@@ -84,7 +85,7 @@ class TcpBackend(Backend):
         name: what ``--rdzv-backend`` calls it.
 
     Raises:
-        RendezvousConnectionError: nobody answers, or this node must host the store and the port is taken.
+        RendezvousConnectionError: no one answers, or this node must host the store and the port is taken.
         ValueError: the endpoint is none.
     """
 
@@ -94,7 +95,8 @@ class TcpBackend(Backend):
         self.host_name, self.port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
         self._store: TCPStore | None = None
         self._server: TCPStoreServer | None = None
-        host = _matches_machine_hostname(self.host_name) if options.is_host is None else options.is_host
+        is_named = self.host_name == socket.gethostname() or is_this_host(self.host_name)
+        host = is_named if options.is_host is None else options.is_host
         if host:
             self._host(required=options.is_host is not None)
         if self.port == 0:
@@ -112,7 +114,7 @@ class TcpBackend(Backend):
         except StoreError as error:
             self.close()
             raise RendezvousConnectionError(
-                f"--rdzv-endpoint {self.host_name}:{self.port}: {error}; is the node that it names up?"
+                f"--rdzv-endpoint {self._where}: {error}; is the node that it names up?"
             ) from error
         except BaseException:
             self.close()
@@ -122,17 +124,21 @@ class TcpBackend(Backend):
         try:
             self._server = TCPStoreServer(self.port, self.host_name)
         except StoreError as error:
+            if isinstance(error.__cause__, socket.gaierror):
+                raise RendezvousConnectionError(f"--rdzv-endpoint {self._where}: {error}") from error
             if required or self.port == 0:
                 raise RendezvousConnectionError(
-                    f"--rdzv-endpoint {self.host_name}:{self.port}: this node must host the store, "
+                    f"--rdzv-endpoint {self._where}: this node must host the store, "
                     f"and cannot: {error.__cause__}; choose another port, or let another node host it"
                 ) from error
-            log.debug(
-                "%s:%d is taken: another node of this machine hosts the store", self.host_name, self.port
-            )
+            log.debug("%s is taken: another node of this machine hosts the store", self._where)
             return
         self.port = self._server.port
-        log.info("hosting the rendezvous store at %s:%d", self.host_name, self.port)
+        log.info("hosting the rendezvous store at %s", self._where)
+
+    @property
+    def _where(self) -> str:
+        return host_port(self.host_name, self.port)
 
     @property
     def is_host(self) -> bool:  # type: ignore[override]
@@ -144,7 +150,7 @@ class TcpBackend(Backend):
 
     def _connected(self) -> TCPStore:
         if self._store is None:
-            raise RendezvousConnectionError(f"{self.host_name}:{self.port}: this backend was closed")
+            raise RendezvousConnectionError(f"{self._where}: this backend was closed")
         return self._store
 
     def agents_store(self, prefix: str) -> Store:

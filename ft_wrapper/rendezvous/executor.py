@@ -89,10 +89,10 @@ class Executor:
 
     Args:
         node: whose operations.
-        register: the record, through a client that nobody else uses.
+        register: the record, through a client that no one else uses.
         changes: how to wait for others.
         settings: timeouts and options.
-        on_unseated: told the seats that this node took from silent nodes: it won, nobody else does.
+        on_unseated: told the seats that this node took from silent nodes: it won, no one else does.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Executor:
         return self._run(operations.keep_alive, self._settings.close_timeout)
 
     def change(self, change: Callable[[State], State]) -> Snapshot:
-        """Makes a change, asked anew of each record until it is made or changes nothing.
+        """Makes a change, asked again of each record until it is made or changes nothing.
 
         Args:
             change: from the record to the record as it should be.
@@ -201,6 +201,10 @@ class Executor:
         while not won:
             snapshot, won = self._replace(snapshot, snapshot.state)
 
+    def now(self) -> float:
+        """This node's clock, in seconds."""
+        return self._register.store.now()
+
     def look(self) -> Snapshot:
         """The newest record that is known; read only if none is."""
         known = self._changes.latest()
@@ -216,9 +220,10 @@ class Executor:
         """Looks whether something was left undone by a node that died over it, and does it.
 
         A wake-up after a change, or taking entries of the log into the record: as long as a node is in the
-        log only, nobody sees whether it lives.
+        log only, no one sees whether it lives.
         """
         snapshot = self.refresh()
+        self._register.pass_on(snapshot)
         if snapshot.state.closed or snapshot.state.place_of(self.node) is None:
             return snapshot
         after = fold(snapshot.state, self._register.entries(snapshot.state.epoch))
@@ -290,7 +295,7 @@ class Executor:
             last_call=self._settings.last_call_timeout,
             patience=self._settings.patience,
             last_beat=self._last_beat,
-            # Whoever asks once in an interval may be a little early.
+            # A caller that asks once in an interval may be a little early.
             beat_interval=0.9 * self._settings.keep_alive_interval,
         )
 
@@ -323,7 +328,7 @@ class Executor:
 
     def _announce(self, state: State) -> None:
         entry = Entry(self.node, self._leaving, digest(self._options))
-        # Noted before: whoever is interrupted in between, and gives up, has an entry to take back.
+        # Noted before: a caller that is interrupted in between, and gives up, has an entry to take back.
         self._announced = Announced(state.epoch, state.folded + 1, self._register.store.now())
         number = self._register.announce(state.epoch, entry)
         self._announced = Announced(state.epoch, number, self._register.store.now())
@@ -343,7 +348,7 @@ class Executor:
         return snapshot
 
     def _forget_entry(self, state: State) -> None:
-        """The log is in the record. Whoever is not in it now was taken out, and has to come anew."""
+        """The log is in the record. A node that is not in it now was taken out, and has to come again."""
         if self._context(state, 0.0, 0.0).place is None:
             self._announced = None
 

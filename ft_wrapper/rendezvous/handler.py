@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from .._addresses import host_port, split_host_port
 from ..exception import StoreError
 from ..store import StoreMixin
 from . import keys, operations
@@ -308,7 +309,7 @@ class FtRendezvousHandler(RendezvousHandler):
         for thread in (self._heart, self._watcher):
             if thread is not None:
                 thread.stop()
-        self._heart = self._watcher = None  # they may wait for an answer yet; nobody waits for them
+        self._heart = self._watcher = None  # they may wait for an answer yet; no one waits for them
         self._executor = None
         self._end()
 
@@ -335,7 +336,9 @@ class FtRendezvousHandler(RendezvousHandler):
         self._heart = Heart(
             node,
             heart_executor,
-            NeighbourWatch(heart_store, node, self.settings.keep_alive_timeout),
+            NeighbourWatch(
+                heart_store, node, self.settings.keep_alive_timeout, self.settings.keep_alive_interval
+            ),
             self._board,
             self.settings.keep_alive_interval,
             heart_store.close,
@@ -406,12 +409,12 @@ class FtRendezvousHandler(RendezvousHandler):
         before, self._worker_store = self._worker_store, worker_store
         if before is not None:
             before.close()
-        store.set(keys.endpoint(number), f"{worker_store.address}:{worker_store.port}")
+        store.set(keys.endpoint(number), host_port(worker_store.address, worker_store.port))
         self._forget_round(number - 2)
         return RendezvousStoreInfo(worker_store.address, worker_store.port)
 
     def _forget_predecessors(self) -> None:
-        """Deletes the signs of life of agents that had this id: nobody watches them once this one is in.
+        """Deletes the signs of life of agents that had this id: no one watches them once this one is in.
 
         Of two, since the last one may never have got as far as this.
         """
@@ -428,7 +431,7 @@ class FtRendezvousHandler(RendezvousHandler):
             self._worker_store.close()
             self._worker_store = None
         deadline = store.now() + self.settings.join_timeout
-        # Whoever is interrupted leaves this client waiting, and needs the other one to give up its place.
+        # A caller that is interrupted leaves this client waiting, and needs the other to give up its place.
         waiting = self._backend.connect()
         try:
             while not interruptible(lambda: waiting.wait_for(key, self.settings.keep_alive_timeout)):
@@ -445,7 +448,7 @@ class FtRendezvousHandler(RendezvousHandler):
         finally:
             waiting.close()
         text = store.try_get(key) or ""
-        address, _, port = text.rpartition(":")
+        address, port = split_host_port(text)
         if not address or not port.isdecimal():
             raise RendezvousStateError(f"store key {key!r} holds {text!r}, which is no address")
         return RendezvousStoreInfo(address, int(port))
@@ -515,7 +518,7 @@ class FtRendezvousHandler(RendezvousHandler):
     def _tidy_up(self) -> None:
         """If all is over, the last one that lets go of the store removes it, where no node hosts it.
 
-        Not if a node was lost: it may come back, and must not find an empty store, and begin anew.
+        Not if a node was lost: it may come back, and must not find an empty store, and begin again.
         """
         state, node = self.state, self._node
         if self._backend.hosts_workers or self._executor is None or state is None or node is None:
@@ -536,7 +539,7 @@ def create_handler(parameters: RendezvousParameters) -> FtRendezvousHandler:
 
     Raises:
         ValueError: a parameter is unknown or wrong; names it and the way out.
-        RendezvousConnectionError: nobody answers at the endpoint, or the port is taken.
+        RendezvousConnectionError: no one answers at the endpoint, or the port is taken.
     """
     settings, identity, options = read_parameters(parameters)
     return FtRendezvousHandler(settings, identity, make_backend(parameters, options))
@@ -579,7 +582,7 @@ def make_backend(parameters: RendezvousParameters, options: TcpOptions | EtcdOpt
 
     Raises:
         ValueError: a parameter is wrong; names it and the way out.
-        RendezvousConnectionError: nobody answers at the endpoint, or the port is taken.
+        RendezvousConnectionError: no one answers at the endpoint, or the port is taken.
     """
     if isinstance(options, EtcdOptions):
         return EtcdBackend(options.address, options.read_timeout, parameters.backend)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 def interruptible(function: Callable[[], T]) -> T:
     """Calls a function in another thread; what a signal's handler raises meanwhile is raised here.
 
-    Whoever is interrupted leaves the thread behind, and what it uses: nobody else may use that. It
+    A caller that is interrupted leaves the thread behind, and what it uses: no one else may use that. It
     waits for as long as the function takes, which has to have a limit of its own.
 
     Args:

@@ -9,7 +9,7 @@ STATE = f"{_ROOT}/state"
 
 
 def version(number: int) -> str:
-    """Written once the record has this version: a copy of it; empty if it should be read from `STATE`."""
+    """Written once the record has this version, to wake those who wait for it: they read `STATE`."""
     return f"{_ROOT}/version/{number}"
 
 

@@ -143,7 +143,7 @@ class Context:
 
     @property
     def patience_ends(self) -> float:
-        """When this node takes the log into the record, if nobody does."""
+        """When this node takes the log into the record, if no one does."""
         if self.announced is None or not self.is_announced or self.place is not None:
             return math.inf
         return self.announced.at + self.patience
@@ -195,7 +195,7 @@ def is_due(context: Context) -> bool:
     """Whether it is up to this node to take the log into the record.
 
     Where many come at once exactly one of them should. Each knows its number, so it is the one with which
-    there are enough, or which is the last; and whoever has waited too long. If it is wrong, nothing but a
+    there are enough, or which is the last; and any that has waited too long. If it is wrong, nothing but a
     write more or a little delay comes of it.
     """
     state = context.state

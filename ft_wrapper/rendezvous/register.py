@@ -1,6 +1,6 @@
 """The record in a store: read it, replace it, wait for the next one.
 
-It is replaced by compare_set from exactly what was read. Every version has its own `writer`, so whoever
+It is replaced by compare_set from exactly what was read. Every version has its own `writer`, so a node that
 reads its own one back knows that its change was made, also where an answer was lost and the store was asked
 again.
 """
@@ -8,9 +8,7 @@ again.
 from __future__ import annotations
 
 import dataclasses
-from datetime import timedelta
 
-from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from ..store import StoreOperations
@@ -18,7 +16,7 @@ from . import keys
 from .state import Entry, State
 
 KEPT_VERSIONS = 32
-"""Waiters that are further behind notice at the next look at the record itself."""
+"""So many keys that wake somebody stay. A wait for an older one lasts until its timeout: the key is gone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +71,8 @@ class Register:
         desired = state.to_text()
         held = self._store.compare_set(keys.STATE, before.text, desired).decode(errors="replace")
         if held == desired:
-            # Whoever replaced the last one may have died before it could wake anybody.
-            self._store.multi_set([keys.version(version - 1), keys.version(version)], ["", desired])
+            # The one that replaced the last one may have died before it could wake anybody.
+            self._store.multi_set([keys.version(version - 1), keys.version(version)], ["", ""])
             if version > KEPT_VERSIONS:
                 self._store.delete_key(keys.version(version - KEPT_VERSIONS))
             if state.epoch > max(1, before.state.epoch):
@@ -87,14 +85,25 @@ class Register:
         return self._snapshot(held), False
 
     def wait(self, version: int, seconds: float) -> Snapshot | None:
-        """Waits until the record is newer than this version; None if it has not become so in time."""
-        key = keys.version(version + 1)
-        self._store.set_timeout(timedelta(seconds=max(seconds, 0.001)))
-        try:
-            text = self._store.get(key).decode(errors="replace")
-        except DistStoreError:
-            return None
-        return self._snapshot(text) if text else self.read()
+        """Waits to be woken by a version newer than this one, then reads the record.
+
+        What is read is what the record is now, however long the reader was stopped before it could look. But
+        a wait that begins when the record is `KEPT_VERSIONS` further on already is woken by no one.
+
+        Args:
+            version: of the record that is known.
+            seconds: how long to wait.
+
+        Returns:
+            The record; None if nothing came in time: then it has to be read.
+        """
+        return self.read() if self._store.wait_for(keys.version(version + 1), seconds) else None
+
+    def pass_on(self, snapshot: Snapshot) -> None:
+        """Wakes those who wait for a version, unless that was done: who wrote it may have died before."""
+        key = keys.version(snapshot.state.version)
+        if not self._store.check([key]):
+            self._store.set(key, "")
 
     def announce(self, epoch: int, entry: Entry) -> int:
         """Appends an entry to a log; returns how many there are, by the count."""

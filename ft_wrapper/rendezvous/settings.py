@@ -97,7 +97,7 @@ class Identity:
     """Who this node is, as far as it was told.
 
     Args:
-        node_id: its id; one that nobody else has when None.
+        node_id: its id; one that no one else has when None.
         address: how the others reach it; found out when empty.
         nproc: ranks that it starts.
         role: what they do.

@@ -1,8 +1,8 @@
 """The record that all nodes agree on, and everything that can change it. Pure: no store, no clock.
 
-A node appends itself to a log, and whoever thinks it is time takes the new entries of the log into the record
-(`fold`) with one compare_set; so a thousand nodes that come at once cost a few writes of the record, not a
-thousand. `normalize` does all moving that follows by itself.
+A node appends itself to a log, and any node that thinks it is time takes the new entries of the log into the
+record (`fold`) with one compare_set; so a thousand nodes that come at once cost a few writes of the record,
+not a thousand. `normalize` does all moving that follows by itself.
 
 Under the policy ``group`` every change of membership is a new round: nodes that come late wait, and once all
 nodes have left a round the next one begins with those who wait. A round is complete at `State.max_nodes` at
@@ -71,7 +71,7 @@ class Seat:
         base_slot: the first slot of its ranks; those of the others follow.
         nproc: number of its slots.
         role: what its ranks do.
-        occupant: who has it; nobody if the node was lost.
+        occupant: who has it; no one if the node was lost.
         last: id of the last one who had it.
     """
 
@@ -146,7 +146,7 @@ class State:
         policy: `GROUP` or `RANK`.
         formation_size: ranks of the last round that formed under `GROUP`; from then on fixed for the job.
         next_slot: the first slot that no seat has.
-        restarts: how often the same nodes had to come together again.
+        restarts: how often the same nodes had to meet again.
         epoch: which log new entries go to.
         folded: how many entries of it are in the record.
         seats: all seats, in the order of their group rank once the round is complete.
@@ -354,7 +354,7 @@ def close(state: State, reason: str = "") -> State:
 
 
 def adopt_rank_policy(state: State) -> State:
-    """Goes over to the policy `RANK`, in a complete round which nobody has begun to leave.
+    """Goes over to the policy `RANK`, in a complete round which no one has begun to leave.
 
     Otherwise, or if the store of the workers is lost with its node, the next round is on its way, and nothing
     is changed.
@@ -383,7 +383,7 @@ def differences(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
 
 
 def _hosts(state: State, seat: Seat) -> bool:
-    """Whether whoever has this seat hosts the store of the workers."""
+    """Whether the one that has this seat hosts the store of the workers."""
     return state.hosted and seat.group_rank == 0
 
 
@@ -505,7 +505,7 @@ def _replace_node(state: State, before: Node, node: Node) -> State:
 
 
 def _begin_round(state: State) -> State:
-    """Nobody is left in the round: the next one forms of those who wait."""
+    """No one is left in the round: the next one forms of those who wait."""
     seats = tuple(map(_new_seat, state.waiting))
     return dataclasses.replace(
         state, round=state.round + 1, complete=False, seats=seats, waiting=(), next_slot=0

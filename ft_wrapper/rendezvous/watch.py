@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 
@@ -14,12 +15,18 @@ from . import keys
 from .executor import REFRESH, Executor
 from .keep_alive import NeighbourWatch
 from .register import Register, Snapshot
-from .state import Node, State
+from .state import Node, State, may_unseat
 
 log = logging.getLogger(__name__)
 
-# torch counts a wait's milliseconds in 32 bits, and says two lines for each that ends for want of a change.
-_LONG = 14 * 24 * 3600.0
+LOOK_AGAIN = 300.0
+"""Seconds after which the watcher reads the record though no one has woken it.
+
+If it was stopped for so long that the key it waits for is gone, no one will. Not shorter, for torch says
+two lines for each wait that ends for want of a change.
+"""
+
+_FRESH = 1.0  # seconds; in less the record is not so many versions further on that no one wakes a waiter
 
 OnChange = Callable[[State], None]
 OnLost = Callable[[Exception], None]
@@ -88,11 +95,13 @@ class Board:
 class Watcher(threading.Thread):
     """Waits for changes of the record and puts them on the board, until all is over.
 
+    Any other of this node puts a newer record there, `on_change` is told of it as well.
+
     Args:
         node: the node.
         register: the record, through a client of its own.
         board: where to put it; the first record is there already.
-        on_change: told each record that it sees.
+        on_change: told each record that it sees; of several that came at once the newest.
     """
 
     def __init__(self, node: Node, register: Register, board: Board, on_change: OnChange | None) -> None:
@@ -101,6 +110,9 @@ class Watcher(threading.Thread):
         self._register = register
         self._board = board
         self._on_change = on_change
+        first = board.latest()
+        assert first is not None
+        self._told = first.state.version
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -108,10 +120,15 @@ class Watcher(threading.Thread):
         self._stopping.set()
 
     def run(self) -> None:
+        read_at = self._register.store.now()
         try:
             while True:
                 known = self._board.latest()
                 assert known is not None
+                if known.state.version > self._told:
+                    self._told = known.state.version
+                    self._tell(known.state)
+                    continue  # that may have taken a while
                 if known.state.closed:
                     # Said by this thread, which has nothing to ask the store any more.
                     self._register.store.set(keys.goodbye(self._node.name), "")
@@ -120,11 +137,13 @@ class Watcher(threading.Thread):
                 if self._stopping.is_set():
                     return
                 try:
-                    snapshot = self._register.wait(known.state.version, _LONG) or self._register.read()
+                    woken = None
+                    if self._register.store.now() < read_at + _FRESH:
+                        woken = self._register.wait(known.state.version, LOOK_AGAIN)
+                    self._board.learn(woken or self._register.read())
+                    read_at = self._register.store.now()
                 except StoreUnavailable:
-                    continue  # the heart says so
-                self._board.learn(snapshot)
-                self._tell(snapshot.state)
+                    read_at = -math.inf  # the heart says so; much may have changed meanwhile
         except (StoreError, DistError, RendezvousError) as error:
             if not self._stopping.is_set():
                 self._board.lose(error)
@@ -162,6 +181,7 @@ class Heart(threading.Thread):
         close: Callable[[], None],
     ) -> None:
         super().__init__(name=f"ft_wrapper-rendezvous-heart-{node.id}", daemon=True)
+        self._node = node
         self._executor = executor
         self._neighbours = neighbours
         self._board = board
@@ -178,6 +198,7 @@ class Heart(threading.Thread):
         unavailable = False
         try:
             while not self._stopping.is_set():
+                began = self._executor.now()
                 try:
                     if self._beat():
                         return
@@ -188,7 +209,8 @@ class Heart(threading.Thread):
                     if not unavailable:
                         log.warning("the job goes on; nodes can come and go when this is over: %s", error)
                     unavailable = True
-                self._stopping.wait(self._interval)
+                # One that had to wait for the store is late already: then it says at once that it lives.
+                self._stopping.wait(max(0.0, began + self._interval - self._executor.now()))
         except (StoreError, DistError, RendezvousError) as error:
             if not self._stopping.is_set():
                 self._board.lose(error)
@@ -205,7 +227,7 @@ class Heart(threading.Thread):
         if state.closed:
             return True
         silent = self._neighbours.silent(state)
-        if silent:
+        if silent and may_unseat(state, self._node, silent):
             log.warning("no sign of life from %s: taken out of the rendezvous", ", ".join(map(str, silent)))
             self._executor.expel(silent)
         return False

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
+from .._addresses import split_host_port
 from .etcd_address import SCHEME, EtcdAddress
 from .mixin import StoreMixin
 from .tcp import TCPStore, tcp_address
@@ -28,8 +29,8 @@ def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
     """
     if is_etcd(address):
         return partial(EtcdAddress.parse(address).connect, timeout)
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit():
+    host, port = split_host_port(address)
+    if not host or not port.isdigit():
         raise ValueError(f"{address!r} must be host:port, or {SCHEME}://host:port/prefix")
     host, number = tcp_address(host, int(port))
     return partial(TCPStore, host, number, timeout=timeout)

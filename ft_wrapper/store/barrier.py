@@ -55,8 +55,7 @@ class BarrierMixin(StoreOperations):
         mine = list(ranks)
         count = 0
         for rank in mine:
-            self.log_append(arrived_key, str(rank))
-            count = self.add(count_key, 1)
+            count = self.log_append_counted(arrived_key, str(rank), count_key)
         # The count wakes, the log decides: a reply that was lost may have counted twice.
         if count >= rendezvous_count:
             here = len(set(self.log_read(arrived_key)))
@@ -125,8 +124,8 @@ class BarrierMixin(StoreOperations):
     ) -> str:
         """Everyone contributes, the last one computes for all, and each reads its own result.
 
-        Total traffic is O(count). Either all ranks get their result or none does: whoever gives up because
-        the iteration has ended rules out that others get theirs later.
+        Total traffic is O(count). Either all ranks get their result or none does: a rank that gives up
+        because the iteration has ended rules out that others get theirs later.
 
         Args:
             name: name of the exchange; it serves once.
@@ -143,8 +142,7 @@ class BarrierMixin(StoreOperations):
         log_key, count_key, wake_key, verdict_key = (
             keys.barrier(name, part) for part in ("arrived", "count", "wake", "verdict")
         )
-        self.log_append(log_key, json.dumps([rank, contribution]))
-        if self.add(count_key, 1) >= count:
+        if self.log_append_counted(log_key, json.dumps([rank, contribution]), count_key) >= count:
             contributions = dict(json.loads(line) for line in self.log_read(log_key))
             if len(contributions) == count:
                 results = compute(contributions)

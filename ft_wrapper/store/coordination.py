@@ -2,7 +2,7 @@
 
 For programs, and tests, that drive the iterations themselves. All of it is a few lines over the protocol:
 the number is head's, and it moves by the same compare_set. What a caller does, it does as the member that its
-client joined as, never as whoever holds its rank by now: a process that was left out acts for nobody.
+client joined as, never as the one that holds its rank by now: a process that was left out acts for no one.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class CoordinationMixin(RestartingMixin):
         return self.get_global_iteration()
 
     def signal_global_iteration_ready(self, iteration: int) -> None:
-        """Wakes those who wait for an iteration: whoever decided it may have died before waking them.
+        """Wakes those who wait for an iteration: the one that decided it may have died before waking them.
 
-        They read head then. For an iteration that has passed nobody waits.
+        They read head then. For an iteration that has passed no one waits.
 
         Args:
             iteration: the number that is on.

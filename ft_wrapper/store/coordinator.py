@@ -2,7 +2,7 @@
 
 For programs, and tests, that drive the iterations by hand. Nothing here decides anything: the coordinator
 follows from the decision, the logged deaths and the caller's own clock. Callers who see different members
-silent may take different ones for the coordinator, and no harm is done: head moves once, whoever moves it.
+silent may take different ones for the coordinator, and no harm is done: head moves only once.
 
 A *rank* here is the rank at the start of the job, the slot: it stays when others leave.
 """
@@ -88,11 +88,11 @@ class CoordinatorMixin(JoiningMixin):
         """The ranks of the iteration that is on that live, as far as this client knows.
 
         Neither those that were logged dead, nor those whose heartbeat this client has seen stand still: on
-        its own clock, so that nobody is silent at the first look. No rank is in because of its number.
+        its own clock, so that no one is silent at the first look. No rank is in because of its number.
 
         Args:
             world_size: only ranks below it.
-            timeout: how long to wait for the first decision, before which nobody is in.
+            timeout: how long to wait for the first decision, before which no one is in.
             heartbeat_timeout: seconds without a heartbeat after which a rank is silent.
 
         Raises:
@@ -113,7 +113,7 @@ class CoordinatorMixin(JoiningMixin):
     ) -> int:
         """The rank whose turn it is to propose: the lowest one that lives in this client's eyes.
 
-        Nothing is written, and nothing can be won: whoever is named may propose, and so may the others.
+        Nothing is written, and nothing can be won: the one that is named may propose, and so may the others.
 
         Args:
             world_size: only ranks below it.
@@ -157,7 +157,7 @@ class CoordinatorMixin(JoiningMixin):
     def update_coordinator_heartbeat(self) -> None:
         """Sends a heartbeat of this client's member: the coordinator's, if it is the coordinator.
 
-        Nobody sends another's, so a lost coordinator never looks alive. Under the wrapper its monitor does.
+        No one sends another's, so a lost coordinator never looks alive. Under the wrapper its monitor does.
 
         Raises:
             RestartError: this client has not joined the job.

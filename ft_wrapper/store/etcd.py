@@ -39,7 +39,7 @@ _READING = (Read, ReadLog, Beats)
 
 
 class EtcdTimeout(DistStoreError, LookupError):
-    """Nobody wrote a key in time. The message names the keys."""
+    """No one wrote a key in time. The message names the keys."""
 
 
 class _Spans(NamedTuple):
@@ -90,19 +90,19 @@ class EtcdStore(Store, StoreMixin):
 
     All keys of a job but signs of life go with one lease, which each process that has made a store keeps
     alive until it closes that store; its clones live on it. When no process has done so for ``ttl`` the keys
-    are gone, and whoever comes back gets a `StoreError`, never a number that was used before. An answer that
-    was lost is asked for again, from another member, and nothing is carried out twice.
+    are gone, and a client that comes back gets `StoreError`, never a number that was used before. An answer
+    that was lost is asked for again, from another member, and nothing is carried out twice.
 
     Args:
         endpoints: the members: ``"host:port,host:port"`` or a list of these.
         prefix: in front of all keys of the job: no other job may have the same.
-        user: who to log in as; nobody when None.
+        user: who to log in as; no one when None.
         password: the user's.
         ca: path of the certificates of those who may sign the members', PEM; makes it TLS.
         cert: path of a certificate to show, PEM.
         key: path of its key, PEM.
         timeout: how long to try to reach etcd, and to wait in operations that wait.
-        ttl: how long the keys stay when no process keeps them alive any more. Whoever begins the job decides.
+        ttl: how long the keys stay when no process keeps them alive; the client that begins the job says.
         namespace: in front of the keys of this store, behind the prefix: one job may have several.
         begins: whether to begin the job if there is none. One that died must not begin again unnoticed.
 
@@ -220,7 +220,7 @@ class EtcdStore(Store, StoreMixin):
         return self._count(f"append to {key!r}", count_key, [self._entry(key, f"{entry}\n".encode())])
 
     def _count(self, what: str, key: str, before: list[Put]) -> int:
-        """Counts by entries, of which nobody is in another one's way; with other writes, all at once."""
+        """Counts by entries, of which no one is in another one's way; with other writes, all at once."""
         # Each entry has a name of its own: written twice it is one.
         operations: list[Operation] = [*before, self._entry(key, b""), self._every(key)]
         return self._etcd.write(what, operations, self._patience)[-1].number
@@ -540,7 +540,7 @@ class EtcdStore(Store, StoreMixin):
                     return
 
     def _timed_out(self, what: str, missing: Iterable[str]) -> EtcdTimeout:
-        return EtcdTimeout(f"{self!r}: {what} timed out: nobody wrote the keys {sorted(missing)}")
+        return EtcdTimeout(f"{self!r}: {what} timed out: no one wrote the keys {sorted(missing)}")
 
 
 def _fit_together(steps: Sequence[Step]) -> bool:

@@ -24,9 +24,9 @@ class _Lease:
 class EtcdBeats:
     """Gives signs of life, and sees those of others.
 
-    Whoever gives one has a lease, and an entry that goes with it. Both are made at the first sign of life,
-    and anew when the lease has run out; each further one keeps the lease alive and writes nothing. Leases
-    that nobody keeps alive any more, and their entries, etcd takes away by itself.
+    A process that gives one has a lease, and an entry that goes with it. Both are made at the first sign of
+    life, and again when the lease has run out; each further one keeps the lease alive and writes nothing.
+    Leases that no one keeps alive any more, and their entries, etcd takes away by itself.
 
     Several may give signs of life for the same, also a process and its child after a fork: each by an entry
     of its own, or all by the same. The last of them counts.
@@ -43,7 +43,7 @@ class EtcdBeats:
     def beat(self, what: str, entries: bytes, lasts: float, timeout: float) -> None:
         """Gives a sign of life.
 
-        A lease that is there is kept alive even if the job's keys are gone: whoever reads is told.
+        A lease that is there is kept alive even if the job's keys are gone: a reader is told.
 
         Args:
             what: what to call it in messages.

@@ -82,7 +82,7 @@ class EtcdGateway(EtcdHttp):
             timeout: seconds for which it is tried again; the client's when None.
 
         Raises:
-            StoreUnavailable: nobody answered in time. It may have been carried out.
+            StoreUnavailable: no one answered in time. It may have been carried out.
             StoreError: it failed; names endpoints and operation.
         """
         body = transaction_json(Branch(tuple(compare), tuple(success), tuple(failure)))

@@ -4,7 +4,7 @@ HTTP rather than gRPC because rank processes fork: a gRPC channel does not survi
 here is made by the process that uses it.
 
 A request whose answer was lost may have been carried out, and may be carried out a moment later still, after
-its repetition. So whoever changes something hands in a transaction whose comparisons make that harmless.
+its repetition. So a client that makes a change hands in a transaction whose comparisons make that harmless.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EtcdHttp:
 
     Args:
         endpoints: the members: ``host:port,host:port``, or a list of these; with or without a scheme.
-        user: who to log in as; nobody when None.
+        user: who to log in as; no one when None.
         password: the user's.
         ca: path of the certificates of those who may sign the members', PEM; makes it TLS.
         cert: path of a certificate to show, PEM; makes it TLS.
@@ -148,7 +148,7 @@ class EtcdHttp:
             The answer as JSON, and how often the request was sent.
 
         Raises:
-            StoreUnavailable: nobody answered in time. It may have been carried out.
+            StoreUnavailable: no one answered in time. It may have been carried out.
             StoreError: it failed; names endpoints and operation.
         """
         seconds = self.timeout if timeout is None else timeout

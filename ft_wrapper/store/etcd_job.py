@@ -21,19 +21,19 @@ log = logging.getLogger(__name__)
 _REGISTERS = b"op/"  # what the keys of writers begin with, behind the prefix
 
 _BEAT_ANSWERED_WITHIN = 5.0  # seconds
-_BEAT_AGAIN_AFTER = 5.0  # seconds, when nobody answered
+_BEAT_AGAIN_AFTER = 5.0  # seconds, when no one answered
 
 
 class EtcdJob:
     """All keys of a job: they lie under one prefix, and go with one lease, signs of life apart.
 
     ``life`` holds a nonce, written with the lease. Everything that is read or changed is so only if it holds
-    that nonce still: whoever comes back after the lease ran out gets an error, and never an empty store.
+    that nonce still: a client that comes back after the lease ran out gets an error, never an empty store.
 
     Args:
         gateway: the client.
         prefix: in front of all keys.
-        ttl: seconds for which the keys of a new job stay when nobody keeps the lease alive any more; None if
+        ttl: seconds for which the keys of a new job stay when no one keeps the lease alive any more; None if
             there is to be a job already.
         timeout: seconds for which to try to reach etcd.
 
@@ -166,7 +166,7 @@ class EtcdJob:
         """Raises an error if the job's keys are gone."""
         if not life.keys or life.keys[0].value != self.nonce:
             raise StoreError(
-                f"{self!r}: the job's keys are gone: nobody kept their lease alive for its time, or somebody "
+                f"{self!r}: the job's keys are gone: no one kept their lease alive for its time, or somebody "
                 "removed them; this job cannot go on"
             )
 
@@ -279,7 +279,7 @@ class EtcdWriter:
         self._revision = 0  # at which the register was written last
 
     def new_name(self) -> bytes:
-        """A name that nobody else has, and that this client has not had before."""
+        """A name that no one else has, and that this client has not had before."""
         return secrets.token_hex(12).encode()
 
     def change(

@@ -113,7 +113,7 @@ class SharedWatch:
                             waiter.put(followed.span)
         except EtcdCompacted:
             self._end(followed, None)
-        except Exception as error:  # whatever it is, nobody may wait for ever
+        except Exception as error:  # whatever it is, no one may wait for ever
             self._end(followed, error)
 
     def _end(self, followed: _Followed, how: Exception | None) -> None:
@@ -126,7 +126,7 @@ class SharedWatch:
 class StandingWatch:
     """Follows many keys for as long as it is open, for threads that each wait for some of them.
 
-    It knows which of them are there, so that nobody who waits has to look.
+    It knows which of them are there, so that no one who waits has to look.
 
     Args:
         gateway: the client.
@@ -183,7 +183,7 @@ class StandingWatch:
                 tell(event)
         except EtcdCompacted:
             self._end(None)
-        except Exception as error:  # whatever it is, nobody may wait for ever
+        except Exception as error:  # whatever it is, no one may wait for ever
             self._end(error)
 
     def _tell(self, event: Event) -> None:

@@ -63,7 +63,7 @@ class Watch:
         """Yields events until it is closed.
 
         Raises:
-            EtcdCompacted: writes since the last event are not kept any more: read, and watch anew.
+            EtcdCompacted: writes since the last event are not kept any more: read, and watch again.
             StoreError: no member will ever serve it: wrong password, no such right, no etcd.
         """
         etcd, failures = self._etcd, 0

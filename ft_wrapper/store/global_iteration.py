@@ -6,7 +6,8 @@ progress and may be wrong at any time without harm:
 - head moves from n to n+1 only from the exact value read, after n has ended, to a decision that is
   already written;
 - a decision keeps the members of n that have left the function (arrived) and are not dead; at the barrier
-  timeout those that never arrived are dropped; it adds who wants in, of each slot the last incarnation;
+  timeout those that never arrived are dropped, unless n ended well: between two calls a member that lives may
+  take its time; it adds who wants in, of each slot the last incarnation;
 - in the usual case the one whose arrival (or logging of a death) is the last proposes at once. If it died
   doing so, the waiting members come forward one after the other.
 
@@ -17,7 +18,8 @@ all of it runs on a fake store with a turned clock.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 
 from .. import events
 from ..exception import InternalError, StoreError, TimeoutError
@@ -29,17 +31,21 @@ from .records import (
     DONE,
     FAULT,
     Decision,
+    Entered,
     Head,
     Member,
     Outcome,
+    SameFault,
     View,
     roster_from_json,
     roster_to_json,
     split_entry,
     to_number,
 )
-from .steps import Append, Beats, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
+from .steps import Append, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
 from .widening import widen
+
+log = logging.getLogger(__name__)
 
 _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it must propose
 _STAGGER = 0.05  # seconds between one member's look and the next one's
@@ -47,21 +53,8 @@ _LAST_STAGGER = 2.0
 _LONGEST_LOOK = 8.0
 _LOOKOUTS = 16  # members that look who is missing
 _LOOKS_OF_FEW = 4  # looks after which more of them do
-
-
-@dataclasses.dataclass(frozen=True)
-class Glance:
-    """What a member sees of the job from time to time.
-
-    Args:
-        head: which iteration is on.
-        has_ended: whether the one that was asked about has ended.
-        heartbeats: those of the member that was asked about; see `StoreOperations.beats`.
-    """
-
-    head: Head | None
-    has_ended: bool
-    heartbeats: int | None
+_SAME_FAULTS = 4  # faults that a decision counts: who is next to fail elsewhere each time, fails differently
+_LOOKS_BETWEEN_CALLS = _LOOKS_OF_FEW + 3  # a wait between two calls may be long: no more of them than by then
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +80,6 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         text = self.try_get(keys.HEAD)
         return None if text is None else Head.parse(text, keys.HEAD)
 
-    def glance(self, n: int, member: Member | None) -> Glance:
-        """Looks at the job, for little.
-
-        Args:
-            n: the iteration whose end is asked about.
-            member: whose heartbeats are asked about, if anybody's.
-        """
-        asked: list[Step] = [] if member is None else [Beats(keys.heartbeat(str(member)))]
-        text, end, *beats = self.carry_out([Read(keys.HEAD), Read(keys.end(n)), *asked])
-        head = None if text is None else Head.parse(text, keys.HEAD)
-        return Glance(head, end is not None, int(beats[0] or 0) if beats else None)
-
     def read_decision(self, head: Head) -> Decision:
         """The decision behind a head."""
         key = keys.decision(head.n, head.nonce)
@@ -113,8 +94,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         roster, text = self.carry_out([Read(key), Read(decision_key)])
         members = roster_from_json(_present(key, roster), key)
         decision = _decision_in(head, _present(decision_key, text))
-        view = View(head.call, head.n, head.nonce, decision.first, members, decision.min_world_size)
-        return view, decision
+        return View.of(decision, head.nonce, members), decision
 
     def read_current(self) -> tuple[View, Decision] | None:
         """The iteration that is on, and the decision that led to it; None before the first one."""
@@ -145,7 +125,9 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
 
     # Leaving an iteration ------------------------------------------------------------------------------
 
-    def arrive(self, view: View, member: Member, rank: int, world_size: int) -> Proposed | None:
+    def arrive(
+        self, view: View, member: Member, rank: int, world_size: int, fault: str | None = None
+    ) -> Proposed | None:
         """Says that a member has left the function of its iteration; the last one decides the next.
 
         Args:
@@ -153,11 +135,13 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             member: who.
             rank: its rank, in a world of
             world_size: so many, before the next rank assignment.
+            fault: kind and place of its fault, to be counted if it comes again; None if there was none, or
+                there was progress before it.
 
         Returns:
             What it decided, if it was the last one.
         """
-        arrival = f"{member} {rank} {world_size}"
+        arrival = f"{member} {rank} {world_size}" + (f" {fault}" if fault else "")
         gone = self.log_append_counted(keys.arrived(view.n), arrival, keys.count_gone(view.n))
         return self.advance(view, member) if gone >= len(view.members) else None
 
@@ -198,7 +182,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             view: the iteration that has ended.
             proposer: an arrived member; None for a monitor that logged a death, and for one that wants in.
             silent: members that the proposer itself has seen stand still for ``heartbeat_timeout``.
-            drop_missing: go on without members that live but have not arrived.
+            drop_missing: after a fault, go on without members that live but have not arrived.
             hold: wait for replacements that were announced, if fewer ranks than wanted would be left.
 
         Returns:
@@ -206,8 +190,8 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             nothing to propose; head may have left it behind before.
         """
         n = view.n
-        # Deaths last: whoever logs a death first and then finds that the member has neither arrived nor asked
-        # to join may be sure that no proposal will have it.
+        # Deaths last: one that logs a death first and then finds that the member has neither arrived nor
+        # asked to join may be sure that no proposal will have it.
         end, *logs = self.carry_out(
             [Read(keys.end(n)), ReadLog(keys.arrived(n)), ReadLog(keys.join(n)), ReadLog(keys.dead(n))]
         )
@@ -235,12 +219,17 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         )
         missing = set(view.members) - arrived.keys() - dead.keys() - silent
         left = len(kept) + len(newcomers)
-        if (missing and not drop_missing) or left < max(1, view.min_world_size):
+        if missing and not (drop_missing and outcome == FAULT):
+            return None
+        if left < max(1, view.min_world_size):
             return None
         announced = {member.slot for member, returns in dead.items() if returns}
         if hold and announced - {member.slot for member in newcomers} and left < self.wanted():
             return None
         decision = self._next_decision(view, outcome, kept, newcomers, arrived)
+        if not decision.removed:  # else the loss of a rank may be why the others failed
+            same = _same_faults(view.same_faults, _faults_in(n, arrivals))
+            decision = dataclasses.replace(decision, same_faults=same)
         return self._decide(view.head, decision, tuple(sorted(kept + newcomers)))
 
     def await_next(
@@ -253,12 +242,16 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         rejoin_wait: float = 0.0,
         proposed: Proposed | None = None,
     ) -> tuple[View, Decision] | None:
-        """Waits, once arrived, for the decision of the next iteration; proposes it if nobody else does.
+        """Waits, once arrived, for the decision of the next iteration; proposes it if no one else does.
+
+        After an iteration that ended well it waits for as long as a missing member lives and is heard: that
+        one is between two calls.
 
         Args:
             view: the iteration that has ended.
             member: who waits.
-            timeout: seconds until those that live but have not arrived are left behind.
+            timeout: seconds until those that live but have not arrived are left behind; between two calls,
+                until the log says again for whom it waits.
             heartbeat_timeout: seconds without a heartbeat until a missing member counts as silent.
             rejoin_wait: seconds to wait for replacements that were announced.
             proposed: what `arrive` gave.
@@ -272,43 +265,67 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         if proposed is not None and proposed.won:
             return _step_to(view, member, proposed.head, proposed.decision)
         observer = HeartbeatObserver(self, heartbeat_timeout)
-        position = view.members.index(member)
+        position, size = view.members.index(member), len(view.members)
         # The first to give up on the missing goes on without them: all at once would have a lot to read.
         limit = timeout + min(position * _STAGGER, _LAST_STAGGER)
-        looks = self._looks(keys.wake_head(view.n + 1), position, limit, rejoin_wait)
-        for look, (remaining, said) in enumerate(looks):
-            head, decision = self._read_ahead(said)
-            if head != view.head:
-                return self._follow(view, member, head, decision)
-            if member in self.deaths_of(view.n):
-                return None
-            if remaining > 0 and not _keeps_lookout(position, len(view.members), look):
-                continue
-            self.advance(
-                view,
-                member,
-                silent=self.silent_missing(view, observer),
-                drop_missing=remaining <= 0,
-                hold=limit - remaining < rejoin_wait,
-            )
-            head = self.read_head()
-            if head != view.head:
-                return self._follow(view, member, head)
-            if remaining <= 0:
-                break
-        absent = sorted(set(view.members) - (self.arrivals_of(view.n) - self.deaths_of(view.n)))
-        raise TimeoutError(
-            f"iteration {view.n} was not followed by another one within {timeout:g} s: fewer than "
-            f"min_world_size={view.min_world_size} ranks are left; missing slots: {[m.slot for m in absent]}"
+        while True:
+            looks = self._looks(keys.wake_head(view.n + 1), position, limit, rejoin_wait)
+            silent: frozenset[Member] = frozenset()
+            absent: list[Member] = []
+            between_calls = False
+            for look, (remaining, said) in enumerate(looks):
+                head, decision = self._read_ahead(said)
+                if head != view.head:
+                    return self._follow(view, member, head, decision)
+                if member in self.deaths_of(view.n):
+                    return None
+                between_calls = self.outcome_of(view.n) == DONE
+                look = min(look, _LOOKS_BETWEEN_CALLS) if between_calls else look
+                if remaining > 0 and not keeps_lookout(position, size, look):
+                    continue
+                silent = self.silent_missing(view, observer)
+                if remaining <= 0:
+                    # Before the proposal: one who arrives during that may not be seen by it, and decide.
+                    absent = sorted(set(view.members) - (self.arrivals_of(view.n) - self.deaths_of(view.n)))
+                self.advance(
+                    view,
+                    member,
+                    silent=silent,
+                    drop_missing=remaining <= 0,
+                    hold=limit - remaining < rejoin_wait,
+                )
+                head = self.read_head()
+                if head != view.head:
+                    return self._follow(view, member, head)
+                if remaining <= 0:
+                    break
+            awaited = set(absent) - self.deaths_of(view.n) - silent
+            if not (between_calls and awaited):
+                raise TimeoutError(
+                    f"iteration {view.n} was not followed by another one within {timeout:g} s: fewer than "
+                    f"min_world_size={view.min_world_size} ranks are left; "
+                    f"missing slots: {[m.slot for m in absent]}"
+                )
+            self.log_awaited(view, awaited)
+            if not keeps_lookout(position, size, 0):
+                limit *= 2  # for what each of them reads; the lookouts say it often enough
+
+    def log_awaited(self, view: View, awaited: Iterable[Member]) -> None:
+        """Logs for whom the next wrapped call waits.
+
+        Args:
+            view: the last call's last iteration.
+            awaited: members that live, and have not made the call.
+        """
+        slots = sorted(member.slot for member in awaited)
+        log.warning(
+            "call %d waits for slots %s: their processes live and have not called the wrapped function again",
+            view.call + 1,
+            slots,
         )
 
     def silent_missing(self, view: View, observer: HeartbeatObserver) -> frozenset[Member]:
-        """The members that have not left an ended iteration and are silent in the observer's eyes.
-
-        Between two calls nobody sends a heartbeat: a member that takes its time there is not silent.
-        """
-        if self.outcome_of(view.n) == DONE:
-            return frozenset()
+        """The members that have not left an ended iteration and are silent in the observer's eyes."""
         missing = set(view.members) - self.arrivals_of(view.n) - self.deaths_of(view.n)
         return observer.silent(sorted(missing))
 
@@ -323,6 +340,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         active_world_size: int,
         *,
         promoted: bool = False,
+        recompiles: bool = False,
         endpoint: tuple[str, int] | None = None,
     ) -> int:
         """Checks, before a rank enters n, that its rank assignment fits the others'.
@@ -334,6 +352,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             world_size: the world size that it was given.
             active_world_size: the active world size that it was given.
             promoted: whether it was a spare before; noted for people.
+            recompiles: whether its compiled code was dropped, since ranks have moved; noted for people.
             endpoint: from active rank 0: host and port of the store that ``torch.distributed`` uses in n.
 
         Returns:
@@ -345,11 +364,12 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         mine = f"{world_size} {active_world_size}"
         before: list[Step] = [Write({keys.endpoint(n): f"{endpoint[0]} {endpoint[1]}"})] if endpoint else []
         steps: list[Step] = [Claim(keys.world(n), mine)]
-        if active_rank is not None:
+        entry = Entered(member, active_rank, promoted, recompiles)
+        if active_rank is None:
+            steps.append(Append(keys.entered(n), entry.to_text()))
+        else:
             steps.append(Claim(keys.seat(n, active_rank), str(member)))
-        if active_rank is not None and promoted:
-            steps.append(Append(keys.promoted(n), f"{member.slot} {active_rank}"))
-        if active_rank is not None:
+            steps.append(Append(keys.entered(n), entry.to_text()))
             steps.append(Count(keys.count_entered(n)))
         agreed, *given = self.carry_out([*before, *steps])[len(before) :]
         if agreed != mine:
@@ -357,7 +377,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
                 f"rank_assignment disagrees in iteration {n}: slot {member.slot} was given world size and "
                 f"active world size {mine}, another rank {agreed}; it must give the same sizes on every rank"
             )
-        if not given:
+        if active_rank is None:
             return 0
         holder, *_, count = given
         if holder != str(member):
@@ -440,14 +460,18 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         arrived: dict[Member, tuple[int, int]],
     ) -> Decision:
         sizes = {arrived[member][1] for member in kept}
-        if len(sizes) > 1 or len({arrived[member][0] for member in kept}) < len(kept):
+        removed = tuple(sorted(set(view.members) - set(kept)))
+        if len(sizes) > 1:
+            # The iteration ended when the rank assignment was through on some ranks, and not on others. No
+            # world is left whose ranks they all have: a new one, in which all get theirs by slot.
+            newcomers, kept = tuple(sorted(kept + newcomers)), ()
+        if len({arrived[member][0] for member in kept}) < len(kept):
             raise InternalError(
                 f"the ranks of iteration {view.n} do not fit together: "
                 + ", ".join(f"slot {m.slot} is rank {arrived[m][0]} of {arrived[m][1]}" for m in kept)
             )
-        size = sizes.pop() if sizes else 0  # nobody is left of that world: a new one of newcomers alone
+        size = sizes.pop() if kept else 0  # or no one is left of that world: a new one of newcomers alone
         ranks = {member: rank for member, (rank, of) in arrived.items() if of == size}
-        removed = tuple(sorted(set(view.members) - set(kept)))
         world = widen(size, ranks, kept, removed, newcomers)
         n = view.n + 1
         return Decision(
@@ -464,7 +488,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         )
 
     def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
-        """Writes a decision, then tries to move head to it. Whoever wins, head has moved after that."""
+        """Writes a decision, then tries to move head to it. No matter who wins, head has moved after that."""
         proposal = Head(decision.call, decision.n, self.new_nonce())
         written = {
             keys.decision(proposal.n, proposal.nonce): decision.to_json(),
@@ -527,9 +551,27 @@ def _arrivals_in(n: int, log: Iterable[str]) -> dict[Member, tuple[int, int]]:
     key = keys.arrived(n)
     arrivals = {}
     for line in log:
-        name, rank, world_size = split_entry(line, 3, key)
+        name, rank, world_size, *_ = split_entry(line, 3, key, rest=True)
         arrivals[Member.parse(name, key)] = (to_number(rank, key), to_number(world_size, key))
     return arrivals
+
+
+def _faults_in(n: int, log: Iterable[str]) -> dict[str, Member]:
+    """The faults with which members have left n, each with the first one that had it."""
+    key = keys.arrived(n)
+    faults: dict[str, Member] = {}
+    for line in log:
+        name, _, _, *fault = split_entry(line, 3, key, rest=True)
+        if fault:
+            faults.setdefault(fault[0], Member.parse(name, key))
+    return faults
+
+
+def _same_faults(before: Iterable[SameFault], faults: Mapping[str, Member]) -> tuple[SameFault, ...]:
+    """Counts the faults of an iteration on; those that it did not have are forgotten."""
+    counts = {fault.what: fault.count for fault in before}
+    same = [SameFault(what, counts.get(what, 0) + 1, member) for what, member in faults.items()]
+    return tuple(sorted(same, key=lambda fault: -fault.count)[:_SAME_FAULTS])
 
 
 def _joins_in(n: int, log: Iterable[str], call: int | None) -> set[Member]:
@@ -548,7 +590,7 @@ def _step_to(view: View, member: Member, head: Head, decision: Decision) -> tupl
     return (after, decision) if member in after.members else None
 
 
-def _keeps_lookout(position: int, size: int, look: int) -> bool:
+def keeps_lookout(position: int, size: int, look: int = 0) -> bool:
     """Whether a waiting member reads who is missing, which costs O(size), at one of its looks.
 
     A few do for all, spread over the world, so that a straggler does not cost O(size²). Should none of them

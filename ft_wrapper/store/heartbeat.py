@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
+from ..exception import StoreError
 from . import keys
 from .operations import LAPSED, StoreOperations
 from .records import Member
@@ -21,39 +23,66 @@ def beat_lasts(timeout: float, interval: float) -> float:
     than it takes until the next one.
 
     Args:
-        timeout: seconds after which whoever gives none is silent.
+        timeout: seconds after which a member that gives none is silent.
         interval: seconds between two of them.
     """
     return max(timeout / 2, 1.5 * interval)
 
 
 class HeartbeatMixin(StoreOperations):
-    """Heartbeats of members."""
+    """Heartbeats. What beats for a member is a heart: its own, or one that all members on its node share."""
 
     def send_heartbeat(self, member: Member, lasts: float = _LASTS) -> None:
-        """Says that a member lives.
+        """Says that a member lives that has a heart of its own.
 
         Args:
             member: who.
             lasts: for how long this holds where it is a lease: see `beat_lasts`.
         """
-        self.beat(keys.heartbeat(str(member)), lasts)
+        self.beat_heart(str(member), lasts)
+
+    def beat_heart(self, heart: str, lasts: float = _LASTS) -> None:
+        """Says that all members live whose heart this is.
+
+        Args:
+            heart: its name.
+            lasts: for how long this holds where it is a lease: see `beat_lasts`.
+        """
+        self.beat(keys.heartbeat(heart), lasts)
+
+    def heart_of(self, member: Member) -> str:
+        """The name of the heart that beats for a member, as its record says; its own one without a record."""
+        key = keys.member(str(member))
+        return heart_in(self.try_get(key), key) or str(member)
 
     def get_heartbeat(self, member: Member) -> int:
-        """A number that moves as long as a member sends heartbeats; see `StoreOperations.beats`."""
-        return self.beats(keys.heartbeat(str(member)))
+        """A number that moves as long as a member's heart beats; see `StoreOperations.beats`."""
+        return self.beats(keys.heartbeat(self.heart_of(member)))
+
+
+def heart_in(record: str | None, key: str) -> str | None:
+    """The shared heart that a member's record names, if it does; an error names the key it came from."""
+    if record is None:
+        return None
+    try:
+        heart = dict(json.loads(record)).get("heart")
+    except (ValueError, TypeError) as error:
+        raise StoreError(
+            f"store key {key!r} holds {record!r}, which is no member's record: {error}"
+        ) from None
+    return None if heart is None else str(heart)
 
 
 class CounterObserver(Generic[K]):
     """Watches counters, or leases, and says for how long there has been no sign of life.
 
     Standing still counts only between two reads that the store answered: a failed read forgets what was seen,
-    so an outage of the store silences nobody. And of the time between two reads no more than half of the
+    so an outage of the store silences no one. And of the time between two reads no more than half of the
     timeout counts: where the observer was stopped for longer, or had to wait for the store, so may all others
     have been, and a moment later they are heard again.
 
     A number that has lapsed was a lease, and no sign of life has come for the time of that: it counts as half
-    of the timeout. So whoever has lost its lease by mistake has the other half to come back.
+    of the timeout. So a member that has lost its lease by mistake has the other half to come back.
 
     Args:
         read: reads the counter of somebody; see `StoreOperations.beats`.
@@ -109,8 +138,11 @@ class CounterObserver(Generic[K]):
         self._seen = {one: seen for one, seen in self._seen.items() if one in keep}
 
 
-class HeartbeatObserver(CounterObserver[Member]):
-    """Watches the heartbeats of members.
+class HeartbeatObserver:
+    """Watches the hearts of members: each heart once, and where it stands still, all whose heart it is.
+
+    Which heart a member has is read once, and again before the member counts as silent: it has another one
+    when something else watches it.
 
     Args:
         store: where the heartbeats are.
@@ -118,4 +150,57 @@ class HeartbeatObserver(CounterObserver[Member]):
     """
 
     def __init__(self, store: HeartbeatMixin, timeout: float) -> None:
-        super().__init__(store.get_heartbeat, store.now, timeout)
+        self._store = store
+        self._timeout = timeout
+        self._hearts: dict[Member, str] = {}
+        self._counters: CounterObserver[str] = CounterObserver(
+            lambda heart: store.beats(keys.heartbeat(heart)), store.now, timeout
+        )
+
+    def silent(self, watched: Iterable[Member]) -> frozenset[Member]:
+        """Reads the hearts of members, and returns those whose hearts have stood still for the timeout.
+
+        Raises:
+            Exception: whatever the store raised; all earlier observations are forgotten then.
+        """
+        read: dict[str, float] = {}
+        return frozenset(one for one in watched if self.stillness(one, read) >= self._timeout)
+
+    def stillness(self, member: Member, read: dict[str, float] | None = None) -> float:
+        """Seconds for which this observer has seen a member's heart stand still.
+
+        Args:
+            member: who.
+            read: the stillness of hearts that were read just now; this one's is added. None for none.
+        """
+        read = {} if read is None else read
+        still = self._stillness_of(self.heart_of(member), read)
+        if still >= self._timeout:
+            del self._hearts[member]
+            still = self._stillness_of(self.heart_of(member), read)
+        return still
+
+    def heart_of(self, member: Member) -> str:
+        """The name of a member's heart, as it was when it was read last."""
+        if member not in self._hearts:
+            try:
+                self._hearts[member] = self._store.heart_of(member)
+            except Exception:
+                self.forget_all_but(())
+                raise
+        return self._hearts[member]
+
+    def knows(self, member: Member) -> bool:
+        """Whether this has looked at a member before, and not forgotten it."""
+        return member in self._hearts
+
+    def forget_all_but(self, watched: Iterable[Member]) -> None:
+        """Drops what was seen of those that are no longer watched."""
+        keep = set(watched)
+        self._hearts = {member: heart for member, heart in self._hearts.items() if member in keep}
+        self._counters.forget_all_but(self._hearts.values())
+
+    def _stillness_of(self, heart: str, read: dict[str, float]) -> float:
+        if heart not in read:
+            read[heart] = self._counters.stillness(heart)
+        return read[heart]

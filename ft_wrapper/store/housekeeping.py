@@ -5,10 +5,12 @@ Nothing here is needed for safety, and whatever is left undone the next one to d
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 from . import keys
 from .operations import StoreOperations
-from .records import Head, Member, View, split_entry, to_number
-from .steps import Read
+from .records import Entered, Head, Member, View, split_entry, to_number
+from .steps import Read, ReadLog
 
 
 class HousekeepingMixin(StoreOperations):
@@ -19,7 +21,7 @@ class HousekeepingMixin(StoreOperations):
         return to_number(self.try_get(keys.WANTED) or "0", keys.WANTED)
 
     def active_in(self, n: int) -> int:
-        """The number of active ranks of n; 0 if nobody has entered it yet."""
+        """The number of active ranks of n; 0 if no one has entered it yet."""
         return _active_in(n, self.try_get(keys.world(n)))
 
     def may_be_active(self, n: int, member: Member) -> bool:
@@ -31,9 +33,16 @@ class HousekeepingMixin(StoreOperations):
             n: the iteration.
             member: who.
         """
-        active = self.active_in(n)
-        holders = (self.try_get(keys.seat(n, rank)) for rank in range(active))
-        return active == 0 or any(holder in (None, str(member)) for holder in holders)
+        sizes, log = self.carry_out([Read(keys.world(n)), ReadLog(keys.entered(n))])
+        entered = _entered_in(n, (log or "").splitlines())
+        if member in entered:
+            return entered[member].active_rank is not None
+        taken = {one.active_rank for one in entered.values()} - {None}
+        return sizes is None or len(taken) < _active_in(n, sizes)
+
+    def entered_in(self, n: int) -> dict[Member, Entered]:
+        """The members that are about to enter n, or have entered it: O(world size)."""
+        return _entered_in(n, self.log_read(keys.entered(n)))
 
     def note_wanted(self, n: int) -> bool:
         """Raises `wanted` to the active ranks of n; tells whether they are known yet."""
@@ -53,29 +62,50 @@ class HousekeepingMixin(StoreOperations):
         last = keys.BEFORE_FIRST if settled is None else to_number(settled, keys.SETTLED)
         return max(0, n - last - 1)
 
-    def delete_past(self, view: View) -> int:
-        """Deletes the keys of iterations two back and more, of past calls, and of superseded members.
+    def past_keys(self, view: View, names: Sequence[str]) -> list[str]:
+        """Which keys are those of iterations two back and more, of past calls, and of superseded members.
 
-        Who is in ``view`` has left the iteration before it, so nobody who is still in reads anything older.
+        Who is in ``view`` has left the iteration before it, so no one who is still in reads anything older.
         Who is out may write late: a few keys, which the next one to clean up finds. A member counts as
         superseded when a newer one of its slot is in; where none is, when a newer one has been started.
 
         Args:
             view: the iteration that is on.
+            names: all keys, as they were a moment ago.
 
         Returns:
-            The number of deleted keys; 0 if another iteration is on meanwhile, in which others may be.
+            Their names, to be deleted; none if another iteration is on meanwhile, in which others may be.
         """
-        names = self.list_keys()
         head = self.try_get(keys.HEAD)
         if head is None or Head.parse(head, keys.HEAD).n != view.n:
-            return 0
+            return []
         newest: dict[int, int] = {}
         for name in names:
             if member := keys.member_of(name):
                 newest[member[0]] = max(member[1], newest.get(member[0], 0))
         newest.update((member.slot, member.incarnation) for member in view.members)
-        past = [name for name in names if _is_past(name, view, newest)]
+        return [name for name in names if _is_past(name, view, newest)]
+
+    def shared_hearts(self, names: Iterable[str], most: int) -> dict[str, int]:
+        """How far the shared hearts are, where there are more than there can be members that have one.
+
+        Args:
+            names: all keys.
+            most: the number of members.
+
+        Returns:
+            By key; empty where they are no more.
+        """
+        hearts = [name for name in names if keys.is_shared_heart(name)]
+        return {heart: self.beats(heart) for heart in hearts} if len(hearts) > most else {}
+
+    def still_hearts(self, seen: Mapping[str, int]) -> list[str]:
+        """Those of them that have not beaten since. One that beats after all, is there again by that."""
+        return [heart for heart, beats in seen.items() if self.beats(heart) == beats]
+
+    def delete_past(self, view: View) -> int:
+        """Deletes `past_keys` at once; gives their number."""
+        past = self.past_keys(view, self.list_keys())
         self.delete_keys(past)
         return len(past)
 
@@ -83,6 +113,12 @@ class HousekeepingMixin(StoreOperations):
 def _active_in(n: int, sizes: str | None) -> int:
     key = keys.world(n)
     return 0 if sizes is None else to_number(split_entry(sizes, 2, key)[1], key)
+
+
+def _entered_in(n: int, log: Iterable[str]) -> dict[Member, Entered]:
+    key = keys.entered(n)
+    entries = (Entered.parse(line, key) for line in log)
+    return {entry.member: entry for entry in entries}
 
 
 def _is_past(name: str, view: View, newest: dict[int, int]) -> bool:

@@ -20,7 +20,7 @@ class InterruptionMixin(StoreOperations):
     def end_iteration(self, n: int, outcome: str) -> str:
         """Ends iteration n, unless it has ended already, and wakes everybody.
 
-        Whoever calls it wakes, also when somebody else ended n: that one may have died before waking.
+        The caller wakes others, also when somebody else ended n: that one may have died before waking.
 
         Args:
             n: the iteration.
@@ -34,7 +34,7 @@ class InterruptionMixin(StoreOperations):
     def pass_on_end(self, n: int) -> None:
         """Wakes everybody again, for iteration n has ended.
 
-        Whoever ended it may have been stopped, or cut off with its monitor, before it could wake anybody.
+        Its ender may have been stopped, or cut off with its monitor, before it could wake anybody.
         """
         self.set(keys.wake_end(n), "1")
 
@@ -88,7 +88,7 @@ class InterruptionMixin(StoreOperations):
             returns: whether a replacement is on its way, for which a restart may wait a little.
         """
         steps: list[Step] = [] if fault is None else [Append(keys.faults(n), fault.to_json())]
-        # Ended first: observers of silence leave the logged dead alone, so whoever logged one and died
+        # Ended first: observers of silence leave the logged dead alone, so one that logged one and died
         # before ending n would have left everybody waiting.
         if ends:
             steps += _ending(n, FAULT)

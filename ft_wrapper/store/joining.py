@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 from collections.abc import Iterable
 
 from .. import events
 from ..attribution import Interruption
 from ..exception import StoreError, TimeoutError
 from . import keys
-from .global_iteration import GlobalIterationMixin
-from .heartbeat import HeartbeatObserver
-from .records import DONE, FAULT, Decision, Fault, Member, View
+from .global_iteration import GlobalIterationMixin, keeps_lookout
+from .heartbeat import HeartbeatObserver, heart_in
+from .records import DONE, FAULT, Decision, Fault, Member, View, roster_from_json
 
 _FIRST_LOOK = 0.5  # seconds until a process that wants in looks at head again, should no wake reach it
 _LONGEST_LOOK = 8.0
@@ -77,15 +78,17 @@ class JoiningMixin(GlobalIterationMixin):
 
         Args:
             slot: the initial rank.
-            record: JSON for people: host, pid.
+            record: JSON for people, host and pid; and the name of its heart, if others share that.
 
         Raises:
             StoreError: the store's job was started by another version of this package.
         """
         self.agree_on_version()
         member = Member(slot, self.add(keys.incarnations(slot), 1) - 1)
-        self.set(keys.member(str(member)), record)
-        self.send_heartbeat(member)
+        key = keys.member(str(member))
+        self.set(key, record)
+        if heart_in(record, key) is None:  # else that one beats already
+            self.send_heartbeat(member)
         return member
 
     def newest_of(self, slot: int) -> Member:
@@ -164,13 +167,10 @@ class JoiningMixin(GlobalIterationMixin):
         latest: dict[int, Member] = {}
         for member in sorted(joined - dead):
             latest[member.slot] = member
-        if latest.keys() < slots:
+        if not slots <= latest.keys():  # one that is not expected takes no one's place
             return False
         members = tuple(sorted(latest.values()))
-        n = keys.BEFORE_FIRST + 1
-        ranks = tuple(range(len(members)))
-        decision = Decision(0, n, n, (), (), members, ranks, ranks, len(members), min_world_size)
-        self._decide(None, decision, members)
+        self._decide(None, _first_decision(members, min_world_size), members)
         return True
 
     def await_first(
@@ -192,10 +192,12 @@ class JoiningMixin(GlobalIterationMixin):
         """
         expected = frozenset(slots)
         first = keys.BEFORE_FIRST + 1
-        for remaining, _ in self._looks(keys.wake_head(first), sorted(expected).index(member.slot), timeout):
-            if self.form(expected, min_world_size):
-                current = self.read_current()
-                assert current is not None
+        position = sorted(expected).index(member.slot)
+        # All of them have to be there, so the same few can look for all, should the last one have been lost.
+        forms = keeps_lookout(position, len(expected))
+        for remaining, _ in self._looks(keys.wake_head(first), position, timeout):
+            if self.form(expected, min_world_size) if forms else self.read_head() is not None:
+                current = self._read_first(min_world_size)
                 # Who was not in the first decision joins the running job; and who sees a later one only has
                 # been paused, and was in the first one if it is in that.
                 return current if member in current[0].members else None
@@ -209,6 +211,21 @@ class JoiningMixin(GlobalIterationMixin):
             f"the job did not form within {timeout:g} s: ranks {missing} of {len(expected)} are missing; "
             "see whether their processes started and reach the store, or raise barrier_timeout"
         )
+
+    def _read_first(self, min_world_size: int) -> tuple[View, Decision]:
+        """The iteration that is on, mostly the first: that one's decision follows from its roster."""
+        head = self.read_head()
+        if head is not None and head.n == keys.BEFORE_FIRST + 1:
+            key = keys.roster(head.n, head.nonce)
+            roster = self.try_get(key)
+            if roster is not None:  # else head has moved on by two meanwhile
+                members = roster_from_json(roster, key)
+                decision = _first_decision(members, min_world_size)
+                return View(head.call, head.n, head.nonce, decision.first, members, min_world_size), decision
+        current = self.read_current()
+        if current is None:
+            raise StoreError("the store has no head any more; this job cannot go on")
+        return current
 
     def await_head(self, timeout: float) -> None:
         """Waits until the job has formed, for one that comes beside those that it forms of.
@@ -276,7 +293,7 @@ class JoiningMixin(GlobalIterationMixin):
     def supersede(self, view: View, member: Member) -> bool:
         """Logs the death of an older incarnation of a member's slot; tells whether one was still listed.
 
-        Whether it was active is not known, so the iteration ends by it.
+        The iteration ends by it, unless it was a spare.
         """
         older = [listed for listed in view.members if listed.slot == member.slot and listed < member]
         if not older or older[0] in self.deaths_of(view.n):
@@ -291,7 +308,7 @@ class JoiningMixin(GlobalIterationMixin):
             host=str(record.get("host", "")),
             pid=pid if isinstance(pid, int) else 0,
         )
-        self.log_death(view.n, older[0], fault, ends=True)
+        self.log_death(view.n, older[0], fault, ends=self.may_be_active(view.n, older[0]))
         return True
 
 
@@ -310,14 +327,18 @@ class _Attempt:
         self._observer = HeartbeatObserver(store, terms.heartbeat_timeout)
         self._asked_at = 0.0
         self._ended_at: float | None = None
+        self._said_at = -math.inf  # when the log said last for whom this waits
+        self._awaited_at = -math.inf  # when somebody was last between two calls, who lives
         self._pause = _FIRST_LOOK
 
     def look_at(self, view: View) -> None:
-        """Begins anew if head has moved."""
+        """Begins again if head has moved."""
         if self.view is not None and self.view.head == view.head:
             return
         self.view = view
         self._ended_at = None
+        self._said_at = -math.inf
+        self._awaited_at = -math.inf
         self._pause = _FIRST_LOOK
 
     def ask(self, view: View) -> None:
@@ -378,13 +399,18 @@ class _Attempt:
             self._ended_at = now
         arrived, dead = store.arrivals_of(view.n), store.deaths_of(view.n)
         missing = set(view.members) - arrived - dead
-        if now - self._ended_at >= self._terms.patience:
+        silent = store.silent_missing(view, self._observer)
+        if view.call < self._call and missing - silent:
+            self._awaited_at = now
+            if now - max(self._ended_at, self._said_at) >= self._terms.patience:
+                store.log_awaited(view, missing - silent)
+                self._said_at = now
+        elif now - max(self._ended_at, self._awaited_at) >= self._terms.patience:
             raise TimeoutError(
                 f"iteration {view.n} was not followed by another one within {self._terms.patience:g} s: "
                 f"slots {sorted(member.slot for member in missing)} have not left it, or fewer than "
                 f"min_world_size={view.min_world_size} ranks are left"
             )
-        silent = store.silent_missing(view, self._observer)
         if not arrived - dead and not self._has_gathered(view, now):
             return
         hold = now - self._ended_at < self._terms.rejoin_wait
@@ -402,3 +428,9 @@ class _Attempt:
         if pause == self._pause:
             self._pause = min(2 * self._pause, _LONGEST_LOOK, max(_FIRST_LOOK, self._terms.heartbeat_timeout))
         self._store.wait_for(wake, pause)
+
+
+def _first_decision(members: tuple[Member, ...], min_world_size: int) -> Decision:
+    n = keys.BEFORE_FIRST + 1
+    ranks = tuple(range(len(members)))
+    return Decision(0, n, n, (), (), members, ranks, ranks, len(members), min_world_size)

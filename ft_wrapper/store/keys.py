@@ -42,8 +42,13 @@ def member(name: str) -> str:
 
 
 def heartbeat(name: str) -> str:
-    """Counter that a member's monitor keeps moving."""
+    """Counter that a heart keeps moving: a member's own, or one that all on a node share."""
     return f"{_ROOT}/heartbeat/{name}"
+
+
+def shared_heart(nonce: str) -> str:
+    """The name of a heart that several members share."""
+    return f"shared-{nonce}"
 
 
 def decision(n: int, nonce: str) -> str:
@@ -141,9 +146,9 @@ def count_entered(n: int) -> str:
     return f"{_ROOT}/count/entered/{n}"
 
 
-def promoted(n: int) -> str:
-    """Log, for people: spares that became active in n."""
-    return f"{_ROOT}/promoted/{n}"
+def entered(n: int) -> str:
+    """Log: members that are about to enter n, each with its active rank there."""
+    return f"{_ROOT}/entered/{n}"
 
 
 # What people see of the coordinator and of restarts (coordination.py). The protocol reads none of it.
@@ -166,6 +171,11 @@ def member_of(key: str) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
+def is_shared_heart(key: str) -> bool:
+    """Whether a key is a heart's that several members share."""
+    return key.startswith(heartbeat(shared_heart("")))
+
+
 def call_of(key: str) -> int | None:
     """The wrapped call that a key belongs to; None for other keys."""
     found = _OF_CALL.match(key)
@@ -174,7 +184,7 @@ def call_of(key: str) -> int | None:
 
 _OF_CALL = re.compile(rf"{_ROOT}/terms/(\d+)$")
 _OF_ITERATION = re.compile(
-    rf"{_ROOT}/(?:decision|roster|end|arrived|finished|dead|join|faults|world|seat|user|promoted"
+    rf"{_ROOT}/(?:decision|roster|end|arrived|finished|dead|join|faults|world|seat|user|entered"
     r"|count/[a-z]+|wake/(?:end|head|endpoint))/(-?\d+)(?:/|$)"
 )
 _OF_MEMBER = re.compile(rf"{_ROOT}/(?:member|heartbeat|wake/goodbye)/(\d+):(\d+)$")

@@ -117,7 +117,7 @@ class StoreOperations:
         return secrets.token_hex(6)
 
     def try_get(self, key: str) -> str | None:
-        """Reads a key that nobody waits for, without waiting; None if it is absent.
+        """Reads a key that no one waits for, without waiting; None if it is absent.
 
         Raises:
             StoreError: what it holds is no text; names the key.
@@ -186,7 +186,7 @@ class StoreOperations:
         return None
 
     def delete_keys(self, keys: Sequence[str]) -> None:
-        """Deletes keys that nobody writes any more."""
+        """Deletes keys that no one writes any more."""
         for key in keys:
             self.delete_key(key)
 

@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from .._addresses import host_port
+from ..exception import StoreError
 from .address import connector, is_etcd
 from .mixin import StoreMixin
-from .tcp import TCPStore, master_port, tcp_address
+from .tcp import TCPStore, TCPStoreServer, master_port, tcp_address
 
 ANNOUNCED = "FT_WRAPPER_STORE"
+_PROBE = timedelta(seconds=5)  # for a store to answer that has the port already
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,9 @@ class StorePlan:
         port: where the monitor of the job's first slot has to host a server; None if somebody else does.
         host: the host of that server, as the clients call it.
         description: what to call it in messages; the same for the same store.
+        ranks: how many ranks the environment says the job begins with; None if it does not.
+        chosen: whether the user chose the address, host or port. Then somebody else may host a store there
+            already; at an address that was only derived from MASTER_PORT, that is a stranger's.
         plain: what `announced_plan` makes the same plan of in another process, as JSON values; None if it is
             no store that ``ftrun`` announces.
     """
@@ -33,7 +39,52 @@ class StorePlan:
     port: int | None
     host: str
     description: str
+    ranks: int | None = None
+    chosen: bool = False
     plain: Mapping[str, Any] | None = None
+
+    @property
+    def may_be_hosted(self) -> bool:
+        """Whether a rank of the job may host the store: its monitor, then."""
+        return self.port is not None
+
+    def open_server(self) -> TCPStoreServer:
+        """Hosts the store in this process, a rank's monitor; `may_be_hosted` says whether that is possible.
+
+        Raises:
+            StoreError: the port is taken.
+        """
+        assert self.port is not None
+        return TCPStoreServer(self.port, self.host, by_rank=True, ranks=self.ranks)
+
+    def is_hosted_by_rank(self, store: StoreMixin) -> bool:
+        """Whether a rank of the job does host the store; it closes its port after the last goodbye.
+
+        Args:
+            store: a client that `connect` made.
+
+        Raises:
+            StoreError: the store cannot be reached.
+        """
+        return self.may_be_hosted and isinstance(store, TCPStore) and store.is_hosted_by_rank()
+
+    def is_served(self, *, by_rank: bool) -> bool:
+        """Whether a store of this job answers already where one was to be hosted, and not a stranger.
+
+        Args:
+            by_rank: whether one that another rank's monitor hosts is right: its predecessor's. One that
+                no one's monitor hosts is the user's, if the user chose the address.
+        """
+        if self.port is None or not (by_rank or self.chosen):
+            return False
+        try:
+            client = TCPStore(self.host, self.port, timeout=_PROBE)
+        except StoreError:
+            return False
+        try:
+            return by_rank if client.is_hosted_by_rank() else self.chosen
+        finally:
+            client.close()
 
 
 def plan_store(
@@ -67,8 +118,12 @@ def plan_store(
             host, master_port(), None, {"timeout": timeout, "namespace": f"ft_wrapper/{run_id}/{attempt}/"}
         )
     given = dict(kwargs or {})
-    host, port = tcp_address(given.pop("host_name", None), given.pop("port", None))
-    return _tcp(host, port, port, {"timeout": timeout, **given})
+    host_name, chosen_port = given.pop("host_name", None), given.pop("port", None)
+    host, port = tcp_address(host_name, chosen_port)
+    plan = _tcp(host, port, port, {"timeout": timeout, **given})
+    world_size = os.environ.get("WORLD_SIZE", "")
+    ranks = int(world_size) if world_size.isdigit() else None
+    return dataclasses.replace(plan, ranks=ranks, chosen=host_name is not None or chosen_port is not None)
 
 
 def without_secrets(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,4 +153,4 @@ def announced_plan(address: str, timeout: float) -> StorePlan:
 
 def _tcp(host: str, port: int, hosted: int | None, kwargs: dict[str, Any]) -> StorePlan:
     connect = functools.partial(TCPStore, host, port, **kwargs)
-    return StorePlan(connect, hosted, host, f"TCPStore({host}:{port})")
+    return StorePlan(connect, hosted, host, f"TCPStore({host_port(host, port)})")

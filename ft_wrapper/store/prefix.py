@@ -6,12 +6,17 @@ from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
+from torch.distributed import DistStoreError
 
+from ..exception import RankShouldRestart
 from . import keys as names
 from .coordinator import CoordinatorMixin
 from .holding import HoldingStore
 from .mixin import StoreMixin
 from .records import FAULT
+
+_FIRST_LOOK = 0.5  # seconds of waiting until the first look whether the iteration has ended
+_LONGEST_LOOK = 4.0
 
 
 class PrefixStore(TorchPrefixStore, StoreMixin):
@@ -57,6 +62,7 @@ class PrefixStore(TorchPrefixStore, StoreMixin):
         self._inner.set(self._full(key), value)
 
     def get(self, key: str) -> bytes:
+        self.wait([key])
         return self._inner.get(self._full(key))
 
     def add(self, key: str, amount: int) -> int:
@@ -71,11 +77,47 @@ class PrefixStore(TorchPrefixStore, StoreMixin):
     def append(self, key: str, value: str | bytes) -> None:
         self._inner.append(self._full(key), value)
 
+    # As the store itself does these: where each is a single request, and in no one's way.
+
+    def try_get(self, key: str) -> str | None:
+        return self._inner.try_get(self._full(key))
+
+    def log_append(self, key: str, entry: str) -> None:
+        self._inner.log_append(self._full(key), entry)
+
+    def log_read(self, key: str) -> list[str]:
+        return self._inner.log_read(self._full(key))
+
+    def count(self, key: str) -> int:
+        return self._inner.count(self._full(key))
+
+    def log_append_counted(self, key: str, entry: str, count_key: str) -> int:
+        return self._inner.log_append_counted(self._full(key), entry, self._full(count_key))
+
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return self._inner.compare_set(self._full(key), expected, desired)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._inner.wait([self._full(key) for key in keys], timeout)
+        """Waits until all keys exist, as long as the iteration is on.
+
+        Raises:
+            DistStoreError: they do not after the timeout.
+            RankShouldRestart: a fault has ended the iteration; a rank that was to write them may be lost.
+        """
+        full = [self._full(key) for key in keys]
+        deadline = self.now() + (timeout or self.timeout).total_seconds()
+        pause = _FIRST_LOOK
+        while True:
+            seconds = max(0.001, min(pause, deadline - self.now()))
+            try:
+                self._inner.wait(full, timedelta(seconds=seconds))
+                return
+            except DistStoreError:
+                if self.is_over():
+                    raise RankShouldRestart("the iteration has ended") from None
+                if self.now() >= deadline:
+                    raise
+            pause = min(2 * pause, _LONGEST_LOOK)
 
     def check(self, keys: list[str]) -> bool:
         return self._inner.check([self._full(key) for key in keys])

@@ -16,7 +16,7 @@ DONE = "done"
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Member:
-    """A slot with the process that holds it. A slot alone, or a rank alone, names nobody.
+    """A slot with the process that holds it. A slot alone, or a rank alone, names no one.
 
     Args:
         slot: the place in the job: the initial rank.
@@ -122,23 +122,39 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True)
+class SameFault:
+    """A fault that ended the last iterations, one after the other.
+
+    Args:
+        what: its kind and place, in words.
+        count: how many iterations in a row.
+        member: who had it in the last of them: the first one that left.
+    """
+
+    what: str
+    count: int
+    member: Member
+
+
+@dataclasses.dataclass(frozen=True)
 class Decision:
     """What changed from one iteration to the next. Of the size of the change, not of the world.
 
     Ranks are those of the *widened world*: the world of the iteration that ended, with a place put in for
-    each newcomer that takes nobody's place. The rank assignment then closes the gaps.
+    each newcomer that takes no one's place. The rank assignment then closes the gaps.
 
     Args:
         call: number of the wrapped call.
         n: number of the global iteration that begins.
         first: number of the call's first global iteration.
         removed: members that are no longer in.
-        ranks: the ranks of the widened world that nobody has.
-        joined: members that are new.
+        ranks: the ranks of the widened world that no one has.
+        joined: members that are new; or that stay, where all get their ranks by slot again.
         joined_ranks: the rank of each of them in the widened world.
         inserted: those of these ranks that did not exist before, in their order.
         world_size: size of the widened world, its gaps included.
         min_world_size: the job goes on with no fewer members; the same in all of its decisions.
+        same_faults: the faults of the iteration that ended, those most often seen in a row first.
     """
 
     call: int
@@ -151,27 +167,29 @@ class Decision:
     inserted: tuple[int, ...]
     world_size: int
     min_world_size: int = 1
+    same_faults: tuple[SameFault, ...] = ()
 
-    def rank_after(self, rank: int) -> int:
-        """The rank in the widened world of a member that stays.
+    def rank_of(self, member: Member, before: int | None) -> int:
+        """The rank of a member in the widened world.
 
         Args:
-            rank: its rank in the iteration that ended.
-        """
-        for inserted in self.inserted:
-            rank += inserted <= rank
-        return rank
-
-    def rank_of(self, member: Member) -> int:
-        """The rank in the widened world of a member that joined.
+            member: who.
+            before: its rank in the iteration that ended; None if it joins.
 
         Raises:
-            ValueError: it did not join in this decision.
+            ValueError: it has no rank before, and does not join in this decision.
         """
-        return self.joined_ranks[self.joined.index(member)]
+        if member in self.joined:
+            return self.joined_ranks[self.joined.index(member)]
+        if before is None:
+            raise ValueError(f"{member} does not join in iteration {self.n}, and has no rank before it")
+        for inserted in self.inserted:
+            before += inserted <= before
+        return before
 
     def to_json(self) -> str:
         """One line of JSON."""
+        same = [[fault.what, fault.count, str(fault.member)] for fault in self.same_faults]
         return json.dumps(
             {
                 "call": self.call,
@@ -184,6 +202,7 @@ class Decision:
                 "inserted": self.inserted,
                 "world_size": self.world_size,
                 "min_world_size": self.min_world_size,
+                **({"same_faults": same} if same else {}),
             }
         )
 
@@ -203,12 +222,47 @@ class Decision:
                 inserted=tuple(map(_number, record["inserted"])),
                 world_size=_number(record["world_size"]),
                 min_world_size=_number(record["min_world_size"]),
+                same_faults=tuple(
+                    SameFault(str(what), _number(count), Member.parse(name, key))
+                    for what, count, name in record.get("same_faults", ())
+                ),
             )
             if len(decision.joined) != len(decision.joined_ranks):
                 raise ValueError("joined and joined_ranks differ in length")
             return decision
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"store key {key!r} holds {text!r}, which is no decision: {error!r}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Entered:
+    """A member that is about to enter an iteration.
+
+    Args:
+        member: who.
+        active_rank: its active rank there; None for a spare.
+        promoted: whether it was a spare before.
+        recompiles: whether its compiled code was dropped.
+    """
+
+    member: Member
+    active_rank: int | None
+    promoted: bool = False
+    recompiles: bool = False
+
+    def to_text(self) -> str:
+        """An entry of a log."""
+        rank = "-" if self.active_rank is None else self.active_rank
+        notes = [name for name in ("promoted", "recompiles") if getattr(self, name)]
+        return f"{self.member} {rank} {','.join(notes) or '-'}"
+
+    @classmethod
+    def parse(cls, line: str, key: str) -> Entered:
+        """Reads `to_text`; an error names the key it came from."""
+        name, rank, text = split_entry(line, 3, key)
+        notes = text.split(",")
+        active_rank = None if rank == "-" else to_number(rank, key)
+        return cls(Member.parse(name, key), active_rank, "promoted" in notes, "recompiles" in notes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +276,7 @@ class View:
         first: number of the call's first global iteration.
         members: all members, by slot.
         min_world_size: the job goes on with no fewer members.
+        same_faults: those of the decision that led to it.
     """
 
     call: int
@@ -230,12 +285,26 @@ class View:
     first: int
     members: tuple[Member, ...]
     min_world_size: int = 1
+    same_faults: tuple[SameFault, ...] = ()
 
     def after(self, decision: Decision, nonce: str) -> View:
         """The view once a decision has been carried out."""
         stay = set(self.members) - set(decision.removed)
         members = tuple(sorted(stay.union(decision.joined)))
-        return View(decision.call, decision.n, nonce, decision.first, members, decision.min_world_size)
+        return View.of(decision, nonce, members)
+
+    @classmethod
+    def of(cls, decision: Decision, nonce: str, members: tuple[Member, ...]) -> View:
+        """The view of a decision's iteration, where its members are known."""
+        return cls(
+            decision.call,
+            decision.n,
+            nonce,
+            decision.first,
+            members,
+            decision.min_world_size,
+            decision.same_faults,
+        )
 
     @property
     def head(self) -> Head | None:
@@ -257,22 +326,45 @@ class Outcome:
 
 
 def roster_to_json(members: tuple[Member, ...]) -> str:
-    """All members as one line of JSON."""
-    return json.dumps([str(member) for member in members])
+    """All members, by slot, as one line of JSON: slots in a row whose incarnation is the same are one entry.
+
+    So the roster of a job that forms has one entry, which each of its ranks reads.
+    """
+    runs: list[list[int]] = []  # first slot, last slot, incarnation
+    for member in members:
+        if runs and runs[-1][1:] == [member.slot - 1, member.incarnation]:
+            runs[-1][1] = member.slot
+        else:
+            runs.append([member.slot, member.slot, member.incarnation])
+    return json.dumps(runs, separators=(",", ":"))
 
 
 def roster_from_json(text: str, key: str) -> tuple[Member, ...]:
     """Reads `roster_to_json`; an error names the key it came from."""
-    names = _parse(text, key)
-    if not isinstance(names, list):
-        raise StoreError(f"store key {key!r} holds {text!r}, which is no roster")
-    return tuple(Member.parse(str(name), key) for name in names)
+    runs = _parse(text, key)
+    try:
+        if not isinstance(runs, list):
+            raise TypeError
+        return tuple(
+            Member(slot, _number(incarnation))
+            for first, last, incarnation in runs
+            for slot in range(_number(first), _number(last) + 1)
+        )
+    except (TypeError, ValueError):
+        raise StoreError(f"store key {key!r} holds {text!r}, which is no roster") from None
 
 
-def split_entry(line: str, count: int, key: str) -> list[str]:
-    """The words of a log's entry; an error names the key it came from."""
-    words = line.split()
-    if len(words) != count:
+def split_entry(line: str, count: int, key: str, *, rest: bool = False) -> list[str]:
+    """The words of a log's entry; an error names the key it came from.
+
+    Args:
+        line: the entry.
+        count: how many words it has.
+        key: where it stands.
+        rest: whether text may follow them; then it comes last, as it is.
+    """
+    words = line.split(maxsplit=count) if rest else line.split()
+    if len(words) != count and not (rest and len(words) == count + 1):
         raise StoreError(f"store key {key!r} holds the entry {line!r}, which has not {count} words")
     return words
 

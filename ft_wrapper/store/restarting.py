@@ -22,7 +22,7 @@ from .records import Member
 log = logging.getLogger(__name__)
 
 _JOIN_WINDOW = 1.0  # seconds; the wrapper's default for join_window
-_TERMS: dict[str, object] = {"iterations": "by hand"}  # so that nobody gets into a job of the wrapper
+_TERMS: dict[str, object] = {"iterations": "by hand"}  # so that no one gets into a job of the wrapper
 
 
 class RestartingMixin(CoordinatorMixin):
@@ -152,7 +152,7 @@ class RestartingMixin(CoordinatorMixin):
 
     @contextlib.contextmanager
     def _withdrawn_unless_in(self, member: Member) -> Iterator[None]:
-        """Sees to it that nobody waits for a process that gives up."""
+        """Sees to it that no one waits for a process that gives up."""
         try:
             yield
         except BaseException:

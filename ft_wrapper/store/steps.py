@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """Reads a key that nobody waits for. Gives what it holds, None if it is absent."""
+    """Reads a key that no one waits for. Gives what it holds, None if it is absent."""
 
     key: str
 

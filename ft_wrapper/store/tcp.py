@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import logging
 import os
 import queue
+import resource
 import socket
 import threading
 import time
@@ -17,6 +20,8 @@ from torch._C._distributed_c10d import Store
 from torch._C._distributed_c10d import TCPStore as TorchTCPStore
 from torch.distributed import DistError, DistNetworkError
 
+from .._addresses import host_port, listening_address, without_brackets
+from .._files import check_open_files
 from ..exception import StoreError
 from .holding import HoldingStore
 from .keys import LIFE
@@ -27,6 +32,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NEVER = "\x00no key holds this"
+# Of a server, not of a job that uses it, so it has no namespace: that a rank's monitor hosts it.
+_HOSTED_BY_RANK = "ft_wrapper/hosted_by_rank"
 _BACKLOG = 4096  # all ranks of a job come at once
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 _MOST_UNANSWERED = 64
@@ -35,14 +42,32 @@ _MOST_UNANSWERED = 64
 _FIRST_ATTEMPT = 1.0  # seconds
 _LONGEST_ATTEMPT = 16.0
 _LAST_WORDS = 5.0  # seconds after the last attempt began
+# A rank's connections: its own, its monitor thread's, its monitor's, and that of its monitor's heartbeat.
+CONNECTIONS_OF_A_RANK = 4
+# In a rank's monitor, too: one to the store that ``torch.distributed`` uses, of this iteration and the last.
+_CONNECTIONS_OF_ITERATIONS = 2
+_FILES_OF_A_SERVER = 12  # torch's server opens them for itself; without them it says no more than "uv loop"
+_SPARE_FILES = 32  # of the server itself, and what else its process may yet open
+
+
+@dataclasses.dataclass
+class _Loss:
+    """What the clones of a client know together of the store's loss.
+
+    Args:
+        noted: what one of them said that has tried for long enough; empty while none has.
+    """
+
+    noted: str = ""
 
 
 class TCPStore(HoldingStore):
     """A client of a TCPStore server.
 
     It never hosts the server: that has to outlive any rank (see `TCPStoreServer`). When the connection is
-    lost it connects again and repeats the operation, until ``timeout`` has passed; a server that comes back
-    empty is an error, because all that was agreed is gone.
+    lost it connects again and repeats the operation, until ``timeout`` has passed. That is waited for once:
+    later operations, those of its clones too, fail at once unless somebody listens there again. A server that
+    comes back empty is an error, because all that was agreed is gone.
 
     Args:
         host_name: host of the server; the environment variable MASTER_ADDR when None.
@@ -52,7 +77,7 @@ class TCPStore(HoldingStore):
         namespace: put in front of every key, so that several jobs can share a server.
 
     Raises:
-        StoreError: nobody answers at that address within the timeout.
+        StoreError: no one answers at that address within the timeout.
     """
 
     def __init__(
@@ -66,6 +91,7 @@ class TCPStore(HoldingStore):
         self.host_name, self.port = tcp_address(host_name, port)
         self._patience = timeout.total_seconds()
         self._unanswered: list[Callable[[Store], None]] = []
+        self._loss = _Loss()
         wait_for_port(self.host_name, self.port, self._patience)
 
         def connect() -> None:
@@ -78,15 +104,23 @@ class TCPStore(HoldingStore):
         try:
             answered = _ends_within(self._patience + _LAST_WORDS, connect)
         except DistError as error:
-            raise StoreError(f"no TCPStore answers at {self.host_name}:{self.port}: {error}") from error
+            raise StoreError(f"no TCPStore answers at {self._where}: {error}") from error
         if not answered:
             raise StoreError(
-                f"no TCPStore answers at {self.host_name}:{self.port} within {self._patience:g} s, though "
+                f"no TCPStore answers at {self._where} within {self._patience:g} s, though "
                 "somebody listens there; see whether another program has the port"
             )
 
+    @property
+    def _where(self) -> str:
+        return host_port(self.host_name, self.port)
+
     def __repr__(self) -> str:
-        return f"TCPStore({self.host_name}:{self.port})"
+        return f"TCPStore({self._where})"
+
+    def is_hosted_by_rank(self) -> bool:
+        """Whether a rank of the job hosts the server (see `TCPStoreServer`), and not somebody else."""
+        return self._do(f"check {_HOSTED_BY_RANK}", lambda store: store.check([_HOSTED_BY_RANK]))
 
     def set_patience(self, seconds: float) -> None:
         self._patience = seconds
@@ -96,6 +130,7 @@ class TCPStore(HoldingStore):
         other.host_name, other.port = self.host_name, self.port
         other._patience, other._life = self._patience, self._life
         other._unanswered = []
+        other._loss = self._loss
         other.namespace = self.namespace
         other._place = self._place
         other._store = self._store.clone()  # type: ignore[attr-defined]
@@ -122,8 +157,7 @@ class TCPStore(HoldingStore):
         try:
             result = operation(self._store)
         except DistNetworkError as error:
-            log.warning("%r: lost during %s, trying again: %s", self, what, error)
-            result = self._repeat(what, operation)
+            result = self._repeat(what, operation, error)
         # The server answers in order: what it was told before has been carried out.
         self._unanswered.clear()
         return result
@@ -137,30 +171,42 @@ class TCPStore(HoldingStore):
         try:
             operation(self._store)
         except DistNetworkError as error:
-            log.warning("%r: lost during %s, trying again: %s", self, what, error)
-            self._repeat(what, operation)
+            self._repeat(what, operation, error)
         self._unanswered.append(operation)
         if len(self._unanswered) >= _MOST_UNANSWERED:
             self.check([LIFE])
 
-    def _repeat(self, what: str, operation: Callable[[Store], T]) -> T:
+    def _repeat(self, what: str, operation: Callable[[Store], T], error: Exception) -> T:
+        if self._loss.noted:
+            self._look_again()
+        log.warning("%r: lost during %s, trying again: %s", self, what, error)
+        # Where a clone has waited for long enough meanwhile, this one need not.
+        too_long = tenacity.stop_after_delay(self._patience)
+        retrying = self._retrying().copy(stop=lambda tried: bool(self._loss.noted) or too_long(tried))
         try:
-            for attempt in self._retrying():
+            for attempt in retrying:
                 with attempt:
                     result = self._reconnect_and_do(operation, attempt.retry_state)
             return result
         except tenacity.RetryError as failure:
-            raise StoreError(
-                f"store at {self.host_name}:{self.port} is lost: {what} failed for {self._patience:g} s; "
+            self._loss.noted = self._loss.noted or (
+                f"store at {self._where} is lost: {what} failed for {self._patience:g} s; "
                 "see whether the process that hosts it still runs"
-            ) from failure.last_attempt.exception()
+            )
+            raise StoreError(self._loss.noted) from failure.last_attempt.exception()
+
+    def _look_again(self) -> None:
+        """Of a store that is known to be lost: sees, once, whether somebody listens there again."""
+        try:
+            _probe(self.host_name, self.port, _FIRST_ATTEMPT)
+        except OSError as error:
+            raise StoreError(self._loss.noted) from error
+        self._loss.noted = ""
 
     def _reconnect_and_do(self, operation: Callable[[Store], T], tried: tenacity.RetryCallState) -> T:
         fresh = self._open(self.timeout, tried)
         if self._read_life(fresh) != self._life:
-            raise StoreError(
-                f"store at {self.host_name}:{self.port} came back without its contents; this job cannot go on"
-            )
+            raise StoreError(f"store at {self._where} came back without its contents; this job cannot go on")
         for unanswered in self._unanswered:
             unanswered(fresh)
         self._store = fresh
@@ -198,7 +244,7 @@ class TCPStore(HoldingStore):
         return client
 
     def _read_life(self, store: Store) -> bytes:
-        """The nonce written once in a store's life; whoever comes first writes it."""
+        """The nonce written once in a store's life; the first client writes it."""
         nonce = socket.gethostname() + "-" + os.urandom(6).hex()
         store.compare_set(self._full(LIFE), "", nonce)
         return store.get(self._full(LIFE))
@@ -209,21 +255,42 @@ class TCPStoreServer:
 
     Args:
         port: port to listen on; 0 takes a free one.
-        host_name: this host, as the clients call it; decides between IPv4 and IPv6.
+        host_name: this host, as the clients call it.
+        by_rank: whether a rank of the job hosts it and closes it after the last goodbye; its clients can ask.
+        ranks: how many will use it, as far as that is known: a warning tells if this process may not open as
+            many files as it takes.
 
     Raises:
-        StoreError: the port is taken.
+        StoreError: the port is taken, or the host is unknown.
     """
 
-    def __init__(self, port: int = 0, host_name: str = "localhost") -> None:
+    def __init__(
+        self, port: int = 0, host_name: str = "localhost", *, by_rank: bool = False, ranks: int | None = None
+    ) -> None:
         try:
             self._store = serve(host_name, port, DEFAULT_TIMEOUT)
+        except socket.gaierror as error:
+            raise StoreError(
+                f"no store can be hosted at {host_name!r}: the name cannot be looked up here "
+                f"({error.strerror}); use an address of this host, or add the name to /etc/hosts"
+            ) from error
         except OSError as error:
+            if not _may_pass(error):
+                raise StoreError(f"no store can be hosted at {host_name!r}: {error}") from error
             raise StoreError(
                 f"port {port} cannot be used for the coordination store: {error}; choose another MASTER_PORT "
                 "(the store takes MASTER_PORT + 1) or pass store_kwargs={'port': ...}"
             ) from error
         self.port: int = self._store.port
+        if listening_address(host_name, self.port)[1][0] == "":
+            log.info(
+                "the store at %s listens on all addresses of this host, for that is no single address of it "
+                "here; name an address instead to have it listen there only",
+                host_port(host_name, self.port),
+            )
+        if by_rank:
+            self._store.set(_HOSTED_BY_RANK, "1")
+        _report_capacity(CONNECTIONS_OF_A_RANK + (_CONNECTIONS_OF_ITERATIONS if by_rank else 0), ranks)
 
     def close(self) -> None:
         """Ends the server."""
@@ -231,24 +298,29 @@ class TCPStoreServer:
 
 
 def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
-    """Opens a TCPStore server on all of this host's addresses.
+    """Opens a TCPStore server. It listens where `listening_address` says.
+
+    Anyone who reaches it may read and write everything: a TCPStore knows no users.
+
+    The limit of open files of this process is raised as far as it goes: see `raise_file_limit`.
 
     On a socket of one family: a server of torch's own making listens on IPv6 and sees ``127.0.0.1`` as
     ``::ffff:127.0.0.1``, whose name it looks up for each client, which no hosts file answers.
 
     Args:
-        host_name: this host, as the clients call it; decides between IPv4 and IPv6.
+        host_name: this host, as the clients call it.
         port: port to listen on; 0 takes a free one.
         timeout: of the operations on the returned store.
 
     Raises:
-        OSError: the port is taken, or the host is unknown.
+        OSError: the port is taken, the host is unknown, or this process may not open enough files.
     """
-    families = [info[0] for info in socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)]
-    family = socket.AF_INET if socket.AF_INET in families else families[0]
+    raise_file_limit()
+    check_open_files(_FILES_OF_A_SERVER, "a process that hosts a store")
+    family, address = listening_address(host_name, port)
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("", port))
+        listener.bind(address)
         listener.listen(_BACKLOG)
         return TorchTCPStore(
             host_name,
@@ -260,6 +332,50 @@ def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
         )
 
 
+def raise_file_limit() -> int:
+    """Lets this process open as many files as it may; returns how many.
+
+    Each connection to a server is a file, and by default a process may have 1,024 of them. Processes that are
+    forked from this one get the limit back that it had: a program that calls ``select`` relies on getting no
+    descriptor above 1,023. Those that it starts in another way inherit the raised one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return hard
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as error:
+        log.warning("the limit of open files stays at %d: %s", soft, error)
+        return soft
+    os.register_at_fork(after_in_child=lambda: _lower_file_limit(soft))
+    return hard
+
+
+def _lower_file_limit(soft: int) -> None:
+    """In a process just forked; must not fail."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard), hard))
+
+
+def _report_capacity(connections: int, ranks: int | None) -> None:
+    """Says how many ranks the limit of open files carries.
+
+    Args:
+        connections: of a rank, to this process.
+        ranks: how many are expected, if that is known.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    carried = max(0, limit - len(os.listdir("/proc/self/fd")) - _SPARE_FILES) // connections
+    text = "this process may have %d open files: its store carries %d ranks, with %d connections each"
+    if ranks is not None and ranks > carried:
+        log.warning(
+            text + ", and %d are expected; raise the hard limit (ulimit -Hn) where it runs",
+            *(limit, carried, connections, ranks),
+        )
+    else:
+        log.info(text, limit, carried, connections)
+
+
 def tcp_address(host_name: str | None, port: int | None) -> tuple[str, int]:
     """Completes an address from MASTER_ADDR and MASTER_PORT + 1.
 
@@ -267,7 +383,7 @@ def tcp_address(host_name: str | None, port: int | None) -> tuple[str, int]:
         ValueError: a variable that is needed is missing or malformed; names it, its value and what to do.
     """
     if host_name is None:
-        host_name = os.environ.get("MASTER_ADDR", "")
+        host_name = without_brackets(os.environ.get("MASTER_ADDR", ""))
         if not host_name:
             raise ValueError(
                 "environment variable MASTER_ADDR is not set; start the script with ftrun or torchrun, "
@@ -306,21 +422,31 @@ def wait_for_port(host_name: str, port: int, seconds: float) -> None:
     torch's own client backs off half a second and more when it comes before the server.
 
     Raises:
-        StoreError: nobody did within so many seconds, or the host is unknown.
+        StoreError: no one did within so many seconds, the host is unknown, or no descriptors are left.
     """
     retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(OSError),
+        retry=tenacity.retry_if_exception(_may_pass),
         stop=tenacity.stop_after_delay(seconds),
         wait=tenacity.wait_exponential(multiplier=0.002, max=0.1),
     )
     try:
         retrying(_probe, host_name, port, max(seconds, 0.1))
-    except tenacity.RetryError as failure:
-        error = failure.last_attempt.exception()
+    except OSError as error:
         raise StoreError(
-            f"store at {host_name}:{port} cannot be reached within {seconds:g} s: {error}; see whether rank "
-            "0 (or ftrun) runs there, and whether MASTER_ADDR and MASTER_PORT are right"
+            f"no connection to the store at {host_port(host_name, port)} can be made: {error}; raise "
+            "the limit of open files (ulimit -n)"
         ) from error
+    except tenacity.RetryError as failure:
+        last = failure.last_attempt.exception()
+        raise StoreError(
+            f"store at {host_port(host_name, port)} cannot be reached within {seconds:g} s: {last}; see "
+            "whether rank 0 (or ftrun) runs there, and whether MASTER_ADDR and MASTER_PORT are right"
+        ) from last
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether waiting helps; for descriptors it does not."""
+    return isinstance(error, OSError) and error.errno not in (errno.EMFILE, errno.ENFILE)
 
 
 def _probe(host_name: str, port: int, seconds: float) -> None:

@@ -14,7 +14,7 @@ class WidenedWorld:
 
     Args:
         size: number of places.
-        gaps: the places that nobody has.
+        gaps: the places that no one has.
         joined_ranks: the place of each newcomer, in their order.
         inserted: those of these places that did not exist before.
     """

@@ -16,11 +16,13 @@ class Waiter:
         missing: keys that must still come.
         woken: whether all have come. Stays true, even where a key is deleted again meanwhile.
         task: whose it is, if a scheduler runs it.
+        patience: real seconds without a turn of the clock after which the wait is given up; None: for ever.
     """
 
     missing: set[str]
     woken: bool = False
     task: Any = None
+    patience: float | None = None
 
 
 class Clock:
@@ -29,6 +31,8 @@ class Clock:
     Args:
         start: the first time that it shows, in seconds.
     """
+
+    tells_states_apart = False
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -94,12 +98,26 @@ class Clock:
         """Says what a store holds. Does nothing here; a scheduler tells states apart by it."""
 
     def block(self, waiter: Waiter, deadline: float) -> bool:
-        """Blocks until the waiter is woken; False if its deadline passed first."""
+        """Blocks until the waiter is woken; False if its deadline passed first.
+
+        Raises:
+            RuntimeError: the waiter's patience came to its end.
+        """
         with self._turned:
             self._sleepers += 1
             self._turned.notify_all()
             try:
-                self._turned.wait_for(lambda: waiter.woken or self._now >= deadline)
+                now = self._now
+                while not self._turned.wait_for(
+                    lambda: waiter.woken or self._now >= deadline, waiter.patience
+                ):
+                    if self._now == now:
+                        raise RuntimeError(
+                            f"would block for ever: in {waiter.patience:g} s no one has written "
+                            f"{sorted(waiter.missing)} nor turned the clock; its time is virtual: let "
+                            "another thread write the keys, or call clock.advance()"
+                        )
+                    now = self._now
             finally:
                 self._sleepers -= 1
             return waiter.woken

@@ -140,9 +140,9 @@ class Search:
         departures: the bound.
         split_at: the event after which branches are put aside in `parts`, by what it returns, rather than
             followed; so that several processes can share the work. None follows all.
-        anew: whether after all have waited the first one in the order goes first, rather than the one that
-            comes after the last that ran. Only then nothing at all is lost by what is left out: who ran last
-            may depend on it.
+        from_first: whether after all have waited the first one in the order goes first, rather than the one
+            that comes after the last that ran. Only then nothing at all is lost by what is left out: who ran
+            last may depend on it.
         seen: the states that this search and others have gone into; none when None.
         reduced: whether to leave out what comes to the same as something else; states are gone into once in
             any case.
@@ -160,14 +160,14 @@ class Search:
         departures: int,
         split_at: Callable[[Event], str | None] | None = None,
         *,
-        anew: bool = False,
+        from_first: bool = False,
         seen: Seen | None = None,
         reduced: bool = True,
     ) -> None:
         self.count = Count()
         self.parts: dict[str, list[Branch]] = collections.defaultdict(list)
         self.choices: Sequence[int] = ()
-        self.anew = anew
+        self.from_first = from_first
         self.seen = SeenHere() if seen is None else seen
         self.reduced = reduced
         self.touched: dict[tuple[int, int], Touched] = {}
@@ -282,7 +282,7 @@ class SearchPolicy:
         return choice
 
     def _has_just_happened(self) -> Event | None:
-        """The event since which nobody has taken a step."""
+        """The event since which no one has taken a step."""
         return self._event if self._simulation.scheduler.steps == self._event_at else None
 
     @property
@@ -319,14 +319,14 @@ class SearchPolicy:
         following = current  # the order after a wait depends on it
         if tasks:
             following = tasks[self._default(tasks, current)]
-        elif self._search.anew:
+        elif self._search.from_first:
             following = None
         name = None if following is None else following.name
         return hash((self._simulation.scheduler.state(), self._free, name))
 
     def _default(self, tasks: Sequence[Task], current: Task | None) -> int:
         scheduler = self._simulation.scheduler
-        waited = self._search.anew and scheduler.waited_at == scheduler.steps
+        waited = self._search.from_first and scheduler.waited_at == scheduler.steps
         return run_on(tasks, None if waited else current)
 
     def _look(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -54,6 +55,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.random is None and options.replay is None and not options.exhaustive:
         parser.error("nothing to do: give --random, --exhaustive or --replay")
+    if options.seconds <= 0:
+        parser.error(f"--seconds {options.seconds:g}: must be positive")
     for name, least in (("random", 1), ("members", 2), ("faults", 0), ("departures", 0), ("processes", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
@@ -69,7 +72,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Explores simulated jobs and checks after every step what must always hold.",
     )
     parser.add_argument("--random", type=int, metavar="N", help="run N jobs from seeds in a row")
-    parser.add_argument("--seed", type=int, help="the first of them; chosen anew by default")
+    parser.add_argument("--seed", type=int, help="the first of them; a new one by default")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no further ones after so many seconds"
+    )
+    parser.add_argument("--as-found", action="store_true", help="do not make smaller what goes wrong")
     parser.add_argument("--members", type=int, default=8, help="ranks at the most (default: %(default)s)")
     parser.add_argument("--faults", type=int, default=3, help="faults at the most (default: %(default)s)")
     parser.add_argument("--exhaustive", action="store_true", help="make every run of a small job in a bound")
@@ -101,12 +108,17 @@ def _at_random(explorer: Explorer, options: argparse.Namespace) -> bool:
     last = seed + options.random - 1
     what = f"2 to {options.members} ranks, up to {options.faults} faults, seeds {seed} to {last}"
     print(f"at random: {what}", flush=True)
-    report = explorer.at_random(options.random, seed, options.processes, _Progress(options.random))
+    report = explorer.at_random(
+        options.random, seed, options.processes, _Progress(options.random), options.seconds
+    )
+    count = report.count
     if report.failure is not None:
         print(f"seed {report.seed} goes wrong: replay it with --replay {report.seed}")
+        if options.as_found:
+            print(f"{report.failure.what}\nafter {count.schedules + 1:,} schedules\n{report.failure}")
+            return False
         _show(explorer, report.failure, shrink=True)
         return False
-    count = report.count
     print(
         f"at random: {count.schedules:,} schedules ({what}), {count.steps:,} steps in {report.seconds:.0f} s "
         f"on {options.processes} processes: no violation"

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import random
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator
 
 from ..rank_assignment import RankAssignment
@@ -22,7 +24,7 @@ from .shrink import Shrinker
 from .simulation import Simulation, StoreFactory
 from .workers import share
 
-CHUNK = 200
+CHUNK = 50
 
 # Room for the states of `EXHAUSTIVE`, and for those that each departure adds.
 _ROOM = 2**22
@@ -77,14 +79,16 @@ class Explorer:
         seed: int | None = None,
         processes: int = 1,
         progress: Callable[[Count], None] | None = None,
+        seconds: float = math.inf,
     ) -> Report:
         """Runs jobs from as many seeds in a row. The first that goes wrong ends it.
 
         Args:
             count: how many.
-            seed: the first seed; chosen anew when None.
+            seed: the first seed; a new one when None.
             processes: how many processes share the work.
             progress: told from time to time how far it has come.
+            seconds: after which no further jobs are begun.
         """
         first = new_seed() if seed is None else seed
         report, start = Report(Count()), time.monotonic()
@@ -100,6 +104,9 @@ class Explorer:
             if failed is not None:
                 results.close()
                 report.seed, report.failure = failed, self.replay(failed)
+                break
+            if time.monotonic() - start >= seconds:
+                results.close()
                 break
         report.seconds = time.monotonic() - start
         return report
@@ -194,7 +201,7 @@ class Explorer:
             functools.partial(self._crash_and_start, scenario, slot),
             departures,
             split_at=_place_of_crash if start is None else None,
-            anew=True,
+            from_first=True,
             seen=seen,
         )
         failure = None
@@ -253,7 +260,7 @@ def _place_of_crash(event: Event) -> str | None:
 
 
 def new_seed() -> int:
-    """A seed that nobody has chosen."""
+    """A seed that no one has chosen."""
     return random.SystemRandom().randrange(10**9)
 
 
@@ -263,6 +270,8 @@ def without_logging() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)

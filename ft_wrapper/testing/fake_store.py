@@ -20,6 +20,7 @@ T = TypeVar("T")
 Hook = Callable[[str, str, Sequence[Any]], None]
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
+_PATIENCE = 5.0  # real seconds
 
 
 class _When(enum.Enum):
@@ -61,12 +62,14 @@ class _Contents:
         clock.add_state(lambda: self._digest)
 
     def put(self, key: str, value: bytes) -> None:
-        self._forget(key)
-        self._digest ^= hash((key, self.essence(key, value)))
+        if self.clock.tells_states_apart:
+            self._forget(key)
+            self._digest ^= hash((key, self.essence(key, value)))
         self.values[key] = value
 
     def remove(self, key: str) -> bool:
-        self._forget(key)
+        if self.clock.tells_states_apart:
+            self._forget(key)
         return self.values.pop(key, None) is not None
 
     def _forget(self, key: str) -> None:
@@ -88,13 +91,15 @@ class _Contents:
 class FakeStore(Store, StoreMixin):
     """A store in memory that behaves like torch's TCPStore, its oddities included.
 
-    Time is virtual: a wait for a key that nobody writes lasts until a test turns the clock past its timeout::
+    Time is virtual: a wait for a key that no one writes lasts until a test turns the clock past its timeout::
 
         store = FakeStore()
         store.clock.advance(30.0)
 
+    A ``get`` of a missing key without a thread that does so, nor writes it, raises after 5 real seconds.
+
     What it imitates of TCPStore (torch 2.13): ``compare_set`` on an absent key returns the value that was
-    *expected*; with ``use_libuv=False`` a key that ``compare_set`` creates wakes nobody; with
+    *expected*; with ``use_libuv=False`` a key that ``compare_set`` creates wakes no one; with
     ``use_libuv=True`` a failed ``compare_set`` on an absent key wakes those who wait for it, and a ``get``
     that is woken so returns nothing. A waiter stays woken, even if the key is deleted before it looks.
 
@@ -155,7 +160,7 @@ class FakeStore(Store, StoreMixin):
             value: what it holds, or the result of an operation on it.
 
         Returns:
-            Something hashable, the same for all values that nobody tells apart.
+            Something hashable, the same for all values that no one tells apart.
         """
         return value
 
@@ -321,7 +326,7 @@ class FakeStore(Store, StoreMixin):
         except Exception as error:
             clock.observe(type(error).__name__)
             raise
-        clock.observe(contents.essence(keys[0], result) if keys else result)
+        clock.observe(contents.essence(keys[0], result) if keys and clock.tells_states_apart else result)
         if fault is not None:
             return self._operate(operation, keys, args, act)
         return result
@@ -340,13 +345,15 @@ class FakeStore(Store, StoreMixin):
         self._contents.wake(key)
 
     def _values(self, keys: list[str]) -> list[bytes]:
-        self._await("get", keys, self._timeout)
+        self._await("get", keys, self._timeout, _PATIENCE)
         # Nothing, if a failed compare_set woke us or the key is gone again: as on TCPStore.
         return [self._contents.values.get(key, b"") for key in keys]
 
-    def _await(self, operation: str, keys: list[str], timeout: timedelta) -> None:
+    def _await(
+        self, operation: str, keys: list[str], timeout: timedelta, patience: float | None = None
+    ) -> None:
         contents = self._contents
-        waiter = Waiter({key for key in keys if key not in contents.values})
+        waiter = Waiter({key for key in keys if key not in contents.values}, patience=patience)
         if not waiter.missing:
             return
         contents.waiters.append(waiter)

@@ -70,7 +70,7 @@ class Fault(enum.Enum):
 
     It is a gloo group of its own with two ranks, both inside this process, of which only one calls. So it
     needs no process group, works anywhere in the program, and cannot pair up with an operation of the
-    job's own groups, whose next collective its peers meanwhile wait in. Whoever shuts down the gloo
+    job's own groups, whose next collective its peers meanwhile wait in. Anyone who shuts down the gloo
     connections of the process frees it: the all_reduce then raises a RuntimeError.
     """
 
@@ -301,7 +301,7 @@ class Injector:
                 inject_fault(spec.kind)
 
     def _claim(self, index: int) -> bool:
-        # Before the fault, not after it: after most of them there is nobody left to note anything.
+        # Before the fault, not after it: after most of them there is no one left to note anything.
         if index in self._fired:
             return False
         self._fired.add(index)

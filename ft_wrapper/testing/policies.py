@@ -31,24 +31,35 @@ class Policy(Protocol):
         """
 
 
+_LATE_ONES = 4
+_TRIES = 4
+
+
 class RandomPolicy:
     """Any task that can run; no event.
 
     Args:
-        seed: what is chosen from. Some seeds switch at each step, some let a task run on for long: other
-            defects show.
+        seed: what is chosen from. Some seeds switch at each step, some let a task run on for long, some let
+            a few tasks hardly ever go on while others can: other defects show.
     """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random
         self._stay = (0.0, 0.0, 0.5, 0.9)[int(self._random() * 4)]
+        self._late = int(random.Random(~seed).random() * _LATE_ONES * 3)  # of those with a number like this
 
     def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
         if not tasks:
             return 0
         if self._stay and current is not None and current.ready and self._random() < self._stay:
             return tasks.index(current)
-        return int(self._random() * len(tasks))
+        index = int(self._random() * len(tasks))
+        if self._late < _LATE_ONES:
+            for _ in range(_TRIES):
+                if tasks[index].number % _LATE_ONES != self._late:
+                    break
+                index = int(self._random() * len(tasks))
+        return index
 
 
 class RunOnPolicy:

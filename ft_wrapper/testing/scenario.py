@@ -9,13 +9,19 @@ from collections.abc import Iterator
 KINDS: dict[str, str] = {
     "crash": "the process dies; its monitor reports it",
     "host": "the process and its monitor are lost: only silence tells",
+    "node": "all processes of the node are lost with their monitors; another node's agent tells, so many "
+    "seconds later",
+    "hang": "the process stands still for good; its monitor publishes a fault, then ends it",
+    "quit": "the process ends in order after the call of this number, from 1, and makes no other one",
     "leave": "the process leaves in order, as on Ctrl-C",
     "doom": "the monitor gives the process up and reports it dead; it lives on a little",
     "pause": "the process stands still for so many seconds; its monitor does not",
     "freeze": "process and monitor stand still for so many seconds",
     "deaf": "the monitor stands still for so many seconds, from its own step of this number on",
     "mute": "the heartbeats are lost for so many seconds, from this second on",
-    "outage": "nobody reaches the store for so many seconds",
+    "outage": "no one reaches the store for so many seconds",
+    "flap": "the process dies, and the next ones of the slot, so many seconds later each, die as soon as "
+    "they are in",
     "loop": "process and monitor are lost, and the slot is taken again every so many seconds, for nothing",
     "error": "an operation of the process on the store fails for good",
     "repeat": "the reply to an operation is lost, and it is carried out again",
@@ -25,7 +31,7 @@ KINDS: dict[str, str] = {
 }
 """What can happen to a process."""
 
-_LASTING = ("pause", "freeze", "deaf", "mute", "outage", "respawn", "loop")
+_LASTING = ("pause", "freeze", "deaf", "mute", "outage", "respawn", "loop", "node", "flap")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Disturbance:
         step: just before which of the process's steps, from 1; ``respawn``: at the latest when it has ended.
         seconds: for how long, or how much later.
         life: to which process of the slot, from 0: each respawn starts the next one.
+        since_end: steps are counted from when the process left an iteration for the time of this number, in
+            the middle of a restart; from when its function raises when -1; from its start when 0.
     """
 
     kind: str
@@ -45,6 +53,7 @@ class Disturbance:
     step: int
     seconds: float = 0.0
     life: int = 0
+    since_end: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -53,7 +62,9 @@ class Disturbance:
     def __str__(self) -> str:
         whose = process_name(self.slot, self.life)
         lasting = f" ({self.seconds:g} s)" if self.seconds and self.kind in _LASTING else ""
-        return f"{self.kind} of {whose} at {self.step}{lasting}"
+        since = f" since end {self.since_end}" if self.since_end else ""
+        since = " since it raised" if self.since_end < 0 else since
+        return f"{self.kind} of {whose} at {self.step}{since}{lasting}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +77,19 @@ class Scenario:
         steps: in so many parts an active rank spends its time in the function.
         step_seconds: virtual seconds of each part.
         calls: number of wrapped calls, one after the other.
-        between: virtual seconds between two calls.
+        between: virtual seconds between two calls, for the process that takes the longest.
+        extra: number of slots beyond those that the job begins with, whose processes come at the start, too.
+        extra_is_early: whether these ask to join before the first decision.
+        slow: virtual seconds that each step of the slowest processes takes.
+        stagger: virtual seconds between the starts of two processes.
+        node_size: slots in a row that are on one node.
+        replaced: whether agents start other processes in place of those that end by a fault.
+        replaced_after: virtual seconds after which they do so.
+        transactions: whether the store carries out several operations as one, as etcd does.
         min_world_size: fewer members than this do not go on.
         on_join: as for the wrapper: ``next``, ``degraded`` or ``now``.
-        exchange: whether ranks talk to each other while they are assigned.
+        exchange: how ranks talk to each other while they are assigned: ``""`` (not at all), ``plain``,
+            ``filter`` or ``tree``.
         endpoint: whether rank 0 publishes an address that the others wait for.
         use_libuv: which of TCPStore's two servers to imitate.
         disturbances: what happens.
@@ -78,6 +98,7 @@ class Scenario:
         barrier_timeout: seconds to wait for members that live but do not come.
         join_window: seconds for which joins are gathered.
         rejoin_wait: seconds to wait for announced replacements.
+        completion_timeout: seconds to wait for others to finish.
     """
 
     members: int = 3
@@ -86,9 +107,17 @@ class Scenario:
     step_seconds: float = 0.1
     calls: int = 1
     between: float = 0.0
+    extra: int = 0
+    extra_is_early: bool = False
+    slow: float = 0.0
+    stagger: float = 0.0
+    node_size: int = 1
+    replaced: bool = False
+    replaced_after: float = 0.5
+    transactions: bool = False
     min_world_size: int = 1
     on_join: str = "degraded"
-    exchange: bool = False
+    exchange: str = ""
     endpoint: bool = False
     use_libuv: bool = True
     disturbances: tuple[Disturbance, ...] = ()
@@ -97,6 +126,7 @@ class Scenario:
     barrier_timeout: float = 40.0
     join_window: float = 1.0
     rejoin_wait: float = 2.0
+    completion_timeout: float = 10_000.0
 
     def __str__(self) -> str:
         """What differs from an undisturbed job of three."""
@@ -114,6 +144,19 @@ class Scenario:
         """The disturbances of some kinds."""
         return (disturbance for disturbance in self.disturbances if disturbance.kind in kinds)
 
+    def gap(self, slot: int, call: int) -> float:
+        """Virtual seconds between a call and the next one, in the process of a slot."""
+        return self.between * (1.0, 0.0, 0.5, 0.02)[(slot + call) % 4]
+
+    def delay(self, slot: int) -> float:
+        """Virtual seconds that each step of a slot's process takes."""
+        return self.slow * (0.0, 1.0, 0.2)[slot % 3]
+
+    def node_of(self, slot: int) -> range:
+        """The slots that are on the same node."""
+        first = slot - slot % self.node_size
+        return range(first, first + self.node_size)
+
     @classmethod
     def random(cls, seed: int, max_members: int = 8, max_faults: int = 3) -> Scenario:
         """A job with some faults, chosen from a seed.
@@ -125,32 +168,52 @@ class Scenario:
                 as a fault of its own.
         """
         choose = random.Random(seed)
-        members = choose.randint(2, max_members)
+        members = 2 + int((max_members - 1) * choose.random() ** 2)  # small jobs are quick
+        count = choose.randint(min(1, max_faults), max_faults)
+        replaced = choose.random() < 0.25
+        steps, seconds = choose.choice(_FUNCTIONS)
         return cls(
             members=members,
             active=choose.randint(1, members),
-            steps=choose.randint(0, 4),
-            step_seconds=choose.choice((0.1, 0.5, 3.0, 10.0)),
+            steps=steps,
+            step_seconds=seconds,
             calls=choose.choice((1, 1, 2)),
-            between=choose.choice((0.0, 0.0, 5.0, 20.0)),
+            between=choose.choice((0.0, 0.0, 5.0, 5.0, 20.0, 20.0, 20.0, 60.0, 60.0, 600.0)),
+            extra=choose.choice((0,) * 9 + (1,)),
+            extra_is_early=choose.random() < 0.5,
+            slow=choose.choice((0.0,) * 9 + (0.2,)),
+            stagger=choose.choice((0.0,) * 8 + (0.3, 3.0)),
+            node_size=choose.choice((1, 1, 2, 4)),
+            replaced=replaced,
+            replaced_after=choose.choice((0.2, 1.0, 6.0)),
+            transactions=choose.random() < 0.3,
+            min_world_size=choose.randint(1, members) if choose.random() < 0.1 else 1,
             on_join=choose.choice(("degraded", "degraded", "now", "next")),
-            exchange=choose.random() < 0.2,
+            exchange=choose.choice(("",) * 6 + ("plain", "filter", "tree")),
             endpoint=choose.random() < 0.2,
             use_libuv=choose.random() < 0.5,
-            disturbances=tuple(_random_disturbances(choose, members, choose.randint(0, max_faults))),
+            disturbances=tuple(_random_disturbances(choose, members, count)),
+            completion_timeout=choose.choice((10_000.0,) * 5 + (20.0,)),
+            heartbeat_interval=choose.choice((2.0, 2.0, 1.25)),
         )
 
 
 _LETTERS = "bcdefghijklmnopqrstuvwxyz"
 _RANDOM_KINDS = (
     *["crash", "respawn"] * 4,
-    *["host", "pause", "freeze", "repeat"] * 2,
-    *["deaf", "reporter", "exception", "leave", "doom", "error", "outage"],
+    *["host", "freeze", "exception"] * 3,
+    *["pause", "repeat"] * 2,
+    *["deaf", "reporter", "leave", "doom", "error", "outage", "node", "hang", "quit", "flap"],
 )
-_SECONDS = (0.0, 0.3, 3.0, 15.0, 60.0)
+_FUNCTIONS = ((0, 0.1), (1, 0.1), (2, 0.5), (4, 0.5), (3, 3.0), (4, 3.0), (2, 10.0), (4, 10.0))
+_SECONDS = (0.0, 0.3, 3.0, 7.0, 15.0, 60.0)
 _OUTAGES = (0.3, 3.0, 15.0)
+_TELLS_AFTER = (0.2, 3.0, 15.0)
 # While the job forms, around the function, and anywhere from there.
-_STEPS = ((1, 24), (20, 40), (20, 80))
+_STEPS = ((1, 24), (16, 40), (16, 40), (20, 80))
+_CLOSE = 12  # steps between faults that meet
+_IN_A_RESTART = 16  # steps after an iteration's end
+_AT_STEPS = ("crash", "host", "pause", "freeze", "leave", "doom", "error", "outage", "node", "hang", "repeat")
 
 
 def process_name(slot: int, life: int) -> str:
@@ -163,15 +226,34 @@ def process_name(slot: int, life: int) -> str:
 def _random_disturbances(choose: random.Random, members: int, count: int) -> Iterator[Disturbance]:
     lives = [0] * members
     favourite = choose.randrange(members)  # faults that meet each other are the interesting ones
+    step = choose.randint(*choose.choice(_STEPS))
     for kind in choose.choices(_RANDOM_KINDS, k=count):
-        slot = favourite if choose.random() < 0.5 else choose.randrange(members)
-        step = choose.randint(*choose.choice(_STEPS))
+        slot = favourite if choose.random() < 0.4 else choose.randrange(members)
+        if choose.random() < 0.5:
+            step = choose.randint(*choose.choice(_STEPS))
+        else:
+            step = max(1, step + choose.randint(-_CLOSE, _CLOSE))
         life = choose.randint(0, lives[slot])
+        if kind in _AT_STEPS and choose.random() < 0.4:
+            seconds = choose.choice(_OUTAGES if kind in ("outage", "node") else _SECONDS[1:])
+            yield Disturbance(
+                kind, slot, choose.randint(1, _IN_A_RESTART), seconds, life, choose.randint(1, 2)
+            )
+            continue
         if kind == "respawn":
             yield Disturbance(kind, slot, step, choose.choice(_SECONDS), lives[slot])
             lives[slot] += 1
-        elif kind == "exception":
+        elif kind == "quit":
             yield Disturbance(kind, slot, choose.randint(1, 3), 0.0, life)
+        elif kind == "exception":
+            for entry in range(1, choose.randint(1, 4) + 1):
+                yield Disturbance(kind, slot, entry, 0.0, life)
+            if choose.random() < 0.4:
+                met, seconds = (
+                    choose.choice(("pause", "host", "crash", "freeze")),
+                    choose.choice((15.0, 60.0)),
+                )
+                yield Disturbance(met, slot, choose.randint(1, 4), seconds, life, -1)
         elif kind == "reporter":  # the process dies too, or there would be no reporter
             yield Disturbance("crash", slot, step, 0.0, life)
             yield Disturbance(kind, slot, choose.randint(1, 12), 0.0, life)
@@ -181,5 +263,7 @@ def _random_disturbances(choose: random.Random, members: int, count: int) -> Ite
             yield Disturbance(kind, slot, step, choose.choice(_SECONDS[1:]), life)
         elif kind == "outage":
             yield Disturbance(kind, slot, step, choose.choice(_OUTAGES), life)
+        elif kind in ("node", "flap"):
+            yield Disturbance(kind, slot, step, choose.choice(_TELLS_AFTER), life)
         else:
             yield Disturbance(kind, slot, step, 0.0, life)

@@ -2,7 +2,7 @@
 
 Each simulated process is a task. A task runs until its next store operation, then the scheduler chooses, by
 default from a seed, who goes on; so a seed is an interleaving, and the same seed is the same interleaving.
-Time is virtual: it passes when nobody can run, and then it jumps to the earliest deadline::
+Time is virtual: it passes when no one can run, and then it jumps to the earliest deadline::
 
     scheduler = Scheduler(seed=7)
     store = FakeStore(scheduler)
@@ -76,6 +76,7 @@ class Task:
         done: whether it has returned, failed or crashed.
         crashed: whether it was killed.
         result: what its function returned.
+        delay: virtual seconds that each of its steps takes.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Task:
     done: bool = False
     crashed: bool = False
     result: Any = None
+    delay: float = 0.0
     _greenlet: Any = None
     _waiter: Waiter | None = None
     _deadline: float = math.inf
@@ -99,6 +101,10 @@ class Task:
         """The time from which it can run, as things stand."""
         ready = now if self._waiter is None or self._waiter.woken else self._deadline
         return max(ready, self._paused_until)
+
+    def is_paused(self, now: float) -> bool:
+        """Whether it stands still at a time, or has not gone on since."""
+        return self._paused_until > now
 
     @property
     def has_only_waited(self) -> bool:
@@ -156,6 +162,7 @@ class Scheduler(Clock):
         waited_at: how many steps had been taken when time passed last; -1 before it ever did.
         trace_steps: these steps, one by one.
         last_step: the step since the last check; None if there was none.
+        tells_states_apart: whether `state` will be asked for; without that a run is faster.
 
     Raises:
         ImportError: greenlet is not installed.
@@ -173,6 +180,7 @@ class Scheduler(Clock):
         if greenlet is None:
             raise ImportError("Scheduler needs greenlet: pip install 'ft-wrapper[testing]'")
         super().__init__()
+        self.tells_states_apart = True
         self.seed = seed
         self.choices: list[int] = []
         self.options: list[int] = []
@@ -362,6 +370,9 @@ class Scheduler(Clock):
         if task.crashed:
             raise Killed
         task.upcoming = (operation, args)
+        if task.delay:
+            task._paused_until = max(task._paused_until, self._now + task.delay)
+            self._unready(task)
         self._give_way(task)
         task.steps += 1
         if task._plan:
@@ -379,17 +390,18 @@ class Scheduler(Clock):
             return
         if task._step is not None:
             task._step.result = result
-        self._learn(task, result)
+        if self.tells_states_apart:
+            self._learn(task, result)
 
     def learn(self, value: Any) -> None:
         """Says what the current task has learned otherwise than from the store.
 
         What a task does next follows from what it has learned so far. So this tells states apart, for a
-        search that goes into each of them once: whoever lets tasks share more than the store has to call it
+        search that goes into each of them once: one that lets tasks share more than the store has to call it
         with what a task reads there.
         """
         task = self.current
-        if task is not None and not self._aside:
+        if task is not None and not self._aside and self.tells_states_apart:
             self._learn(task, value)
 
     def _learn(self, task: Task, value: Any) -> None:
@@ -430,7 +442,7 @@ class Scheduler(Clock):
         self.observe(None)
 
     def advance(self, seconds: float) -> None:
-        """Not to be turned by hand: time passes when nobody can run."""
+        """Not to be turned by hand: time passes when no one can run."""
         raise RuntimeError("a scheduler turns its clock itself; use sleep() in a task")
 
     # States ------------------------------------------------------------------------------------------------
@@ -442,7 +454,8 @@ class Scheduler(Clock):
             task: the task.
             known: everything that decides what the task does from here on.
         """
-        task._history = hash(known)
+        if self.tells_states_apart:
+            task._history = hash(known)
 
     def add_state(self, state: Callable[[], object]) -> None:
         """Adds to what tells one state from another: something hashable of all that tasks share."""
@@ -534,7 +547,7 @@ class Scheduler(Clock):
                 self._now = time
                 self.waited_at = self.steps
                 return
-        what = f"deadlock: nobody can run; {self._who_waits()}"
+        what = f"deadlock: no one can run; {self._who_waits()}"
         raise Deadlock(what, self._report(what))
 
     def _who_waits(self) -> str:
@@ -543,7 +556,7 @@ class Scheduler(Clock):
             for task in self.tasks
             if not task.done and task._waiter is not None and task._waiter.missing
         ]
-        return "; ".join(waits) or "nobody waits"
+        return "; ".join(waits) or "no one waits"
 
     def _unready(self, task: Task) -> None:
         if task.ready:

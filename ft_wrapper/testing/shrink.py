@@ -167,7 +167,10 @@ def _without(scenario: Scenario, slot: int) -> Scenario:
 def less(scenario: Scenario) -> Iterator[Scenario]:
     """The scenario with one thing as it usually is, perhaps with one of the faults at another step."""
     usual = Scenario(members=scenario.members, active=scenario.active, steps=1)
-    for name in ("calls", "between", "exchange", "endpoint", "on_join", "steps", "step_seconds", "use_libuv"):
+    names = [field.name for field in dataclasses.fields(Scenario)]
+    for name in names:
+        if name == "disturbances":
+            continue
         if getattr(scenario, name) != getattr(usual, name):
             yield from elsewhere(dataclasses.replace(scenario, **{name: getattr(usual, name)}))
 

@@ -14,15 +14,27 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from ..agent.deaths import _tell, holders
 from ..attribution import Interruption
 from ..compose import Compose
 from ..exception import StoreError
 from ..monitor.neighbours import NeighbourWatch
-from ..rank_assignment import MaxActiveWorldSize, RankAssignment, RankAssignmentCtx, ShiftRanks
-from ..store import Member, StoreMixin
+from ..rank_assignment import (
+    FilterCountGroupedByKey,
+    Layer,
+    LayerFlag,
+    MaxActiveWorldSize,
+    RankAssignment,
+    RankAssignmentCtx,
+    ShiftRanks,
+    Tree,
+)
+from ..state import State
+from ..store import Fault, Member, StoreMixin
+from ..store.steps import Append, Beats, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
 from .fake_store import FakeStore
 from .invariants import Invariants, Violation
-from .policies import Policy
+from .policies import Policy, RandomPolicy
 from .process import Leave, SimulatedProcess
 from .scenario import Disturbance, Scenario
 from .scheduler import Deadlock, Scheduler, Task, TooLong
@@ -33,11 +45,18 @@ StoreFactory = Callable[[Scheduler, Scenario], Connect]
 
 LOOPS = 40
 MAX_STEPS = 60_000
-MAX_TIME = 1_500.0
-_EXCHANGE_TIMEOUT = timedelta(seconds=10_000)
+MAX_TIME = 4_000.0
+_EXCHANGE_TIMEOUT = timedelta(seconds=20)
+_FLAPS = 6
+_SOFT_TIMEOUT = 15.0
+_HARD_TIMEOUT = 25.0
+_MOST_LIVES = 3
+# What keeps somebody from acting for a while is bad luck, for which all are excused; less than that is none.
+_HARMLESS = 4.0
+_OUTAGE_SPREAD = 0.2  # of heartbeat_timeout: within that all clients reach the store again
 
 
-# Read as sets: nobody tells the order of their entries.
+# Read as sets: no one tells the order of their entries.
 _LOG = re.compile(r"ft_wrapper/1/(?:(?:arrived|dead|join|finished|faults)/|goodbyes)")
 
 
@@ -57,9 +76,47 @@ class SimulatedStore(FakeStore):
         return None if value == "never" else value
 
 
+class TransactionStore(SimulatedStore):
+    """One that carries out several operations as one, as etcd does; a lost answer repeats all of them."""
+
+    def carry_out(self, steps: Sequence[Step]) -> list[str | None]:
+        touched = [key for step in steps for key in _keys_of(step)]
+        given: list[str | None] = self._at_once("carry_out", touched, steps, super().carry_out)
+        return given
+
+    def log_append_counted(self, key: str, entry: str, count_key: str) -> int:
+        steps = [Append(key, entry), Count(count_key)]
+        *_, count = self._at_once("carry_out", [key, count_key], steps, super().carry_out)
+        return int(count or 0)
+
+    def _at_once(
+        self, operation: str, keys: list[str], steps: Any, act: Callable[[Any], list[str | None]]
+    ) -> list[str | None]:
+        scheduler: Any = self.clock
+
+        def all_of_it() -> Any:
+            before, scheduler._aside = scheduler._aside, True
+            try:
+                return act(steps)
+            finally:
+                scheduler._aside = before
+
+        given: list[str | None] = self._operate(operation, keys, (keys, steps), all_of_it)
+        return given
+
+
+def _keys_of(step: Step) -> list[str]:
+    match step:
+        case Write(values):
+            return [*values]
+        case Read() | ReadLog() | Beats() | Wake() | Append() | Count() | Claim() | Move():
+            return [step.key]
+
+
 def simulated_stores(scheduler: Scheduler, scenario: Scenario) -> Connect:
     """The usual stores of a simulation."""
-    return SimulatedStore(scheduler, use_libuv=scenario.use_libuv).clone
+    kind = TransactionStore if scenario.transactions else SimulatedStore
+    return kind(scheduler, use_libuv=scenario.use_libuv).clone
 
 
 class Simulation:
@@ -79,6 +136,8 @@ class Simulation:
         scheduler: runs it.
         invariants: what is checked.
         processes: all processes that were started.
+        knows_store: whether the store is a `FakeStore`: what it asks for an operation, and how
+            it keeps a log, is known.
         forgets: whether nothing but the last decision counts for a process that is in.
     """
 
@@ -94,23 +153,34 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self.scheduler = Scheduler(seed, choices, policy=policy, max_steps=MAX_STEPS, max_time=MAX_TIME)
-        self.forgets = rank_assignment is None  # another one may remember something
+        self.scheduler.tells_states_apart = policy is not None and not isinstance(policy, RandomPolicy)
+        # Another one may remember something.
+        self.forgets = rank_assignment is None and scenario.exchange != "tree"
         self.rank_assignment = rank_assignment or functools.partial(
-            default_assignment, scenario.active, scenario.exchange
+            default_assignment, scenario.active, scenario.exchange, scenario.node_size
         )
+        self.knows_store = stores is None  # another store may take many for one
         self._connect = (stores or self.stores)(self.scheduler, scenario)
         self.processes: list[SimulatedProcess] = []
-        self.invariants = Invariants(self, self._connect("invariants"), slot_order=rank_assignment is None)
+        self.invariants = Invariants(self, self._connect("invariants"), slot_order=self.forgets)
         self.scheduler.add_state(self.known)
         self.scheduler.after_each_step(self.invariants.check)
         self.scheduler.at_end(self.invariants.check_end)
         self.stops: list[tuple[float, float]] = []  # of paused processes: from when to when
+        self.troubles: list[
+            tuple[float, float, str]
+        ] = []  # of all that happened: from when to when, and what
+        self._when_raised: dict[str, list[tuple[Disturbance, Callable[[], None]]]] = {}
+        self._in_a_restart: dict[str, list[tuple[Disturbance, Callable[[], None]]]] = {}
+        self._flapping: dict[int, tuple[int, float]] = {}
+        self._replaced = set[tuple[int, int]]()
+        self._agents = 0
         self._respawned: set[tuple[int, int]] = set()
         self._planned: dict[tuple[int, int], list[Disturbance]] = {}
         for disturbance in scenario.disturbances:
             self._planned.setdefault((disturbance.slot, disturbance.life), []).append(disturbance)
-        for slot in range(scenario.members):
-            self.start(slot)
+        for slot in range(scenario.members + scenario.extra):
+            self.start(slot, slot * scenario.stagger)
 
     stores: StoreFactory = staticmethod(simulated_stores)
 
@@ -151,6 +221,30 @@ class Simulation:
         """Who watches the neighbours for a member's monitor."""
         return NeighbourWatch(store, member, self.scenario.heartbeat_timeout)
 
+    def quits(self, process: SimulatedProcess, call: int) -> bool:
+        """Whether a process ends after a call, numbered from 0, and makes no other one."""
+        ends = any(disturbance.step == call + 1 for disturbance in self._of(process, "quit"))
+        if ends:
+            self._note_trouble("quit")
+            process.disturbed = True
+        return ends
+
+    def entered(self, process: SimulatedProcess) -> None:
+        """A process has entered an iteration: one of a crash loop dies of it."""
+        if process.slot in self._flapping and process.life > 0 and process.task is not None:
+            self.scheduler.at_step(process.task, process.task.steps + 1, lambda: self._die(process))
+
+    def left(self, process: SimulatedProcess) -> None:
+        """A process has left an iteration that it had entered."""
+        task = process.task
+        for disturbance, happen in self._in_a_restart.get(process.name, ()):
+            if disturbance.since_end == process.entered and task is not None:
+                self.scheduler.at_step(task, task.steps + disturbance.step, happen)
+
+    def _note_trouble(self, kind: str, seconds: float = 0.0) -> None:
+        now = self.scheduler.now()
+        self.troubles.append((now, now + seconds, kind))
+
     # Processes ---------------------------------------------------------------------------------------------
 
     def start(self, slot: int, after: float = 0.0) -> SimulatedProcess:
@@ -166,9 +260,13 @@ class Simulation:
 
         def main() -> None:
             process.main(after)
+            if process.fate in ("left", "failed"):
+                self._note_trouble(process.fate)
+                self._replace(process)
             self._respawn(process)
 
         process.task = self.scheduler.spawn(process.name, main)
+        process.task.delay = self.scenario.delay(slot)
         for disturbance in self._planned.get((slot, life), ()):
             self._plan(process, disturbance)
         return process
@@ -185,6 +283,7 @@ class Simulation:
         assert task is not None
         if task.done:
             return
+        process.died_inside = process.last if process.heard < process.last else None
         process.fate, process.inside, process.died_at = "dead", None, self.scheduler.now()
         process.disturbed = True
         if host and process.heart is not None:
@@ -192,13 +291,16 @@ class Simulation:
         if not process.monitored:
             self.invariants.nobody_tells()
         elif not host and not reported:
-            self._report(process, Interruption.TERMINATED)
+            self.report(process, Interruption.TERMINATED)
+        self._replace(process)
         self._respawn(process)
         self.scheduler.crash(task)
 
-    def _report(self, process: SimulatedProcess, interruption: Interruption) -> None:
+    def report(self, process: SimulatedProcess, interruption: Interruption) -> None:
+        """The monitor of a process tells the others of its end."""
         name = f"report {process.name[5:]}"
         reporter = self.scheduler.spawn(name, process.report, name, interruption)
+        reporter.delay = self.scenario.delay(process.slot)
         for disturbance in self._of(process, "reporter"):
             self.scheduler.crash_at(reporter, disturbance.step)
 
@@ -208,6 +310,20 @@ class Simulation:
             if (process.slot, process.life) not in self._respawned:
                 self._respawned.add((process.slot, process.life))
                 self.start(process.slot, disturbance.seconds)
+
+    def _replace(self, process: SimulatedProcess) -> None:
+        """Starts the next process of the slot, as an agent does."""
+        left, seconds = self._flapping.get(process.slot, (0, 0.0))
+        life = (process.slot, process.life)
+        if left > 0:
+            self._flapping[process.slot] = left - 1, seconds
+        elif self.scenario.replaced and process.life < _MOST_LIVES and life not in self._replaced:
+            self._replaced.add(life)
+            seconds = self.scenario.replaced_after
+        else:
+            return
+        self._note_trouble("respawn", seconds)
+        self.start(process.slot, seconds)
 
     # What happens to them ----------------------------------------------------------------------------------
 
@@ -219,6 +335,16 @@ class Simulation:
         """Whether the function raises that a process has just entered."""
         return any(disturbance.step == process.entered for disturbance in self._of(process, "exception"))
 
+    def raised(self, process: SimulatedProcess) -> None:
+        """The function has raised, and the process is about to say so."""
+        for disturbance, happen in self._when_raised.pop(process.name, ()):
+            if process.task is not None:
+                self.scheduler.at_step(process.task, process.task.steps + disturbance.step, happen)
+
+    def end_left_out(self, process: SimulatedProcess) -> None:
+        """The monitor ends a process that does not leave though the others have gone on without it."""
+        self.give_up(process)
+
     def is_mute(self, process: SimulatedProcess) -> bool:
         """Whether a process's heartbeats are lost at present."""
         now = self.scheduler.now()
@@ -227,8 +353,15 @@ class Simulation:
     def heart_began(self, process: SimulatedProcess) -> None:
         """A process's monitor began to send heartbeats."""
         assert process.heart is not None
+        heart = process.heart
         for disturbance in self._of(process, "deaf"):
-            self.scheduler.pause_at(process.heart, disturbance.step, disturbance.seconds)
+            seconds = disturbance.seconds
+
+            def stop(seconds: float = seconds) -> None:
+                self._note_trouble("deaf", seconds)
+                self.scheduler.pause(heart, seconds)
+
+            self.scheduler.at_step(heart, disturbance.step, stop)
 
     def _plan(self, process: SimulatedProcess, disturbance: Disturbance) -> None:
         kind, seconds, task = disturbance.kind, disturbance.seconds, process.task
@@ -236,8 +369,11 @@ class Simulation:
         actions: dict[str, Callable[[], None]] = {
             "crash": lambda: self.crash(process),
             "host": lambda: self.crash(process, host=True),
+            "node": lambda: self._lose_node(process, seconds),
             "leave": lambda: _leave(process),
-            "doom": lambda: self._doom(process),
+            "doom": lambda: self.give_up(process),
+            "hang": lambda: self._hang(process),
+            "flap": lambda: self._flap(process, seconds),
             "loop": lambda: self._crash_loop(process, seconds),
             "pause": lambda: self._stop(task, seconds),
             "freeze": lambda: self._freeze(process, seconds),
@@ -246,10 +382,25 @@ class Simulation:
             "repeat": lambda: self._fake(process).repeat(client=process.name),
             "respawn": lambda: self._respawn(process),
         }
-        if kind not in ("repeat", "reporter", "exception", "respawn", "outage"):
+        if kind in ("pause", "freeze", "deaf", "mute"):
+            process.disturbed = process.disturbed or seconds > _HARMLESS
+        elif kind not in ("repeat", "reporter", "exception", "respawn", "outage", "quit"):
             process.disturbed = True
+        if kind == "mute":
+            self.troubles.append((disturbance.step, disturbance.step + seconds, kind))
         if kind in actions:
-            self.scheduler.at_step(task, disturbance.step, actions[kind])
+            action = actions[kind]
+
+            def happen() -> None:
+                self._note_trouble(kind, _lasts(disturbance))
+                action()
+
+            if disturbance.since_end < 0:
+                self._when_raised.setdefault(process.name, []).append((disturbance, happen))
+            elif disturbance.since_end:
+                self._in_a_restart.setdefault(process.name, []).append((disturbance, happen))
+            else:
+                self.scheduler.at_step(task, disturbance.step, happen)
 
     def _fake(self, process: SimulatedProcess) -> FakeStore:
         client = self._connect(process.name)
@@ -258,17 +409,82 @@ class Simulation:
             raise TypeError(f"only a FakeStore, or what holds one, loses replies and fails; not {client!r}")
         return inner
 
-    def _doom(self, process: SimulatedProcess) -> None:
-        """The monitor gives the process up and reports its death; it lives on until it is killed."""
-        if not process.alive or not process.monitored:
+    def _die(self, process: SimulatedProcess) -> None:
+        self._note_trouble("crash")
+        self.crash(process)
+
+    def give_up(self, process: SimulatedProcess) -> None:
+        """The monitor gives a process up and reports its death; it lives on until it is killed."""
+        if not process.alive or not process.monitored or process.between or process.doomed:
             return
-        self._report(process, Interruption.HARD_TIMEOUT)
+        process.doomed = process.disturbed = True
+        self._note_trouble("doom")
+        self.report(process, Interruption.HARD_TIMEOUT)
 
         def kill() -> None:
             self.scheduler.sleep(0.05)
             self.crash(process, reported=True)
 
         self.scheduler.spawn(f"kill {process.name[5:]}", kill)
+
+    def _hang(self, process: SimulatedProcess) -> None:
+        """The process stops for good; its monitor publishes a fault first, and ends it then."""
+        name = f"hang {process.name[5:]}"
+
+        def watch() -> None:
+            store = self.connect(name, process.slot)
+            self.scheduler.sleep(_SOFT_TIMEOUT)
+            view, member = process.view, process.member
+            if view is not None and member is not None and not process.between and process.alive:
+                fault = Fault(member, process.rank, Interruption.SOFT_TIMEOUT, "simulated", "h", process.slot)
+                self.invariants.publishes(view.n)
+                store.report_fault(view.n, fault)
+            self.scheduler.sleep(_HARD_TIMEOUT - _SOFT_TIMEOUT)
+            if process.between or not process.monitored:
+                self.crash(process)
+            else:
+                self.give_up(process)
+
+        self.scheduler.spawn(name, watch)
+        assert process.task is not None
+        self._stop(process.task, 2 * _HARD_TIMEOUT)
+
+    def _lose_node(self, process: SimulatedProcess, seconds: float) -> None:
+        """A node is lost, and after a while another one's agent has evidence of that."""
+        node = self.scenario.node_of(process.slot)
+        self._agents += 1
+        name = f"agent {self._agents}"
+
+        def tell() -> None:
+            store = self.connect(name, process.slot)
+            if seconds > 0:
+                self.scheduler.sleep(seconds)
+            # Those who take the slots elsewhere come later than this, in a job with agents.
+            for member in [member for member in holders(store, node) if member in lost]:
+                teller = f"{name} of {member.slot}.{member.incarnation}"
+                client = self.connect(teller, process.slot)
+                self.scheduler.spawn(
+                    teller, _tell, client, member, "its node was lost", self.scenario.replaced
+                )
+            if self.scenario.replaced:
+                for slot in node:
+                    if slot < self.scenario.members and self._lives(slot) <= _MOST_LIVES:
+                        self.start(slot, self.scenario.replaced_after)
+
+        there = [other for other in self.processes if other.slot in node and other is not process]
+        lost = {other.member for other in [*there, process]}
+        self.scheduler.spawn(name, tell)
+        for other in [*there, process]:  # this one last: it is the one that runs
+            self._replaced.add((other.slot, other.life))
+            self.crash(other, host=True)
+
+    def _lives(self, slot: int) -> int:
+        return sum(1 for process in self.processes if process.slot == slot)
+
+    def _flap(self, process: SimulatedProcess, seconds: float) -> None:
+        """The process dies, and so do those that come after it, as soon as they are in."""
+        self._flapping[process.slot] = _FLAPS, seconds
+        self.crash(process)
 
     def _crash_loop(self, process: SimulatedProcess, seconds: float) -> None:
         """The host is lost, and the slot is taken again elsewhere, over and over, without success."""
@@ -295,8 +511,20 @@ class Simulation:
         self.scheduler.pause(task, seconds)
 
     def _outage(self, seconds: float) -> None:
+        """No one reaches the store, and the clients find it again one after the other."""
+        spread = min(seconds, _OUTAGE_SPREAD * self.scenario.heartbeat_timeout)
         for task in self.scheduler.tasks:
-            self.scheduler.pause(task, seconds)
+            self.scheduler.pause(task, seconds + spread * (task.number * 7 % 5) / 4)
+
+
+def _lasts(disturbance: Disturbance) -> float:
+    if disturbance.kind == "hang":
+        return 2 * _HARD_TIMEOUT
+    if disturbance.kind == "loop":
+        return disturbance.seconds * LOOPS
+    if disturbance.kind == "flap":
+        return 0.0
+    return 0.0 if disturbance.kind == "node" else disturbance.seconds
 
 
 def _leave(process: SimulatedProcess) -> None:
@@ -304,17 +532,34 @@ def _leave(process: SimulatedProcess) -> None:
         raise Leave
 
 
-@functools.cache
-def default_assignment(active: int, exchange: bool) -> RankAssignment:
+def default_assignment(active: int, exchange: str, node_size: int) -> RankAssignment:
     """The first ranks are active, and all move up.
 
     Args:
         active: the most active ranks.
-        exchange: whether the ranks talk to each other as well.
+        exchange: how the ranks talk to each other as well; see `Scenario`.
+        node_size: how many ranks in a row are on one node.
     """
-    parts: tuple[RankAssignment, ...] = (MaxActiveWorldSize(active), ShiftRanks())
-    made: RankAssignment = Compose(*parts, Exchange()) if exchange else Compose(*parts)
+    if exchange == "tree":
+        key = functools.partial(_node_key, node_size)
+        layers = [Layer(1, active, flag=LayerFlag.RESERVE), Layer(1, key_or_fn=key, flag=LayerFlag.RESERVE)]
+        return Tree(layers)
+    parts: list[RankAssignment] = [MaxActiveWorldSize(active), ShiftRanks()]
+    if exchange == "plain":
+        parts.append(Exchange())
+    if exchange == "filter":
+        key = functools.partial(_node_key, node_size)
+        parts.append(FilterCountGroupedByKey(key, _at_least_one, _EXCHANGE_TIMEOUT))
+    made: RankAssignment = Compose(*parts)
     return made
+
+
+def _node_key(node_size: int, state: State) -> str:
+    return str((state.initial_rank or 0) // node_size)
+
+
+def _at_least_one(count: int) -> bool:
+    return count >= 1
 
 
 class Exchange(RankAssignment):

@@ -12,13 +12,17 @@ from .trace import Step, describe
 _DONE_TO: dict[str, str] = {
     "crash": "{who} is killed before `{what}`",
     "host": "{who} is lost with its monitor, before `{what}`",
+    "node": "the node of {who} is lost before `{what}`; another one's agent tells {seconds:g} s later",
+    "hang": "{who} hangs before `{what}`, and its monitor ends it",
+    "quit": "{who} ends in order, and makes no other call",
+    "flap": "{who} dies before `{what}`, and so do the next {seconds:g} s after it, as soon as they are in",
     "leave": "{who} is told to leave, before `{what}`",
     "doom": "{who} is given up by its monitor, before `{what}`",
     "pause": "{who} is stopped for {seconds:g} s before `{what}`",
     "freeze": "{who} and its monitor are stopped for {seconds:g} s before `{what}`",
     "deaf": "the monitor of {who} is stopped for {seconds:g} s before `{what}`",
     "mute": "the heartbeats of {who} are lost for {seconds:g} s",
-    "outage": "nobody reaches the store for {seconds:g} s; {who} is before `{what}`",
+    "outage": "no one reaches the store for {seconds:g} s; {who} is before `{what}`",
     "loop": "{who} is lost with its monitor before `{what}`, and every {seconds:g} s another process of its "
     "slot begins and is lost, too",
     "error": "{who} cannot reach the store for `{what}`",
@@ -76,6 +80,8 @@ class _Places:
         if disturbance.kind == "mute":
             times = (index for index, step in enumerate(self._steps) if step.time >= disturbance.step)
             return next(times, len(self._steps))
+        if disturbance.kind == "quit":
+            return len(self._steps)
         if disturbance.kind == "exception":
             faults = list(self._faults(process_name(disturbance.slot, disturbance.life)))
             return faults[min(disturbance.step, len(faults)) - 1] if faults else len(self._steps)

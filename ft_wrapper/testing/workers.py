@@ -84,7 +84,7 @@ def _serve(work: Callable[[int], Any], line: Any, inherited: list[Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A part may last long, and whoever was killed cannot end those who carry them out."""
+    """A part may last long, and a process that was killed cannot end those who carry them out."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

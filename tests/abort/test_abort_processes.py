@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from abort_ranks import TIMEOUT, Rank, run_ranks
+from ended import has_ended
 
 from ft_wrapper.abort import AbortProcesses, AbortTransformerEngine, protect_process
 from ft_wrapper.state import FrozenState
@@ -51,7 +52,8 @@ def test_only_what_is_found_is_ended(helpers: list[subprocess.Popen[bytes]]) -> 
 
 
 def test_who_ignores_sigterm_is_killed(helpers: list[subprocess.Popen[bytes]]) -> None:
-    AbortProcesses(lambda: [psutil.Process(helpers[2].pid)], timedelta(seconds=0.1))(STATE)
+    find = [psutil.Process(helpers[2].pid)]
+    AbortProcesses(lambda: find, termination_grace_time=timedelta(seconds=0.1))(STATE)
     assert helpers[2].wait(TIMEOUT) == -9
 
 
@@ -99,7 +101,7 @@ def data_loader_workers(method: str) -> Any:
     list(batches)  # both have answered, and wait for the next epoch
     workers = [psutil.Process(worker.pid) for worker in batches._workers]
     AbortProcesses()(STATE)
-    ended = [not w.is_running() or w.status() == psutil.STATUS_ZOMBIE for w in workers]
+    ended = [has_ended(worker) for worker in workers]
     lives = helper.poll() is None
     helper.kill()
     helper.wait(TIMEOUT)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from ended import has_ended
 
 from ft_wrapper import events
 
@@ -130,7 +131,7 @@ def await_that(condition: Callable[[], bool], *jobs: FtRun) -> None:
 def all_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Waits for the end of processes; returns those that are still there then."""
     _, left = psutil.wait_procs(processes, timeout=seconds)
-    return [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in left if not has_ended(process)]
 
 
 def lose(node: FtRun) -> None:

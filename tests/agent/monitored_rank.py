@@ -7,11 +7,14 @@ import multiprocessing
 import os
 import socket
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ft_wrapper.monitor import wire
 from ft_wrapper.monitor.line import MonitorLine, line_to_agent
+from ft_wrapper.monitor.process import MonitorProcess
+from ft_wrapper.monitor.process_main import MonitorFiles
 from ft_wrapper.monitor.settings import MonitorSettings
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.store import Member, announced_plan
@@ -38,10 +41,17 @@ def obey(orders: Connection, agent: str, store: str) -> None:
     while True:
         order, *arguments = orders.recv()
         answer: Any = True
-        if order == "begin":
+        if order in ("begin", "begin with a process"):
             memory = RankMemory()
             memory.lock_life()
-            line = line_to_agent(SETTINGS, plan, memory, lost.set)
+            line: MonitorLine | None
+            if order == "begin":
+                line = line_to_agent(SETTINGS, plan, memory, lost.set)
+            else:
+                files = MonitorFiles(*arguments)
+                line = MonitorProcess(
+                    SETTINGS, plan, hosts=False, memory=memory, files=files, on_lost=lost.set
+                )
             answer = line is not None
             if line is not None:
                 calls.append((memory, line))
@@ -49,12 +59,28 @@ def obey(orders: Connection, agent: str, store: str) -> None:
                 memory.close()
         elif order == "join":
             calls[-1][1].join(Member(*arguments))
+        elif order == "enter":
+            calls[-1][0].rank = arguments[1]
+            calls[-1][1].enter(arguments[0], None)
+        elif order == "between":
+            memory, line = calls[-1]
+            answer = line.between()
+            memory.gil_stamp = time.monotonic() - 2 * SETTINGS.hard_timeout  # as a stamp that nobody renews
+            memory.close()
+        elif order == "heart":
+            answer = calls[-1][1].heart
+        elif order == "what is left":
+            answer = threading.active_count() - 1, calls[-1][1].pid
+        elif order == "end the earlier":
+            calls.pop(-2)[1].close(TIMEOUT)
         elif order == "serve":
             answer = calls[-1][1].serve("127.0.0.1")
         elif order == "end":
             memory, line = calls.pop()
             line.close(TIMEOUT)
             memory.close()
+        elif order == "exit":
+            return
         elif order == "await loss":
             answer = lost.wait(TIMEOUT)
         elif order == "say":
@@ -109,6 +135,12 @@ class Rank:
         """Ends it, as a fault does."""
         self.process.kill()
         self.process.join(TIMEOUT)
+
+    def exit(self) -> None:
+        """Has it end of its own accord."""
+        self._orders.send(("exit",))
+        self.process.join(TIMEOUT)
+        assert self.process.exitcode == 0
 
     def close(self) -> None:
         """Ends it; again is harmless."""

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import sys
@@ -25,8 +26,10 @@ from monitored_rank import SETTINGS, TIMEOUT, Rank
 
 from ft_wrapper.agent import monitors as module
 from ft_wrapper.agent.monitors import Monitors
-from ft_wrapper.monitor import wire
-from ft_wrapper.store import Member, TCPStore, TCPStoreServer
+from ft_wrapper.exception import StoreError
+from ft_wrapper.monitor import rank_monitor, wire
+from ft_wrapper.monitor.death import report_death
+from ft_wrapper.store import Member, StoreMixin, TCPStore, TCPStoreServer, View, keys
 from ft_wrapper.store.keys import BEFORE_FIRST
 
 
@@ -37,7 +40,7 @@ def forkserver() -> Iterator[None]:
     tracker: Any = vars(trackers)["_resource_tracker"]
     tracked = tracker._fd is not None
     server._stop()
-    multiprocessing.set_forkserver_preload(["ft_wrapper.monitor.line"])
+    multiprocessing.set_forkserver_preload(["ft_wrapper.monitor.process"])
     yield
     server._stop()
     multiprocessing.set_forkserver_preload([])
@@ -141,6 +144,197 @@ def test_one_monitor_at_a_time_for_each_process(start: Start) -> None:
     assert start().tell("begin")
     rank.tell("end")
     assert rank.tell("begin")
+
+
+# ---- one heart for all
+
+
+def join_with_heart(rank: Rank, store: TCPStore, slot: int) -> tuple[Member, str]:
+    """Has a rank begin a call and say who it is; the name of its heart."""
+    assert rank.tell("begin")
+    heart: str = rank.tell("heart")
+    member = store.register(slot, json.dumps({"heart": heart}))
+    rank.tell("join", member.slot, member.incarnation)
+    return member, heart
+
+
+def test_the_ranks_of_an_agent_share_a_heart_that_beats_as_long_as_one_lives(
+    monitors: Monitors, start: Start, store: TCPStore
+) -> None:
+    idle = threads()
+    ranks = [start(), start(), start()]
+    members, hearts = zip(
+        *(join_with_heart(rank, store, slot) for slot, rank in enumerate(ranks)), strict=True
+    )
+    assert len(set(hearts)) == 1
+    await_beat(store, members[0])
+    assert [thread.name for thread in threading.enumerate()].count("ft_wrapper-heartbeat") == 1
+    beating = [key for key in store.list_keys() if "/heartbeat/" in key]
+    assert beating == [keys.heartbeat(hearts[0])]
+    ranks[0].kill()
+    await_death(store, members[0])
+    ranks[1].tell("end")
+    await_beat(store, members[2])
+    ranks[2].tell("end")
+    await_level(threads, idle)
+    with Monitors("job") as others:
+        rank = Rank(others.name, f"127.0.0.1:{store.port}")
+        with contextlib.closing(rank):
+            others.add(rank.pid)
+            assert join_with_heart(rank, store, 0)[1] != hearts[0]
+            rank.tell("end")
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_death_is_told_again_as_long_as_the_hearts_beat_would_hide_it(
+    start: Start, store: TCPStore, between: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[Member] = []
+
+    def report(store: StoreMixin, view: View | None, member: Member, *arguments: Any, **more: Any) -> None:
+        tries.append(member)
+        if len(tries) % 3:
+            raise StoreError("out of reach")
+        report_death(store, view, member, *arguments, **more)
+
+    monkeypatch.setattr(rank_monitor, "report_death", report)
+    idle = threads()
+    dies, lives = start(), start()
+    member, _ = join_with_heart(dies, store, 0)
+    other, _ = join_with_heart(lives, store, 1)
+    if between:
+        assert dies.tell("between")
+    dies.kill()
+    await_death(store, member)
+    assert tries == [member] * 3
+    assert not store.faults_of(BEFORE_FIRST) or not between
+    lives.kill()  # its heart is silent now, and it is tried once
+    await_level(threads, idle)
+    assert tries == [*[member] * 3, other]
+
+
+# ---- between two calls
+
+SIDES = pytest.mark.parametrize("begin", ["begin", "begin with a process"])
+
+
+def await_beat(store: TCPStore, member: Member) -> None:
+    """Waits until a member that has been heard is heard again."""
+    before, deadline = store.get_heartbeat(member), time.monotonic() + TIMEOUT
+    while store.get_heartbeat(member) == before:
+        assert time.monotonic() < deadline, f"{member} is not heard"
+        time.sleep(0.005)
+
+
+def in_a_call(rank: Rank, store: TCPStore, begin: str, log: Path) -> tuple[View, Member]:
+    """Has a rank begin a call, with another member that nobody has a process for."""
+    assert rank.tell(begin, *([str(log)] if begin != "begin" else []))
+    heart = rank.tell("heart")
+    assert (heart is None) == (begin != "begin")
+    members = [store.register(slot, json.dumps({"heart": heart} if heart else {})) for slot in (0, 1)]
+    for member in members:
+        store.join_first(member, [0, 1])
+    current = store.read_current()
+    assert current is not None
+    member = members[0]
+    rank.tell("join", member.slot, member.incarnation)
+    rank.tell("enter", current[0], 0)
+    return current[0], member
+
+
+@SIDES
+def test_a_rank_between_two_calls_is_heard_and_its_death_noticed(
+    start: Start, store: TCPStore, begin: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no thread left, and whatever its memory says is nobody's affair."""
+    log = tmp_path / "log"
+    rank = start()
+    view, member = in_a_call(rank, store, begin, log)
+    store.end_iteration(view.n, "done")
+    assert rank.tell("between")
+    for _ in range(3):
+        await_beat(store, member)
+    threads, monitor = rank.tell("what is left")
+    assert threads == 0
+    rank.kill()
+    deadline = time.monotonic() + TIMEOUT
+    while member not in store.deaths_of(view.n) or member not in store.goodbyes():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert store.outcome_of(view.n) == "done"
+    assert store.faults_of(view.n) == []
+    if begin != "begin":
+        await_end(monitor)
+        assert "ft_wrapper" not in log.read_text()
+    assert not caplog.records
+
+
+def await_end(pid: int) -> None:
+    """Waits for the end of a process that need not be this one's child."""
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            assert select.select([fd], [], [], TIMEOUT)[0], f"process {pid} goes on"
+        finally:
+            os.close(fd)
+
+
+@SIDES
+def test_the_next_calls_monitor_takes_over(
+    monitors: Monitors, start: Start, store: TCPStore, begin: str, tmp_path: Path
+) -> None:
+    """The earlier one goes on until the other one has joined."""
+    rank = start()
+    level = threads()
+    view, member = in_a_call(rank, store, begin, tmp_path / "log")
+    store.end_iteration(view.n, "done")
+    for _ in range(3):
+        assert rank.tell("between")
+        _, earlier = rank.tell("what is left")
+        assert rank.tell(begin)
+        rank.tell("join", member.slot, member.incarnation)
+        if begin == "begin":
+            assert not rank.tell("begin")
+        rank.tell("end the earlier")
+        if begin != "begin":
+            await_end(earlier)
+        await_beat(store, member)
+    assert not store.deaths_of(view.n)
+    rank.tell("end")
+    await_level(threads, level)
+    monitors.remove(rank.pid)
+
+
+@SIDES
+def test_a_job_that_has_ended_is_told_of_nothing(
+    monitors: Monitors,
+    begin: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As after the last call: the store goes first, the process when it likes."""
+    log = tmp_path / "log"
+    idle = threads()
+    server = TCPStoreServer()
+    store = TCPStore("127.0.0.1", server.port)
+    with contextlib.closing(Rank(monitors.name, f"127.0.0.1:{server.port}")) as rank:
+        monitors.add(rank.pid)
+        view, member = in_a_call(rank, store, begin, log)
+        store.end_iteration(view.n, "done")
+        assert rank.tell("between")
+        _, monitor = rank.tell("what is left")
+        await_beat(store, member)
+        store.close()
+        server.close()
+        rank.exit()
+        if begin != "begin":
+            await_end(monitor)
+    await_level(threads, idle)
+    said = [record.name for record in caplog.records]
+    if begin != "begin":
+        said += [word for word in log.read_text().split() if word.startswith("ft_wrapper.")]
+    # The store itself may say that it has lost its server; who watches says nothing.
+    assert not [name for name in said if not name.startswith("ft_wrapper.store.")]
 
 
 def test_who_is_no_rank_is_refused(
@@ -304,6 +498,45 @@ def test_no_process_is_needed_beside_a_rank(tmp_path: Path) -> None:
         assert job.end() == 0, job.said
         assert [len(job.pids(rank)) for rank in range(3)] == [1, 2, 2]
         assert {record["job"] for record in job.events("fault")} == {job.events("rank_started")[0]["job"]}
+
+
+PAUSED = """
+    import os, time
+    from pathlib import Path
+    from ft_wrapper import CallWrapper, Wrapper
+
+    often = dict.fromkeys(
+        ["heartbeat_interval", "monitor_process_interval", "progress_watchdog_interval"], 0.2
+    )
+
+    @Wrapper(use_global_iteration=True, soft_timeout=2.5, hard_timeout=3, heartbeat_timeout=3, **often)
+    def train(call_wrapper: CallWrapper = None):
+        Path(f"in.{call_wrapper.iteration}.{os.environ['RANK']}").touch()
+        while not Path("thawed").exists():
+            time.sleep(0.01)
+        for _ in range(50):  # so that it is looked at
+            time.sleep(0.02)
+
+    train()
+"""
+
+
+def test_a_job_that_was_paused_as_a_whole_goes_on_where_it_was(tmp_path: Path) -> None:
+    """As by ``docker pause``, for longer than all timeouts."""
+    script, folder = tmp_path / "script.py", tmp_path / "job"
+    script.write_text(textwrap.dedent(PAUSED))
+    with FtRun(folder, "--nproc-per-node", "2", "--no-standby", str(script)) as job:
+        await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
+        everybody = [job.process.pid, *(process.pid for process in job.family())]
+        for pid in everybody:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(5.0)  # the pause
+        (folder / "thawed").touch()
+        for pid in everybody:  # the agent first, which ends others
+            os.kill(pid, signal.SIGCONT)
+        assert job.end() == 0, job.said
+        assert sorted(path.name for path in folder.glob("in.*")) == ["in.0.0", "in.0.1"], job.said
+        assert [len(job.pids(rank)) for rank in range(2)] == [1, 1]
 
 
 BELOW_A_SHELL = """

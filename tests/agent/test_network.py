@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from agent_job import TIMEOUT, FtRun, all_gone, await_that
@@ -20,6 +21,9 @@ from ft_wrapper.testing.etcd_server import EtcdHost, EtcdNotFound
 
 PORT = 29400  # in a namespace of its own, so nobody else has it
 _FILES = Path("/etc/netns")  # `ip netns exec` puts what is in a namespace's folder there over /etc
+
+
+T = TypeVar("T", bound="Network")
 
 
 class Network:
@@ -45,9 +49,9 @@ class Network:
                 ends = ("type", "veth", "peer", "name", "eth0", "netns", namespace)
                 _ip("-n", switch, "link", "add", f"cable{host}", *ends)
                 _ip("-n", switch, "link", "set", f"cable{host}", "master", "bridge", "up")
-                _ip("-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
                 _ip("-n", namespace, "link", "set", "lo", "up")
                 _ip("-n", namespace, "link", "set", "eth0", "up")
+                self._give_address(host)
                 self._write_names(host)
         except BaseException:
             self.__exit__()
@@ -81,6 +85,9 @@ class Network:
         """Puts it in again."""
         _ip("-n", self._namespace("switch"), "link", "set", f"cable{host}", "up")
 
+    def _give_address(self, host: int) -> None:
+        _ip("-n", self._namespace(host), "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+
     def _write_names(self, host: int) -> None:
         """As Debian does: a host finds its own name on the loopback."""
         names = {self.name(other): self.address(other) for other in range(self._size)}
@@ -97,16 +104,23 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=TIMEOUT)
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
-    """Three hosts."""
+@contextlib.contextmanager
+def made(network: T) -> Iterator[T]:
+    """Makes a network, where this machine can."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root and iproute2")
     with contextlib.ExitStack() as exits:
         try:
-            network = exits.enter_context(Network(3))
+            exits.enter_context(network)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this machine makes no network of namespaces: {error.stderr.decode().strip()}")
+        yield network
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Three hosts."""
+    with made(Network(3)) as network:
         yield network
 
 

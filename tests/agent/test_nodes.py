@@ -303,7 +303,7 @@ def test_a_plain_script_is_started_anew_on_all_nodes(tmp_path: Path, backend: st
     # Our own nodes count together, torch's handler leaves that to each agent.
     assert "done 0 2 1" in said or backend == "c10d"
     assert "done 1 2 1" in said
-    assert "all ranks are started anew (1 of 1)" in said
+    assert "all ranks are restarted (1 of 1)" in said
 
 
 def test_a_failure_for_good_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
@@ -432,3 +432,32 @@ def check_refused(folder: Path, port: int, options: list[str], *words: str) -> N
         assert len(lines) == 1, node.said
         for word in words:
             assert word in lines[0]
+
+
+FAILS = """
+    import os, sys, time
+    from ft_wrapper import Wrapper
+
+    @Wrapper(use_global_iteration=True, max_same_faults=2, heartbeat_timeout=60)
+    def train():
+        if os.environ["RANK"] == "3":
+            raise ValueError("its data is gone")
+        while True:
+            time.sleep(0.02)
+
+    train()
+"""
+
+
+def test_a_rank_that_always_fails_ends_the_job_and_its_error_stands_alone(tmp_path: Path) -> None:
+    with Cluster(tmp_path, FAILS, nnodes="2", nproc=2) as cluster:
+        first, second = (cluster.start(node_id) for node_id in ("0", "1"))
+        assert (first.end(), second.end()) == (1, 1), first.said + second.said
+    culprit, other = (second, first) if "its data is gone" in second.said else (first, second)
+    assert culprit.said.count("ValueError: its data is gone\nftrun") <= 1
+    assert culprit.said.count("Traceback") == 2, culprit.said  # at first, and at the end
+    assert "1 of 2 ranks of node" in culprit.said, culprit.said
+    assert "Traceback" not in other.said and "failed" not in other.said.partition("ftrun: ValueError")[2]
+    ended_by = "ftrun: ValueError at script.py:8 in train on slot 3, 2 times in a row without progress"
+    assert ended_by in other.said, other.said
+    assert [len(pids) for node in (first, second) for pids in pids_of(node).values()] == [1] * 4

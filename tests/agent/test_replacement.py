@@ -96,7 +96,7 @@ def test_a_job_that_nobody_can_join_goes_on_without_its_dead(tmp_path: Path) -> 
     )
     with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--no-standby", source) as job:
         assert job.end() == 0, job.said
-        assert "nobody can join its job" in job.said
+        assert "no one can join its job" in job.said
         assert len(job.pids(1)) == 1
 
 
@@ -116,7 +116,7 @@ def test_who_aborts_the_restarts_is_not_started_again(tmp_path: Path) -> None:
     )
     with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--no-standby", source) as job:
         assert job.end() == 1
-        assert job.said.count("it left the job by RestartAbort") == 2
+        assert job.said.count("it left the job for good") == 2
         assert [len(job.pids(rank)) for rank in range(2)] == [1, 1]
         assert "2 of 2 ranks failed, the first one first" in job.said
 
@@ -183,7 +183,7 @@ def test_a_group_is_started_anew(tmp_path: Path) -> None:
     options = ["--nproc-per-node", "2", "--no-standby", "--max-restarts", "2", "-r", "3"]
     with FtRun(folder, *options, script(tmp_path, GROUP), "1") as job:
         assert job.end() == 0, job.said
-        assert "rank 1" in job.said and "all ranks are started anew (1 of 2)" in job.said
+        assert "rank 1" in job.said and "all ranks are restarted (1 of 2)" in job.said
     noted = {path.name: json.loads(path.read_text()) for path in folder.glob("[01].[0-9]")}
     assert {name: what for name, (what, _, _) in noted.items()} == {
         "0.0": "SIGTERM",
@@ -225,3 +225,27 @@ def test_a_plain_group_of_gloo_ranks_survives_a_failure(tmp_path: Path) -> None:
         assert job.end() == 0, job.said
         assert job.said.count("total 4.0") == 2
         assert [record["exitcode"] for record in job.events("rank_ended")][-2:] == [0, 0]
+
+
+def test_cuda_may_be_in_use_where_no_monitor_is_forked(tmp_path: Path) -> None:
+    source = script(
+        tmp_path,
+        """
+        import sys, torch
+        from ft_wrapper import Wrapper
+
+        torch.cuda.is_initialized = lambda: True  # as after a set_device
+
+        @Wrapper(monitor_process_logfile=sys.argv[1] if sys.argv[1:] else None)
+        def train():
+            print("trained", flush=True)
+
+        train()
+        """,
+    )
+    with FtRun(tmp_path / "inside", "--no-standby", source) as job:
+        assert job.end() == 0, job.said
+        assert "trained" in job.said
+    with FtRun(tmp_path / "beside", "--no-standby", source, str(tmp_path / "log")) as job:
+        assert job.end() == 1, job.said
+        assert "CUDA is already initialized" in job.said

@@ -53,8 +53,8 @@ def test_a_lost_or_a_late_node_calls_all_together_unless_the_others_go_on() -> N
     state = begun(node("a"), node("b"), high=3)
     for changed, what, word in (
         (remove(state, [node("b")])[0], What.GONE, "node b is lost"),
-        (come(state, node("c")), What.COME, "come together"),
-        (come(state, node("b"), leaves=0), What.COME, "come together"),
+        (come(state, node("c")), What.COME, "meet again"),
+        (come(state, node("b"), leaves=0), What.COME, "meet again"),
     ):
         news = what_follows(changed, node("a"), 0)
         assert news is not None

@@ -27,7 +27,8 @@ PLACES = {
     "finalize": ("exception:rank=1:step=1,{}:slot=0:where=finalize", {0}),
     "atomic": (f"{{}}:rank=0:step={STEPS // 2}:where=atomic", {0}),
     "last atomic": (f"{{}}:rank=1:step={STEPS - 1}:where=atomic", {1}),
-    "two ranks at once": ("{0}:rank=0:step=3,{0}:rank=2:step=3", {0, 2}),
+    # By slot: where the first is gone before the second has come to the step, another has its rank.
+    "two ranks at once": ("{0}:slot=0:step=3,{0}:slot=2:step=3", {0, 2}),
     "the spare's initialize": ("{}:slot=3:iteration=0:where=initialize", {3}),
     "the spare's finalize": ("exception:rank=1:step=1,{}:slot=3:where=finalize", {3}),
 }

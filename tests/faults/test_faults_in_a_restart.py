@@ -85,6 +85,7 @@ def test_the_monitor_dies_with_its_rank_at_any_step(template: Template, tmp_path
         folder.mkdir()
         server = TCPStoreServer(0, "127.0.0.1")
         with running(template, folder) as job:
+            job.store_is_elsewhere = True
             env = {"FT_WRAPPER_STORE": f"127.0.0.1:{server.port}"}
             start(job, folder, trains_though_a_monitor_dies, k, victim, str(folder), env=env)
             job.wait_for_end()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
+from counted import CountedStore
 
 from ft_wrapper.exception import StoreError, StoreUnavailable
+from ft_wrapper.monitor.heart import Heart
 from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.monitor.settings import MonitorSettings
 from ft_wrapper.store import Member, StoreMixin
+from ft_wrapper.store.keys import BEFORE_FIRST
 from ft_wrapper.testing import FakeStore
 
 MEMBER = Member(0, 0)
@@ -26,7 +31,7 @@ class Unreliable(FakeStore):
         self.beats_sent = 0
         self.has_recovered = threading.Event()
 
-    def send_heartbeat(self, member: Member, lasts: float = 0.0) -> None:
+    def beat_heart(self, heart: str, lasts: float = 0.0) -> None:
         self.beats_sent += 1
         if self.beats_sent in (2, 3):
             raise StoreUnavailable("etcd at nowhere: got no answer")
@@ -51,7 +56,7 @@ def settings() -> MonitorSettings:
 
 
 def monitor(connect: Any, settings: MonitorSettings) -> RankMonitor:
-    return RankMonitor(connect, MEMBER, memory=None, pid=0, settings=settings)  # type: ignore[arg-type]
+    return RankMonitor(connect, MEMBER, mock.Mock(rank=None), pid=0, settings=settings)
 
 
 def test_an_outage_is_told_once_and_its_end_once(
@@ -83,4 +88,48 @@ def test_a_store_that_cannot_be_reached_at_first(
     watching = monitor(connect, settings)
     assert store.has_recovered.wait(TIMEOUT)
     watching.close()
-    assert caplog.records[0].getMessage() == "0:0 is not heard yet: the store cannot be reached"
+    assert caplog.records[0].getMessage() == "0:0 is not heard for now: the store cannot be reached"
+
+
+class Leaving(CountedStore):
+    """A store whose members say goodbye one after the other, each when it is waited for."""
+
+    def await_goodbye(self, member: Member, seconds: float) -> bool:
+        self.say_goodbye(member)
+        return super().await_goodbye(member, seconds)
+
+
+def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings: MonitorSettings) -> None:
+    number = 64
+    store = Leaving()
+    for slot in range(number):
+        store.join_first(store.register(slot, "{}"), range(number))
+    store.say_goodbye(Member(number - 1, 0))
+    requests = store.requests()
+    heart = Heart(lambda: store, MEMBER, dataclasses.replace(settings, heartbeat_interval=5.0))
+    watching = RankMonitor(lambda: store, MEMBER, mock.Mock(rank=None), 0, settings, heart=heart)
+    try:
+        watching.await_goodbyes()
+    finally:
+        watching.close()
+        heart.close()
+    reads = {key: requests[key] for key in ("join/-1", "goodbyes", "head")}
+    assert reads["join/-1"] <= 2
+    assert reads["goodbyes"] == (number - 2) + 2  # said, and read
+
+
+def test_a_death_is_published_once_but_again_if_that_failed(settings: MonitorSettings) -> None:
+    store = FakeStore()
+    heart = Heart(lambda: store, MEMBER, dataclasses.replace(settings, heartbeat_interval=5.0))
+    memory = mock.Mock(active=True, rank=None)
+    watching = RankMonitor(lambda: store, MEMBER, memory, 0, settings, heart=heart)
+    try:
+        store.fail("append", error=StoreError("out of reach"))
+        watching._publish_end("was stopped")  # which logs that it has failed
+        for _ in range(2):
+            watching.rank_died()
+    finally:
+        watching.close()
+        heart.close()
+    assert [fault.message for fault in store.faults_of(BEFORE_FIRST)] == ["died"]
+    assert store.deaths_of(BEFORE_FIRST) == {MEMBER}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import logging
 import multiprocessing
 import queue
@@ -17,11 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ft_wrapper.exception import RankShouldRestart
+from ft_wrapper.monitor.frames import current_exception
 from ft_wrapper.monitor.interrupt import Interrupter
 
 LIMIT = 30.0
@@ -29,7 +32,12 @@ LIMIT = 30.0
 
 @pytest.fixture(autouse=True)
 def quick_switches() -> Iterator[None]:
-    """Lets the threads alternate quickly, so that races come out in few cycles."""
+    """Lets the threads alternate quickly, so that races come out in few cycles.
+
+    What earlier tests left is collected before: an interrupt in its finalizers is swallowed, and pytest's
+    hook for that fails the test when the next interrupt comes inside it.
+    """
+    gc.collect()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -553,6 +561,343 @@ def test_no_lock_is_left_held(interrupter: Interrupter, kind: str) -> None:
     assert leaked == 0
 
 
+# ---- right places
+
+
+class Aliased(Slow):
+    """Slow to enter and to leave, and not under those names: as threading.Semaphore."""
+
+    def acquire(self) -> None:
+        super().__enter__()
+
+    def release(self, *_: object) -> None:
+        super().__exit__()
+
+    __enter__ = acquire  # type: ignore[assignment]
+    __exit__ = release  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_entering_and_leaving_are_whole_whatever_they_call(leaving: bool) -> None:
+    entered: list[Aliased] = []
+    with Interrupter(resend_interval=10.0, cleanup_grace=LIMIT) as interrupter:
+
+        class Begins(Aliased):
+            def acquire(self) -> None:
+                begin()
+                super().acquire()
+
+            def release(self, *_: object) -> None:
+                begin()
+                super().release()
+
+            __enter__ = acquire if not leaving else Aliased.acquire  # type: ignore[assignment]
+            __exit__ = release  # type: ignore[assignment]
+
+        def fn() -> None:
+            manager = Begins()
+            entered.append(manager)
+            with manager:
+                pass
+            loop()
+
+        with monitor(interrupter) as begin, pytest.raises(RankShouldRestart):
+            interrupter.call(fn)
+    assert entered[0].entered and entered[0].exited
+
+
+class Interrupts:
+    """Interrupts its own thread as it is entered, where nothing may be raised."""
+
+    def __init__(self, interrupter: Interrupter) -> None:
+        self.interrupter = interrupter
+
+    def __enter__(self) -> None:
+        assert self.interrupter.signum is not None
+        self.interrupter.request(LIMIT)
+        signal.raise_signal(self.interrupter.signum)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def frames_traced(traceback: Any) -> list[str]:
+    """The names of the frames that an exception went through and that are traced still."""
+    frames = []
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    return [frame.f_code.co_name for frame in frames if frame.f_trace is not None or frame.f_trace_opcodes]
+
+
+def test_one_signal_is_enough(interrupter: Interrupter) -> None:
+    """It lands at a wrong place; the first right instruction raises, and nothing is traced any more."""
+    reached: list[str] = []
+
+    def inner() -> None:
+        with Interrupts(interrupter):
+            reached.append("inside")
+        reached.append("outside")
+
+    def fn() -> None:
+        try:
+            inner()
+        finally:
+            reached.append("finally" if sys.gettrace() is None else "traced")
+
+    with pytest.raises(RankShouldRestart) as caught:
+        interrupter.call(fn)
+    assert reached == ["finally"]
+    assert frames_traced(caught.value.__traceback__) == []
+    assert sys.gettrace() is None
+
+
+def test_nothing_is_traced_once_the_function_left_by_itself(interrupter: Interrupter) -> None:
+    frames = []
+
+    class Frames(Interrupts):
+        def __enter__(self) -> None:
+            frames.append(sys._getframe(1))
+            super().__enter__()
+            assert frames[0].f_trace is not None
+            raise KeyError  # of its own, and the frame it leads to has nothing more to do
+
+    def fn() -> None:
+        with Frames(interrupter):
+            pass
+
+    with pytest.raises(RankShouldRestart) as caught:
+        interrupter.call(fn)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert sys.gettrace() is None
+    assert [(frame.f_trace, frame.f_trace_opcodes) for frame in frames] == [(None, False)]
+
+
+def test_a_generator_that_is_suspended_is_not_traced(interrupter: Interrupter) -> None:
+    traced: list[tuple[bool, bool]] = []
+
+    def numbers() -> Iterator[int]:
+        interrupter._trace_from(sys._getframe())
+        yield 1
+
+    def fn() -> None:
+        generator: Any = numbers()
+        next(generator)
+        for frame in (generator.gi_frame, sys._getframe()):
+            traced.append((frame.f_trace is not None, frame.f_trace_opcodes))
+
+    interrupter.call(fn)
+    assert traced == [(False, False), (True, True)]
+    assert sys.gettrace() is None
+
+
+def test_a_debuggers_trace_is_left_alone(interrupter: Interrupter) -> None:
+    calls: list[str] = []
+
+    def debugger(frame: Any, event: str, argument: object) -> None:
+        calls.append(frame.f_code.co_name)
+
+    def fn() -> None:
+        sys.settrace(debugger)
+        with Interrupts(interrupter):
+            assert sys.gettrace() is debugger
+        thread.start()
+        while True:
+            with contextlib.nullcontext():
+                pass
+
+    thread = threading.Thread(target=lambda: interrupter.interrupt_until_left(LIMIT))
+    previous = sys.gettrace()
+    try:
+        with pytest.raises(RankShouldRestart):
+            interrupter.call(fn)
+        assert sys.gettrace() in (debugger, None)  # None: raised in the debugger itself, Python drops it
+    finally:
+        sys.settrace(previous)
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    assert "__enter__" in calls
+
+
+def test_a_wrong_place_for_ever_is_left_after_a_grace_time() -> None:
+    class Busy:
+        def __enter__(self) -> None:
+            loop()
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def fn() -> None:
+        with Busy():
+            pass
+
+    with Interrupter(cleanup_grace=0.05) as interrupter:
+        interrupted(interrupter, fn)
+
+
+def test_a_long_call_from_a_wrong_place_does_not_lay_open_what_it_calls() -> None:
+    """As a compilation, which torch begins just before a ``try``: it takes longer than the grace time."""
+    taken = 0
+    ended: list[str] = []
+
+    @contextlib.contextmanager
+    def taking() -> Iterator[None]:
+        nonlocal taken
+        taken += 1
+        try:
+            yield
+        finally:
+            taken -= 1
+
+    def take_and_give_for_ever() -> None:
+        while True:
+            with taking():
+                pass
+
+    def fn() -> None:
+        take_and_give_for_ever()
+        try:
+            loop()
+        finally:
+            ended.append("which had not begun")
+
+    with Interrupter(cleanup_grace=0.05) as interrupter:
+        for _ in range(20):
+            interrupted(interrupter, fn)
+            interrupter.reset()
+            assert taken == 0
+    assert not ended
+
+
+def test_a_thread_that_gets_no_processor_is_not_stuck(
+    interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", itertools.count(0.0, 100.0).__next__)
+    place = SimpleNamespace(f_lasti=2)
+    seen: list[bool] = [interrupter._is_stuck(place) for _ in range(5)]  # type: ignore[arg-type]
+    assert seen == [False, False, False, True, True]
+
+
+def test_torchs_call_into_python_is_never_left() -> None:
+    """Not even after the grace time, and not though nothing moves; at once when it is over."""
+    end = threading.Event()
+    answers: list[bool] = []
+    with Interrupter(resend_interval=0.001, cleanup_grace=0.01) as interrupter:
+
+        def __torch_dispatch__() -> None:
+            begin()
+            end.wait(LIMIT)
+
+        def fn() -> None:
+            __torch_dispatch__()
+            loop()
+
+        def wait() -> None:
+            answers.append(interrupter.interrupt_until_left(0.3))
+            end.set()
+
+        with monitor(interrupter, then=wait) as begin, pytest.raises(RankShouldRestart):
+            interrupter.call(fn)
+    assert answers == [False]
+
+
+# ---- finalizers
+
+
+@pytest.fixture
+def swallowed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Python swallowed, by type."""
+    found: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: found.append(error.exc_type.__name__))
+    return found
+
+
+def busy(seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pass
+
+
+class Deletes:
+    seconds = 0.02
+
+    def __del__(self) -> None:
+        busy(self.seconds)
+
+
+def closed_generator(seconds: float) -> Iterator[int]:
+    try:
+        yield 1
+    except GeneratorExit:
+        busy(seconds)
+
+
+def delete_for_ever() -> None:
+    while True:
+        Deletes()
+
+
+def close_for_ever() -> None:
+    while True:
+        next(closed_generator(0.02))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("fn", [delete_for_ever, close_for_ever])
+def test_a_loop_over_busy_finalizers_is_left(swallowed: list[str], fn: Callable[[], None]) -> None:
+    """Between two of them, so that nothing is swallowed."""
+    with Interrupter(cleanup_grace=LIMIT) as interrupter:
+        for _ in range(10):
+            interrupter.reset()
+            interrupted(interrupter, fn)
+    assert swallowed == []
+
+
+def delete_slowly() -> None:
+    class Slowly(Deletes):
+        seconds = 3 * LIMIT
+
+    Slowly()
+    loop()
+
+
+def close_slowly() -> None:
+    next(closed_generator(3 * LIMIT))  # type: ignore[call-overload]
+    loop()
+
+
+@pytest.mark.parametrize("fn", [delete_slowly, close_slowly])
+def test_what_a_finalizer_swallows_is_raised_again_outside(
+    swallowed: list[str], fn: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the frame outside, at once: the second signal would come much later."""
+    send = signal.pthread_kill
+
+    def only_the_first(thread: int, signum: int) -> None:
+        if not swallowed:
+            send(thread, signum)
+
+    monkeypatch.setattr(signal, "pthread_kill", only_the_first)
+    with Interrupter(cleanup_grace=0.1) as interrupter:
+        interrupted(interrupter, fn)
+    assert swallowed == ["RankShouldRestart"]
+
+
+def test_the_handler_asks_no_other_thread(interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For which the interpreter would hold its list of threads (CPython's issue 106883)."""
+    asked: list[str] = []
+    monkeypatch.setattr(sys, "_current_exceptions", lambda: asked.append("exceptions") or {})
+    monkeypatch.setattr(sys, "_current_frames", lambda: asked.append("frames") or {})
+
+    def fn() -> None:
+        try:
+            time.sleep(60)
+        finally:
+            time.sleep(0.1)
+
+    interrupted(interrupter, fn)
+    assert asked == []
+
+
 # ---- atomic
 
 
@@ -943,12 +1288,12 @@ def test_nested_calls_of_two_interrupters(interrupter: Interrupter) -> None:
 # ---- outside the main thread
 
 
-def in_thread(test: Callable[[Interrupter], None]) -> None:
+def in_thread(test: Callable[[Interrupter], None], resend_interval: float = 0.02) -> None:
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            with Interrupter() as interrupter:
+            with Interrupter(resend_interval=resend_interval, cleanup_grace=LIMIT) as interrupter:
                 assert interrupter.signum is None
                 test(interrupter)
         except BaseException as error:
@@ -1005,3 +1350,99 @@ def test_nothing_surfaces_after_call_in_another_thread() -> None:
         assert 0 < hammer(interrupter, 300) < 300
 
     in_thread(test)
+
+
+def test_another_thread_is_left_alone_at_a_wrong_place() -> None:
+    def test(interrupter: Interrupter) -> None:
+        answers: list[bool] = []
+        end = threading.Event()
+
+        class Enters(Aliased):
+            def acquire(self) -> None:
+                begin()
+                while not end.is_set():
+                    pass
+                self.entered = True
+
+            __enter__ = acquire  # type: ignore[assignment]
+
+        manager = Enters()
+
+        def fn() -> None:
+            with manager:
+                loop()
+
+        def wait() -> None:
+            answers.append(interrupter.interrupt_until_left(0.1))
+            end.set()
+
+        with monitor(interrupter, then=wait) as begin, pytest.raises(RankShouldRestart):
+            interrupter.call(fn)
+        assert answers == [False]
+        assert manager.entered and manager.exited
+
+    in_thread(test, resend_interval=1.0)  # seconds; a loop seen thrice at one instruction counts as stuck
+
+
+def test_a_collection_does_not_begin_while_another_threads_exception_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collecting: list[bool] = []
+    monkeypatch.setattr(sys, "_current_exceptions", lambda: collecting.append(gc.isenabled()) or {})
+    assert current_exception(threading.get_ident()) is None
+    assert collecting == [False]
+    assert gc.isenabled()
+
+
+def test_another_threads_exception_is_seen() -> None:
+    try:
+        raise KeyError
+    except KeyError as error:
+        assert current_exception(threading.get_ident()) is error
+
+
+AFTER_A_THREAD = """
+import sys, threading, time
+from ft_wrapper.exception import RankShouldRestart
+from ft_wrapper.monitor.interrupt import Interrupter
+
+interrupter, inside = Interrupter(), threading.Event()
+
+def function():
+    inside.set()
+    while True:
+        time.sleep(0.001)
+
+def run():
+    with interrupter:
+        try:
+            interrupter.call(function)
+        except RankShouldRestart:
+            print("left", flush=True)
+        interrupter.reset()
+        interrupter.call(lambda: None)
+
+thread = threading.Thread(target=run)
+thread.start()
+inside.wait()
+interrupter.request()
+assert interrupter.interrupt_until_left(30.0)
+thread.join()
+
+def trace(frame, event, argument):
+    frame.f_trace_opcodes = True
+    return trace
+
+sys.settrace(trace)
+(lambda: None)()
+sys.settrace(None)
+print("traced")
+"""
+
+
+def test_tracing_works_after_a_call_in_another_thread() -> None:
+    """CPython 3.11 would look for ever for an exception that had been sent to a thread, and taken back."""
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_A_THREAD], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["left", "traced"]

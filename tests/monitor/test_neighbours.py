@@ -2,32 +2,89 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import threading
+from collections import Counter
+from typing import Any
+
 import pytest
+from counted import CountedStore
 from torch.distributed import DistStoreError
 
-from ft_wrapper.monitor.neighbours import NeighbourWatch
+from ft_wrapper.monitor.neighbours import NeighbourWatch, Sight
 from ft_wrapper.store import Member, View, keys
 from ft_wrapper.testing import FakeStore
 
 TIMEOUT = 10.0
-MEMBERS = tuple(Member(slot, 0) for slot in range(3))
+
+
+def members(number: int) -> tuple[Member, ...]:
+    return tuple(Member(slot, 0) for slot in range(number))
+
+
+MEMBERS = members(3)
 VIEW = View(0, 0, "nonce", 0, MEMBERS)
 
 
-def test_those_behind_a_silent_member_are_watched_too() -> None:
-    store = FakeStore()
+@pytest.fixture
+def store() -> CountedStore:
+    return CountedStore()
+
+
+def view_of(number: int, n: int = 0) -> View:
+    return View(0, n, "nonce", 0, members(number))
+
+
+def share(store: FakeStore, heart: str, *slots: int) -> None:
+    """Says that members have a heart together."""
+    for slot in slots:
+        store.set(keys.member(str(Member(slot, 0))), json.dumps({"heart": heart}))
+
+
+def assign(store: FakeStore, n: int, *active_ranks: int | None) -> None:
+    """Has the members enter an iteration, each with its active rank."""
+    active = sum(rank is not None for rank in active_ranks)
+    for slot, rank in enumerate(active_ranks):
+        store.check_assignment(n, Member(slot, 0), rank, len(active_ranks), active)
+
+
+def formed(store: FakeStore, number: int) -> View:
+    """A job that has just formed."""
+    for slot in range(number):
+        store.join_first(store.register(slot, "{}"), range(number))
+    current = store.read_current()
+    assert current is not None
+    return current[0]
+
+
+def pass_time(
+    store: FakeStore, watch: NeighbourWatch, view: View, *heard: Member | str, seconds: float = 2 * TIMEOUT
+) -> frozenset[Member]:
+    """Looks once a second, while some of the hearts beat; what the last look gives."""
+    silent = frozenset[Member]()
+    for _ in range(int(seconds)):
+        for heart in heard:
+            store.beat_heart(str(heart))
+        silent = watch.look(view)
+        store.clock.advance(1.0)
+    return silent
+
+
+@pytest.fixture
+def requests(store: CountedStore) -> Counter[str]:
+    """How often each key is read or written."""
+    return store.requests()
+
+
+def test_those_behind_a_silent_member_are_watched_too(store: FakeStore) -> None:
     watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
-    for _ in range(3):
-        store.send_heartbeat(MEMBERS[2])
-        silent = watch.look(VIEW)
-        store.clock.advance(5.0)
-    assert silent == {MEMBERS[1]}
+    assert pass_time(store, watch, VIEW, MEMBERS[2]) == {MEMBERS[1]}
     assert store.outcome_of(0) == "fault"
-    assert [fault.member for fault in store.faults_of(0)] == [MEMBERS[1]]
+    assert MEMBERS[1] in {fault.member for fault in store.faults_of(0)}
 
 
-def test_a_failed_look_forgets_what_was_seen() -> None:
-    store = FakeStore()
+def test_a_failed_look_forgets_what_was_seen(store: FakeStore) -> None:
     watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
     assert not watch.look(VIEW)
     store.clock.advance(5.0)
@@ -40,11 +97,228 @@ def test_a_failed_look_forgets_what_was_seen() -> None:
         assert not watch.look(VIEW)
 
 
-def test_an_end_that_woke_nobody_is_passed_on() -> None:
-    store = FakeStore()
+def test_an_end_that_woke_nobody_is_passed_on(store: FakeStore) -> None:
     watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
     watch.look(VIEW)
     assert not store.check([keys.wake_end(0)])
     store.set(keys.end(0), "fault")
+    watch.look(VIEW, sight=Sight.HEARTS | Sight.HEAD)
+    assert not store.check([keys.wake_end(0)])
     watch.look(VIEW)
     assert store.check([keys.wake_end(0)])
+
+
+def test_a_look_at_who_lives_is_one_request(store: FakeStore, requests: Counter[str]) -> None:
+    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    pass_time(store, watch, VIEW, *MEMBERS)
+    requests.clear()
+    for _ in range(100):
+        store.beat_heart(str(MEMBERS[1]))
+        store.clock.advance(1.0)
+        # As it happens where beats and looks are not in step: every other look sees no new beat.
+        watch.look(VIEW, sight=Sight.HEARTS)
+        store.clock.advance(1.0)
+        watch.look(VIEW, sight=Sight.HEARTS)
+    assert requests == {f"heartbeat/{MEMBERS[1]}": 300}  # a hundred of them are beats
+
+
+def test_many_that_are_lost_together_are_known_soon_after_the_first(store: FakeStore) -> None:
+    number = 256
+    view = view_of(number)
+    watch = NeighbourWatch(store, members(number)[0], TIMEOUT)
+    began = store.now()
+    for _ in range(int(2 * TIMEOUT)):
+        store.beat_heart(str(members(number)[-1]))
+        silent = watch.look(view)
+        if len(silent) == number - 2:
+            break
+        store.clock.advance(1.0)
+    assert silent == set(members(number)[1:-1])
+    assert store.now() - began <= 1.6 * TIMEOUT
+
+
+# ---- one heart for several
+
+
+def test_a_silent_node_makes_all_its_members_suspect_at_once(
+    store: FakeStore, requests: Counter[str]
+) -> None:
+    view = view_of(12)
+    for number, heart in enumerate("abc"):
+        share(store, heart, *range(4 * number, 4 * number + 4))
+    watch = NeighbourWatch(store, "a", TIMEOUT)
+    own = members(12)[:4]
+    for _ in range(int(3 * TIMEOUT)):
+        store.beat_heart("c")
+        silent = watch.look(view, own)
+        if silent:
+            break
+        store.clock.advance(1.0)
+    assert silent == set(members(12)[4:8])
+    assert {fault.member for fault in store.faults_of(0)} == silent
+    requests.clear()
+    watch.look(view, own, Sight.HEARTS)
+    assert requests["heartbeat/b"] == requests["heartbeat/c"] == 1
+    assert requests["heartbeat/a"] == 0
+
+
+def test_a_node_watches_behind_each_row_of_its_members(store: FakeStore) -> None:
+    """And passes over those of its own that are there no more: their heart goes on."""
+    view = view_of(6)
+    share(store, "a", 0, 1, 3)  # 1 is dead
+    watch = NeighbourWatch(store, "a", TIMEOUT)
+    for _ in range(int(3 * TIMEOUT)):
+        silent = watch.look(view, [Member(0, 0), Member(3, 0)])
+        store.beat_heart("a")
+        store.beat_heart("5:0")
+        store.clock.advance(1.0)
+    assert silent == {Member(2, 0), Member(4, 0)}
+
+
+def test_a_member_that_got_another_heart_is_not_silent(store: FakeStore) -> None:
+    share(store, "a", 1)
+    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    assert not pass_time(store, watch, VIEW, "a", seconds=3)
+    share(store, "b", 1)
+    assert not pass_time(store, watch, VIEW, "b", seconds=5 * TIMEOUT)
+    assert store.outcome_of(0) is None
+    assert pass_time(store, watch, VIEW)
+
+
+def test_a_rank_whose_heart_is_mute_costs_a_restart_for_each_timeout_and_not_for_each_look(
+    store: FakeStore,
+) -> None:
+    """It leaves the function and arrives each time, so the decision of who arrives last keeps it."""
+    view = formed(store, 3)
+    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    seconds = 10 * int(TIMEOUT)
+    for _ in range(seconds):
+        for member in (MEMBERS[0], MEMBERS[2]):
+            store.send_heartbeat(member)
+        watch.look(view)
+        store.clock.advance(1.0)
+        if store.outcome_of(view.n) is not None:
+            for rank, member in enumerate(view.members):
+                store.arrive(view, member, rank, 3)
+            current = store.read_current()
+            assert current is not None
+            view = current[0]
+    assert view.members == MEMBERS
+    assert 2 <= view.n <= seconds / TIMEOUT
+
+
+# ---- spares
+
+
+def test_a_silent_spare_ends_nothing(
+    store: FakeStore, requests: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    assign(store, 0, 0, None, 1)
+    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    assert pass_time(store, watch, VIEW, MEMBERS[2], seconds=5 * TIMEOUT) == {MEMBERS[1]}
+    assert watch.suspects
+    assert store.outcome_of(0) is None
+    assert [fault.member for fault in store.faults_of(0)] == [MEMBERS[1]]  # for people
+    [record] = caplog.records
+    assert record.getMessage().startswith("slot 1, a spare, has sent no heartbeat for 10 s")
+    assert requests["entered/0"] == 3 + 1  # three have entered, and it was asked once who
+    assert not pass_time(store, watch, VIEW, *MEMBERS, seconds=1)
+    assert not watch.suspects
+
+
+def test_those_behind_a_silent_spare_are_watched(store: FakeStore) -> None:
+    assign(store, 0, 0, None, 1)
+    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    pass_time(store, watch, VIEW, MEMBERS[2])
+    assert store.outcome_of(0) is None
+    assert pass_time(store, watch, VIEW) == set(MEMBERS[1:])
+    assert store.outcome_of(0) == "fault"
+
+
+def test_who_may_be_active_is_not_taken_for_a_spare(store: FakeStore) -> None:
+    store.check_assignment(0, MEMBERS[0], 0, 3, 2)  # the other two have not come so far
+    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    pass_time(store, watch, VIEW, MEMBERS[2])
+    assert store.outcome_of(0) == "fault"
+
+
+def test_a_spare_is_judged_anew_in_the_next_iteration(store: FakeStore) -> None:
+    assign(store, 0, 0, None, 1)
+    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    pass_time(store, watch, VIEW, MEMBERS[2])
+    assert store.outcome_of(0) is None
+    assign(store, 1, 0, 1, None)
+    pass_time(store, watch, view_of(3, 1), MEMBERS[2], seconds=1)
+    assert store.outcome_of(1) == "fault"
+
+
+class Happens(threading.Event):
+    """Whoever waits on it lets something happen meanwhile, each time the next thing."""
+
+    def __init__(self, store: FakeStore, *things: Any) -> None:
+        super().__init__()
+        self.waited: list[float] = []
+        self._store = store
+        self._things = list(things)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.waited.append(timeout)
+        self._store.clock.advance(timeout)
+        if self._things:
+            self._things.pop(0)()
+        return False
+
+
+def test_a_restart_does_not_wait_for_a_spare_that_was_silent_before(store: FakeStore) -> None:
+    view = formed(store, 3)
+    assign(store, 0, 0, None, 1)
+    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    pass_time(store, watch, view, MEMBERS[2])
+    store.end_iteration(0, "fault")
+    stop = Happens(
+        store,
+        lambda: store.arrive(view, MEMBERS[2], 2, 3),
+        lambda: store.arrive(view, MEMBERS[0], 0, 3),
+    )
+    watch.leave_out_suspects(2.0, stop)
+    current = store.read_current()
+    assert current is not None
+    assert (current[0].n, current[0].members) == (1, (MEMBERS[0], MEMBERS[2]))
+    assert sum(stop.waited) < 0.5
+    assert not watch.suspects
+
+
+def test_nobody_is_left_out_after_a_look_that_was_too_late(store: FakeStore) -> None:
+    """The others have gone on; what this one takes for the iteration that is on has long been followed."""
+    view = formed(store, 3)
+    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    for _ in range(12):
+        watch.look(view, sight=Sight.HEARTS)
+        store.clock.advance(0.5)
+    store.end_iteration(0, "fault")
+    for rank, member in enumerate(MEMBERS):
+        store.arrive(view, member, rank, 3)
+    store.delete_keys([key for key in store.list_keys() if keys.iteration_of(key) == 0])
+    for _ in range(int(4 * TIMEOUT)):
+        assert not watch.look(view, sight=Sight.HEARTS)
+        store.clock.advance(0.5)
+    assert not watch.suspects
+    assert store.try_get(keys.end(0)) is None
+
+
+def test_the_roster_is_read_once_for_each_head(store: FakeStore, requests: Counter[str]) -> None:
+    view = formed(store, 3)
+    store.end_iteration(0, "fault")
+    for rank, member in enumerate(MEMBERS[:2]):
+        store.arrive(view, member, rank, 3)
+    store.advance(view, MEMBERS[0], silent=frozenset(MEMBERS[2:]))
+    head = store.read_head()
+    assert head is not None and head.n == 1
+    watch = NeighbourWatch(store, "a", TIMEOUT)
+    requests.clear()
+    for _ in range(10):
+        assert not watch.look(view, MEMBERS)
+        assert watch.left_out == {MEMBERS[2]}
+    assert requests[keys.roster(1, head.nonce).removeprefix("ft_wrapper/1/")] == 1

@@ -74,6 +74,19 @@ def test_functions_are_parts_too() -> None:
     assert Compose(lambda text: f"b({text})", lambda text: f"c({text})")("x") == "b(c(x))"
 
 
+def test_functions_that_take_no_argument() -> None:
+    called: list[str] = []
+    first, second = (lambda name=name: called.append(name) or name for name in "ab")
+    assert Compose(second, first)() == "b"
+    assert Compose(first, Compose(second, first))() == "a"
+    assert "".join(called) == "ababa"[:2] + "aba"
+
+
+def test_several_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="one argument on, or none, not 2"):
+        Compose(len)(1, 2)
+
+
 def test_it_can_be_copied() -> None:
     composed = Compose(Left("a"), Right("b"))
     again = copy.deepcopy(composed)

@@ -157,7 +157,7 @@ _FOR_PEOPLE = (
     (r"\b(?:heart|report) (\w+)", r"the monitor of rank \1"),
     (r" is failed,", " gives up,"),
     (r"^I4: (\d+) ended", r"I4: iteration \1 was ended"),
-    (r"(though nothing was done to it|nobody went on|another rank [\d ]+\d)[:;].*", r"\1"),
+    (r"(though nothing was done to it|no one went on|another rank [\d ]+\d)[:;].*", r"\1"),
 )
 
 

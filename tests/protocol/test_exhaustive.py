@@ -130,7 +130,7 @@ def outcomes(make: Callable[[Policy], Program], departures: int, *, reduced: boo
         program.scheduler.at_end(lambda: found.add(program.outcome()))
         return program
 
-    Search(noted, departures, anew=True, reduced=reduced).run()
+    Search(noted, departures, from_first=True, reduced=reduced).run()
     return found
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from ft_wrapper.testing import explore
 from ft_wrapper.testing.explorer import Explorer, new_seed
+from ft_wrapper.testing.scenario import Disturbance, Scenario
+from ft_wrapper.testing.simulation import Simulation
 
 FIXED = 1_500
 FIRST_SEED = 1_000_000
@@ -24,6 +26,36 @@ def test_random_jobs_that_nobody_has_seen_before(capsys: pytest.CaptureFixture[s
         print(f" seeds {first} to {first + FRESH - 1} ", end="", flush=True)
     report = Explorer().at_random(FRESH, seed=first)
     assert report.failure is None, f"explore --replay {report.seed}:\n{report.failure}"
+
+
+def test_joiner_does_not_give_up_when_the_last_between_two_calls_has_arrived() -> None:
+    """It was found at random: who has arrived last is stopped before it proposes."""
+    again = Disturbance("respawn", 1, 17, 7.0)
+    for step in range(1, 14):
+        stop = Disturbance("pause", 0, step, 50.0, since_end=1)
+        job = Scenario(2, 2, steps=2, calls=2, between=60.0, disturbances=(again, stop))
+        Simulation(job, seed=step).run()
+
+
+def test_late_wake_of_an_end_that_is_deleted_does_not_keep_a_rank_busy() -> None:
+    """It was found at random: who has ended an iteration is stopped before it wakes anybody."""
+    raises = [Disturbance("exception", 0, entry) for entry in range(1, 5)]
+    for seed in range(20):
+        pauses = (Disturbance("pause", 1, 30, 15.0), Disturbance("pause", 0, 3, 60.0, since_end=-1))
+        job = Scenario(
+            2,
+            2,
+            steps=4,
+            step_seconds=0.5,
+            calls=2,
+            between=5.0,
+            on_join="now",
+            replaced=True,
+            replaced_after=6.0,
+            use_libuv=False,
+            disturbances=(*pauses, *raises),
+        )
+        Simulation(job, seed).run()
 
 
 @pytest.mark.parametrize(

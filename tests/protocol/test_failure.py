@@ -82,7 +82,7 @@ def test_story_is_told_in_order(mistake: Mistake) -> None:
     assert again is not None
     assert again.story == (
         "the reply to `add count/gone/-1 1` of rank 0 is lost: it is carried out twice",
-        "rank 0 is killed before `append finished/0 0`",
+        "rank 0 is killed before `wait wake/end/0 0.1 s`",
         "rank 2 is stopped for 5 s before `read head`",
     )
     text = str(again)

@@ -1,10 +1,11 @@
-"""Searches every order of the steps of a few nodes within a bound, from the command line.
+"""Searches every order of the steps of a few nodes within a bound, or orders at random.
 
 For example::
 
     python tests/rendezvous/explore.py --nodes 3
     python tests/rendezvous/explore.py --nodes 2 --departures 2 --processes 2
     python tests/rendezvous/explore.py --nodes 2 --happenings 2
+    python tests/rendezvous/explore.py --random 1000 --seed 0 --processes 2
 
 See docs/rendezvous.md for what is searched, and what is left out.
 """
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from disturbed_worlds import disturbed_world
 from explored_nodes import HAPPENINGS, Job, search
+from simulated_nodes import random_world
 
 from ft_wrapper.testing import SchedulerError
 from ft_wrapper.testing.exhaustive import Count
@@ -26,6 +30,7 @@ from ft_wrapper.testing.seen import MOST_LEFT
 from ft_wrapper.testing.workers import share
 
 _TRACE_LINES = 60
+_AT_ONCE = 5
 POLICIES = (
     (False, True),
     (True, True),
@@ -49,6 +54,46 @@ def jobs(nodes: int, happenings: int = 1, kinds: Sequence[str] = HAPPENINGS) -> 
             yield Job(nodes, low, high, rank_policy, tuple(sorted(set(happen))), happenings, hosted)
 
 
+def run_random(seed: int) -> str:
+    """Runs two jobs at random, a small one and one with more happening to it.
+
+    Returns:
+        What does not hold, and the last steps; empty if nothing is wrong.
+    """
+    for make in (disturbed_world, random_world):
+        try:
+            make(seed).scheduler.run()
+        except SchedulerError as error:
+            steps = str(error).splitlines()[-_TRACE_LINES - 2 : -2]
+            lines = [line[:200] for line in steps]
+            return "\n".join([*lines, f"seed {seed} goes wrong in {make.__name__}", error.what[:500]])
+    return ""
+
+
+def search_at_random(first: int, count: int, processes: int, seconds: float) -> int:
+    """Runs jobs at random until one goes wrong, or so many seconds have passed; returns the exit code."""
+    start, done = time.monotonic(), 0
+    parts = range(first, first + count, _AT_ONCE)
+
+    def work(part: int) -> tuple[str, int]:
+        seeds = range(parts[part], min(parts[part] + _AT_ONCE, first + count))
+        with without_logging():
+            return next(filter(None, map(run_random, seeds)), ""), len(seeds)
+
+    results = share(work, len(parts), processes)
+    for failure, size in results:
+        done += size
+        if failure:
+            results.close()
+            print(f"{failure}\nafter {time.monotonic() - start:.1f} s")
+            return 1
+        if time.monotonic() - start >= seconds:
+            results.close()
+            break
+    print(f"{done:,} seeds from {first}: {2 * done:,} jobs in {time.monotonic() - start:.0f} s: no violation")
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Searches as the command line says; returns the exit code: 1 if something went wrong."""
     parser = argparse.ArgumentParser(description="Searches every order of the steps of a few nodes.")
@@ -57,7 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--happenings", type=int, default=1, help="in one run, at the most (%(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=HAPPENINGS, default=HAPPENINGS, help="what can happen")
     parser.add_argument("--processes", type=int, default=1, help="share the work (default: %(default)s)")
+    parser.add_argument("--random", type=int, default=0, help="orders at random instead, from so many seeds")
+    parser.add_argument("--seed", type=int, default=0, help="the first of them (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end --random after so many")
     options = parser.parse_args(arguments)
+    if options.random:
+        return search_at_random(options.seed, options.random, options.processes, options.seconds)
     for name, least in (("nodes", 1), ("departures", 0), ("happenings", 0), ("processes", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)}: must be at least {least}")

@@ -498,4 +498,6 @@ def search(what: Job, departures: int, *, reduced: bool = True) -> Count:
     Raises:
         SchedulerError: something does not hold.
     """
-    return Search(lambda policy: ExploredJob(what, policy), departures, anew=True, reduced=reduced).run()
+    return Search(
+        lambda policy: ExploredJob(what, policy), departures, from_first=True, reduced=reduced
+    ).run()

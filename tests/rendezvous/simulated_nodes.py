@@ -1,13 +1,12 @@
 """Nodes on a FakeStore under the deterministic scheduler, and what must hold after every step.
 
 Each node is three tasks, as it is three threads in a process: its agent, which joins, works, and joins again
-when others wait; its watcher, which waits for changes of the record; its heart, which keeps it alive.
+when others wait; its watcher and its heart, which are the ones that the handler has.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from collections.abc import Callable
 
@@ -20,14 +19,14 @@ from ft_wrapper.rendezvous.operations import nodes_waiting
 from ft_wrapper.rendezvous.register import Register, Snapshot
 from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.rendezvous.state import RANK, SEAT, Node, Seat, State, adopt_rank_policy
+from ft_wrapper.rendezvous.watch import Board, Heart, Watcher
 from ft_wrapper.testing import Scheduler, Task
+from ft_wrapper.testing.clock import Waiter
 from ft_wrapper.testing.simulation import SimulatedStore
-
-WATCH = 100_000.0
 
 
 class Memory:
-    """What the three tasks of a node share: the newest record. Each task waits with its own client."""
+    """What the tasks of a node share: the newest record. Each task waits with its own client."""
 
     def __init__(self) -> None:
         self.snapshot: Snapshot | None = None
@@ -62,6 +61,52 @@ class MemoryChanges:
         return known if known is not None and known.state.version > version else None
 
 
+class SimulatedBoard(Board):
+    """A board on which tasks of the scheduler wait."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._waiters: list[Waiter] = []
+
+    def learn(self, snapshot: Snapshot) -> None:
+        super().learn(snapshot)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.missing.clear()
+            waiter.woken = True
+            self._scheduler.woke(waiter)
+
+    def lose(self, error: Exception) -> None:
+        raise AssertionError(f"the store is lost: {error}") from error
+
+    def wait(self, version: int, seconds: float) -> Snapshot | None:
+        self._scheduler.step("", "wait for the board", (version, seconds))  # that a busy loop ends
+        deadline = self._scheduler.now() + seconds
+        while not self._newer(version) and self._scheduler.now() < deadline:
+            waiter = Waiter({"a newer record"})
+            self._waiters.append(waiter)
+            self._scheduler.block(waiter, deadline)
+        return self.latest() if self._newer(version) else None
+
+
+class VirtualStop:
+    """What tells a thread to stop, by the scheduler's clock."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def wait(self, seconds: float) -> None:
+        self._scheduler.sleep(seconds)
+
+
 class SimulatedNode:
     """One agent with its node."""
 
@@ -69,14 +114,23 @@ class SimulatedNode:
         self.world = world
         self.node = node
         self.plan = plan
-        self.memory = Memory()
+        self.board = SimulatedBoard(world.scheduler)
         self.inside: int | None = None
         self.last_round: int | None = None
         self.rounds: list[int] = []
         self.error: BaseException | None = None
         self.dead = False
+        self.leaving = False
+        self.joins_since: float | None = None
+        self.slow_to_note = 0.0
+        self.excused_until = 0.0  # it was stopped, and may be called silent
+        self.joined: State | None = None
+        self.died_at = 0.0
         self.unseated: list[Seat] = []
         self.on_begin: Callable[[], None] = lambda: None
+        self.told: State | None = None
+        self.heard_at = world.scheduler.now()
+        self.began_at = world.scheduler.now()
         self.agent = world.scheduler.spawn(f"agent {node.name}", self._run, daemon=False)
         self.others: list[Task] = []
 
@@ -86,21 +140,22 @@ class SimulatedNode:
 
     @property
     def state(self) -> State:
-        assert self.memory.snapshot is not None
-        return self.memory.snapshot.state
+        latest = self.board.latest()
+        assert latest is not None
+        return latest.state
 
     def _make(self, what: str) -> tuple[Executor, SimulatedStore]:
         store = self.world.store.clone(f"{what} {self.node.name}")
         register = Register(store, self.world.initial)
-        changes = self.memory.of(register)
-        return Executor(self.node, register, changes, self.world.settings, self.unseated.extend), store
+        return Executor(self.node, register, self.board, self.world.settings, self.unseated.extend), store
 
     def _run(self) -> None:
         self.executor, _ = self._make("agent")
         self.executor.refresh()
+        self.told = self.state
         spawn = self.world.scheduler.spawn
         self.others = [
-            spawn(f"watch {self.node.name}", self._watch, daemon=True),
+            spawn(f"watch {self.node.name}", self._make_watcher().run, daemon=True),
             spawn(f"heart {self.node.name}", self._beat, daemon=True),
         ]
         self.on_begin()
@@ -118,34 +173,53 @@ class SimulatedNode:
             if task is not self.world.scheduler.current:
                 self.world.scheduler.crash(task)
 
-    def _watch(self) -> None:
-        _, store = self._make("watch")
-        register = Register(store, self.world.initial)
-        while not self.state.closed:
-            snapshot = register.wait(self.state.version, WATCH)
-            if snapshot is not None:
-                self.memory.of(register).learn(snapshot)
+    def _make_watcher(self) -> Watcher:
+        store = self.world.store.clone(f"watch {self.node.name}")
+        return Watcher(self.node, Register(store, self.world.initial), self.board, self._note)
+
+    def _note(self, state: State) -> None:
+        assert self.told is None or state.version > self.told.version, "told an older record"
+        self.told = state
+        seconds, self.slow_to_note = self.slow_to_note, 0.0
+        if seconds:
+            self.world.scheduler.sleep(seconds)
 
     def _beat(self) -> None:
         executor, store = self._make("heart")
-        neighbours = NeighbourWatch(store, self.node, self.world.settings.keep_alive_timeout)
-        for beat in itertools.count(1):
-            executor.keep_alive()
-            if beat % 12 == 0:
-                executor.sweep()
-            if self.state.closed:
-                return
-            silent = neighbours.silent(self.state)
-            if silent:
-                executor.expel(silent)
-            self.world.scheduler.sleep(self.world.settings.keep_alive_interval)
+        settings, scheduler = self.world.settings, self.world.scheduler
+        neighbours = NeighbourWatch(
+            store, self.node, settings.keep_alive_timeout, settings.keep_alive_interval
+        )
+        interval = settings.keep_alive_interval
+        heart = Heart(self.node, executor, neighbours, self.board, interval, store.close)
+        beat = store.beat
+
+        def note_beat(key: str, lasts: float) -> None:
+            beat(key, lasts)
+            self.heard_at = scheduler.now()
+
+        store.beat = note_beat  # type: ignore[method-assign]
+        heart._stopping = VirtualStop(scheduler)  # type: ignore[assignment]
+        look = neighbours.silent
+
+        def silent(state: State) -> list[Node]:
+            began = scheduler.now()
+            found = look(state)
+            for other in found:
+                self.world.is_silent(other, self, began)
+            return found
+
+        neighbours.silent = silent  # type: ignore[method-assign]
+        heart.run()
 
     # What a plan does --------------------------------------------------------------------------------------
 
     def join(self) -> State:
         """Takes part in the next round, or the running one."""
         leaving, self.inside = self.last_round, None
+        self.joins_since = self.world.scheduler.now()
         state = self.executor.join(leaving).state
+        self.joins_since, self.joined = None, state
         seat = state.seat_of(self.node)
         assert state.complete
         assert seat is not None
@@ -154,6 +228,11 @@ class SimulatedNode:
         self.inside = self.last_round = state.round
         self.rounds.append(state.round)
         return state
+
+    def leave(self) -> None:
+        """Gives up its place; an agent stops its workers first."""
+        self.inside, self.leaving = None, True
+        self.executor.exit()
 
     def work(self, until: float, fails: Callable[[], bool] = lambda: False) -> None:
         """What a stock agent does with workers that run: joins again when others wait, or a worker failed."""
@@ -183,10 +262,14 @@ class World:
         self.disturbed_at = 0.0
         self.pauses = pauses
         self.groups: dict[int, dict[int, str]] = {}
+        self.changes: dict[int, float] = {}  # when each version came
         self.expected: dict[int, int] = {}
         self.ranked: set[int] = set()  # rounds in which nodes have come and gone
+        self.silenced: set[str] = set()  # nodes that an observer may have taken out
+        self.by_name: dict[str, SimulatedNode] = {}
         self._incarnations: dict[str, int] = {}
-        self._text = ""
+        self._text = b""
+        self._contents = self.store._contents.values  # a copy at each step would take longer than the steps
         self.record = self.initial
         scheduler.after_each_step(self._check)
 
@@ -196,13 +279,14 @@ class World:
         self.disturbed_at = self.scheduler.now()
         made = SimulatedNode(self, Node(node_id, incarnation, f"host{node_id}", nproc), plan)
         self.nodes.append(made)
+        self.by_name[made.node.name] = made
         return made
 
     def kill(self, node: SimulatedNode) -> None:
         """As a machine's failure would."""
         if not node.alive:
             return
-        node.dead, node.inside = True, None
+        node.dead, node.inside, node.died_at = True, None, self.scheduler.now()
         self.disturbed_at = self.scheduler.now()
         current = self.scheduler.current
         for task in sorted([node.agent, *node.others], key=lambda task: task is current):
@@ -219,19 +303,55 @@ class World:
         assert grows or other in (None, node.node.name), "two nodes with one group rank"
         group[seat.group_rank] = node.node.name
 
+    def is_silent(self, node: Node, observer: SimulatedNode, looked_at: float) -> None:
+        """A node is about to be taken out: no sign of life may have come from it for the timeout."""
+        made, now = self.by_name[node.name], self.scheduler.now()
+        self.silenced.add(node.name)
+        if made.heard_at >= looked_at:
+            return  # while others were looked at
+        silence, timeout = now - made.heard_at, self.settings.keep_alive_timeout
+        assert silence >= timeout, f"{node} was heard {silence:g} s ago, {observer.node} calls it silent"
+        assert not made.alive or self.pauses or now < made.excused_until, (
+            f"{node} lives and is healthy, and {observer.node} calls it silent"
+        )
+
+    def _check_gone(self, before: State, after: State) -> None:
+        """Nobody is out that lives, was heard, and has not said that it goes."""
+        there = {node.name for node in after.nodes}
+        for node in before.nodes:
+            if node.name in there or node.name in self.silenced:
+                continue
+            made = self.by_name[node.name]
+            superseded = self._incarnations[node.id] > node.incarnation
+            since = made.joins_since
+            gives_up = since is not None and self.scheduler.now() >= since + self.settings.join_timeout
+            assert made.dead or made.leaving or superseded or made.agent.done or gives_up, (
+                f"{node} lives, was heard, and is out"
+            )
+
     def _check(self) -> None:
-        text = self.store.snapshot().get(keys.STATE, b"").decode()
-        if text == self._text:
+        text = self._contents.get(keys.STATE, b"")
+        if text is self._text:
             return
-        self._text, before, after = text, self.record, State.from_text(text)
+        self._text, before, after = text, self.record, State.from_text(text.decode())
+        if after == before:
+            return
         self.record = after
+        self.changes[after.version] = self.scheduler.now()
+        self._check_gone(before, after)
         if after.policy == RANK:
             self.ranked.add(after.round)
         check_record(after)
         check_change(before, after)
         if after.complete and (after.round > before.round or not before.complete):
             inside = [node for node in self.nodes if node.alive and node.inside is not None]
-            late = [n.node.name for n in inside if n.inside != after.round]
+            late = [
+                n.node.name
+                for n in inside
+                if n.inside != after.round
+                and n.node.name not in self.silenced
+                and self._incarnations[n.node.id] == n.node.incarnation
+            ]
             assert self.pauses or not late, f"two groups: {late} are still in an earlier round"
 
 
@@ -314,8 +434,7 @@ def random_world(seed: int) -> World:
                 if what < 0.4:
                     node.join()
                 elif what < 0.55:
-                    node.inside = None  # an agent stops its workers first
-                    node.executor.exit()
+                    node.leave()
                     return
         if rank_policy and dice.random() < 0.5:
             node.executor.change(adopt_rank_policy)
@@ -355,6 +474,8 @@ def check_settled(world: World) -> None:
     if state.closed:
         return
     live = {node.node.name for node in world.nodes if node.alive}
+    if not live:
+        return  # no node is left to take the dead ones out
     assert {node.name for node in state.nodes} == live, (
         "the record still has dead nodes, or not all live ones"
     )

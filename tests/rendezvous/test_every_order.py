@@ -58,7 +58,7 @@ def ends(job: Job, *, reduced: bool) -> set[object]:
                 nodes = tuple((node.node.name, node.fate, node.inside) for node in self.nodes)
                 found.add((*nodes, dataclasses.replace(self.record, writer="").to_text()))
 
-    Search(lambda policy: Noted(job, policy), 1, anew=True, reduced=reduced).run()
+    Search(lambda policy: Noted(job, policy), 1, from_first=True, reduced=reduced).run()
     return found
 
 

@@ -33,7 +33,7 @@ def watched(state: State) -> list[str]:
     [
         (record(GROUP, 4, 2), ["12", "23", "34", "45", "50", "01"]),
         (record(GROUP, 2, 0), ["1", "0"]),
-        (record(RANK, 4, 2), ["12", "23", "3450", "4501", "0123", "0123"]),
+        (record(RANK, 4, 2), ["12", "23", "3450", "4501", "01", "01"]),
         (record(RANK, 2, 2), ["123", "230", "01", "01"]),
         (record(RANK, 3, 1, empty=(1,)), ["23", "30", "02"]),
         (record(RANK, 1, 1), ["1", "0"]),
@@ -81,7 +81,7 @@ class SlowStore(FakeStore):
 def test_own_pause_does_not_silence_others(pause: str) -> None:
     """This node stands still for longer than the timeout while it looks; the other one beats every 5 s."""
     store = SlowStore()
-    watch = NeighbourWatch(store, NODES[0], timeout=15.0)
+    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
     state = record(GROUP, 2, 0)
     assert watch.silent(state) == []
     store.clock.advance(4.9)
@@ -93,5 +93,88 @@ def test_own_pause_does_not_silence_others(pause: str) -> None:
     for seconds in (5.0, 5.0, 4.9):
         store.clock.advance(seconds)
         assert watch.silent(state) == []
-    store.clock.advance(0.2)
-    assert watch.silent(state) == [NODES[1]]
+    store.clock.advance(5.2)
+    assert watch.silent(state) == [], "the others may not be back yet"
+    for seconds in (5.0, 5.0, 5.0):
+        store.clock.advance(seconds)
+        found = watch.silent(state)
+    assert found == [NODES[1]]
+
+
+def beat(store: FakeStore, *nodes: Node) -> None:
+    for node in nodes:
+        store.add(keys.alive(node.name), 1)
+
+
+def looks(watch: NeighbourWatch, store: FakeStore, state: State, count: int, *living: Node) -> list[Node]:
+    """So many looks, one every 5 s, while these live; what the last one found."""
+    found: list[Node] = []
+    for _ in range(count):
+        beat(store, *living)
+        store.clock.advance(5.0)
+        found = watch.silent(state)
+    return found
+
+
+def test_all_that_were_lost_together_are_silent_at_the_same_time() -> None:
+    store = FakeStore()
+    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    state = record(GROUP, 6, 0)
+    assert looks(watch, store, state, 8, *NODES[1:]) == []
+    found = [len(looks(watch, store, state, 1, NODES[5])) for _ in range(6)]
+    assert found == [0, 0, 2, 2, 4, 4], "the fifth look was to find all four that were lost"
+
+
+def test_what_was_seen_stays_when_places_change() -> None:
+    """A living node comes to be between this one and those that it observes."""
+    store = FakeStore()
+    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    state = record(GROUP, 5, 0)
+    looks(watch, store, state, 8, *NODES[1:])
+    looks(watch, store, state, 5, NODES[4])
+    places = dict(enumerate((NODES[0], NODES[4], NODES[5], NODES[2], NODES[3])))
+    changed = dataclasses.replace(
+        state,
+        seats=tuple(dataclasses.replace(seat, occupant=places[n]) for n, seat in enumerate(state.seats)),
+    )
+    assert set(looks(watch, store, changed, 1, NODES[4], NODES[5])) == {NODES[2], NODES[3]}
+
+
+def test_a_look_reads_two_counters_while_all_live() -> None:
+    store = FakeStore()
+    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    reads: list[str] = []
+    state = record(GROUP, 6, 0)
+    looks(watch, store, state, 4, *NODES[1:])
+    store.on_operation(lambda client, operation, args: reads.append(str(args[0])) if args[1] == 0 else None)
+    looks(watch, store, state, 1, NODES[2])  # the next one is a little late
+    looks(watch, store, state, 1, *NODES[1:])
+    assert len(reads) == 4
+
+
+@pytest.mark.parametrize("away", [3.0, 8.0, 20.0, 55.0])
+def test_nodes_that_reconnect_later_are_not_silent(away: float) -> None:
+    """An outage of the store: the others' clients notice its end as late as their attempts let them."""
+    store = SlowStore()
+    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    state = record(GROUP, 3, 0)
+    assert looks(watch, store, state, 8, *NODES[1:3]) == []
+    store.clock.advance(5.0 + away)  # its own sign of life had to wait
+    assert watch.silent(state) == []
+    late = min(16.0, away + 5.0) + 1.0 + 5.0
+    for _ in range(int(late / 5.0)):
+        assert looks(watch, store, state, 1) == [], "taken out before it could reconnect"
+    assert looks(watch, store, state, 8, *NODES[1:3]) == []
+    assert NODES[1] in looks(watch, store, state, 8)
+
+
+def test_a_store_that_stays_slow_keeps_no_lost_node_in() -> None:
+    store = FakeStore()
+    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    state, found, seconds = record(GROUP, 2, 0), list[Node](), 0.0
+    while not found:
+        store.clock.advance(9.0)  # each look comes late
+        seconds += 9.0
+        found = watch.silent(state)
+        assert seconds < 200.0
+    assert found == [NODES[1]]

@@ -49,16 +49,16 @@ def join_at_once(size: int, seed: int, rounds: int) -> tuple[list[float], collec
 
 
 @pytest.mark.parametrize("size", [16, 256])
-def test_join_takes_four_operations(size: int) -> None:
-    """Read the record, append to the log, count, get the next version; a few more for the one that writes."""
+def test_join_takes_five_operations(size: int) -> None:
+    """Read the record, append to the log, count, wait, read; a few more for the one that writes."""
     (first,), kinds = join_at_once(size, seed=1, rounds=1)
     print(f"{first:.3f} operations a node for {size} nodes: {dict(kinds)}")
-    assert first <= 4 + 8 / size
+    assert first <= 5 + 8 / size
     assert kinds["multi_set"] == 1, "the record was written more than once"
 
 
 def test_coming_again_takes_no_more() -> None:
-    """A restart of all: the record is known, one more change tells the others that somebody waits."""
+    """A restart of all: the record is known; one more change says that somebody waits, and is read."""
     (_, again), kinds = join_at_once(64, seed=3, rounds=2)
     print(f"{again:.3f} operations a node: {dict(kinds)}")
-    assert again <= 5.0
+    assert again <= 5.5

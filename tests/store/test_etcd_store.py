@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch.distributed import DistStoreError
 
 from ft_wrapper import Wrapper
 from ft_wrapper.exception import StoreError
-from ft_wrapper.store import EtcdStore, plan_store
+from ft_wrapper.store import EtcdStore, PrefixStore, StoreMixin, plan_store
 from ft_wrapper.store import keys as names
 from ft_wrapper.store.etcd_messages import Put, Range, Span, Watched
 from ft_wrapper.testing import EtcdServer
@@ -125,6 +127,69 @@ def test_value_that_is_too_large(etcd: EtcdServer, make: Make) -> None:
             write()
     assert not store.check(["the key"])
     store.set("the key", "1")
+
+
+# Logs that are counted
+
+
+def _append_at_once(stores: list[StoreMixin]) -> list[int]:
+    """Each appends an entry, all at the same moment; returns the counts that they saw."""
+    together = threading.Barrier(len(stores))
+
+    def append(number: int) -> int:
+        together.wait(60.0)
+        return stores[number].log_append_counted("log", f"entry {number}", "count")
+
+    appending = [Background(functools.partial(append, number)) for number in range(len(stores))]
+    return [one.join() for one in appending]
+
+
+@pytest.mark.parametrize("of_an_iteration", [False, True])
+def test_counted_appends_at_once_are_one_request_each(
+    relay: Relay, etcd: EtcdServer, make: Make, of_an_iteration: bool
+) -> None:
+    """Nobody is in another one's way, and the last one to append sees that all have."""
+    store: StoreMixin = make(relay.endpoint)
+    if of_an_iteration:
+        store = PrefixStore(5, store)
+    stores: list[StoreMixin] = [store.clone() for _ in range(32)]
+    before = relay.requests.count("kv/txn")
+    counts = _append_at_once(stores)
+    # Where the machine is so slow that one is sent twice, there is one more: but none grows with the others.
+    assert relay.requests.count("kv/txn") - before < 2 * len(stores)
+    assert sorted(store.log_read("log")) == sorted(f"entry {number}" for number in range(len(stores)))
+    assert max(counts) == len(stores)
+
+
+def test_ranks_that_come_to_a_barrier_are_not_in_each_others_way(
+    relay: Relay, etcd: EtcdServer, make: Make
+) -> None:
+    """Each says so by one request; those that wait look once, and the last one wakes them."""
+    store, size = PrefixStore(5, make(relay.endpoint)), 32
+    ranks = [store.clone() for _ in range(size)]
+    before = relay.requests.count("kv/txn")
+    coming = [
+        Background(functools.partial(rank.barrier, [i], "b", size, TIMEOUT, TIMEOUT))
+        for i, rank in enumerate(ranks)
+    ]
+    for one in coming:
+        one.join()
+    assert relay.requests.count("kv/txn") - before < 6 * size
+
+
+@pytest.mark.parametrize("when", ["carried out", "late"])
+def test_lost_answer_of_a_counted_append(relay: Relay, etcd: EtcdServer, make: Make, when: str) -> None:
+    """The entry is there once, and the count that is seen in the end is no less than the entries."""
+    store, other = make(relay.endpoint), make(etcd.endpoints)
+    if when == "carried out":
+        relay.lose_answer(times=2)
+    else:
+        relay.hold()
+    assert store.log_append_counted("log", "mine", "count") == 1
+    assert other.log_append_counted("log", "another", "count") == 2
+    relay.release()
+    assert sorted(other.log_read("log")) == ["another", "mine"]
+    assert other.log_append_counted("log", "last", "count") == 3
 
 
 # Lost answers and late tries

@@ -176,3 +176,24 @@ def test_torch_can_use_it(store: FakeStore) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert store.num_keys() > 0 and all(key.startswith("job/") for key in store.snapshot())
+
+
+def test_a_get_that_nobody_could_end_is_refused(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ft_wrapper.testing.fake_store._PATIENCE", 0.05)
+    store.set("there", "1")
+    for get in (lambda: store.get("the key"), lambda: store.multi_get(["there", "the key"])):
+        with pytest.raises(
+            RuntimeError, match=r"would block for ever: in 0.05 s no one .*'the key'.*advance"
+        ):
+            get()
+    store.set("the key", "1")
+    assert store.get("the key") == b"1"
+
+
+def test_a_get_goes_on_while_the_clock_is_turned(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ft_wrapper.testing.fake_store._PATIENCE", 60.0)
+    getting = Background(lambda: store.get("the key"))
+    store.clock.wait_for_sleepers(1)
+    store.clock.advance(1.0)
+    store.set("the key", "1")
+    assert getting.join() == b"1"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from torch.distributed import DistStoreError
 
-from ft_wrapper.store import HeartbeatObserver, Member, StoreMixin
+from ft_wrapper.exception import StoreError
+from ft_wrapper.store import EtcdStore, HeartbeatObserver, Member, StoreMixin, keys
 from ft_wrapper.testing import Clock, FakeStore
 
 TIMEOUT = 10.0
@@ -54,6 +57,37 @@ def test_a_pause_of_the_observer_silences_nobody(
     assert not observer.silent([MEMBER])
     clock.advance(5.0)
     assert observer.silent([MEMBER]) == {MEMBER}
+
+
+def test_members_that_share_a_heart_are_heard_and_silent_together(
+    job_store: StoreMixin, clock: Clock
+) -> None:
+    pair = [job_store.register(slot, json.dumps({"heart": "ours"})) for slot in (5, 6)]
+    alone = job_store.register(7, "{}")
+    assert [job_store.heart_of(member) for member in (*pair, alone)] == ["ours", "ours", "7:0"]
+    observer = HeartbeatObserver(job_store, TIMEOUT)
+    job_store.beat_heart("ours", 60.0)
+    assert not observer.silent([*pair, alone])
+    before = job_store.get_heartbeat(pair[0])
+    job_store.beat_heart("ours", 60.0)
+    assert job_store.get_heartbeat(pair[1]) > before
+    if isinstance(job_store, EtcdStore):
+        return  # on etcd the lease lasts, by etcd's clock
+    for _ in range(3):
+        clock.advance(TIMEOUT / 2)
+        silent = observer.silent([*pair, alone])
+    assert silent == {*pair, alone}
+    job_store.beat_heart("ours")
+    assert observer.silent([*pair, alone]) == {alone}
+
+
+@pytest.mark.parametrize("garbage", ["{", "3", '"x"', b"\xff"])
+def test_a_record_that_is_garbage_is_an_error_that_names_the_key(
+    job_store: StoreMixin, garbage: str | bytes
+) -> None:
+    job_store.set(keys.member(str(MEMBER)), garbage)
+    with pytest.raises(StoreError, match=keys.member(str(MEMBER))):
+        job_store.heart_of(MEMBER)
 
 
 def test_a_failed_look_forgets_what_was_seen() -> None:

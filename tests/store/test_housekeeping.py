@@ -9,8 +9,8 @@ import pytest
 from store_jobs import formed_in, go_on
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.monitor.housekeeper import SETTLES_AFTER, Housekeeper
-from ft_wrapper.store import Member, StoreMixin, keys
+from ft_wrapper.monitor.housekeeper import SETTLES_AFTER, SLICE, Housekeeper
+from ft_wrapper.store import EtcdStore, Member, StoreMixin, keys
 from ft_wrapper.testing import Clock
 
 
@@ -59,6 +59,58 @@ def test_an_iteration_settles_after_some_join_windows(
     assert store.restless(5) == 5
     house.keep(view, 0)
     assert store.restless(5) == 4
+
+
+def test_what_is_past_is_deleted_a_little_at_a_time(job_store: StoreMixin) -> None:
+    """By a heart, which must not be late."""
+    store = job_store
+    view, members = formed_in(store, [0, 1])
+    for number in range(2 * SLICE):
+        store.set(keys.iteration_prefix(0) + f"/{number}", "1")
+    for _ in range(2):
+        view, _ = go_on(store, view, members)
+    house = Housekeeper(store, join_window=100.0)
+
+    def left() -> int:
+        return sum(keys.iteration_of(key) == 0 for key in store.list_keys())
+
+    before = left()
+    assert before > 2 * SLICE
+    for already in range(1, 3):
+        house.keep(view, 0)
+        assert left() == before - already * SLICE
+    house.keep(view, 0)
+    assert not left()
+
+
+def test_shared_hearts_that_stand_still_go_where_they_are_too_many(
+    job_store: StoreMixin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each agent that ends without a word leaves one behind. Those that beat come back, if they go, too."""
+    store, clock = job_store, Clock()
+    monkeypatch.setattr(store, "now", clock.now)
+    view, members = formed_in(store, [0, 1])
+    hearts = [keys.shared_heart(name) for name in "abc"]
+
+    def left(*beating: str) -> set[str]:
+        nonlocal view
+        view, _ = go_on(store, view, members)
+        house = Housekeeper(store, join_window=1.0)
+        house.keep(view, 0)
+        for heart in beating:
+            store.beat_heart(heart)
+        clock.advance(SETTLES_AFTER)
+        for _ in range(2):
+            house.keep(view, 0)
+        return {key for key in store.list_keys() if keys.is_shared_heart(key)}
+
+    for heart in hearts[:2]:
+        store.beat_heart(heart)
+    assert left() == {keys.heartbeat(heart) for heart in hearts[:2]}
+    store.beat_heart(hearts[2])
+    # On etcd a heart is a lease, which ends by itself.
+    stay = hearts if isinstance(store, EtcdStore) else hearts[2:]
+    assert left(hearts[2]) == {keys.heartbeat(heart) for heart in stay}
 
 
 def test_keys_do_not_grow_with_the_iterations(store: StoreMixin) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 from store_jobs import Script, formed, formed_in, go_on, meanwhile
@@ -11,7 +11,8 @@ from store_jobs import Script, formed, formed_in, go_on, meanwhile
 from ft_wrapper.exception import StoreError, TimeoutError
 from ft_wrapper.job import Job, Patience
 from ft_wrapper.rank_assignment import RankDiscarded
-from ft_wrapper.store import Entry, HeartbeatObserver, JoinTerms, Member, StoreMixin, View, keys
+from ft_wrapper.store import Entry, JoinTerms, Member, StoreMixin, View, keys
+from ft_wrapper.store.records import DONE, FAULT, Decision
 from ft_wrapper.testing import FakeStore
 
 TERMS = JoinTerms("now", window=1.0, heartbeat_timeout=10.0, patience=60.0)
@@ -124,12 +125,37 @@ def test_who_comes_for_the_next_call_is_in_it(job_store: StoreMixin) -> None:
     assert (current.call, current.first) == (1, 1)
 
 
-def test_members_that_take_their_time_between_calls_are_not_silent() -> None:
+@pytest.mark.parametrize("waits", ["member", "joiner"])
+def test_a_member_that_is_heard_may_take_its_time_between_calls(
+    waits: str, caplog: pytest.LogCaptureFixture
+) -> None:
     store, view, members = formed([0, 1])
     store.end_iteration(0, "done")
-    at(store, 45.0, lambda: store.arrive(view, members[1], 1, 2))  # four times heartbeat_timeout
-    step = await_next(store, view, members[0], timeout=100.0)
-    assert step is not None and step[0].members == tuple(members)
+    for second in range(700):
+        at(store, second, lambda: store.send_heartbeat(members[1]))
+    at(store, 600.0, lambda: store.arrive(view, members[1], 1, 2))
+    if waits == "member":
+        step = await_next(store, view, members[0], timeout=60.0)
+        assert step is not None and step[0].members == tuple(members)
+    else:
+        store.log_death(0, members[0], None, ends=False)
+        newcomer = store.register(0, "{}")
+        entry, entered, _ = store.await_entry(newcomer, 1, TERMS)
+        assert (entry, entered.members) == (Entry.IN, (newcomer, members[1]))
+    assert 600.0 <= store.now() < 620.0
+    told = [record.message for record in caplog.records if "waits for slots [1]" in record.message]
+    assert 8 <= len(told) <= 10, "once each timeout of 60 s"
+
+
+@pytest.mark.parametrize("heard_for", [0, 200])
+def test_a_member_that_falls_silent_between_calls_is_gone_on_without(heard_for: int) -> None:
+    store, view, members = formed([0, 1])
+    store.end_iteration(0, "done")
+    for second in range(heard_for):
+        at(store, second, lambda: store.send_heartbeat(members[1]))
+    step = await_next(store, view, members[0], timeout=60.0)
+    assert step is not None and step[0].members == (members[0],)
+    assert heard_for + 10.0 <= store.now() < heard_for + 30.0  # heartbeat_timeout, and the next looks
 
 
 def await_next(store: StoreMixin, view: View, member: Member, **how: Any) -> Any:
@@ -338,7 +364,68 @@ def test_who_wakes_in_an_iteration_whose_keys_are_gone_is_told_nothing_of_it(
         job.await_completion(active_rank, 1)
 
 
+# ---- completion
+
+
+def test_a_rank_that_always_takes_longer_than_completion_timeout_is_waited_for() -> None:
+    store, view, members = formed([0, 1])
+    job = Job(store, 0, [0, 1], Patience(90.0, 10.0, 60.0, 1))
+    job.member, job.view = members[0], view
+    assert job.await_completion(0, 2) == FAULT
+    assert store.now() == 60.0
+    assert [fault.message for fault in store.faults_of(0)] == [
+        "raised ft_wrapper.exception.RestartError: ranks [1] did not finish within completion_timeout=60 s"
+    ]
+    job.view, _ = go_on(store, view, members)
+    at(store, 300.0, lambda: store.finish(1, 1, 2))
+    assert job.await_completion(0, 2) == DONE, "a restart has not helped, and would not help again"
+    assert store.now() == 300.0
+
+
+# ---- giving up before being in
+
+
+def test_one_that_gives_up_tells_the_others_until_they_go_on_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, view, members = formed([0, 1])
+    job = Job(store, 2, [0, 1], Patience(60.0, 10.0, 60.0, 1))
+    job.register()
+
+    def gives_up(*_: object) -> NoReturn:
+        # It has asked to be let in. A proposal is under way that has read the deaths, and not yet decided.
+        store.ask_to_join(0, job.member, 0)
+        store.end_iteration(0, FAULT)
+        decision = Decision(0, 1, 0, (), (), (job.member,), (2,), (2,), 3)
+        at(store, 5.0, lambda: store._decide(view.head, decision, (*members, job.member)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "await_entry", gives_up)
+    with pytest.raises(KeyboardInterrupt):
+        job.join()
+    current = store.read_current()
+    assert current is not None and job.member in current[0].members
+    assert store.deaths_of(1) == {job.member}, "else the others wait for it until it counts as silent"
+
+
 # ---- a job that does not form
+
+
+@pytest.mark.parametrize(("slot", "looks_for_others"), [(0, True), (1, False), (4, True), (63, False)])
+def test_a_few_look_for_all_whether_a_job_can_form(slot: int, looks_for_others: bool) -> None:
+    store = FakeStore(Script())
+    reads: list[float] = []
+
+    def note(client: str, operation: str, args: Sequence[Any]) -> None:
+        if args and keys.join(keys.BEFORE_FIRST) in args[0] and operation != "append":
+            reads.append(store.now())
+
+    member = store.register(slot, "{}")
+    store.join_first(member, range(64))
+    store.on_operation(note)
+    with pytest.raises(TimeoutError, match="are missing"):
+        store.await_first(member, range(64), 60.0)
+    assert (min(reads) < 60.0) == looks_for_others, "but to say who is missing"
 
 
 def test_nobody_forms_a_job_with_those_who_gave_up(job_store: StoreMixin) -> None:
@@ -361,10 +448,30 @@ def test_who_gave_up_is_not_the_reason_for_it(job_store: StoreMixin) -> None:
         store.await_first(Member(2, 0), [0, 1, 2], 0.0)
 
 
-def test_an_observer_judges_no_silence_between_calls() -> None:
-    store, view, _ = formed([0, 1])
-    observer = HeartbeatObserver(store, 10.0)
-    store.end_iteration(0, "done")
-    assert store.silent_missing(view, observer) == frozenset()
-    store.clock.advance(20.0)
-    assert store.silent_missing(view, observer) == frozenset()
+def test_a_slot_that_is_not_expected_takes_no_expected_ones_place(
+    job_store: StoreMixin,
+) -> None:
+    store = job_store
+    stranger, early, late = (store.register(slot, "{}") for slot in (7, 0, 1))
+    store.ask_to_join(keys.BEFORE_FIRST, stranger, 0)
+    store.join_first(early, [0, 1])
+    assert not store.form(frozenset([0, 1])), "slot 1 is not there yet"
+    store.join_first(late, [0, 1])
+    current = store.read_current()
+    assert current is not None and {early, late} <= set(current[0].members)
+
+
+def test_ranks_of_which_some_were_assigned_and_some_were_not_go_on_by_slot(job_store: StoreMixin) -> None:
+    store = job_store
+    view, members = formed_in(store, [0, 1, 2])
+    store.end_iteration(0, "fault")
+    store.log_death(0, members[0], None, ends=True)
+    store.count_death(view)
+    store.arrive(view, members[1], 0, 2)  # its rank assignment was through: two ranks are left
+    store.arrive(view, members[2], 2, 3)  # this one's was cut short
+    current = store.read_current()
+    assert current is not None
+    view, decision = current
+    assert view.members == tuple(members[1:])
+    assert [decision.rank_of(members[1], 0), decision.rank_of(members[2], 2)] == [0, 1]
+    assert (decision.world_size, decision.removed) == (2, (members[0],))

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
+import os
+import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 
+import psutil
 import pytest
 from store_helpers import Background, Proxy
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.store import TCPStore, TCPStoreServer
+from ft_wrapper.store import TCPStore, TCPStoreServer, plan_store
+from ft_wrapper.testing.ports import free_port
 
 SHORT = timedelta(seconds=1)
 LONG = timedelta(seconds=20)
@@ -88,6 +97,39 @@ def test_lost_server(what: str) -> None:
     store.close()
 
 
+def test_a_loss_is_waited_for_once_by_a_client_and_its_clones(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = TCPStoreServer()
+    client = TCPStore("localhost", server.port, timeout=timedelta(seconds=10))
+    clone = client.clone()
+    client.set_patience(0.5)
+    clone.set_patience(1e6)
+    server.close()
+    waiting = Background(lambda: clone.add("n", 1))  # until the other one gives up
+    with pytest.raises(StoreError, match=r"add n failed for 0\.5 s"):
+        Background(lambda: client.add("n", 1)).join()
+    with pytest.raises(StoreError, match=r"add n failed for 0\.5 s"):
+        waiting.join()
+    caplog.clear()
+    for store in (client, clone):
+        for operation in OPERATIONS.values():
+            with contextlib.suppress(StoreError):
+                Background(lambda operation=operation, store=store: operation(store)).join()
+        with pytest.raises(StoreError, match=r"add n failed for 0\.5 s"):
+            store.add("n", 1)
+    assert not [record for record in caplog.records if "trying again" in record.getMessage()]
+
+
+def test_a_store_that_was_lost_for_a_time_is_found_again(proxy: Proxy) -> None:
+    client = TCPStore("localhost", proxy.port, timeout=LONG)
+    client.set("k", "v")
+    client.check(["k"])
+    client._loss.noted = "lost"
+    proxy.cut()
+    assert client.get("k") == b"v"
+
+
 def test_patience_counts_also_where_connections_are_made_and_lost_at_once(proxy: Proxy) -> None:
     """As to a server that is ending: torch's client would try again by itself, twice its timeout long."""
     store = TCPStore("localhost", proxy.port, timeout=timedelta(hours=1))
@@ -129,6 +171,47 @@ def test_somebody_else_listens() -> None:
         port = silent.getsockname()[1]
         with pytest.raises(StoreError, match=f"localhost:{port}"):
             Background(lambda: TCPStore("localhost", port, timeout=SHORT)).join()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_server_listens_on_the_loopback_only_if_it_is_published_there(host: str) -> None:
+    before = listening()
+    server = TCPStoreServer(0, host)
+    try:
+        client = TCPStore(host, server.port, timeout=timedelta(seconds=10))
+        assert listening() - before == {("127.0.0.1", server.port)}
+        client.close()
+    finally:
+        server.close()
+
+
+def listening() -> set[tuple[str, int]]:
+    """Where this process listens."""
+    found = psutil.Process().net_connections("inet")
+    return {tuple(one.laddr) for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def test_server_on_a_host_whose_name_is_not_known() -> None:
+    with pytest.raises(
+        StoreError, match=r"'no-such-host\.invalid': the name cannot be looked up here .*/etc/hosts"
+    ):
+        TCPStoreServer(0, "no-such-host.invalid")
+
+
+def test_no_descriptors_left_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(StoreError, match=r"localhost:1 can be made: .*Too many open files; raise the limit"):
+        Background(lambda: TCPStore("localhost", 1, timeout=timedelta(days=1))).join()
+
+
+def test_no_descriptors_for_a_server_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = len(os.listdir("/proc/self/fd")) + 4
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    with pytest.raises(StoreError, match=r"Too many open files: .* may have \d+; raise the hard limit"):
+        TCPStoreServer(0, "127.0.0.1")
 
 
 def test_port_in_use() -> None:
@@ -185,3 +268,107 @@ def test_address_from_the_environment(
 def test_port_out_of_range(port: int) -> None:
     with pytest.raises(ValueError, match="port="):
         TCPStore("localhost", port, timeout=SHORT)
+
+
+@pytest.mark.parametrize("by_rank", [True, False])
+@pytest.mark.parametrize("namespace", ["", "job/"])
+def test_client_knows_whether_a_rank_hosts_the_store(by_rank: bool, namespace: str) -> None:
+    server = TCPStoreServer(0, "127.0.0.1", by_rank=by_rank)
+    arguments = {"host_name": "127.0.0.1", "port": server.port, "namespace": namespace}
+    plan = plan_store(TCPStore, arguments, LONG)
+    store = plan.connect()
+    try:
+        assert plan.may_be_hosted and plan.chosen
+        assert plan.is_hosted_by_rank(store) is by_rank
+    finally:
+        store.close()
+        server.close()
+
+
+def test_plan_says_whether_its_address_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    derived = plan_store(TCPStore, {"timeout": LONG}, LONG)
+    monkeypatch.setenv("FT_WRAPPER_STORE", "127.0.0.1:29501")
+    announced = plan_store(TCPStore, None, LONG)
+    assert (derived.may_be_hosted, derived.chosen) == (True, False)
+    assert (announced.may_be_hosted, announced.chosen) == (False, False)
+
+
+# The limit of open files
+
+HOST_WITH_FEW_FILES = """
+import logging, os, resource, sys
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+from ft_wrapper.store import TCPStoreServer
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+server = TCPStoreServer(0, "127.0.0.1")
+print(server.port, flush=True)
+sys.stdin.read()  # until the test is through with it
+child = os.fork()
+if child == 0:
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+server.close()
+"""
+
+
+def test_store_carries_more_ranks_than_the_soft_limit_of_open_files_has_room_for() -> None:
+    """40 ranks' connections, where 64 files are allowed; a process that the host forks has the 64 again."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 512:
+        pytest.skip(f"this process may open {hard} files")
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST_WITH_FEW_FILES],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with contextlib.ExitStack() as owned:
+        owned.callback(host.wait)
+        owned.callback(host.kill)
+        assert host.stdout is not None
+        port = int(host.stdout.readline())
+        for rank in range(40):
+            client = TCPStore("127.0.0.1", port, timeout=LONG)
+            owned.callback(client.close)
+            assert client.add("ranks", 1) == rank + 1
+            for _ in range(3):
+                clone = client.clone()
+                owned.callback(clone.close)
+                assert clone.add("ranks", 0) == rank + 1
+        out, err = host.communicate(timeout=60.0)
+    assert out.split() == ["64", str(hard)]
+    assert f"this process may have {hard} open files: its store carries" in err
+
+
+def test_host_of_a_job_that_it_cannot_carry_warns(caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    caplog.set_level(logging.INFO, "ft_wrapper.store")
+    try:
+        for ranks in (None, 2, hard):
+            TCPStoreServer(0, "127.0.0.1", ranks=ranks).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    told = [record for record in caplog.records if "its store carries" in record.message]
+    assert [record.levelname for record in told] == ["INFO", "INFO", "WARNING"]
+    assert f"and {hard} are expected" in told[-1].message
+    assert 0 < int(told[0].message.split("carries ")[1].split()[0]) < hard / 4
+
+
+def test_store_that_a_rank_hosts_knows_how_many_will_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "100000000")
+    plan = plan_store(TCPStore, {"host_name": "127.0.0.1", "port": free_port()}, LONG)
+    server = plan.open_server()
+    try:
+        store = plan.connect()
+        assert plan.is_hosted_by_rank(store)
+        store.close()
+    finally:
+        server.close()
+    assert "100000000 are expected" in caplog.text

@@ -24,11 +24,11 @@ def widened(
     )
     places = [-1] * world.size
     for slot, rank in kept.items():
-        assert places[decision.rank_after(rank)] == -1
-        places[decision.rank_after(rank)] = slot
+        assert places[decision.rank_of(Member(slot, 0), rank)] == -1
+        places[decision.rank_of(Member(slot, 0), rank)] = slot
     for member in new:
-        assert places[decision.rank_of(member)] == -1
-        places[decision.rank_of(member)] = member.slot
+        assert places[decision.rank_of(member, None)] == -1
+        places[decision.rank_of(member, None)] = member.slot
     assert world.gaps == tuple(rank for rank, slot in enumerate(places) if slot == -1)
     return places
 

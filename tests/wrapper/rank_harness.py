@@ -51,6 +51,9 @@ SETTINGS: dict[str, Any] = {
     "termination_grace_time": 0.5,
 }
 
+# Variables that inductor sets for its own use.
+_INDUCTORS_OWN = ("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
+_REAPED_WITHIN = 5.0  # seconds; a thread that was joined is in /proc for a moment longer
 _NATIVE = ("pt_gloo_runloop", "gloo_tcp_loop", "pt_tcpstore", "pt_nccl")
 
 
@@ -95,6 +98,10 @@ class Rank:
         """Waits until the test has said something, and leaves it unread: for functions that start again."""
         if not self._unread and not self._line.recv(1, socket.MSG_PEEK):
             raise EOFError("the test is gone")
+
+    def is_told(self) -> bool:
+        """Whether the test has said something; does not wait, and leaves it unread."""
+        return bool(self._unread) or bool(select.select([self._line], [], [], 0)[0])
 
     def hang(self) -> NoReturn:
         """Lives, and does nothing."""
@@ -147,7 +154,7 @@ class Things:
             descriptors,
             children,
             handlers,
-            {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"},
+            {name: value for name, value in os.environ.items() if name not in _INDUCTORS_OWN},
             [str(sys.excepthook), str(threading.excepthook), str(os.getcwd())],
         )
 
@@ -207,11 +214,25 @@ def _store_settings(store: dict[str, Any]) -> dict[str, Any]:
     return {"store_factory": EtcdStore, "store_kwargs": store}
 
 
+def _without_monitor(left: list[str]) -> list[str]:
+    """All but one monitor and the socket to it: it keeps watch until the next call, or the process's end."""
+    for kind in ("children: ", "descriptors: ("):
+        of_kind = [thing for thing in left if thing.startswith(kind)]
+        if of_kind and (kind == "children: " or "socket:" in of_kind[0]):
+            left = [thing for thing in left if thing != of_kind[0]]
+    return left
+
+
 def _left(before: Things, error: BaseException | None) -> list[str]:
     while error is not None:  # its frames hold what the test's own body holds
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
-    return Things.here().beyond(before)
+    deadline = time.monotonic() + _REAPED_WITHIN
+    while True:
+        left = Things.here().beyond(before)
+        if time.monotonic() > deadline or not any(thing.startswith("native: ") for thing in left):
+            return left
+        time.sleep(0.01)  # nothing tells when the kernel is through with a thread that was joined
 
 
 # ---- the template -------------------------------------------------------------------------------------
@@ -550,6 +571,8 @@ class Job:
                     # The monitor of the first slot hosts the store, which the others need: it stays until
                     # they are through. `nothing_left_behind` sees whether it goes then.
                     left = [thing for thing in left if not thing.startswith("children: ")]
+                if message["event"] == "returned" and self.store_is_elsewhere:
+                    left = _without_monitor(left)
                 assert not left, f"slot {slot} left behind {left}"
 
     def monitors(self) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
@@ -63,6 +64,8 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("min_world_size", True),
     ("active_world_size", "2"),
     ("on_join", 5),
+    ("max_same_faults", 1.5),
+    ("max_same_faults", True),
 ]
 
 WRONG_VALUES: list[tuple[str, Any]] = [
@@ -72,6 +75,7 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("monitor_process_logfile", "monitor-{rank}.log"),
     ("monitor_process_pidfile", "./{rank}.pid"),
     ("min_world_size", 0),
+    ("max_same_faults", 0),
     ("active_world_size", 0),
     ("on_join", "never"),
 ]
@@ -192,6 +196,17 @@ def test_two_call_wrapper_arguments_are_named() -> None:
         Wrapper(train)
 
 
+class Trainer:
+    def __call__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("decorate", [Wrapper, Wrapper(), Wrapper(enabled=False)])
+def test_a_class_is_refused(decorate: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"Trainer.* is a class: .* wrap the function or the method"):
+        decorate(Trainer)
+
+
 def test_what_cannot_be_called_is_refused() -> None:
     with pytest.raises(TypeError, match="5"):
         Wrapper()(5)  # type: ignore[type-var]
@@ -268,17 +283,10 @@ def test_more_ranks_than_there_are(monkeypatch: pytest.MonkeyPatch, name: str) -
         Wrapper(**{name: 3})(nothing)()
 
 
-def test_cuda_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    good_environment(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match=r"CUDA is already initialized .* before anything that touches"):
-        Wrapper(nothing)()
-
-
 def test_a_process_group_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     good_environment(monkeypatch)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match=r"already initialized; call .*destroy_process_group"):
+    with pytest.raises(ValueError, match=r"already initialized; call .*destroy_process_group"):
         Wrapper(nothing)()
 
 
@@ -356,7 +364,7 @@ def has_a_group(rank: Rank) -> Any:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         calls(rank, {})
-    except RuntimeError as error:
+    except ValueError as error:
         return str(error)
     finally:
         torch.distributed.destroy_process_group()
@@ -367,3 +375,23 @@ def test_an_initialized_process_group_stays_as_it_is(job: Job) -> None:
     job.start(1, has_a_group)
     job.wait_for_end(leftovers=False)
     assert "already initialized" in job[0].value
+
+
+def may_open_few_files(rank: Rank, victim: int, more: int) -> Any:
+    if rank.slot == victim:
+        may = len(os.listdir("/proc/self/fd")) + more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (may, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return calls(rank, SHORT)
+
+
+@pytest.mark.tcp_only("it ends before it looks for a store")
+@pytest.mark.parametrize("more", [0, 4])
+def test_too_few_files_are_named(job: Job, more: int) -> None:
+    """A rank that no agent has started, and so none has counted for."""
+    job.start(2, may_open_few_files, 1, more)
+    job.wait_for_end()
+    assert job[1].error == "OSError"
+    assert "[Errno 24] Too many open files: rank 1 needs" in job[1].text
+    assert "raise the limit (ulimit -n)" in job[1].text
+    assert job[0].error == "TimeoutError"
+    assert "ranks [1] of 2 are missing" in job[0].text

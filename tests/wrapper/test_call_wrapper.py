@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from typing import Any
@@ -209,6 +210,46 @@ def test_the_store_of_store_kwargs_is_hosted_where_they_say(job: Job) -> None:
         assert job.wait() == [0]
     finally:
         server.close()
+
+
+def uses_a_store(rank: Rank, **settings: Any) -> Any:
+    @Wrapper(**{**SETTINGS, "completion_timeout": 600.0, **settings})
+    def train(call_wrapper: CallWrapper) -> int:
+        return call_wrapper.iteration
+
+    return train()
+
+
+@pytest.mark.tcp_only("etcd is never hosted by a rank")
+@pytest.mark.parametrize("use_global_iteration", [False, True])
+def test_no_rank_waits_for_the_end_of_a_store_that_is_not_the_jobs(
+    job: Job, use_global_iteration: bool
+) -> None:
+    server = TCPStoreServer(0, "127.0.0.1")
+    kwargs = {"host_name": "127.0.0.1", "port": server.port}
+    try:
+        job.start(2, uses_a_store, store_kwargs=kwargs, use_global_iteration=use_global_iteration)
+        assert job.wait() == [0, 0]  # long before completion_timeout
+    finally:
+        server.close()
+
+
+@pytest.mark.tcp_only("etcd is never hosted by a rank")
+@pytest.mark.parametrize("stranger", ["not a store", "another job's store"])
+def test_a_port_that_a_stranger_has_is_named(job: Job, stranger: str) -> None:
+    with contextlib.ExitStack() as owned:
+        if stranger == "not a store":
+            job.port = owned.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] - 1
+        else:
+            server = TCPStoreServer(0, "127.0.0.1")
+            owned.callback(server.close)
+            job.port = server.port - 1
+        job.start(1, uses_a_store, use_global_iteration=True)
+        # torch's client waits for the stranger's first word until that hangs up, in a thread.
+        job.wait_for_end(leftovers=stranger != "not a store")
+    assert job[0].error == "StoreError"
+    [message] = job[0].said("raised")
+    assert f"port {job.port + 1} cannot be used for the coordination store" in message["text"]
 
 
 # ---- outside the main thread

@@ -139,6 +139,39 @@ def test_a_silent_rank_is_gone_on_without(job: Job, resumed: bool) -> None:
     assert job[0].value == job[1].value == ["UNRESPONSIVE"]
 
 
+# ---- all of it stopped at once: a container is paused, a machine suspended
+
+
+def is_paused_as_a_whole(rank: Rank) -> Any:
+    settings = {**SETTINGS, "soft_timeout": 2.5, "hard_timeout": 3.0, "heartbeat_timeout": 3.0}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        rank.say("in", n=call_wrapper.iteration)
+        until = None
+        while until is None or time.monotonic() < until:  # goes on for a while, so that it is looked at
+            if until is None and rank.is_told():
+                until = time.monotonic() + 1.0
+            time.sleep(0.02)
+        return [call_wrapper.iteration, os.getpid(), kinds_of(call_wrapper)]
+
+    return train()
+
+
+def test_a_job_that_was_paused_for_longer_than_hard_timeout_goes_on_where_it_was(job: Job) -> None:
+    job.start(3, is_paused_as_a_whole)
+    job.expect("in", n=0)
+    monitors = list(job.monitors().values())
+    ranks = [job[slot].pid for slot in range(3)]
+    for pid in (*monitors, *ranks):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5.0)  # the pause
+    for pid in (*monitors, *ranks):  # those first that end others
+        os.kill(pid, signal.SIGCONT)
+    job.tell("finish")
+    assert job.wait() == [[0, pid, []] for pid in ranks]
+
+
 # ---- the monitor process itself
 
 
@@ -176,6 +209,41 @@ def test_without_the_monitor_that_hosts_the_store_all_ranks_say_so(job: Job) -> 
     assert {job[0].error, job[1].error} <= {"StoreError", "InternalError"}
     assert job[1].error == "StoreError"
     assert f"127.0.0.1:{job.port + 1}" in job[1].text
+
+
+def does_something_without_a_store(rank: Rank, meanwhile: str) -> Any:
+    settings = {**SETTINGS, "soft_timeout": 3.0, "hard_timeout": 6.0, "heartbeat_timeout": 6.0}
+    settings.update(barrier_timeout=8.0)
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> None:
+        rank.say("in")
+        rank.await_word()
+        if meanwhile == "fails":
+            raise ValueError("what it reads of the others is gone")
+
+    return train()
+
+
+@pytest.mark.tcp_only("no monitor hosts another store")
+@pytest.mark.parametrize("meanwhile", ["fails", "returns"])
+def test_the_loss_of_the_store_is_waited_for_once(job: Job, meanwhile: str) -> None:
+    """As where rank 0's host is lost without a launcher."""
+    job.start(3, does_something_without_a_store, meanwhile)
+    job.expect("in")
+    monitor = job.monitors()[0]
+    os.kill(monitor, signal.SIGKILL)
+    job.send_signal(0, signal.SIGKILL)
+    await_end(monitor)
+    job.tell("go", 1, 2)
+    job.wait_for_end()
+    for slot in (1, 2):
+        assert job[slot].error == "StoreError"
+        # An operation that waits says first that it tries again, and in the end that the store is lost.
+        before, lost, after = job[slot].log.partition(f"store at 127.0.0.1:{job.port + 1} is lost")
+        assert "trying again" in before
+        assert lost
+        assert "trying again" not in after
 
 
 def has_a_stuck_monitor(rank: Rank) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +73,43 @@ def test_a_spare_waits_at_no_cost_and_returns_none(job: Job) -> None:
     job.tell("finish", 0)
     assert job.wait() == ["trained", None]
     assert not job[1].said("in")
+
+
+# ---- a spare whose host is lost
+
+
+def misses_a_spare(rank: Rank) -> Any:
+    settings = {**SETTINGS, "active_world_size": 2, "heartbeat_timeout": 3.0}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        rank.say("in", n=call_wrapper.iteration)
+        if call_wrapper.iteration > 0:
+            return [(record.rank, record.interruption.name) for record in call_wrapper.faults]
+        if rank.slot == 0:
+            rank.train()
+        monitors_log = Path(SETTINGS["monitor_process_logfile"])
+        while "a spare, has sent no heartbeat" not in monitors_log.read_text():
+            time.sleep(0.02)
+        rank.say("noticed")
+        assert rank.hear() == "raise"
+        raise RuntimeError
+
+    return train()
+
+
+def test_the_loss_of_a_spares_host_ends_nothing(job: Job) -> None:
+    """Nobody has seen its death; it falls silent. The next restart goes on without it."""
+    job.start(3, misses_a_spare)
+    job.expect("in", 0, 1, n=0)
+    for pid in (job.monitors()[2], job[2].pid):
+        os.kill(pid, signal.SIGKILL)
+    job.expect("noticed", 1)
+    assert [len(job[slot].said("in")) for slot in (0, 1)] == [1, 1]
+    job.tell("raise", 1)
+    job.expect("in", 0, 1, n=1)
+    values = job.wait(killed=(2,))
+    assert values == [[[-1, "UNRESPONSIVE"], [1, "EXCEPTION"]]] * 2
 
 
 # ---- taking over

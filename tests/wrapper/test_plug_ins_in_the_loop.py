@@ -152,7 +152,7 @@ def fails_in(rank: Rank, place: str, call: int, kind: str) -> Any:
         ("initialize", 1, "Exception", None, [1, "2", ["EXCEPTION"]]),
         ("initialize", 1, "BaseException", "RestartAbort", [1, "1", ["BASE_EXCEPTION"]]),
         ("initialize", 2, "Exception", None, [2, "2", ["EXCEPTION"]]),
-        ("health_check", 1, "Exception", "HealthCheckError", [1, "1", ["BASE_EXCEPTION"]]),
+        ("health_check", 1, "Exception", None, [1, "2", ["EXCEPTION"]]),
         ("health_check", 2, "Exception", "HealthCheckError", None),
         ("abort", 1, "Exception", None, [1, "2", ["EXCEPTION"]]),
         ("finalize", 1, "Exception", "KeyError", None),
@@ -330,7 +330,7 @@ class Disagrees(RankAssignment):
         elif self.what == "more than there are":
             ctx.state.active_world_size = 3
         elif self.what == "mode":
-            ctx.state.mode = Mode.INITIALIZED
+            ctx.state.mode = Mode.TERMINATED
         return ctx
 
 

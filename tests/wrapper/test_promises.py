@@ -405,7 +405,7 @@ def is_blocked(rank: Rank) -> Any:
     with subprocess.Popen(["sleep", "1000"]) as sleeper:
         ways = [*BLOCKED.values(), lambda rank: sleeper.wait()]
 
-        @Wrapper(**SETTINGS)
+        @Wrapper(**SETTINGS, max_same_faults=None)
         def train(call_wrapper: CallWrapper) -> int:
             n = call_wrapper.iteration
             if n == len(ways):
@@ -490,7 +490,7 @@ def test_a_collective_behind_a_stopped_peer_is_freed_before_that_is_ended(job: J
 def waits_in_init(rank: Rank, subgroup: bool) -> Any:
     original = dist.distributed_c10d._new_process_group_helper
 
-    @Wrapper(**SETTINGS)
+    @Wrapper(**SETTINGS, max_same_faults=None)
     def train(call_wrapper: CallWrapper) -> list[int]:
         if call_wrapper.iteration == 0:
             if subgroup:
@@ -585,7 +585,7 @@ def uses_everything(rank: Rank, end: str) -> Any:
 
     previous = signal.signal(signal.SIGRTMIN + 1, handler)  # the first that the wrapper would take
 
-    @Wrapper(**SETTINGS)
+    @Wrapper(**SETTINGS, max_same_faults=None)
     def train(call_wrapper: CallWrapper) -> None:
         assert signal.getsignal(signal.SIGRTMIN + 1) is handler
         dist.init_process_group("gloo")
@@ -617,7 +617,7 @@ def test_nothing_is_left_after_restarts(job: Job, end: str) -> None:
 
 
 def trains_with_ddp(rank: Rank) -> int:
-    @Wrapper(**SETTINGS)
+    @Wrapper(**SETTINGS, max_same_faults=None)
     def train(call_wrapper: CallWrapper) -> None:
         dist.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))

@@ -1,0 +1,55 @@
+"""Files and streams of this process."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import select
+
+log = logging.getLogger(__name__)
+
+
+def owners_only(path: str, flags: int) -> int:
+    """Opens a file that, if it is made here, no one but its owner may read; for ``open(…, opener=…)``."""
+    return os.open(path, flags, 0o600)
+
+
+def check_open_files(more: int, who: str) -> None:
+    """Sees to it that this process may open as many files as it is going to.
+
+    Args:
+        more: how many, beside those that are open.
+        who: what to call the process.
+
+    Raises:
+        OSError: it may not (EMFILE). The message says how many it takes, and what to do.
+    """
+    needed = len(os.listdir("/proc/self/fd")) + more
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < needed:
+        limit = "limit (ulimit -n)" if soft < hard else "hard limit (ulimit -Hn)"
+        words = f"{os.strerror(errno.EMFILE)}: {who} needs {needed} and may have {soft}; raise the {limit}"
+        raise OSError(errno.EMFILE, words)
+
+
+def replace_broken_streams() -> None:
+    """Sends stdout and stderr to nowhere if their reader, a pipe's or a terminal, is gone.
+
+    Otherwise each ``print`` raises, in a function that is restarted again and again.
+    """
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        poll = select.poll()
+        poll.register(fd, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            null = os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(null, fd, inheritable=True)
+            finally:
+                os.close(null)
+            log.warning(
+                "no one reads %s of process %d any more (EPIPE): what it prints is lost, the job goes on",
+                name,
+                os.getpid(),
+            )

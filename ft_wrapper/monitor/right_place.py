@@ -1,0 +1,455 @@
+"""Where an interrupt may be raised, so that it skips nothing that would be undone later.
+
+Every frame from the innermost up to the function's counts. A frame is at a wrong place
+
+- by what it is: a method of a context manager, a finalizer, a ``close``, logging, an import; or torch's call
+  from C++ into Python, through which an exception may not pass at every moment (the process would abort);
+- by its instruction: it makes, enters or leaves a ``with``, has not yet begun the ``try`` that undoes the
+  last call, or is in a ``finally``.
+
+The instructions are worked out once per code object, from its bytecode and exception table (before Python
+3.11: from its block stack). Nothing here imports torch, nor keeps any state but that cache.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+# Quickly passed, and not to be left half-way: the protocols; what threading.Condition calls between releasing
+# its lock and waiting, and back; what ExitStack does between entering and noting how to leave.
+_PASSING = frozenset(
+    [
+        "__enter__",
+        "__exit__",
+        "__aenter__",
+        "__aexit__",
+        "__del__",
+        "close",
+        "aclose",
+        "_release_save",
+        "_acquire_restore",
+        "enter_context",
+        "enter_async_context",
+    ]
+)
+_LOGGING = os.path.dirname(logging.info.__code__.co_filename)
+_IMPORT = "<frozen importlib"
+# What torch's C++ calls, and the modules that such a call goes through before it comes to one of these.
+_DISPATCH = frozenset(
+    ["__torch_dispatch__", "__torch_function__", "find_torch_dispatch_rule", "_get_dispatch"]
+)
+_DOORS = (
+    "_compile.py",
+    "_dynamo/",
+    "compiler/",
+    "_ops.py",
+    "_library/",
+    "_subclasses/",
+    "utils/_python_dispatch.py",
+)
+
+
+class Obstacle(NamedTuple):
+    """Why an interrupt may not be raised now."""
+
+    frames: tuple[FrameType, ...]
+    """The frames at a wrong place, the outermost last."""
+    for_good: bool
+    """Whether waiting long changes nothing: an import, or torch's C++ in between."""
+    finalizer: FrameType | None
+    """The outermost ``__del__``: what is raised inside is swallowed."""
+
+
+def obstacle(frame: FrameType | None, end: CodeType) -> Obstacle | None:
+    """Returns why nothing may be raised in a thread that stands here, or None at a right place.
+
+    Args:
+        frame: the thread's innermost frame.
+        end: the code of the frame that is outside, and all that called it.
+    """
+    wrong: list[FrameType] = []
+    finalizer = None
+    for_good = False
+    only_torch = True  # from the innermost frame up to here
+    while frame is not None and frame.f_code is not end:
+        known = _known(frame.f_code)
+        if known.for_good or (known.door and only_torch):
+            wrong.append(frame)
+            for_good = True
+        elif known.passing or frame.f_lasti in known.wrong:
+            wrong.append(frame)
+        if known.finalizer:
+            finalizer = frame
+        only_torch = only_torch and known.torch
+        frame = frame.f_back
+    return Obstacle(tuple(wrong), for_good, finalizer) if wrong else None
+
+
+class _Known(NamedTuple):
+    for_good: bool
+    passing: bool
+    finalizer: bool
+    torch: bool
+    door: bool
+    wrong: frozenset[int]
+
+
+# By identity: equal code objects can be of different files. Each is kept, so that no other gets its identity.
+_cache: dict[int, tuple[CodeType, _Known]] = {}
+_CACHE_SIZE = 4096
+
+
+def _known(code: CodeType) -> _Known:
+    found = _cache.get(id(code))
+    if found is None:
+        if len(_cache) >= _CACHE_SIZE:
+            _cache.clear()
+        found = _cache[id(code)] = (code, _look_at(code))
+    return found[1]
+
+
+def _look_at(code: CodeType) -> _Known:
+    name, file = code.co_name, code.co_filename
+    root = getattr(sys.modules.get("torch"), "__file__", None)
+    torch = os.path.dirname(root) + os.sep if root else None
+    is_torch = torch is not None and file.startswith(torch)
+    return _Known(
+        for_good=file.startswith(_IMPORT) or name in _DISPATCH,
+        passing=name in _PASSING or file.startswith(_LOGGING),
+        finalizer=name == "__del__",
+        torch=is_torch,
+        door=is_torch and torch is not None and file.startswith(_DOORS, len(torch)),
+        wrong=wrong_offsets(code),
+    )
+
+
+# ---- from the bytecode
+
+_INLINE_CACHE = dis.opmap.get("CACHE")
+_ABSOLUTE, _RELATIVE = frozenset(dis.hasjabs), frozenset(dis.hasjrel)
+_ENDS = frozenset(
+    [
+        "RETURN_VALUE",
+        "RETURN_CONST",
+        "RAISE_VARARGS",
+        "RERAISE",
+        "JUMP_FORWARD",
+        "JUMP_ABSOLUTE",
+        "JUMP_BACKWARD",
+        "JUMP_BACKWARD_NO_INTERRUPT",
+    ]
+)
+_ENTERS = frozenset(["BEFORE_WITH", "BEFORE_ASYNC_WITH", "SETUP_WITH", "LOAD_SPECIAL"])
+_AWAITS = frozenset(
+    [
+        "GET_AWAITABLE",
+        "LOAD_CONST",
+        "SEND",
+        "YIELD_VALUE",
+        "YIELD_FROM",
+        "RESUME",
+        "JUMP_BACKWARD_NO_INTERRUPT",
+        "END_SEND",
+    ]
+)
+# Between making a context manager and entering it: `with a() as b`, `with (b := a())`, `with a() or b()`.
+_MADE = _AWAITS | frozenset(["NOP", "COPY", "DUP_TOP", "SWAP", "EXTENDED_ARG", "LOAD_SPECIAL"])
+_MATCHES = frozenset(["CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"])
+_SETS_UP = frozenset(["SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"])
+
+_WITH, _FINALLY, _EXCEPT_ALL = "with", "finally", "except all"
+
+
+class _Instruction(NamedTuple):
+    offset: int
+    end: int  # where the next one is: inline caches included, at the last of which a frame that calls stands
+    name: str
+    target: int | None  # offset that it may jump to, or of the handler that it sets up
+
+    @property
+    def calls(self) -> bool:
+        return self.name.startswith("CALL") and not self.name.startswith("CALL_INTRINSIC")
+
+
+def wrong_offsets(code: CodeType) -> frozenset[int]:
+    """Returns the offsets of the instructions (as `f_lasti`) at which a frame must not be interrupted."""
+    if getattr(code, "co_exceptiontable", None) == b"":
+        return frozenset()
+    return _Code(code).wrong()
+
+
+class _Code:
+    """A code object taken apart; instructions go by their position in the list, handlers by theirs."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.code = code
+        self.instructions = list(_instructions(code))
+        self.at = {each.offset: k for k, each in enumerate(self.instructions)}
+        self.before: list[list[int]] = [[] for _ in self.instructions]
+        for k in range(len(self.instructions)):
+            for after in self.after(k):
+                self.before[after].append(k)
+        if hasattr(code, "co_exceptiontable"):
+            self.guards, self.handles = self._from_table(code.co_exceptiontable)
+        else:
+            self.guards, self.handles = self._from_blocks()
+        self.kinds = {handler: self._kind(handler) for handler in frozenset().union(*self.guards)}
+        self._wrong: set[int] = set()
+
+    def wrong(self) -> frozenset[int]:
+        copies = self._finally_copies()
+        self._wrong |= copies
+        for handler, kind in self.kinds.items():
+            self._mark_handler(handler, kind)
+        for k, guards in enumerate(self.guards):
+            for after in self.after(k):
+                for handler in self.guards[after] - guards:
+                    if self.kinds[handler] == _WITH:
+                        self._mark_entering(k)
+                    elif self.kinds[handler] is not None:
+                        self._mark_back_to_call(k, handler)
+                for handler in guards - self.guards[after]:
+                    if self.kinds[handler] == _WITH:
+                        self._mark_leaving(after)
+                    elif self.kinds[handler] == _FINALLY:
+                        self._mark_up_to(after, copies)
+        return frozenset(
+            offset
+            for k in self._wrong
+            for offset in range(self.instructions[k].offset, self.instructions[k].end, 2)
+        )
+
+    def after(self, k: int) -> list[int]:
+        """Where an instruction goes on without an exception."""
+        each = self.instructions[k]
+        found = [k + 1] if each.name not in _ENDS and k + 1 < len(self.instructions) else []
+        if each.target is not None and each.name not in _SETS_UP and each.target in self.at:
+            found.append(self.at[each.target])
+        return found
+
+    # Per instruction: the handlers that an exception goes through, and those that it is part of.
+
+    def _from_table(self, table: bytes) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
+        innermost: dict[int, int] = {}
+        for start, end, target in _entries(table):
+            for offset in range(start, end, 2):
+                if offset in self.at:
+                    innermost[self.at[offset]] = self.at[target]
+        guards = []
+        for k in range(len(self.instructions)):
+            chain: set[int] = set()
+            handler = innermost.get(k)
+            while handler is not None and handler not in chain:
+                chain.add(handler)
+                handler = innermost.get(handler)
+            guards.append(frozenset(chain))
+        # A handler's own instructions are guarded by what restores the exception handled before: COPY 3, ...
+        restored = {
+            innermost[handler]: handler
+            for handler in set(innermost.values())
+            if handler in innermost and self.instructions[innermost[handler]].name == "COPY"
+        }
+        handles = [
+            frozenset(restored[each] for each in chain & restored.keys() if restored[each] not in chain)
+            for chain in guards
+        ]
+        return guards, handles
+
+    def _from_blocks(self) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
+        guards: list[frozenset[int]] = [frozenset() for _ in self.instructions]
+        handles = guards.copy()
+        blocks: dict[int, tuple[tuple[int, bool], ...]] = {0: ()}  # (handler, whether inside it)
+        left = [0]
+        while left:
+            k = left.pop()
+            stack, each = blocks[k], self.instructions[k]
+            guards[k] = frozenset(handler for handler, inside in stack if not inside)
+            handles[k] = frozenset(handler for handler, inside in stack if inside)
+            following = stack
+            if each.name in _SETS_UP and each.target is not None:
+                handler = self.at[each.target]
+                following = (*stack, (handler, False))
+                if handler not in blocks:
+                    blocks[handler] = (*stack, (handler, True))
+                    left.append(handler)
+            elif each.name in ("POP_BLOCK", "POP_EXCEPT"):
+                following = stack[:-1]
+            for after in self.after(k):
+                if after not in blocks:
+                    blocks[after] = following
+                    left.append(after)
+        return guards, handles
+
+    def _kind(self, handler: int) -> str | None:
+        """What a handler is for; None where it does nothing about an interrupt."""
+        rest = iter(self.instructions[handler:])
+        name = next(rest).name
+        if name == "PUSH_EXC_INFO":
+            name = next(rest).name
+        elif hasattr(self.code, "co_exceptiontable") or name == "END_ASYNC_FOR":
+            return None
+        if name == "WITH_EXCEPT_START":
+            return _WITH
+        if name == "POP_TOP":
+            return _EXCEPT_ALL
+        while name.startswith(
+            ("LOAD_", "CALL", "PRECALL", "BUILD_", "LIST_", "DUP_TOP", "PUSH_", "EXTENDED")
+        ):
+            name = next(rest).name
+        if name in _MATCHES:
+            return _EXCEPT_ALL if "BaseException" in self.code.co_names else None
+        return _FINALLY
+
+    # What is marked as wrong.
+
+    def _finally_copies(self) -> set[int]:
+        """Both copies of each ``finally``: the one after an exception, and by its source the one without."""
+        inside = {
+            k
+            for k, handlers in enumerate(self.handles)
+            if any(self.kinds.get(h) == _FINALLY for h in handlers)
+        }
+        sources = list(_sources(self.code))
+        artificial = ("PUSH_EXC_INFO", "RERAISE", "COPY", "POP_EXCEPT")
+        copied = {
+            sources[self.instructions[k].offset // 2]
+            for k in inside
+            if self.instructions[k].name not in artificial
+        }
+        copied.discard(None)
+        copies = inside | {
+            k for k, each in enumerate(self.instructions) if sources[each.offset // 2] in copied
+        }
+        for k, before in enumerate(self.before):  # jumps have no source
+            if before and sources[self.instructions[k].offset // 2] is None and copies.issuperset(before):
+                copies.add(k)
+        return copies
+
+    def _mark_handler(self, handler: int, kind: str | None) -> None:
+        """The beginning of a handler: its exception is not yet the one that is being handled."""
+        self._wrong.add(handler)
+        k = handler
+        if kind == _WITH:
+            while self.instructions[k].name != "WITH_EXCEPT_START":
+                k += 1
+                self._wrong.add(k)
+            self._mark_await(k + 1)
+        elif hasattr(self.code, "co_exceptiontable") and self.instructions[handler].name != "PUSH_EXC_INFO":
+            # It restores what was there before, and goes on with the exception.
+            for k in self._straight(handler):
+                self._wrong.add(k)
+                if self.instructions[k].name in ("RERAISE", "END_ASYNC_FOR", "CLEANUP_THROW"):
+                    return
+
+    def _mark_entering(self, k: int) -> None:
+        """Back from where a ``with`` is entered to the call that made the context manager."""
+        left, made = [k], list[int]()
+        while left:
+            k = left.pop()
+            if k not in self._wrong:
+                self._wrong.add(k)
+                (made if self.instructions[k].name in _ENTERS else left).extend(self.before[k])
+        while made:
+            k = made.pop()
+            each = self.instructions[k]
+            self._wrong.update(self._call(k))
+            if each.name in _MADE or each.name.startswith(("STORE_", "JUMP_", "POP_JUMP_")):
+                made += [before for before in self.before[k] if before not in self._wrong]
+
+    def _mark_leaving(self, k: int) -> None:
+        """From where a ``with`` is left up to its call of ``__exit__``."""
+        for passed in self._straight(k):
+            self._wrong.update(self._call(passed))
+            if self.instructions[passed].calls:
+                self._mark_await(passed + 1)
+                return
+
+    def _mark_await(self, k: int) -> None:
+        for each in self.instructions[k:]:
+            if self.instructions[k].name != "GET_AWAITABLE" or each.name not in _AWAITS:
+                return
+            self._wrong.add(self.at[each.offset])
+
+    def _mark_back_to_call(self, k: int, handler: int) -> None:
+        """Back from where a ``try`` begins to the call before it."""
+        left, seen = [k], set[int]()
+        while left:
+            k = left.pop()
+            if k in seen or handler in self.guards[k] or self.instructions[k].name == "FOR_ITER":
+                continue
+            seen.update(self._call(k))
+            if not self.instructions[k].calls:
+                left += self.before[k]
+        self._wrong |= seen
+
+    def _mark_up_to(self, k: int, copies: set[int]) -> None:
+        """From where a ``try`` is left up to its ``finally``, if there is one on this way."""
+        passed: set[int] = set()
+        for each in self._straight(k):
+            if each in copies:
+                self._wrong |= passed
+                return
+            if self.instructions[each].calls:
+                return
+            passed.add(each)
+
+    def _call(self, k: int) -> tuple[int, ...]:
+        """The instruction, and what belongs to it if it is a call (Python 3.11: PRECALL, CALL)."""
+        return (k - 1, k) if k and self.instructions[k - 1].name == "PRECALL" else (k,)
+
+    def _straight(self, k: int) -> Iterator[int]:
+        """From an instruction on as long as there is one way to go on."""
+        seen: set[int] = set()
+        while k not in seen:
+            seen.add(k)
+            yield k
+            following = self.after(k)
+            if len(following) == 1:
+                (k,) = following
+
+
+def _instructions(code: CodeType) -> Iterator[_Instruction]:
+    raw = code.co_code
+    found: list[tuple[int, int, int]] = []
+    argument = 0
+    for offset in range(0, len(raw), 2):
+        if raw[offset] != _INLINE_CACHE:
+            argument = argument << 8 | raw[offset + 1]
+            found.append((offset, raw[offset], argument))
+            if raw[offset] != dis.EXTENDED_ARG:
+                argument = 0
+    ends = [offset for offset, _, _ in found[1:]] + [len(raw)]
+    for (offset, opcode, argument), end in zip(found, ends, strict=True):
+        name = dis.opname[opcode]
+        target = None
+        if opcode in _ABSOLUTE:
+            target = 2 * argument
+        elif opcode in _RELATIVE:
+            target = end + 2 * (-argument if "BACKWARD" in name else argument)
+        yield _Instruction(offset, end, name, target)
+
+
+def _entries(table: bytes) -> Iterator[tuple[int, int, int]]:
+    """The exception table's rows: start, end, handler (CPython's ``exception_handling_notes.txt``)."""
+    numbers: list[int] = []
+    value = 0
+    for byte in table:
+        value = value << 6 | byte & 63
+        if not byte & 64:
+            numbers.append(value)
+            value = 0
+    for start, length, target in zip(numbers[::4], numbers[1::4], numbers[2::4], strict=True):
+        yield 2 * start, 2 * (start + length), 2 * target
+
+
+def _sources(code: CodeType) -> Iterable[object]:
+    """Per unit of bytecode: where in the source it comes from, or None."""
+    if hasattr(code, "co_positions"):
+        return (None if position[0] is None else position for position in code.co_positions())
+    return (line for start, end, line in code.co_lines() for _ in range(start, end, 2))

@@ -1,0 +1,188 @@
+"""Where a job can be reached: on the address that is published, and on the loopback only if it is alone."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from agent_job import FtRun, await_that
+from test_network import PORT, Network, _ip, made
+from test_nodes import CONF, WRAPPED
+
+from ft_wrapper.agent import meeting
+from ft_wrapper.agent.options import parse_args
+
+ALONE = """
+    import os, time
+    from pathlib import Path
+    from ft_wrapper import CallWrapper, Wrapper
+
+    @Wrapper(use_global_iteration=True)
+    def train(call_wrapper: CallWrapper = None):
+        call_wrapper.store.set("key", "value")
+        Path(f"in.{os.environ['RANK']}").touch()
+        while not Path("finish").exists():
+            time.sleep(0.01)
+
+    train()
+"""
+
+
+def test_nobody_reaches_a_job_on_one_node_from_outside(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "job"
+    script.write_text(textwrap.dedent(ALONE))
+    with FtRun(folder, "--nproc-per-node", "2", "--no-standby", str(script)) as job:
+        await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
+        processes = [psutil.Process(job.process.pid), *job.family()]
+        found = [one for process in processes for one in process.net_connections("inet")]
+        where = {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
+        (folder / "finish").touch()
+        assert job.end() == 0, job.said
+    assert where == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("", "127.0.0.1"),
+        ("127.0.0.2", "127.0.0.2"),
+        ("[::1]", "[::1]"),
+        ("192.0.2.1", "127.0.0.1"),  # of another machine
+        ("no-such-host.invalid", "127.0.0.1"),
+    ],
+)
+def test_a_node_alone_is_where_the_user_says(
+    given: str, used: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "x.py"
+    script.touch()
+    with contextlib.closing(meeting.meet(parse_args(["--master-addr", given, str(script)]))) as nodes:
+        address = nodes.next_round().address
+        host, _, port = address.rpartition(":")
+        assert host == used
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    warned = [record.getMessage() for record in caplog.records if "--master-addr" in record.getMessage()]
+    assert len(warned) == (given.strip("[]") not in ("", host.strip("[]")))
+
+
+class Unnamed(Network):
+    """Hosts that have addresses and no names: none can look up even its own.
+
+    Args:
+        size: number of hosts.
+        ipv6: whether they have IPv6 addresses only, also on the loopback.
+    """
+
+    def __init__(self, size: int, *, ipv6: bool) -> None:
+        super().__init__(size)
+        self._ipv6 = ipv6
+
+    @property
+    def loopback(self) -> str:
+        """How each reaches itself."""
+        return "::1" if self._ipv6 else "127.0.0.1"
+
+    def address(self, host: int) -> str:
+        return f"fd77::{host + 1}" if self._ipv6 else super().address(host)
+
+    def endpoint(self, host: int) -> str:
+        """As a user writes it."""
+        return f"[{self.address(host)}]:{PORT}" if self._ipv6 else f"{self.address(host)}:{PORT}"
+
+    def _give_address(self, host: int) -> None:
+        if self._ipv6:
+            where = (f"{self.address(host)}/64", "dev", "eth0", "nodad")
+            _ip("-n", self._namespace(host), "-6", "address", "add", *where)
+            _ip("-n", self._namespace(host), "address", "del", "127.0.0.1/8", "dev", "lo")
+        else:
+            super()._give_address(host)
+
+    def _write_names(self, host: int) -> None:
+        folder = Path("/etc/netns") / self._namespace(host)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hosts").write_text(f"{self.loopback} localhost\n")
+        (folder / "nsswitch.conf").write_text("hosts: files\n")
+
+
+@pytest.fixture(params=["ipv4", "ipv6"])
+def unnamed(request: pytest.FixtureRequest) -> Iterator[Unnamed]:
+    """Two hosts."""
+    with made(Unnamed(2, ipv6=request.param == "ipv6")) as network:
+        yield network
+
+
+def test_hosts_without_names_meet_and_listen_where_they_are_published(
+    tmp_path: Path, unnamed: Unnamed
+) -> None:
+    script, shared = tmp_path / "script.py", tmp_path / "shared"
+    script.write_text(textwrap.dedent(WRAPPED))
+    shared.mkdir()
+    with contextlib.ExitStack() as exits:
+        nodes = [
+            exits.enter_context(
+                FtRun(
+                    tmp_path / f"node{host}",
+                    *("--nnodes", "2", "--nproc-per-node", "1", "--no-standby"),
+                    *("--rdzv-endpoint", unnamed.endpoint(0), "--rdzv-conf", CONF, "--node-id", str(host)),
+                    *(str(script), str(shared)),
+                    before=unnamed.command(host),
+                )
+            )
+            for host in range(2)
+        ]
+        await_that(lambda: len(list(shared.glob("in.2.0.?"))) == 2, *nodes)
+        listening = [listening_in(node.process.pid) for node in nodes]
+        (shared / "finish").touch()
+        for node in nodes:
+            assert node.end() == 0, node.said
+    # The rendezvous' store, that of the job, and that of the iteration; on the other host nothing.
+    assert listening == [{unnamed.address(0)}, set()]
+
+
+def test_a_host_without_a_name_runs_a_job_alone(tmp_path: Path, unnamed: Unnamed) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "job"
+    script.write_text(textwrap.dedent(ALONE))
+    options = ("--nproc-per-node", "2", "--no-standby", str(script))
+    with FtRun(folder, *options, before=unnamed.command(0)) as job:
+        await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
+        listening = listening_in(job.process.pid)
+        (folder / "finish").touch()
+        assert job.end() == 0, job.said
+    assert listening == {unnamed.loopback}
+
+
+def test_a_name_that_torch_cannot_look_up_is_advised_on(tmp_path: Path, unnamed: Unnamed) -> None:
+    """Torch's own rendezvous looks up the host's name, whatever its endpoint is."""
+    script = tmp_path / "script.py"
+    script.touch()
+    options = (
+        "--nnodes",
+        "1:2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        unnamed.endpoint(0),
+        str(script),
+    )
+    with FtRun(tmp_path / "job", *options, before=unnamed.command(0)) as job:
+        assert job.end() == 2, job.said
+    (line,) = [line for line in job.said.splitlines() if line.startswith("ftrun: error: ")]
+    assert f"this host's own name, {socket.gethostname()}, can be looked up here (/etc/hosts)" in line
+
+
+def listening_in(pid: int) -> set[str]:
+    """Where somebody listens in the network namespace of a process."""
+    found = set()
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A":
+                words = bytes.fromhex(local.rpartition(":")[0])
+                address = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                found.add(socket.inet_ntop(family, address))
+    return found

@@ -1,0 +1,173 @@
+"""What goes wrong around a job, and neither ends nor holds it up: each is named in the log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from agent_job import TIMEOUT, FtRun, await_that
+
+from ft_wrapper import events
+
+JOB = """
+    import os, time
+    from pathlib import Path
+    from ft_wrapper import CallWrapper, Wrapper
+
+    @Wrapper(use_global_iteration=True, join_window=0.1)
+    def train(call_wrapper: CallWrapper = None):
+        n, rank = call_wrapper.iteration, os.environ["RANK"]
+        Path(f"in.{n}.{rank}").touch()
+        while not Path("finish").exists():
+            time.sleep(0.01)
+
+    train()
+"""
+
+PRINTS = """
+    import os, sys
+    from ft_wrapper import CallWrapper, Wrapper
+
+    @Wrapper(use_global_iteration=True)
+    def train(call_wrapper: CallWrapper = None):
+        n = call_wrapper.iteration
+        if n >= 5:
+            sys.exit(f"iteration {n}")
+        print("training", n, flush=True)
+        if n == 0:
+            raise ValueError("the first one fails in any case")
+
+    train()
+"""
+
+
+def write(folder: Path, source: str) -> str:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(source))
+    return str(script)
+
+
+def test_a_full_disk_costs_the_events_and_nothing_else(tmp_path: Path) -> None:
+    script = write(tmp_path, PRINTS)
+    environment = {events.ENV: "/dev/full"}
+    options = ("--nproc-per-node", "2", "--no-standby", "--max-rank-restarts", "0")
+    with FtRun(tmp_path / "job", *options, script, environment=environment) as job:
+        assert job.end() == 0, job.said
+    assert job.said.count("training 1\n") == 2
+    lines = [line for line in job.said.splitlines() if "events are lost" in line]
+    assert len(lines) <= 3, "one of each process"
+    assert "FT_WRAPPER_EVENTS=/dev/full: events are lost" in job.said
+    assert "No space left on device" in job.said
+
+
+def test_output_that_nobody_reads_restarts_once_and_is_named(tmp_path: Path) -> None:
+    """As by ``ftrun … | head``."""
+    script = write(tmp_path, PRINTS)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", "2", "--no-standby", script]
+    try:
+        ended = subprocess.run(
+            command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT, cwd=tmp_path
+        )
+    finally:
+        os.close(write_end)
+    assert ended.returncode == 0, ended.stderr
+    assert "no one reads stdout of process" in ended.stderr
+    assert "restart 1: " in ended.stderr
+    assert "restart 2: " not in ended.stderr
+
+
+def test_a_template_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    script, folder = write(tmp_path, JOB), tmp_path / "job"
+    with FtRun(folder, "--nproc-per-node", "2", script) as job:
+        await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
+        template = job.template()
+        template.send_signal(signal.SIGSTOP)
+        await_that(lambda: "the standby process was stopped by a signal: continued" in job.said, job)
+        os.kill(job.pids(1)[0], signal.SIGKILL)
+        await_that(lambda: len(job.pids(1)) == 2, job)
+        (folder / "finish").touch()
+        assert job.end() == 0, job.said
+    assert not template.is_running()
+
+
+# Of a user's: it is run in the template, too, and never returns there.
+BLOCKS = """
+    import os, signal, sys, time
+    from pathlib import Path
+
+    if any("ft_wrapper.agent.template" in argument for argument in sys.orig_argv):
+        template = os.getpid()
+
+        class Blocks:
+            def find_spec(self, name, path=None, target=None):
+                if name == "torch._dynamo" and os.getpid() == template:
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                    Path("blocked").touch()
+                    while True:
+                        time.sleep(1000)
+
+        sys.meta_path.insert(0, Blocks())
+"""
+
+
+def test_a_template_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    script = write(tmp_path, JOB)
+    folder, users = tmp_path / "job", tmp_path / "users"
+    users.mkdir()
+    (users / "sitecustomize.py").write_text(textwrap.dedent(BLOCKS))
+    path = os.pathsep.join([str(users), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    with FtRun(folder, "--nproc-per-node", "2", script, environment={"PYTHONPATH": path}) as job:
+        await_that(lambda: (folder / "blocked").exists() and len(list(folder.glob("in.0.*"))) == 2, job)
+        template = job.template()
+        os.kill(job.pids(1)[0], signal.SIGKILL)
+        await_that(lambda: (folder / "in.1.0").exists(), job)
+        (folder / "finish").touch()
+        assert job.end() == 0, job.said
+    assert not template.is_running()
+    assert f"the standby process {template.pid} has not answered" in job.said
+
+
+@pytest.mark.parametrize(("limit", "enough"), [(64, False), (100, True)])
+def test_too_few_descriptors_are_named_before_anything_is_started(
+    tmp_path: Path, limit: int, enough: bool
+) -> None:
+    script, folder = write(tmp_path, JOB), tmp_path / "job"
+    folder.mkdir()
+    (folder / "finish").touch()
+    before = ("bash", "-c", f'ulimit -n {limit}; exec "$@"', "bash")
+    with FtRun(folder, "--nproc-per-node", "4", "--no-standby", script, before=before) as job:
+        assert job.end() == (0 if enough else 2), job.said
+    if not enough:
+        assert "[Errno 24] Too many open files: with 4 ranks this process needs" in job.said
+        assert not list(folder.glob("in.*"))
+
+
+def test_what_is_written_is_the_owners_alone(tmp_path: Path) -> None:
+    script, folder = write(tmp_path, PRINTS), tmp_path / "job"
+    logs = folder / "logs"
+    umask = os.umask(0)
+    try:
+        with FtRun(
+            folder,
+            "--nproc-per-node",
+            "1",
+            "--no-standby",
+            "--redirects",
+            "3",
+            "--log-dir",
+            str(logs),
+            script,
+        ) as job:
+            assert job.end() == 0, job.said
+    finally:
+        os.umask(umask)
+    written = [folder / "events", *logs.rglob("*.log")]
+    assert [path.stat().st_mode & 0o077 for path in written] == [0, 0, 0]
+    assert [path.stat().st_mode & 0o077 for path in logs.iterdir()] == [0]

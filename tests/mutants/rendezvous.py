@@ -1,0 +1,224 @@
+"""Mistakes in the rendezvous, each of which ``tests/rendezvous/explore.py --random`` finds."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+
+def _of(file: str, name: str, old: str, new: str, why: str) -> Mutant:
+    return Mutant(name, f"rendezvous/{file}.py", old, new, "rendezvous", why)
+
+
+RENDEZVOUS: list[Mutant] = [
+    _of(
+        "keep_alive",
+        "wrong-neighbour",
+        "[*everybody[here + 1 :], *everybody[:here]]\n\n\ndef neighbours",
+        "[*everybody[here + 2 :], *everybody[:here]]\n\n\ndef neighbours",
+        "each node is watched by the two in front of it",
+    ),
+    _of(
+        "keep_alive",
+        "never-looks-past-a-silent-node",
+        "still[first] > self._timeout / 2",
+        "still[first] > 2 * self._timeout",
+        "nodes that were lost together are observed at the same time",
+    ),
+    _of(
+        "keep_alive",
+        "looks-past-healthy-nodes",
+        "still[first] > self._timeout / 2",
+        "still[first] >= 0.0",
+        "while nothing is wrong each node costs the same, however many there are",
+    ),
+    _of(
+        "keep_alive",
+        "takes-the-first-look-for-a-sign-of-life",
+        "still[node] == 0.0 and node in self._known",
+        "still[node] == 0.0",
+        "one look says nothing: all behind a silent node are looked at at once, not one a look",
+    ),
+    _of(
+        "keep_alive",
+        "forgets-what-it-saw-when-places-change",
+        "self._doubted = self._known - living",
+        "self._doubted = set()",
+        "spares in the places of lost nodes do not begin the observation again",
+    ),
+    _of(
+        "keep_alive",
+        "silent-after-half-of-the-timeout",
+        "if seconds >= self._timeout]",
+        "if seconds >= self._timeout / 2]",
+        "a node that gave a sign of life within the timeout is not taken out",
+    ),
+    _of(
+        "keep_alive",
+        "no-time-to-reconnect",
+        "until = now + min(2 * away + self._interval, RECONNECTS) + self._interval",
+        "until = now",
+        "after an outage of the store not all clients are back at the same time",
+    ),
+    _of(
+        "keep_alive",
+        "no-time-to-reconnect-after-a-long-outage",
+        "min(2 * away + self._interval, RECONNECTS) + self._interval",
+        "self._interval",
+        "an attempt to connect lasts as long as all before it",
+    ),
+    _of(
+        "keep_alive",
+        "judges-only-while-it-is-cut-off",
+        "away > self._interval / 2",
+        "away < self._interval / 2",
+        "only a node that could not look gives the others time",
+    ),
+    _of(
+        "keep_alive",
+        "spares-are-in-the-ring-of-seats",
+        "state.policy == RANK and state.place_of(node) != SEAT",
+        "state.policy == RANK and state.place_of(node) == SEAT",
+        "a spare finds out that all with seats are lost",
+    ),
+    _of(
+        "watch",
+        "does-not-read-the-record-after-a-wait-in-vain",
+        "self._board.learn(woken or self._register.read())",
+        "self._board.learn(woken or known)",
+        "the key that it waits for may be gone",
+    ),
+    _of(
+        "watch",
+        "waits-without-a-limit",
+        "self._register.wait(known.state.version, LOOK_AGAIN)",
+        "self._register.wait(known.state.version, 14 * 24 * 3600.0)",
+        "the key that it waits for may be gone",
+    ),
+    _of(
+        "watch",
+        "passes-over-a-change",
+        "known.state.version > self._told",
+        "known.state.version > self._told + 1",
+        "the agent is told each record",
+    ),
+    _of(
+        "watch",
+        "sweeps-at-each-beat",
+        "== 0:\n            self._executor.sweep()",
+        "!= 0:\n            self._executor.sweep()",
+        "what each node asks of the store is bounded",
+    ),
+    _of(
+        "watch",
+        "does-not-sweep",
+        "            self._executor.sweep()",
+        "            pass",
+        "what a node that died left undone is done by another",
+    ),
+    _of(
+        "register",
+        "wakes-only-those-who-are-behind",
+        '[keys.version(version - 1), keys.version(version)], ["", ""]',
+        '[keys.version(version - 1)], [""]',
+        "who waits for the version that was written is woken",
+    ),
+    _of(
+        "register",
+        "waits-for-the-version-that-it-knows",
+        "self._store.wait_for(keys.version(version + 1), seconds)",
+        "self._store.wait_for(keys.version(version), seconds)",
+        "a wait ends with a change, not at once",
+    ),
+    _of(
+        "register",
+        "deletes-the-wrong-key",
+        "keys.version(version - KEPT_VERSIONS)",
+        "keys.version(KEPT_VERSIONS)",
+        "keys of old versions do not pile up",
+    ),
+    _of(
+        "register",
+        "passes-on-what-was-passed-on",
+        "if not self._store.check([key])",
+        "if self._store.check([key])",
+        "a wake-up that was lost is passed on",
+    ),
+    _of(
+        "register",
+        "keeps-old-logs",
+        "state.epoch > max(1, before.state.epoch)",
+        "state.epoch > before.state.epoch + 1",
+        "logs of old rounds do not pile up",
+    ),
+    _of(
+        "register",
+        "believes-that-it-has-won",
+        "if held == desired:",
+        "if held != before.text:",
+        "a change that lost against another one is made again",
+    ),
+    _of(
+        "register",
+        "reads-then-waits",
+        "return self.read() if self._store.wait_for(keys.version(version + 1), seconds) else None",
+        "return (self.read(), self._store.wait_for(keys.version(version + 1), seconds))[0]",
+        "the record is read once the wake-up has come",
+    ),
+    _of(
+        "executor",
+        "takes-nobody-out",
+        "if not may_unseat(state, self.node, silent)",
+        "if may_unseat(state, self.node, silent)",
+        "silent nodes are taken out",
+    ),
+    _of(
+        "state",
+        "passes-over-an-entry",
+        "entries[state.folded :]",
+        "entries[state.folded + 1 :]",
+        "each entry of the log is taken once",
+    ),
+    _of(
+        "state",
+        "refuses-an-agent-that-it-knows",
+        "before.incarnation > node.incarnation",
+        "before.incarnation >= node.incarnation",
+        "a node comes again to the next round",
+    ),
+    _of(
+        "state",
+        "one-too-many",
+        ">= self.max_nodes\n\n    @property\n    def can_complete",
+        "> self.max_nodes\n\n    @property\n    def can_complete",
+        "more nodes than may be are spares",
+    ),
+    _of(
+        "state",
+        "does-not-tell-incarnations-apart",
+        "one.id == other.id and one.incarnation == other.incarnation",
+        "one.id == other.id",
+        "an agent that was started again is another one",
+    ),
+    _of(
+        "operations",
+        "does-not-notice-that-it-is-out",
+        "return max(1, waiting)",
+        "return waiting",
+        "a node that was taken out comes again",
+    ),
+    _of(
+        "operations",
+        "patience-has-no-end",
+        "if context.now >= context.patience_ends:",
+        "if context.now >= context.deadline:",
+        "a node that nobody takes into the record does that itself",
+    ),
+    _of(
+        "operations",
+        "holds-on-to-its-old-seat",
+        "if place == SEAT and self.is_leaving:",
+        "if place == SEAT and not self.is_leaving:",
+        "a node that leaves a round has no place in it",
+    ),
+]
+MUTANTS = RENDEZVOUS

@@ -1,0 +1,183 @@
+"""A node's watcher hears of every change, also where it was stopped while the record changed often."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from ft_wrapper.rendezvous import keys
+from ft_wrapper.rendezvous.executor import Executor
+from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Register
+from ft_wrapper.rendezvous.settings import Settings
+from ft_wrapper.rendezvous.state import Node, State
+from ft_wrapper.rendezvous.watch import LOOK_AGAIN, Board, Watcher
+from ft_wrapper.store import TCPStore, TCPStoreServer
+from ft_wrapper.testing import Scheduler
+from ft_wrapper.testing.simulation import SimulatedStore
+
+MANY = KEPT_VERSIONS + 8
+SETTINGS = Settings("job", 1, 1)
+INITIAL = State(1, 1)
+
+
+class Watched:
+    """A watcher on simulated time, and somebody who changes the record."""
+
+    def __init__(self, on_change: Callable[[State], None] | None = None) -> None:
+        self.scheduler = Scheduler(max_time=2 * LOOK_AGAIN)
+        self.store = SimulatedStore(self.scheduler)
+        self.told: list[tuple[float, int]] = []
+        self.board, self.register = Board(), Register(self.store.clone("watch"), INITIAL)
+        self.board.learn(self.register.read())
+        watcher = Watcher(Node("0"), self.register, self.board, on_change or self.note)
+        self.watch = self.scheduler.spawn("watch", watcher.run, daemon=True)
+        self.writer = Register(self.store.clone("writer"), INITIAL)
+
+    def note(self, state: State) -> None:
+        self.told.append((self.scheduler.now(), state.version))
+
+    def touch(self, times: int) -> None:
+        for _ in range(times):
+            snapshot = self.writer.read()
+            assert self.writer.replace(snapshot, snapshot.state)[1]
+
+    def run(self, plan: Callable[[], None]) -> None:
+        self.scheduler.spawn("plan", plan)
+        self.scheduler.run()
+
+
+def test_stopped_while_it_waits() -> None:
+    watched = Watched()
+
+    def plan() -> None:
+        watched.scheduler.sleep(1.0)
+        watched.scheduler.pause(watched.watch, 20.0)
+        watched.touch(MANY)
+        watched.scheduler.sleep(30.0)
+        watched.touch(1)
+        watched.scheduler.sleep(1.0)
+
+    watched.run(plan)
+    assert watched.told == [(21.0, MANY), (31.0, MANY + 1)]
+
+
+def test_stopped_between_its_read_and_its_wait() -> None:
+    """The key that it waits for is gone by then: it reads the record after a while."""
+    watched = Watched()
+
+    watched.scheduler.pause_at(watched.watch, 3, 20.0)  # after one wait and one read
+
+    def plan() -> None:
+        watched.scheduler.sleep(1.0)
+        watched.touch(1)
+        watched.scheduler.sleep(1.0)
+        assert watched.told == [(1.0, 1)]
+        watched.touch(MANY)
+        watched.scheduler.sleep(20.0 + LOOK_AGAIN + 1.0)
+
+    watched.run(plan)
+    assert [version for _, version in watched.told] == [1, MANY + 1]
+    assert watched.told[-1][0] <= 21.0 + LOOK_AGAIN
+
+
+def test_slow_to_take_in_a_record() -> None:
+    told: list[tuple[float, int]] = []
+
+    def note(state: State) -> None:
+        told.append((watched.scheduler.now(), state.version))
+        if len(told) == 1:
+            watched.scheduler.sleep(20.0)
+
+    watched = Watched(note)
+
+    def plan() -> None:
+        watched.scheduler.sleep(1.0)
+        watched.touch(1)
+        watched.scheduler.sleep(1.0)
+        watched.touch(MANY)
+        watched.scheduler.sleep(30.0)
+
+    watched.run(plan)
+    assert told == [(1.0, 1), (21.0, MANY + 1)]
+
+
+def test_told_what_another_thread_of_the_node_has_learned() -> None:
+    """The heart writes a record, and puts it on the board, while the watcher tells of the one before."""
+
+    def note(state: State) -> None:
+        told.append(state.version)
+        if len(told) == 1:
+            watched.touch(1)
+            watched.board.learn(watched.writer.read())
+
+    told: list[int] = []
+    watched = Watched(note)
+
+    def plan() -> None:
+        watched.touch(1)
+        watched.scheduler.sleep(1.0)
+
+    watched.run(plan)
+    assert told == [1, 2]
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_wake_up_that_was_lost_is_passed_on(knows: bool) -> None:
+    """Who wrote the record died before it could wake anybody; the heart may know the record already."""
+    watched = Watched()
+    heart = Executor(Node("0"), Register(watched.store.clone("heart"), INITIAL), watched.board, SETTINGS)
+
+    def plan() -> None:
+        watched.scheduler.sleep(1.0)
+        watched.store.fail("multi_set")
+        with contextlib.suppress(Exception):
+            watched.touch(1)
+        if knows:
+            heart.refresh()
+        watched.scheduler.sleep(1.0)
+        assert not watched.told
+        heart.sweep()
+        watched.scheduler.sleep(1.0)
+
+    watched.run(plan)
+    assert watched.told == [(2.0, 1)]
+
+
+def test_on_a_real_store() -> None:
+    """The watcher is held up while the record changes often; then it is told the last one."""
+    server = TCPStoreServer(0)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        store = TCPStore("localhost", server.port)
+        stack.callback(store.close)
+        writer = Register(store, INITIAL)
+        board = Board()
+        board.learn(writer.read())
+        held_up, go_on, seen_all = threading.Event(), threading.Event(), threading.Event()
+
+        def note(state: State) -> None:
+            held_up.set()
+            assert go_on.wait(30.0)
+            if state.version == MANY + 1:
+                seen_all.set()
+
+        watcher = Watcher(Node("0"), Register(store.clone(), INITIAL), board, note)
+        now = watcher._register.store.now
+        ahead = [0.0]
+        watcher._register.store.now = lambda: now() + ahead[0]  # type: ignore[method-assign]
+        watcher.start()
+        touch = [writer.replace(writer.read(), writer.read().state)[1]]
+        assert held_up.wait(30.0)
+        touch += [writer.replace(writer.read(), writer.read().state)[1] for _ in range(MANY)]
+        assert all(touch)
+        assert not store.check([keys.version(2)])
+        ahead[0] = 60.0  # it was held up for longer than it took here
+        go_on.set()
+        assert seen_all.wait(30.0), "it waits for a key that is gone"
+        watcher.stop()
+        writer.replace(writer.read(), writer.read().state)
+        watcher.join(30.0)
+        assert not watcher.is_alive()

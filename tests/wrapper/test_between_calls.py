@@ -1,0 +1,83 @@
+"""Between two wrapped calls a rank may take its time; only its death, its end or its silence excludes it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any
+
+import psutil
+import pytest
+from rank_harness import SETTINGS, Job, Rank
+
+from ft_wrapper import CallWrapper, Wrapper
+
+SHORT = {
+    **SETTINGS,
+    "soft_timeout": 2.0,
+    "hard_timeout": 2.8,
+    "heartbeat_timeout": 2.5,
+    "barrier_timeout": 3.0,
+}
+# Nothing but a report of the end lets the others go on in time.
+LONG = {**SETTINGS, "heartbeat_timeout": 60.0, "barrier_timeout": 90.0}
+
+
+class Told(logging.Handler):
+    """Tells the test for whom the next call waits."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "waits for slots" in text:
+            self.rank.say("waits", text=text.partition(":")[0])
+
+
+def calls_twice(rank: Rank, dawdler: int, settings: dict[str, Any]) -> Any:
+    logging.getLogger("ft_wrapper").addHandler(Told(rank))
+
+    @Wrapper(**{**settings, **rank.store_settings}, use_global_iteration=True)
+    def train(call_wrapper: CallWrapper) -> list[int]:
+        return [call_wrapper.iteration, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])]
+
+    first = train()
+    rank.say("between")
+    if rank.slot == dawdler and rank.hear() == "end":
+        return [first]
+    return [first, train()]
+
+
+@pytest.mark.parametrize("dawdler", [0, 1])
+def test_a_rank_that_lives_may_take_longer_than_barrier_timeout(job: Job, dawdler: int) -> None:
+    with job.announced_store() as (_, address):
+        job.start(3, calls_twice, dawdler, SHORT, env={"FT_WRAPPER_STORE": address})
+        job.expect("between")
+        others = {0, 1, 2} - {dawdler}
+        for _ in range(2):
+            job.expect(
+                "waits",
+                *others,
+                text=f"call 1 waits for slots [{dawdler}]",
+            )
+        job.tell("go", dawdler)
+        assert job.wait() == [[[0, slot, 3], [1, slot, 3]] for slot in range(3)]
+
+
+@pytest.mark.parametrize("how", ["end", "kill", "host"])
+def test_the_others_go_on_without_one_that_is_gone_between_two_calls(job: Job, how: str) -> None:
+    settings = {**SETTINGS, "heartbeat_timeout": 2.0} if how == "host" else LONG
+    with job.announced_store() as (_, address):
+        job.start(3, calls_twice, 1, settings, env={"FT_WRAPPER_STORE": address})
+        job.expect("between")
+        if how == "end":
+            job.tell("end", 1)
+        else:
+            for child in psutil.Process(job[1].pid).children() if how == "host" else ():
+                child.kill()
+            job.send_signal(1, signal.SIGKILL)
+        values = job.wait(killed=() if how == "end" else (1,))
+    assert [value for value in values if len(value) == 2] == [[[0, 0, 3], [1, 0, 2]], [[0, 2, 3], [1, 1, 2]]]

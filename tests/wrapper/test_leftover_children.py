@@ -1,0 +1,126 @@
+"""What the function has started: its children end with it, and nothing keeps the process's end up."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rank_harness import SETTINGS, Job, Rank
+
+from ft_wrapper import CallWrapper, Wrapper, exit_watch
+from ft_wrapper.abort import AbortProcesses, AbortTorchDistributed
+
+FORK = multiprocessing.get_context("fork")
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def has_children(rank: Rank, abort: str) -> Any:
+    """Which of all kinds of children live in the next iteration."""
+    before = FORK.Process(target=time.sleep, args=(1000,))
+    before.start()
+    started: dict[str, Any] = {"before the call": before}
+    kept: list[int] = []
+    pools: list[concurrent.futures.ProcessPoolExecutor] = []
+    settings: dict[str, Any] = {
+        "default": {},
+        "torch's alone": {"abort": AbortTorchDistributed()},
+        "spare": {"abort": AbortProcesses(spare=lambda process: process.pid in kept)},
+        "find": {"abort": AbortProcesses(find=lambda: [before.pid, started["Popen"].pid])},
+    }[abort]
+
+    @Wrapper(**SETTINGS, **settings)
+    def train(call_wrapper: CallWrapper) -> dict[str, bool]:
+        if call_wrapper.iteration == 0:
+            started["daemon"] = FORK.Process(target=time.sleep, args=(1000,), daemon=True)
+            started["child"] = FORK.Process(target=time.sleep, args=(1000,))
+            for name in ("daemon", "child"):
+                started[name].start()
+            started["Popen"] = subprocess.Popen(["sleep", "1000"])
+            pools.append(concurrent.futures.ProcessPoolExecutor(1, FORK))  # else it ends by itself
+            started["pool's"] = pools[0].submit(os.getpid).result()
+            kept.append(started["child"].pid)
+            raise ValueError
+        pids = {name: getattr(child, "pid", child) for name, child in started.items()}
+        return {name: lives(pid) for name, pid in pids.items()}
+
+    try:
+        return train()
+    finally:
+        for child in started.values():
+            pid = getattr(child, "pid", child)
+            if lives(pid):
+                os.kill(pid, 9)
+            if hasattr(child, "wait"):
+                child.wait()
+            elif hasattr(child, "join"):
+                child.join()
+
+
+@pytest.mark.parametrize(
+    ("abort", "lost"),
+    [
+        ("default", {"daemon", "child", "pool's"}),
+        ("torch's alone", set()),
+        ("spare", {"daemon", "pool's"}),
+        ("find", {"before the call", "Popen"}),
+    ],
+)
+@pytest.mark.tcp_only("the store has no part in it")
+def test_the_functions_children_end_with_the_iteration(job: Job, abort: str, lost: set[str]) -> None:
+    job.start(1, has_children, abort)
+    job.wait_for_end(leftovers=False)
+    assert {name for name, lived in job[0].value.items() if not lived} == lost
+
+
+def leaves_an_executor(rank: Rank, hangs: bool) -> Any:
+    """Interrupted before an executor's shutdown, one of whose threads never ends."""
+    if hangs:
+        exit_watch.SAID_AFTER, exit_watch.ENDED_AFTER = 0.1, 1.0
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> int:
+        if call_wrapper.iteration == 0:
+            if rank.slot == 1:
+                rank.hear()
+                raise ValueError
+            pool = concurrent.futures.ThreadPoolExecutor(1, "writer")
+            pool.submit(rank.hang if hangs else int)
+            rank.say("in")
+            rank.train()
+        return call_wrapper.iteration
+
+    return train()
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+@pytest.mark.tcp_only("the store has no part in it")
+def test_a_thread_that_an_interrupted_function_left_does_not_keep_the_process(job: Job, hangs: bool) -> None:
+    job.start(2, leaves_an_executor, hangs)
+    job.expect("in", 0)
+    job.tell("fail", 1)
+    job.wait_for_end(leftovers=False)
+    assert [process.value for process in job.ranks.values()] == [1, 1] or hangs
+    assert job[1].code == 0
+    assert job[0].code == (1 if hangs else 0)
+    assert ("waits at its end for what an interrupted function left" in job[0].log) == hangs
+    if hangs:
+        assert "thread writer_0" in job[0].log and "in hang" in job[0].log
+
+
+def test_torch_has_what_is_spared() -> None:
+    source = Path(sys.modules["torch"].__file__ or "").parent
+    assert "_pool_set" in (source / "_inductor/async_compile.py").read_text()

@@ -1,0 +1,134 @@
+"""A function that fails again and again in the same way ends the job with its error: `max_same_faults`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import pytest
+from rank_harness import SETTINGS, Job, Rank
+
+from ft_wrapper import CallWrapper, Wrapper, call, same_faults
+from ft_wrapper.exception import RestartAbort
+
+
+def fail(number: int) -> NoReturn:
+    raise ValueError(f"at {number:#x}")  # a message that differs each time
+
+
+def fails_at_once(rank: Rank, slots: list[int], rounds: int = 100, place: str = "", **settings: Any) -> Any:
+    """One of some slots after the other fails at once, always; the others train."""
+    same_faults._FIRST_PAUSE = 0.0
+    if place == "minutes":
+        call.PROGRESS_AFTER = 0.0
+
+    @Wrapper(**{**SETTINGS, **settings})
+    def train(call_wrapper: CallWrapper) -> int:
+        n = call_wrapper.iteration
+        rank.say("in", n=n)
+        if n == rounds:
+            return n
+        if slots[n % len(slots)] == rank.slot:
+            if place == "ping":
+                call_wrapper.ping()
+            if place == "ping in a block":
+                with call_wrapper.disable_hang_protection():
+                    call_wrapper.ping()
+            if place == "elsewhere" and n % 2:
+                raise ValueError("the same type at another line")
+            fail(n)
+        return rank.train()
+
+    try:
+        return train()
+    except RestartAbort as error:
+        assert isinstance(error, SystemExit) and error.code == 1
+        raise
+
+
+def check_end(job: Job, culprit: int, times: int) -> None:
+    job.wait_for_end()
+    for slot, process in job.ranks.items():
+        # Another may hear of the fault before it has entered.
+        assert len(process.said("in")) == times if slot == culprit else len(process.said("in")) <= times
+        assert process.code == 1
+        if slot == culprit:
+            assert process.error == "ValueError"
+            assert process.text == f"at {times - 1:#x}"
+        else:
+            assert process.error == "JobEnded"
+            assert f"ValueError at test_same_faults.py:{LINE} in fail on slot {culprit}" in process.text
+            assert f"{times} times in a row" in process.text and "max_same_faults=" in process.text
+            assert "Traceback" not in process.log.partition("JobEnded")[0].partition("leaves the job")[2]
+    tracebacks = job[culprit].log.count("\nTraceback (most recent")
+    assert tracebacks <= 4, job[culprit].log  # the first fault, and the end, where the harness prints it, too
+
+
+LINE = fail.__code__.co_firstlineno + 1
+
+
+def test_one_rank_always_fails(job: Job) -> None:
+    job.start(3, fails_at_once, [1])
+    check_end(job, 1, 5)
+
+
+def test_the_error_has_its_traceback(job: Job) -> None:
+    job.start(2, fails_at_once, [1], max_same_faults=2)
+    check_end(job, 1, 2)
+    end = job[1].log.rpartition("leaves the job")[2]
+    assert f"line {LINE}, in fail" in end, end
+
+
+def test_each_time_another_rank_fails(job: Job) -> None:
+    """The faults of all ranks count together: in a large job each time another one may be the first."""
+    job.start(3, fails_at_once, [1, 2, 0])
+    check_end(job, 2 if 5 % 3 == 2 else 1, 5)
+
+
+def test_a_spare_ends_too_and_so_does_a_job_that_would_wait_for_ranks(job: Job) -> None:
+    job.start(3, fails_at_once, [1], active_world_size=2, min_world_size=3, max_same_faults=3)
+    check_end(job, 1, 3)
+
+
+def test_a_rank_alone(job: Job) -> None:
+    job.start(1, fails_at_once, [0], max_same_faults=1)
+    check_end(job, 0, 1)
+
+
+@pytest.mark.parametrize("place", ["ping", "ping in a block", "minutes", "elsewhere"])
+def test_what_makes_progress_or_fails_elsewhere_goes_on(job: Job, place: str) -> None:
+    job.start(2, fails_at_once, [1], 4, place, max_same_faults=2)
+    assert job.wait() == [4, 4]
+
+
+def test_none_never_ends_it(job: Job) -> None:
+    job.start(2, fails_at_once, [1], 7, max_same_faults=None)
+    assert job.wait() == [7, 7]
+
+
+def test_the_pause_grows() -> None:
+    pauses = [same_faults.pause_before_entering(count) for count in (1, 2, 3, 4, 5, 100)]
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 10.0]
+
+
+def backs_off(rank: Rank) -> Any:
+    paused = []
+    pause = call.pause_before_entering
+    call.pause_before_entering = lambda count: paused.append(pause(count)) or 0.0
+
+    @Wrapper(**{**SETTINGS, "max_same_faults": 4})
+    def train() -> None:
+        if rank.slot == 1:
+            fail(0)
+        rank.train()
+
+    try:
+        train()
+    finally:
+        rank.say("paused", seconds=paused)
+
+
+def test_all_ranks_back_off(job: Job) -> None:
+    job.start(2, backs_off)
+    job.wait_for_end()
+    assert [process.said("paused")[0]["seconds"] for process in job.ranks.values()] == [[0.0, 0.5, 1.0]] * 2
+    assert "trying again in" not in job[0].log
