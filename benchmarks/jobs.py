@@ -44,7 +44,7 @@ def free_port_pair() -> int:
     Raises:
         RuntimeError: none was found.
     """
-    # Below the range that the kernel hands out by itself, so that nobody gets it between now and then.
+    # Below the range that the kernel hands out by itself, so that no other process gets it meanwhile.
     for port in random.SystemRandom().sample(range(20000, 30000, 2), 100):
         with contextlib.ExitStack() as stack:
             try:

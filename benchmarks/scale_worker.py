@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import gc
-import json
-import os
+import inspect
+import logging
 import resource
-import socket
+import sys
 import time
-from collections.abc import Callable
+import types
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
-from scale_wire import Connection, Loop, WireStore
+from scale_wire import Connection, Event, Loop, Threading, WireStore
 
-from ft_wrapper.store import Decision, Member, TCPStoreServer, View
+from ft_wrapper.job import Job, Patience
+from ft_wrapper.monitor import neighbours
+from ft_wrapper.monitor.rank_monitor import RankMonitor
+from ft_wrapper.monitor.settings import MonitorSettings
+from ft_wrapper.store import Decision, Member, TCPStoreServer, View, joining
 
 HOST = "127.0.0.1"
-PATIENCE = 600.0  # seconds that a rank waits for the others, and until a missing one is silent
+PATIENCE = 600.0  # seconds that a rank waits for the others
 _NEVER = 86400.0
 GO = "scale/go"
 _LIST = "scale/list"
 _FULL = "scale/full"
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is simulated.
+
+    Args:
+        ranks: how many there are.
+        connections: that each process of ranks has for all that its ranks do; 0 for a real rank's, each.
+        interval: seconds between two heartbeats.
+        timeout: seconds without one after which a member is silent.
+        node: how many ranks share a heart, as those of an agent do, where there are such hearts.
+    """
+
+    ranks: int
+    connections: int
+    interval: float
+    timeout: float
+    node: int = 1
+
+
 @dataclasses.dataclass
 class Stamps:
-    """When the last rank of a process was through a part of a restart; monotonic seconds, 0.0 for none."""
+    """When the last rank of a process was through a part; monotonic seconds, 0.0 for none."""
 
+    formed: float = 0.0
     woken: float = 0.0
-    proposing: float = 0.0
     decided: float = 0.0
     placed: float = 0.0
     entered: float = 0.0
@@ -38,26 +65,46 @@ class Stamps:
 
 @dataclasses.dataclass
 class Costs:
-    """What the ranks of a process did in a part of a restart; lists have an entry for each rank."""
+    """What the ranks of a process did in a while; lists have an entry for each rank that is there.
+
+    Args:
+        stamps: when the last one was through each part.
+        operations: requests of its process: its own client's and its monitor thread's.
+        sent: bytes of these to the server.
+        received: bytes of these from the server.
+        looks: waits of these that timed out.
+        beats: requests of all of their monitors.
+        beat_bytes: bytes of these, both ways.
+        cpu: seconds of this process.
+        connections: that this process has.
+    """
 
     stamps: Stamps
     operations: list[int]
     sent: list[int]
     received: list[int]
-    looks: int
-    proposers: list[int]  # positions in the lists
+    looks: list[int]
+    beats: int
+    beat_bytes: int
     cpu: float
+    connections: int
+
+
+# What each rank computes for itself, on its own machine, is computed once in each process: or the ranks that
+# share these two cores would be measured, and not the store.
 
 
 class Roster(tuple[Member, ...]):
-    """Members, with their positions known: so that what each rank looks up in them is paid once a process."""
-
-    def __new__(cls, members: tuple[Member, ...]) -> Roster:
-        roster = super().__new__(cls, members)
-        roster.positions = {member: position for position, member in enumerate(members)}
-        return roster
+    """Members, with their positions known, of which parts are taken for nothing."""
 
     positions: dict[Member, int]
+
+    @classmethod
+    def of(cls, members: Sequence[Member]) -> Roster:
+        """Returns the same members."""
+        roster = cls(members)
+        roster.positions = {member: position for position, member in enumerate(members)}
+        return roster
 
     def index(self, member: Member, *_: Any) -> int:
         return self.positions[member]
@@ -65,176 +112,349 @@ class Roster(tuple[Member, ...]):
     def __contains__(self, member: object) -> bool:
         return member in self.positions
 
-
-class SharedView(View):
-    """A view that all ranks of a process share. The first one to need the next view makes it."""
-
-    @classmethod
-    def of(cls, view: View) -> SharedView:
-        """Returns the same view, to be shared."""
-        fields = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
-        return cls(**fields | {"members": Roster(view.members)})
-
-    def after(self, decision: Decision, nonce: str) -> View:
-        following = self.__dict__.get("following")
-        if following is None or following.nonce != nonce:
-            following = SharedView.of(super().after(decision, nonce))
-            self.__dict__["following"] = following
-        return following
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return Part([(self, range(len(self))[key])])
+        return super().__getitem__(key)
 
 
-class RankStore(WireStore):
-    """A simulated rank's client, which stamps its proposals."""
+class Part(Sequence[Member]):
+    """Some of a roster's members, in a row, and others behind them."""
 
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
+    def __init__(self, parts: list[tuple[Roster, range]]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(len(places) for _, places in self._parts)
+
+    def __iter__(self) -> Iterator[Member]:
+        return (roster[place] for roster, places in self._parts for place in places)
+
+    def __getitem__(self, key: Any) -> Any:
+        if key != 0:
+            return tuple(self)[key]
+        return next(iter(self))
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self._parts + other._parts)
+
+
+class Slots(list[int]):
+    """All slots, in order: each of them is its own place."""
+
+    def index(self, slot: int, *_: Any) -> int:  # type: ignore[override]
+        return slot
+
+
+def once(make: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes something again only if its key is another one than last time.
+
+    Args:
+        make: makes it of some arguments.
+        key: tells, of the same arguments, for what it is.
+    """
+    last: list[Any] = []
+
+    def made(*arguments: Any) -> Any:
+        wanted = key(*arguments)
+        if not last or last[0] != wanted:
+            last[:] = [wanted, make(*arguments)]
+        return last[1]
+
+    return made
+
+
+@contextlib.contextmanager
+def computed_once(slots: frozenset[int]) -> Iterator[None]:
+    """Has what all ranks of a process read and compute alike done once.
+
+    Args:
+        slots: those that the job begins with, from 0 on.
+    """
+    after = View.after
+    read_decision = Decision.from_json
+
+    def view_after(view: View, decision: Decision, nonce: str) -> View:
+        following = after(view, decision, nonce)
+        return dataclasses.replace(following, members=Roster.of(following.members))
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (View, "after", once(view_after, lambda view, decision, nonce: (view.n, view.nonce, nonce))),
+        (Decision, "from_json", staticmethod(once(read_decision, lambda text, key: text))),
+    ]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("ft_wrapper.store.") and hasattr(module, "roster_from_json"):
+            read = module.roster_from_json
+
+            def read_roster(text: str, key: str, read: Any = read) -> Roster:
+                return Roster.of(read(text, key))
+
+            replaced.append((module, "roster_from_json", once(read_roster, lambda text, key: text)))
+    if hasattr(joining, "_first_decision"):
+        decide = joining._first_decision
+        replaced.append((joining, "_first_decision", once(decide, lambda members, least: id(members))))
+    if hasattr(neighbours.NeighbourWatch, "_starts"):
+        replaced.append((neighbours.NeighbourWatch, "_starts", _starts))
+    in_order = Slots(sorted(slots))
+    sort: Any = lambda what, **how: in_order if what is slots else sorted(what, **how)  # noqa: E731
+    with contextlib.ExitStack() as exits:
+        exits.enter_context(unittest.mock.patch.object(joining, "sorted", sort, create=True))
+        for owner, name, value in replaced:
+            exits.enter_context(unittest.mock.patch.object(owner, name, value))
+        yield
+
+
+def _starts(watch: Any, view: View, own: frozenset[Member]) -> tuple[int, ...]:
+    """What `NeighbourWatch` works out once in an iteration by going through all members."""
+    places = sorted(view.members.index(member) for member in own if member in view.members)
+    size = len(view.members)
+    return tuple(place for place in places if view.members[(place + 1) % size] not in own)
+
+
+class Rank:
+    """One simulated rank: its process with two clients, and its monitor with its own.
+
+    Args:
+        ranks: the process's.
+        slot: its slot.
+    """
+
+    def __init__(self, ranks: Ranks, slot: int) -> None:
+        self._ranks = ranks
+        self.slot = slot
+        self._opened: list[WireStore] = []
+        self.store = self._connect()
+        self.thread_store = self._connect()
+        slots: Any = ranks.slots  # one set for all: each would sort and hash its own
+        self.job = Job(self.store, slot, slots, ranks.patience, 0, ranks.terms)
+        self.job.on_member = self._join_monitor
+        self.monitor: RankMonitor | None = None
+        # Of the shared memory: all else is for the part that watches the rank's process.
+        self.memory: Any = types.SimpleNamespace(rank=None)
+        self.end = Event(ranks.loop)
         self.stamps = Stamps()
-        self.proposed = False
 
-    def advance(self, *args: Any, **kwargs: Any) -> bool:
-        begin = time.monotonic()
-        moved = super().advance(*args, **kwargs)
-        if moved and self.stamps.decided == 0.0:
-            self.stamps.proposing, self.stamps.decided = begin, time.monotonic()
-            self.proposed = True
-        return moved
+    @property
+    def own(self) -> tuple[WireStore, WireStore]:
+        """The clients of its process."""
+        return self.store, self.thread_store
+
+    @property
+    def monitors(self) -> list[WireStore]:
+        """The clients of its monitor."""
+        return self._opened[2:]
+
+    def form(self) -> None:
+        """Gets into the first iteration."""
+        self.job.register()
+        if not self.job.join():
+            raise RuntimeError(f"slot {self.slot} did not get in")
+        self.stamps.formed = time.monotonic()
+        self.enter()
+
+    def watch(self) -> None:
+        """What the monitor thread does: waits until the iteration has ended, and frees the rank."""
+        n, outcome = self.job.view.n, None
+        if self.job.view.members.index(self.job.member) == 0:
+            self.thread_store.note_wanted(n)
+        while outcome is None:
+            outcome = self.thread_store.wait_for_end(n, _NEVER, lambda: False)
+        self.stamps.woken = time.monotonic()
+        self.end.set()
+
+    def restart(self) -> None:
+        """Waits for the iteration's end, and goes on to the next one, up to the call of the function."""
+        self.end.wait()
+        self.end.clear()
+        view = self.job.view
+        self.job.go_on(view.members.index(self.job.member), len(view.members))
+        self.stamps.placed = time.monotonic()
+        self.enter()
+
+    def enter(self) -> None:
+        """From knowing its place to calling the function."""
+        view, member = self.job.view, self.job.member
+        rank, size = view.members.index(member), len(view.members)
+        assert self.monitor is not None
+        self.memory.rank = rank
+        if "rank" in inspect.signature(RankMonitor.enter).parameters:  # of an earlier version
+            self.monitor.enter(view, rank)  # type: ignore[call-arg]
+        else:
+            self.monitor.enter(view)
+        endpoint = (HOST, 1) if rank == 0 else None
+        self.store.check_assignment(view.n, member, rank, size, size, endpoint=endpoint)
+        if endpoint is None and self.job.await_endpoint(rank, 60.0) is None:
+            raise RuntimeError(f"{member} was told no endpoint")
+        self.stamps.entered = time.monotonic()
+
+    def lose(self) -> None:
+        """Its host is gone."""
+        assert self.monitor is not None
+        self.monitor.stop()
+        for store in self._opened:
+            store.is_lost = True
+            if not store.connection.is_shared:
+                store.connection.close()
+
+    def _connect(self) -> WireStore:
+        self._opened.append(WireStore(self._ranks.connection(self.slot, len(self._opened))))
+        return self._opened[-1]
+
+    def _join_monitor(self, member: Member) -> None:
+        more: dict[str, Any] = self._ranks.heart(self.slot, self._connect)
+        if more:
+            self.job.heart = more["heart"].name  # type: ignore[attr-defined]
+            self.job.say_who()  # type: ignore[attr-defined]
+        self.monitor = RankMonitor(self._connect, member, self.memory, 0, self._ranks.settings, **more)
 
 
 class Ranks:
     """Some of the simulated ranks, in this process.
 
     Args:
+        plan: what is simulated.
         port: where the server listens.
-        slots: the ranks, in the first iteration.
-        world_size: number of all ranks.
-        connections: how many connections they share.
+        slots: the ranks of this process, in the first iteration.
+        every: those of all processes.
     """
 
-    def __init__(self, port: int, slots: range, world_size: int, connections: int) -> None:
-        self._loop = Loop()
-        self._world_size = world_size
-        links = [Connection(self._loop, HOST, port) for _ in range(min(connections, len(slots)))]
-        self._stores = [RankStore(links[i % len(links)]) for i in range(len(slots))]
-        self._slots = slots
-        self._all_slots = frozenset(range(world_size))
-        self._members: list[Member] = [Member(slot, 0) for slot in slots]
-        self._view: View
+    def __init__(self, plan: Plan, port: int, slots: range, every: frozenset[int]) -> None:
+        self.loop = Loop()
+        self._plan = plan
+        self._port = port
+        self._shared: list[Connection] = []
+        self._hearts: dict[int, Any] = {}
+        self.slots = every
+        self.patience = Patience(PATIENCE, plan.timeout, PATIENCE, 1)
+        self.terms: dict[str, object] = {"function": "train", "formation_size": plan.ranks}
+        self.settings = MonitorSettings(
+            soft_timeout=PATIENCE,
+            hard_timeout=PATIENCE,
+            termination_grace_time=5.0,
+            interval=1.0,
+            watchdog_interval=1.0,
+            heartbeat_interval=plan.interval,
+            heartbeat_timeout=plan.timeout,
+            barrier_timeout=PATIENCE,
+        )
+        stand_in = Threading(self.loop)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("ft_wrapper.monitor.") and hasattr(module, "threading"):
+                module.threading = stand_in
+        self._ranks = [Rank(self, slot) for slot in slots]
         self._barriers = 0
 
-    def join(self) -> None:
-        """All ranks join the job; the last one of all forms it."""
-        record = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+    def connection(self, slot: int, number: int) -> Connection:
+        """A connection for a rank: its own, or one of those that all share.
 
-        def join(i: int) -> None:
-            self._members[i] = self._stores[i].register(self._slots[i], record)
-            self._stores[i].join_first(self._members[i], self._all_slots)
+        Args:
+            slot: the rank's.
+            number: how many it has already.
+        """
+        if not self._plan.connections:
+            return Connection(self.loop, HOST, self._port)
+        if len(self._shared) < self._plan.connections:
+            self._shared.append(Connection(self.loop, HOST, self._port, is_shared=True))
+            return self._shared[-1]
+        return self._shared[(4 * slot + number) % len(self._shared)]
 
-        self._run(join)
+    def heart(self, slot: int, connect: Callable[[], WireStore]) -> dict[str, Any]:
+        """The heart that a rank shares, as its monitor's argument; none where each has its own."""
+        if self._plan.node == 1:
+            return {}
+        if "heart" not in inspect.signature(RankMonitor).parameters:
+            raise RuntimeError("in this version each rank has a heart of its own")
+        node = slot // self._plan.node
+        if node not in self._hearts:
+            from ft_wrapper.monitor.heart import Heart  # type: ignore[import-not-found, unused-ignore]
+            from ft_wrapper.store import keys
 
-    def read_view(self) -> None:
-        """Reads the first iteration's members, once for all ranks."""
+            name = keys.shared_heart(f"{node:016x}")  # type: ignore[attr-defined, unused-ignore]
+            self._hearts[node] = Heart(connect, name, self.settings)
+        return {"heart": self._hearts[node]}
 
-        def read(i: int) -> None:
-            if i == 0:
-                head = self._stores[0].read_head()
-                assert head is not None
-                self._view = SharedView.of(self._stores[0].read_view(head))
+    def form(self, ready: Callable[[], None], _: range) -> Costs:
+        """All ranks join the job, and call the function."""
+        return self._measure([rank.form for rank in self._ranks], ready, f"{GO}/form")
 
-        self._run(read)
+    def restart(self, ready: Callable[[], None], lost: range) -> Costs:
+        """Some hosts are lost, or none; the others wait for the end of the iteration, and go on."""
+        for rank in self._ranks:
+            if rank.slot in lost:
+                rank.lose()
+        self._ranks = [rank for rank in self._ranks if rank.slot not in lost]
+        for rank in self._ranks:
+            self.loop.start(rank.watch)
+        return self._measure([rank.restart for rank in self._ranks], ready)
 
-    def advance(self, ready: Callable[[], None]) -> Costs:
-        """Waits for the iteration's end, and goes on to the next iteration with all ranks."""
-        view = self._view
+    def train(self, ready: Callable[[], None], seconds: float) -> Costs:
+        """Nothing happens for a while, but heartbeats."""
+        over = Event(self.loop)
+        self.loop.call_at(time.monotonic() + seconds, over.set)
+        return self._measure([over.wait], ready)
 
-        def go_on(i: int) -> None:
-            store, member = self._stores[i], self._members[i]
-            outcome = None
-            while outcome is None:
-                outcome = store.wait_for_end(view.n, _NEVER, lambda: False)
-            store.stamps.woken = time.monotonic()
-            rank = view.members.index(member)
-            store.arrive(view, member, rank, len(view.members))
-            step = store.await_next(view, member, timeout=PATIENCE, heartbeat_timeout=PATIENCE)
-            if step is None:
-                raise RuntimeError(f"{member} was left out")
-            self._view, _ = step
-            assert self._view.members.index(member) == rank
-            store.stamps.placed = time.monotonic()
-
-        costs = self._measure(go_on, ready)
-        assert self._view.n == view.n + 1
-        return costs
-
-    def enter(self, ready: Callable[[], None]) -> Costs:
-        """Does what a rank does between knowing its place and calling the function."""
-        view = self._view
-
-        def enter(i: int) -> None:
-            store, member = self._stores[i], self._members[i]
-            store.wait_for(f"{GO}/{view.n}", _NEVER)
-            store.reset_counts()
-            rank, size = view.members.index(member), len(view.members)
-            endpoint = (HOST, 1) if rank == 0 else None
-            store.check_assignment(view.n, member, rank, size, size, endpoint=endpoint)
-            assert endpoint or store.await_endpoint(view.n, PATIENCE, PATIENCE) is not None
-            store.stamps.entered = time.monotonic()
-
-        return self._measure(enter, ready)
-
-    def barrier(self, ready: Callable[[], None]) -> Costs:
+    def barrier(self, ready: Callable[[], None], _: range) -> Costs:
         """A barrier in which each rank enters itself into a list and then reads the whole list."""
         self._barriers += 1
         name = f"{self._barriers}"
 
-        def come(i: int) -> None:
-            store = self._stores[i]
-            store.wait_for(f"{GO}/barrier/{name}", _NEVER)
-            store.reset_counts()
-            store.append(f"{_LIST}/{name}", f"{self._slots[i]},")
+        def come(rank: Rank) -> None:
+            store = rank.store
+            store.append(f"{_LIST}/{name}", f"{rank.slot},")
             here = store.get(f"{_LIST}/{name}").count(b",")  # a rank would take the list apart
-            if here == self._world_size:
+            if here == self._plan.ranks:
                 store.set(f"{_FULL}/{name}", "1")
             store.wait_for(f"{_FULL}/{name}", _NEVER)
-            store.stamps.placed = time.monotonic()
+            rank.stamps.placed = time.monotonic()
 
-        return self._measure(come, ready)
+        tasks = [functools.partial(come, rank) for rank in self._ranks]
+        return self._measure(tasks, ready, f"{GO}/barrier/{name}")
 
     def close(self) -> None:
         """Closes the connections."""
-        self._loop.close()
+        self.loop.close()
 
-    def _run(self, task: Callable[[int], None]) -> None:
-        for i, store in enumerate(self._stores):
-            self._loop.start(store, lambda i=i: task(i))  # type: ignore[misc]
-        self._loop.run()
-
-    def _measure(self, task: Callable[[int], None], ready: Callable[[], None]) -> Costs:
-        stamps = Stamps()
-        for i, store in enumerate(self._stores):
+    def _measure(
+        self, tasks: Sequence[Callable[[], object]], ready: Callable[[], None], go: str | None = None
+    ) -> Costs:
+        """Runs tasks; with ``go``, once that key is there, for which this process waits."""
+        stores = [store for rank in self._ranks for store in rank._opened]
+        for store in stores:
             store.reset_counts()
-            store.stamps, store.proposed = stamps, False
-            self._loop.start(store, lambda i=i: task(i))  # type: ignore[misc]
-        self._loop.run_until(self._loop.all_wait)
+        for rank in self._ranks:
+            rank.stamps = Stamps()
+        gate = WireStore(Connection(self.loop, HOST, self._port))
+
+        def begin() -> None:
+            gate.wait_for(go or "", _NEVER)
+            for task in tasks:
+                self.loop.start(task)
+
+        if go is not None:
+            self.loop.start(begin)
+        else:
+            for task in tasks:
+                self.loop.start(task)
+        self.loop.run_until(lambda: True)
         ready()
-        begin = time.process_time()
-        self._loop.run()
-        cpu = time.process_time() - begin
+        cpu = time.process_time()
+        self.loop.run()
+        cpu = time.process_time() - cpu
+        gate.connection.close()
+        own = [rank.own for rank in self._ranks]
+        monitors = [store for rank in self._ranks for store in rank.monitors]
+        names = [field.name for field in dataclasses.fields(Stamps)]
         return Costs(
-            stamps,
-            [store.operations for store in self._stores],
-            [store.sent for store in self._stores],
-            [store.received for store in self._stores],
-            sum(store.looks for store in self._stores),
-            [i for i, store in enumerate(self._stores) if store.proposed],
+            Stamps(**{name: max(getattr(rank.stamps, name) for rank in self._ranks) for name in names}),
+            [sum(store.operations for store in two) for two in own],
+            [sum(store.sent for store in two) for two in own],
+            [sum(store.received for store in two) for two in own],
+            [sum(store.looks for store in two) for two in own],
+            sum(store.operations for store in monitors),
+            sum(store.sent + store.received for store in monitors),
             cpu,
+            len(self.loop.connections),
         )
-
-
-def raise_file_limit() -> int:
-    """Allows this process as many open files as it may have; returns how many."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return most
 
 
 def run_server(pipe: Pipe) -> None:
@@ -249,21 +469,44 @@ def run_server(pipe: Pipe) -> None:
     server.close()
 
 
-def run_ranks(pipe: Pipe, port: int, slots: range, world_size: int, connections: int) -> None:
-    """Simulated ranks: does what comes through the pipe, ``join`` for instance, until that closes."""
+def raise_file_limit() -> int:
+    """Allows this process as many open files as it may have; returns how many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
+
+
+def run_ranks(pipe: Pipe, plan: Plan, port: int, slots: range) -> None:
+    """Simulated ranks: does what comes through the pipe, ``form`` for instance, until that closes."""
     raise_file_limit()
-    ranks = Ranks(port, slots, world_size, connections)
-    gc.collect()
-    gc.freeze()
-    gc.disable()  # a collection walks all ranks' stacks; none of theirs would on its own machine
+    logging.getLogger("ft_wrapper").setLevel(logging.ERROR)
+    every = frozenset(range(plan.ranks))
+    with computed_once(every):
+        ranks = Ranks(plan, port, slots, every)
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # a collection walks all ranks' stacks; none of theirs would on its own machine
+        pipe.send("connected")
+        try:
+            while True:
+                name, argument = pipe.recv()
+                pipe.send(getattr(ranks, name)(lambda: pipe.send("ready"), argument))
+        except EOFError:
+            pass
+        ranks.close()
+
+
+def run_connections(pipe: Pipe, port: int, connections: int) -> None:
+    """Opens connections, asks something on each, and keeps them until the pipe closes."""
+    raise_file_limit()
+    loop = Loop()
+    stores = [WireStore(Connection(loop, HOST, port)) for _ in range(connections)]
+    for store in stores:
+        loop.start(functools.partial(store.check, ["scale/nothing"]))
+    loop.run()
     pipe.send("connected")
     try:
-        while True:
-            name = pipe.recv()
-            if name in ("join", "read_view"):
-                pipe.send(getattr(ranks, name)())
-            else:
-                pipe.send(getattr(ranks, name)(lambda: pipe.send("ready")))
+        pipe.recv()
     except EOFError:
         pass
-    ranks.close()
+    loop.close()

@@ -184,7 +184,7 @@ class Client:
         return time.monotonic()
 
     def wait_in_threads(self, threads: int, key: str, seconds: float) -> None:
-        """Waits in many threads for keys that nobody writes."""
+        """Waits in many threads for keys that are never written."""
         clients = [self._stores[ETCD].clone() for _ in range(threads)]
         waiting = [
             threading.Thread(target=client.wait_for, args=(key.format(number), seconds))
