@@ -183,7 +183,7 @@ def describe(fault: dict, run: Run) -> tuple[str, str, str, str]:
     enters = [r for r in records if r["event"] == "enter"]
     after = min((r["iteration"] for r in enters if r["iteration"] > before), default=None)
     if not ends or after is None:
-        return name, "-", "-", "nobody"
+        return name, "-", "-", "no one"
     entered = [r for r in enters if r["iteration"] == after]
     now = {r["rank"]: r["slot"] for r in entered}
     spares = {r["slot"] for r in entered} - {r["slot"] for r in enters if r["iteration"] == before}
@@ -191,7 +191,7 @@ def describe(fault: dict, run: Run) -> tuple[str, str, str, str]:
     returned = {r["slot"] for r in entered if r["pid"] in again}
     successor = now.get(fault["rank"])
     if successor == fault["slot"]:
-        who = "nobody: the same process"
+        who = "no one: the same process"
     else:
         changed = [(r, s) for r, s in sorted(now.items()) if r == fault["rank"] or s in spares]
         words = {s: "returned " if s in returned else "spare " for s in spares}

@@ -3,10 +3,10 @@
 Three members of etcd and three nodes of two ranks, all on this machine; four of the six ranks train. One
 thing after the other is lost, and comes back:
 
-1. the leader of etcd: nobody notices;
+1. the leader of etcd: no one notices;
 2. node 0, with the first agent and the first ranks: one restart, and spares take over; then it is back;
 3. a member of etcd and another node at the same time;
-4. two members of etcd, its majority: the training goes on without, and nobody notices;
+4. two members of etcd, its majority: the training goes on without, and no one notices;
 5. the majority, and a rank meanwhile: that waits until the majority is back, and is one restart then.
 
 The final weights are the same, bit for bit, as those of the run that is left alone.
@@ -66,7 +66,7 @@ class Demo:
         Args:
             what: in words.
             losses: what to do.
-            restarts: whether the function has to begin anew for it.
+            restarts: whether the function has to begin again for it.
         """
         print(f"  lost: {what}", flush=True)
         before, began = self._iteration(), time.monotonic()
@@ -74,7 +74,7 @@ class Demo:
             loss()
         took = "-"
         if restarts:
-            self._await(lambda: self._iteration() > before, "nobody began anew")
+            self._await(lambda: self._iteration() > before, "no rank began again")
             took = duration(time.monotonic() - began)
         self.go_on(40)
         self.rows.append((what, str(self._iteration() - before), took))
@@ -105,7 +105,7 @@ class Demo:
             self._etcd.restart(member)
         took = "-"
         if loss is not None:
-            self._await(lambda: self._iteration() > before, "nobody began anew")
+            self._await(lambda: self._iteration() > before, "no rank began again")
             took = f"{duration(time.monotonic() - back)} after etcd"
         self.go_on(40)
         self.rows.append((what, str(self._iteration() - before), took))

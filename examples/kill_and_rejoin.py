@@ -45,7 +45,7 @@ SOFT_TIMEOUT = 3.0
 HARD_TIMEOUT = 6.0
 HEARTBEAT_TIMEOUT = 4.0
 FOREVER = 10**9  # steps
-FINISH = 180.0  # seconds that the training gets to finish, once nobody is killed any more
+FINISH = 180.0  # seconds that the training gets to finish, once no one is killed any more
 SAMPLE_EVERY = 2.0
 # What may be there in the last minute beyond what was there in the first. A spare that becomes active has a
 # model then; the monitor of one that becomes rank 0 hosts two stores, the iteration's and the next one's.
@@ -157,7 +157,7 @@ class Run:
                     f"  rank {ended.rank}, pid {ended.pid}: exit code {ended.exitcode}, unasked", flush=True
                 )
                 if len(self.unasked) > 10:
-                    fail(self, "too many processes end that nobody touched")
+                    fail(self, "too many processes end that no one touched")
             self.start(ended.rank)
 
     def _read(self, line: str) -> None:
@@ -354,7 +354,7 @@ def finish(run: Run, seconds: float) -> None:
             fail(run, f"the training did not finish within {seconds:.0f} s")
         run.wait(left)
     if run.final is None:
-        fail(run, "nobody printed the final weights")
+        fail(run, "no one printed the final weights")
 
 
 def entered(run: Run) -> list[dict]:
@@ -388,7 +388,7 @@ def times_back(run: Run, active: int) -> list[list[str]]:
     complete = {n: max(r["monotonic"] for r in rs) for n, rs in by_iteration.items() if len(rs) == active}
     active_in = {(r["pid"], r["iteration"]) for r in enters}
     asked = {r["pid"]: r["monotonic"] for r in reversed(records) if r["event"] == "join"}
-    back: dict[str, list[float]] = {"killed": [], "killed, nobody left": [], "other": []}
+    back: dict[str, list[float]] = {"killed": [], "killed, no one left": [], "other": []}
     for strike in run.strikes:
         on = max((n for n, at in complete.items() if at <= strike.at), default=None)
         began = [r["monotonic"] for n, rs in by_iteration.items() for r in rs if on is not None and n > on]
@@ -400,7 +400,7 @@ def times_back(run: Run, active: int) -> list[list[str]]:
         if strike.kind not in OUTRIGHT:
             how = "other"
         elif any(asked.get(r["pid"], 0.0) > strike.at for r in by_iteration[later[1]]):
-            how = "killed, nobody left"
+            how = "killed, no one left"
         else:
             how = "killed"
         back[how].append(later[0] - strike.at)
@@ -411,7 +411,7 @@ def times_back(run: Run, active: int) -> list[list[str]]:
     waited = [taken_in[pid] - at for pid, at in asked.items() if pid in taken_in]
     return [
         ["active rank killed: all back after", *middle_and_most(back["killed"])],
-        ["the same, no spare left: a process had to start", *middle_and_most(back["killed, nobody left"])],
+        ["the same, no spare left: a process had to start", *middle_and_most(back["killed, no one left"])],
         ["active rank stopped, or its monitor killed", *middle_and_most(back["other"])],
         ["process started again: wants in after", *middle_and_most(ready)],
         ["and is in, by the next restart, after another", *middle_and_most(waited)],
@@ -512,7 +512,7 @@ def show(args: argparse.Namespace, folder: Path) -> None:
     iterations = max(r["iteration"] for r in entered(faulty)) + 1
     print(
         f"{len(faulty.starts) - args.ranks} processes were started again, {len(faulty.unasked)} of them had "
-        f"ended though nobody touched them; {iterations} iterations, {steps} steps"
+        f"ended though no one touched them; {iterations} iterations, {steps} steps"
     )
     print(f"final weights without faults  sha256 {clean.final[0]}  loss {clean.final[1]}")
     print(f"final weights with faults     sha256 {sha256}  loss {loss}", flush=True)

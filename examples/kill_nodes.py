@@ -92,7 +92,7 @@ KINDS = {
     "SIGSEGV": 3,
     "SIGSTOP, short": 2,  # shorter than any timeout
     "SIGSTOP, long": 2,  # longer than every timeout: its monitor ends it
-    "node lost": 2,  # everything at once: nobody can tell the others
+    "node lost": 2,  # everything at once: no one can tell the others
     "SIGKILL of ftrun": 2,  # its ranks have to notice
 }
 OUTRIGHT = ("SIGKILL", "SIGABRT", "SIGSEGV")
@@ -656,7 +656,7 @@ def show(args: argparse.Namespace, shape: Shape, folder: Path) -> None:
     hung = ended.count(shape.spared)
     pids = {record["pid"] for record in entered(faulty) if record["slot"] == shape.spared}
     if shape.spared is not None and len(pids) > 1 + hung:
-        wrong.append(f"rank {shape.spared}, which nobody killed, had the processes {sorted(pids)}")
+        wrong.append(f"rank {shape.spared}, which no one killed, had the processes {sorted(pids)}")
     wrong += [f"left in etcd: {key}" for key in left_in(shape.etcd)]
 
     kinds = collections.Counter(strike.kind for strike in faulty.strikes)
@@ -671,7 +671,7 @@ def show(args: argparse.Namespace, shape: Shape, folder: Path) -> None:
         f"{len(RESTART.findall(faulty.printed()))} lines about restarts, {steps} steps"
     )
     if shape.spared is not None:
-        print(f"rank {shape.spared}, which nobody killed, was ended {hung} times at hard_timeout")
+        print(f"rank {shape.spared}, which no one killed, was ended {hung} times at hard_timeout")
     print(f"final weights without faults  sha256 {clean.final()[0]}  loss {clean.final()[1]}")
     print(f"final weights with faults     sha256 {sha256}  loss {loss}", flush=True)
     if wrong:

@@ -13,11 +13,11 @@ from ft_wrapper import CallWrapper, Wrapper
 def train(steps, call_wrapper: CallWrapper = None):
     dist.init_process_group("gloo")
     for step in range(steps):
-        call_wrapper.ping()
         total = torch.ones(1) * step
         dist.all_reduce(total)
         if step == 5 and dist.get_rank() == 1 and call_wrapper.iteration == 0:
             raise RuntimeError("something broke")
+        call_wrapper.ping()
     return total.item()
 
 

@@ -216,7 +216,7 @@ def rank_0_sees(path: Path, device: torch.device) -> bool:
 
 
 def no_fault(where: str, **place: int) -> None:
-    """What happens where a fault could be injected, as long as nobody asks for one."""
+    """What happens where a fault could be injected, as long as no one asks for one."""
 
 
 def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper = None):
@@ -303,7 +303,7 @@ def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper =
 
 
 def default_run_id() -> str:
-    """Returns what the launcher calls this run; torchrun starts all ranks anew under the same name."""
+    """Returns what the launcher calls this run; torchrun restarts all ranks under the same name."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "") + "-" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
 
 
@@ -324,7 +324,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--hard-timeout", type=float, default=90, help="seconds without progress until a rank is killed")
     add("--heartbeat-timeout", type=float, default=30, help="seconds of silence until a rank counts as lost")
     add("--stop-file", type=Path, help="end at the next checkpoint once this file is there")
-    add("--run-id", default=default_run_id(), help="name of this run, new whenever all ranks start anew")
+    add("--run-id", default=default_run_id(), help="name of this run, new whenever all ranks restart")
     add("--faults", default=os.environ.get("FT_WRAPPER_FAULTS"), help="such as exception:rank=1:step=10")
     return parser.parse_args(argv)
 
