@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 _logger = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 _SOCKADDR_SIZE = 128  # sizeof(struct sockaddr_storage)
+_Sockaddr = ctypes.c_char * _SOCKADDR_SIZE
+_FAMILY, _PORT = struct.Struct("=H"), struct.Struct("!H")
 
 
 @contextlib.contextmanager
@@ -77,7 +79,8 @@ def local_address(fd: int) -> tuple[str, int] | None:
     Args:
         fd: file descriptor of the socket.
     """
-    return _address(_libc.getsockname, fd)
+    named = _name(_libc.getsockname, fd)
+    return None if named is None else _address(named)
 
 
 def shut_down_clients(host: str, port: int) -> int:
@@ -102,8 +105,11 @@ def shut_down_clients(host: str, port: int) -> int:
 
 
 def _is_client_of(fd: int, host: str, port: int) -> bool:
-    peer = _address(_libc.getpeername, fd)
-    return peer is not None and peer[1] == port and peer[0] in _addresses(host)
+    named = _name(_libc.getpeername, fd)
+    if named is None or _PORT.unpack_from(named, 2) != (port,):
+        return False  # of nearly all descriptors, in every restart: nothing more is made of them
+    peer = _address(named)
+    return peer is not None and peer[0] in _addresses(host)
 
 
 def _listens(fd: int) -> bool:
@@ -114,17 +120,20 @@ def _listens(fd: int) -> bool:
     return failed != 0 or value.value != 0
 
 
-def _address(call: Callable[..., int], fd: int) -> tuple[str, int] | None:
-    """Address and port that ``getpeername`` or ``getsockname`` says; None where there is none."""
-    buffer, size = ctypes.create_string_buffer(_SOCKADDR_SIZE), ctypes.c_uint32(_SOCKADDR_SIZE)
-    if call(fd, buffer, ctypes.byref(size)) != 0:
-        return None
-    (family,) = struct.unpack_from("=H", buffer)
-    (port,) = struct.unpack_from("!H", buffer, 2)
+def _name(call: Callable[..., int], fd: int) -> bytes | None:
+    """The ``struct sockaddr`` that ``getpeername`` or ``getsockname`` gives; None where there is none."""
+    buffer = _Sockaddr()
+    return buffer.raw if call(fd, buffer, ctypes.byref(ctypes.c_uint32(_SOCKADDR_SIZE))) == 0 else None
+
+
+def _address(named: bytes) -> tuple[str, int] | None:
+    """Address and port of a ``struct sockaddr``; None if it is of neither family of the internet."""
+    (family,) = _FAMILY.unpack_from(named)
+    (port,) = _PORT.unpack_from(named, 2)
     if family == socket.AF_INET:
-        return _plain(ipaddress.ip_address(buffer.raw[4:8])), port
+        return _plain(ipaddress.ip_address(named[4:8])), port
     if family == socket.AF_INET6:
-        return _plain(ipaddress.ip_address(buffer.raw[8:24])), port
+        return _plain(ipaddress.ip_address(named[8:24])), port
     return None
 
 

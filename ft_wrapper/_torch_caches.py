@@ -30,20 +30,20 @@ _warned: set[str] = set()
 _compiled_for: tuple[int, int] | None = None
 
 
-def forget_old_ranks(*, checkpoint_process: bool = True) -> None:
+def forget_old_ranks() -> None:
     """Clears torch's caches of the iteration that is over; raises nothing.
 
     To be called by the thread that ran the function, once process groups are released. DTensor's fast cache
     is each thread's own: it is cleared in this thread and in those that run CUDA backward passes, not in
     threads of the user's that live on.
-
-    Args:
-        checkpoint_process: whether to end the process that writes checkpoints; a save under way is lost.
     """
-    failed = [what for what, step in _STEPS if not _runs(step)]
-    if checkpoint_process and not _runs(_end_checkpoint_process):
-        failed.append("the checkpoint process")
-    _warn(failed)
+    _warn([what for what, step in _STEPS if not _runs(step)])
+
+
+def end_checkpoint_process() -> None:
+    """Ends the process that writes checkpoints for ``async_save``, and with it a save under way."""
+    if not _runs(_end_checkpoint_process):
+        _warn(["the checkpoint process"])
 
 
 def forget_compiled_ranks(rank: int, world_size: int) -> bool:

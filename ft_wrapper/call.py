@@ -18,9 +18,9 @@ import torch
 
 from . import torch_state
 from ._addresses import own_address
-from ._files import check_open_files
+from ._files import check_open_files, replace_broken_streams
 from ._garbage import collect_garbage
-from ._torch_caches import forget_compiled_ranks, forget_old_ranks
+from ._torch_caches import end_checkpoint_process, forget_compiled_ranks, forget_old_ranks
 from .abort import (
     close_aborted_sockets,
     protect_children,
@@ -118,7 +118,7 @@ class Call:
         check_open_files(_FILES_OF_A_CALL, f"rank {self.base.initial_rank}")
         if self.wrapper.collect_garbage:
             collect_garbage("call")
-        settings = self.wrapper.monitor_settings()
+        settings = self._settings = self.wrapper.monitor_settings()
         slot = self.base.initial_rank or 0
         remembered = _remembered.pop(self.plan.description, Remembered(call=0))
         if self.plan.port is not None:
@@ -576,16 +576,16 @@ class Call:
         self.job.emit("left")
         if self.wrapper.abort is not None:
             release_process_groups(aborted=True)
-        self._torch_state.restore()  # for finalize and the health check, which a leftover mode would fail
-        forget_old_ranks()
+        end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
         self._user_store = None
         if error is not None:
             forget_frames(error)
-        self._exit_watch.note()
 
     def _clean_up(self) -> None:
         """Between leaving the function and telling the others so."""
         self.memory.enter_phase(Phase.WATCHED)
+        if self.wrapper.finalize is not None or self.wrapper.health_check is not None:
+            self._restore()  # what the function has left would fail them
         if self.wrapper.finalize is not None:
             self.wrapper.finalize(self.state.freeze())
         self._check_health()
@@ -595,9 +595,16 @@ class Call:
 
     def _tidy_up(self) -> None:
         """What only this rank's next entry needs, while the others are waited for."""
-        self._torch_state.restore()  # finalize may have changed it
+        self._restore()
+        forget_old_ranks()
+        self._exit_watch.note()
         if self.wrapper.collect_garbage:
             collect_garbage("restart")
+
+    def _restore(self) -> None:
+        """Undoes what the function has done to the process."""
+        replace_broken_streams()
+        self._torch_state.restore()
 
     def _complete(self) -> None:
         """All ranks have finished."""
@@ -612,7 +619,7 @@ class Call:
                 log.exception("completion failed on rank %s; the call had ended well", self.state.rank)
         if self.wrapper.abort is not None:
             release_process_groups()
-        forget_old_ranks(checkpoint_process=False)  # its last save may be under way
+        forget_old_ranks()
         self._user_store = None
         assert self.base.rank is not None
         _remembered[self.plan.description] = self.job.remember(self.base.rank, self.base.world_size)
@@ -648,6 +655,7 @@ class Call:
             except Exception:
                 log.exception("abort failed")
         self._settle(None)
+        self._tidy_up()
         self.state.mode = Mode.TERMINATED
         if self.wrapper.terminate is not None:
             self.wrapper.terminate(self.state.freeze())
@@ -680,9 +688,8 @@ class Call:
 
     def _note_whereabouts(self) -> None:
         """Of a rank that made no progress, says where it stood: waiting for the others, or not."""
-        settings = self.wrapper.monitor_settings()
-        stillness = time.monotonic() - self.memory.progress_stamp(settings.watchdog_interval)
-        if self.memory.phase != Phase.WATCHED or stillness < settings.soft_timeout / 2:
+        stillness = time.monotonic() - self.memory.progress_stamp(self._settings.watchdog_interval)
+        if self.memory.phase != Phase.WATCHED or stillness < self._settings.soft_timeout / 2:
             return
         place = whereabouts(self._thread)
         if place is not None:

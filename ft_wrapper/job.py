@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import socket
-import traceback
 from collections.abc import Callable
 
 from . import events
@@ -19,6 +18,7 @@ from .monitor.line import MonitorLine
 from .rank_assignment import RankDiscarded
 from .store import Decision, Entry, Fault, JoinTerms, Member, StoreMixin, View, keys
 from .store.records import FAULT, SameFault
+from .tracebacks import in_one_line
 
 log = logging.getLogger(__name__)
 
@@ -481,5 +481,4 @@ class Job:
         return Fault(self.member, rank, interruption, message, self.host, self.pid)
 
     def _raised(self, rank: int | None, interruption: Interruption, error: BaseException) -> Fault:
-        text = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
-        return self.fault(rank, interruption, f"raised {text}")
+        return self.fault(rank, interruption, f"raised {in_one_line(error)}")

@@ -82,7 +82,7 @@ class TorchState:
         self._logged: set[str] = set()
 
     def restore(self) -> list[str]:
-        """Puts back what has changed since; to be called in the same thread. Takes about 15 µs.
+        """Puts back what has changed since; to be called in the same thread. Takes 15 to 200 µs.
 
         What was changed is logged, each thing once. So is what cannot be put back, which raises nothing.
 

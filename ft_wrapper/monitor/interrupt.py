@@ -43,7 +43,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ft_wrapper.exception import RankShouldRestart
 from ft_wrapper.monitor.frames import current_exception, current_frames
-from ft_wrapper.monitor.right_place import Obstacle, obstacle
+from ft_wrapper.monitor.right_place import Obstacle, obstacle, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ _STUCK_AFTER = 3  # resend intervals at one instruction
 class Interrupter:
     """Runs a function so that another thread can make it leave.
 
-    All methods but `request`, `interrupt_until_left` and `requested` belong to the thread that runs the
-    function.
+    All methods but `look_ahead`, `request`, `interrupt_until_left` and `requested` belong to the thread that
+    runs the function.
 
     Args:
         signum: the signal to use; a free real-time signal when None. Unused outside the main thread.
@@ -375,6 +375,15 @@ class Interrupter:
     def requested(self) -> bool:
         """Whether this iteration's function was interrupted."""
         return self._requested
+
+    def look_ahead(self) -> None:
+        """Reads the code in which the function stands now, so that an interrupt finds that done.
+
+        A first reading takes up to a millisecond, for which the other ranks would have to wait. What the
+        function comes to later is read when it is interrupted there.
+        """
+        if self._running and self._thread is not None:
+            prepare(current_frames().get(self._thread), _run.__code__)
 
     def request(self, timeout: float | None = None) -> bool:
         """Marks the interruption, and waits until the function is outside `atomic`.

@@ -91,6 +91,22 @@ def obstacle(frame: FrameType | None, end: CodeType) -> Obstacle | None:
     return Obstacle(tuple(wrong), for_good, finalizer) if wrong else None
 
 
+def prepare(frame: FrameType | None, end: CodeType) -> None:
+    """Works out beforehand what `obstacle` would have to, for a thread that stands here.
+
+    Args:
+        frame: the innermost frame, of a thread that may go on meanwhile.
+        end: the code of the frame that is outside; nothing is done where no frame has it.
+    """
+    codes = []  # and no frames: what they hold is not to be freed in this thread
+    while frame is not None and frame.f_code is not end:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    if frame is not None:
+        for code in codes:
+            _known(code)
+
+
 class _Known(NamedTuple):
     for_good: bool
     passing: bool
@@ -191,9 +207,10 @@ class _Code:
         self.code = code
         self.instructions = list(_instructions(code))
         self.at = {each.offset: k for k, each in enumerate(self.instructions)}
+        self.after = [self._after(k, each) for k, each in enumerate(self.instructions)]
         self.before: list[list[int]] = [[] for _ in self.instructions]
-        for k in range(len(self.instructions)):
-            for after in self.after(k):
+        for k, following in enumerate(self.after):
+            for after in following:
                 self.before[after].append(k)
         if hasattr(code, "co_exceptiontable"):
             self.guards, self.handles = self._from_table(code.co_exceptiontable)
@@ -208,7 +225,9 @@ class _Code:
         for handler, kind in self.kinds.items():
             self._mark_handler(handler, kind)
         for k, guards in enumerate(self.guards):
-            for after in self.after(k):
+            for after in self.after[k]:
+                if self.guards[after] is guards:
+                    continue  # as nearly everywhere
                 for handler in self.guards[after] - guards:
                     if self.kinds[handler] == _WITH:
                         self._mark_entering(k)
@@ -225,9 +244,8 @@ class _Code:
             for offset in range(self.instructions[k].offset, self.instructions[k].end, 2)
         )
 
-    def after(self, k: int) -> list[int]:
+    def _after(self, k: int, each: _Instruction) -> list[int]:
         """Where an instruction goes on without an exception."""
-        each = self.instructions[k]
         found = [k + 1] if each.name not in _ENDS and k + 1 < len(self.instructions) else []
         if each.target is not None and each.name not in _SETS_UP and each.target in self.at:
             found.append(self.at[each.target])
@@ -236,30 +254,29 @@ class _Code:
     # Per instruction: the handlers that an exception goes through, and those that it is part of.
 
     def _from_table(self, table: bytes) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
-        innermost: dict[int, int] = {}
+        innermost: list[int | None] = [None] * len(self.instructions)
         for start, end, target in _entries(table):
             for offset in range(start, end, 2):
                 if offset in self.at:
                     innermost[self.at[offset]] = self.at[target]
-        guards = []
-        for k in range(len(self.instructions)):
-            chain: set[int] = set()
-            handler = innermost.get(k)
-            while handler is not None and handler not in chain:
-                chain.add(handler)
-                handler = innermost.get(handler)
-            guards.append(frozenset(chain))
         # A handler's own instructions are guarded by what restores the exception handled before: COPY 3, ...
         restored = {
-            innermost[handler]: handler
-            for handler in set(innermost.values())
-            if handler in innermost and self.instructions[innermost[handler]].name == "COPY"
+            restores: handler
+            for handler in {each for each in innermost if each is not None}
+            if (restores := innermost[handler]) is not None and self.instructions[restores].name == "COPY"
         }
-        handles = [
-            frozenset(restored[each] for each in chain & restored.keys() if restored[each] not in chain)
-            for chain in guards
-        ]
-        return guards, handles
+        # One set for all instructions with the same innermost handler.
+        chains: dict[int | None, tuple[frozenset[int], frozenset[int]]] = {}
+        for first in set(innermost):
+            chain: set[int] = set()
+            handler = first
+            while handler is not None and handler not in chain:
+                chain.add(handler)
+                handler = innermost[handler]
+            handled = (restored[each] for each in chain & restored.keys())
+            chains[first] = frozenset(chain), frozenset(each for each in handled if each not in chain)
+        guards = [chains[first][0] for first in innermost]
+        return guards, [chains[first][1] for first in innermost]
 
     def _from_blocks(self) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
         guards: list[frozenset[int]] = [frozenset() for _ in self.instructions]
@@ -280,7 +297,7 @@ class _Code:
                     left.append(handler)
             elif each.name in ("POP_BLOCK", "POP_EXCEPT"):
                 following = stack[:-1]
-            for after in self.after(k):
+            for after in self.after[k]:
                 if after not in blocks:
                     blocks[after] = following
                     left.append(after)
@@ -310,11 +327,10 @@ class _Code:
 
     def _finally_copies(self) -> set[int]:
         """Both copies of each ``finally``: the one after an exception, and by its source the one without."""
-        inside = {
-            k
-            for k, handlers in enumerate(self.handles)
-            if any(self.kinds.get(h) == _FINALLY for h in handlers)
-        }
+        finals = {handler for handler, kind in self.kinds.items() if kind == _FINALLY}
+        if not finals:
+            return set()
+        inside = {k for k, handlers in enumerate(self.handles) if not finals.isdisjoint(handlers)}
         sources = list(_sources(self.code))
         artificial = ("PUSH_EXC_INFO", "RERAISE", "COPY", "POP_EXCEPT")
         copied = {
@@ -409,7 +425,7 @@ class _Code:
         while k not in seen:
             seen.add(k)
             yield k
-            following = self.after(k)
+            following = self.after[k]
             if len(following) == 1:
                 (k,) = following
 
@@ -418,11 +434,11 @@ def _instructions(code: CodeType) -> Iterator[_Instruction]:
     raw = code.co_code
     found: list[tuple[int, int, int]] = []
     argument = 0
-    for offset in range(0, len(raw), 2):
-        if raw[offset] != _INLINE_CACHE:
-            argument = argument << 8 | raw[offset + 1]
-            found.append((offset, raw[offset], argument))
-            if raw[offset] != dis.EXTENDED_ARG:
+    for offset, opcode, low in zip(range(0, len(raw), 2), raw[::2], raw[1::2], strict=True):
+        if opcode != _INLINE_CACHE:
+            argument = argument << 8 | low
+            found.append((offset, opcode, argument))
+            if opcode != dis.EXTENDED_ARG:
                 argument = 0
     ends = [offset for offset, _, _ in found[1:]] + [len(raw)]
     for (offset, opcode, argument), end in zip(found, ends, strict=True):

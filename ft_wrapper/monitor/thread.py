@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 
 from .. import events
-from .._files import replace_broken_streams
 from ..exception import StoreError, StoreUnavailable
 from ..store import StoreMixin
 from ..store.records import FAULT
@@ -103,6 +102,7 @@ class MonitorThread:
         while (watch := self._watches.get()) is not None:
             try:
                 self._run_logged("reporting the entry", watch.entered)
+                self._run_logged("looking ahead", self._interrupter.look_ahead)
                 # One that is stopped before has been left alone by a rank that is no longer in the job.
                 if self._await_end(watch) == FAULT and not self._stopping.is_set():
                     watch.ended_at = self._store.now()
@@ -133,7 +133,6 @@ class MonitorThread:
 
     def _free_main_thread(self, n: int) -> None:
         events.emit("end", iteration=n)
-        self._run_logged("looking at stdout and stderr", replace_broken_streams)
         if self._last_call_wait > 0:
             self._stopping.wait(self._last_call_wait)
         self._run_logged("looking where the function is", self._before_abort)

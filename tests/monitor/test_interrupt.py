@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from ft_wrapper.exception import RankShouldRestart
+from ft_wrapper.monitor import right_place
 from ft_wrapper.monitor.frames import current_exception
 from ft_wrapper.monitor.interrupt import Interrupter
 
@@ -95,6 +96,31 @@ def interrupted(interrupter: Interrupter, fn: Callable[..., Any], *args: Any) ->
         with pytest.raises(RankShouldRestart) as caught:
             interrupter.call(call)
     return caught.value
+
+
+def test_looking_ahead_reads_the_code_of_the_function_that_runs(
+    interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(right_place, "_known", lambda code: read.append(code.co_name))
+
+    def look() -> list[str]:
+        read.clear()
+        thread = threading.Thread(target=interrupter.look_ahead)
+        thread.start()
+        thread.join(LIMIT)
+        return list(read)
+
+    def train() -> list[str]:
+        return step()
+
+    def step() -> list[str]:
+        return look()
+
+    assert look() == []
+    names = interrupter.call(train)
+    assert names[-3:] == ["look", "step", "train"] and "_run" not in names
+    assert look() == []
 
 
 # ---- what is freed

@@ -528,6 +528,18 @@ def test_frames_outside_do_not_count() -> None:
     assert obstacle(None, OUTSIDE) is None
 
 
+def test_what_was_prepared_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    right_place._cache.clear()
+    frame = stack(("main", "train.py"), ("__enter__", "a.py"), ("step", "s.py"))
+    right_place.prepare(frame, OUTSIDE)
+    assert not right_place._cache  # these are not inside: it is not among them
+    right_place.prepare(frame, frame.f_back.f_back.f_code)
+    monkeypatch.setattr(right_place, "_look_at", None)
+    found = obstacle(frame, frame.f_back.f_back.f_code)
+    assert found is not None and [each.f_code.co_name for each in found.frames] == ["__enter__"]
+    right_place._cache.clear()
+
+
 TORCH = "/site/torch/"
 
 
