@@ -596,7 +596,6 @@ class Call:
     def _tidy_up(self) -> None:
         """What only this rank's next entry needs, while the others are waited for."""
         self._restore()
-        forget_old_ranks()
         self._exit_watch.note()
         if self.wrapper.collect_garbage:
             collect_garbage("restart")
@@ -605,6 +604,7 @@ class Call:
         """Undoes what the function has done to the process."""
         replace_broken_streams()
         self._torch_state.restore()
+        forget_old_ranks()
 
     def _complete(self) -> None:
         """All ranks have finished."""
