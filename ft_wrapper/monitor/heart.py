@@ -169,15 +169,13 @@ class Heart:
         beat: HeartBeat | None = None
         for ranks in self._awaited_ranks():
             whose = ", ".join(str(rank.member) for rank in ranks)
-            # Between two calls the store may have ended with the job, and no rank listens.
-            is_quiet = all(rank.is_between for rank in ranks)
             due = time.monotonic() + self._settings.heartbeat_interval
             try:
                 if store is None:
                     store = self._connect()
                 if beat is None:
                     beat = HeartBeat(store, self._beats_as, self._settings)
-                self._set_patience(store, is_patient=not is_quiet)
+                self._set_patience(store, is_patient=not _are_between(ranks))
                 beat.tick(ranks)
                 if self._is_away:
                     log.warning("%s is heard again", whose)
@@ -185,20 +183,13 @@ class Heart:
                 beat.watch.leave_out_suspects(due - time.monotonic(), self._stop)
             except StoreError as error:
                 if not self._is_away:
-                    log.log(
-                        logging.DEBUG if is_quiet else logging.WARNING,
-                        "%s is not heard for now: %s",
-                        whose,
-                        error,
-                    )
+                    # Asked again: the job may have ended since.
+                    level = logging.DEBUG if _are_between(ranks) else logging.WARNING
+                    log.log(level, "%s is not heard for now: %s", whose, error)
                 self._is_away = True
             except Exception:
-                log.log(
-                    logging.DEBUG if is_quiet else logging.ERROR,
-                    "heartbeat of %s failed",
-                    whose,
-                    exc_info=True,
-                )
+                level = logging.DEBUG if _are_between(ranks) else logging.ERROR
+                log.log(level, "heartbeat of %s failed", whose, exc_info=True)
             self._stop.wait(max(0.0, due - time.monotonic()))
         if store is not None:
             store.close()
@@ -221,3 +212,8 @@ class Heart:
                     self._is_wanted.clear()
             if ranks:
                 yield ranks
+
+
+def _are_between(ranks: Collection[Rank]) -> bool:
+    """Whether all are between two calls: the store may have ended with the job, and no rank listens."""
+    return all(rank.is_between for rank in ranks)

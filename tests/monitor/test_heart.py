@@ -259,3 +259,28 @@ def test_a_heart_does_not_try_to_reconnect_for_as_long_as_others_take_to_miss_it
     finally:
         heart.close()
     assert patience == [SETTINGS.heartbeat_timeout / 2]
+
+
+@pytest.mark.parametrize(("ends", "level"), [(True, "DEBUG"), (False, "WARNING")])
+def test_a_job_that_ends_while_a_heart_beats_alarms_no_one(
+    ends: bool, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two calls the store may go; a beat may be on its way by then."""
+    rank, tried = Stub(Member(0, 0)), threading.Semaphore(0)
+
+    class Store(FakeStore):
+        def beat_heart(self, heart: str, lasts: float) -> None:
+            rank.is_between = ends
+            tried.release()
+            raise StoreError("gone")
+
+    store = Store()
+    heart = Heart(lambda: store, rank.member, dataclasses.replace(SETTINGS, heartbeat_interval=0.001))
+    with caplog.at_level("DEBUG", "ft_wrapper.monitor.heart"):
+        try:
+            heart.add(rank)
+            for _ in range(3):  # by the second beat the first one's failure is in the log
+                assert tried.acquire(timeout=TIMEOUT)
+        finally:
+            heart.close()
+    assert [record.levelname for record in caplog.records] == [level]
