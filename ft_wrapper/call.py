@@ -98,6 +98,8 @@ class Call:
         self._ended_at: float | None = None
         self._store_lost: StoreError | None = None
         self._thread_stays = False
+        self._error: BaseException | None = None  # by which the function was left
+        self._is_cause = False  # whether that ended the iteration, as far as this rank can see
         self._fault: str | None = None  # of the iteration that ended, if it is to be counted
         self._fault_trace: types.TracebackType | None = None
         self._entered_at = 0.0
@@ -379,11 +381,11 @@ class Call:
     def _iterate(self, function: Callable[[], Any]) -> tuple[str, Any]:
         """One iteration: how it ended, and what the function returned."""
         result: Any = None
-        error: BaseException | None = None
         if not (self._assign_ranks() and self._make_ready()):
             return FAULT, None
         self.interrupter.reset()
-        self._fault, self.pinged, self._entered_at = None, False, time.monotonic()
+        self._fault, self._is_cause = None, False
+        self.pinged, self._entered_at = False, time.monotonic()
         self.memory.enter_phase(Phase.WATCHED)
         is_spare = self.state.mode == Mode.INACTIVE
         self._watch = self.thread.watch(self.job.view.n, self._report_entry, may_be_done=is_spare)
@@ -395,7 +397,7 @@ class Call:
         except (Exception, RankShouldRestart) as caught:
             if is_spare and isinstance(caught, HealthCheckError):
                 raise  # it leaves, and ends nothing by it; else it is asked again, now that there is a fault
-            error = caught
+            self._error = caught
             raised = caught if isinstance(caught, Exception) else caught.__cause__
             if isinstance(raised, Exception):
                 self.state.fn_exception = raised
@@ -407,14 +409,14 @@ class Call:
                 self._publish(caught)
                 self.memory.enter_phase(Phase.WATCHED)
         self._signals.hold()  # again, if a signal came just then
-        if error is None:
+        if self._error is None:
             self.memory.enter_phase(Phase.IDLE)
             active = self.state.active_world_size or 0
             self._watch.may_be_done = True
             if self.job.await_completion(self.state.active_rank, active) == DONE:
                 return DONE, result
             self.memory.enter_phase(Phase.WATCHED)
-        self._settle(error)
+        self._settle()
         if self._store_lost is not None:
             raise self._store_lost
         return FAULT, None
@@ -565,8 +567,8 @@ class Call:
         self.job.emit("enter", rank=self.state.active_rank)
         return function()
 
-    def _settle(self, error: BaseException | None) -> None:
-        """Waits until everything is aborted, then clears what the function left behind."""
+    def _settle(self) -> None:
+        """Waits until everything is aborted, then ends what the function left behind."""
         watch, self._watch = self._watch, None
         if watch is not None:
             if not watch.handled.wait(self.wrapper.barrier_timeout.total_seconds()):
@@ -578,8 +580,6 @@ class Call:
             release_process_groups(aborted=True)
         end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
         self._user_store = None
-        if error is not None:
-            forget_frames(error)
 
     def _clean_up(self) -> None:
         """Between leaving the function and telling the others so."""
@@ -601,8 +601,13 @@ class Call:
             collect_garbage("restart")
 
     def _restore(self) -> None:
-        """Undoes what the function has done to the process."""
+        """Undoes what the function has done to the process, and says what has failed: that takes its time."""
         replace_broken_streams()
+        error, self._error = self._error, None
+        if error is not None:
+            if self._is_cause:
+                self._log_failure(error)
+            forget_frames(error)
         self._torch_state.restore()
         forget_old_ranks()
 
@@ -654,25 +659,27 @@ class Call:
                 self._abort()
             except Exception:
                 log.exception("abort failed")
-        self._settle(None)
+        self._settle()
         self._tidy_up()
         self.state.mode = Mode.TERMINATED
         if self.wrapper.terminate is not None:
             self.wrapper.terminate(self.state.freeze())
 
     def _publish(self, error: BaseException) -> None:
-        cause = self._watch is None or self._watch.ended_at is None
+        # And not merely a collective that fails because the iteration is over.
+        self._is_cause = self._watch is None or self._watch.ended_at is None
         self.job.publish(self.state.rank, error)
-        if cause:  # and not merely a collective that fails because the iteration is over
-            is_new = self._fault is None or not self._times_before()
-            log.warning(
-                "rank %s (slot %d) failed in iteration %d%s",
-                self.state.rank,
-                self.job.slot,
-                self.state.iteration,
-                "" if is_new else f" as before: {type(error).__name__}: {error}",
-                exc_info=(type(error), error, users_part(error.__traceback__)) if is_new else None,
-            )
+
+    def _log_failure(self, error: BaseException) -> None:
+        is_new = self._fault is None or not self._times_before()
+        log.warning(
+            "rank %s (slot %d) failed in iteration %d%s",
+            self.state.rank,
+            self.job.slot,
+            self.state.iteration,
+            "" if is_new else f" as before: {type(error).__name__}: {error}",
+            exc_info=(type(error), error, users_part(error.__traceback__)) if is_new else None,
+        )
 
     def _check_health(self) -> None:
         if self.wrapper.health_check is None:
