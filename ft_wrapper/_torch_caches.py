@@ -22,7 +22,6 @@ import torch
 
 log = logging.getLogger(__name__)
 
-_TENSOR = "torch.distributed.tensor"
 _KNOWN = (2, 13)
 _KILL_PATIENCE = 5.0  # seconds, for a process to be gone after SIGKILL
 
@@ -37,12 +36,15 @@ def forget_old_ranks() -> None:
     is each thread's own: it is cleared in this thread and in those that run CUDA backward passes, not in
     threads of the user's that live on.
     """
-    _warn([what for what, step in _STEPS if not _runs(step)])
+    # Most programs have imported none of these, and in each restart the others wait for this.
+    loaded = [(what, step, sys.modules[name]) for what, name, step in _STEPS if sys.modules.get(name)]
+    _warn([what for what, step, module in loaded if not _runs(step, module)])
 
 
 def end_checkpoint_process() -> None:
     """Ends the process that writes checkpoints for ``async_save``, and with it a save under way."""
-    if not _runs(_end_checkpoint_process):
+    executor = sys.modules.get("torch.distributed.checkpoint._async_process_executor")
+    if executor is not None and not _runs(_end_checkpoint_process, executor):
         _warn(["the checkpoint process"])
 
 
@@ -78,10 +80,10 @@ def _warn(failed: list[str]) -> None:
         )
 
 
-def _runs(step: Callable[[], object]) -> bool:
+def _runs(step: Callable[..., object], *arguments: Any) -> bool:
     """Whether a step could be carried out, or this torch is so old that it need not be."""
     try:
-        step()
+        step(*arguments)
     except AttributeError:
         log.debug("%r", step, exc_info=True)
         return bool(torch.torch_version.TorchVersion(torch.__version__) < _KNOWN)  # type: ignore[operator]
@@ -91,13 +93,7 @@ def _runs(step: Callable[[], object]) -> bool:
     return True
 
 
-def _loaded(name: str) -> Any:
-    return sys.modules.get(name)
-
-
-def _clear_fast_cache() -> None:
-    if _loaded(f"{_TENSOR}._api") is None:
-        return
+def _clear_fast_cache(_: Any) -> None:
     clear = torch._C._clear_DTensor_sharding_propagator_cache
     clear()
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -124,10 +120,7 @@ class _InDevicesThread(torch.autograd.Function):
         return grads[0], None
 
 
-def _clear_propagation() -> None:
-    api = _loaded(f"{_TENSOR}._api")
-    if api is None:
-        return
+def _clear_propagation(api: Any) -> None:
     propagator = api.DTensor._op_dispatcher.sharding_propagator
     # Its contents are each thread's own, and `cache_clear` empties the caller's; another object empties all.
     propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(
@@ -136,45 +129,37 @@ def _clear_propagation() -> None:
     type(propagator)._propagate_tensor_meta_cached.cache_clear()
 
 
-def _clear_redistribution() -> None:
-    redistribute = _loaded(f"{_TENSOR}._redistribute")
-    if redistribute is not None:
-        redistribute._gen_transform_infos.cache_clear()
-        redistribute.clear_redistribute_planner_cache()
+def _clear_redistribution(redistribute: Any) -> None:
+    redistribute._gen_transform_infos.cache_clear()
+    redistribute.clear_redistribute_planner_cache()
 
 
-def _clear_topology() -> None:
-    collectives = _loaded(f"{_TENSOR}._collective_utils")
-    if collectives is not None:
-        collectives.MeshTopoInfo.build_from_mesh.cache_clear()
+def _clear_topology(collectives: Any) -> None:
+    collectives.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
-def _drop_rng_tracker() -> None:
-    random = _loaded(f"{_TENSOR}._random")
-    if random is not None and random._rng_tracker is not None:
+def _drop_rng_tracker(random: Any) -> None:
+    if random._rng_tracker is not None:
         random._rng_tracker = None
 
 
-def _clear_symmetric_memory() -> None:
-    memory = _loaded("torch.distributed._symmetric_memory")
-    if memory is not None:
-        memory._group_name_to_store.clear()
-        memory._group_name_to_workspace_tensor.clear()
+def _clear_symmetric_memory(memory: Any) -> None:
+    memory._group_name_to_store.clear()
+    memory._group_name_to_workspace_tensor.clear()
 
 
-_STEPS: tuple[tuple[str, Callable[[], None]], ...] = (
-    ("DTensor's fast cache", _clear_fast_cache),
-    ("DTensor's propagation caches", _clear_propagation),
-    ("DTensor's redistribution caches", _clear_redistribution),
-    ("DTensor's mesh topologies", _clear_topology),
-    ("DTensor's random number tracker", _drop_rng_tracker),
-    ("symmetric memory", _clear_symmetric_memory),
+_STEPS: tuple[tuple[str, str, Callable[[Any], None]], ...] = (
+    ("DTensor's fast cache", "torch.distributed.tensor._api", _clear_fast_cache),
+    ("DTensor's propagation caches", "torch.distributed.tensor._api", _clear_propagation),
+    ("DTensor's redistribution caches", "torch.distributed.tensor._redistribute", _clear_redistribution),
+    ("DTensor's mesh topologies", "torch.distributed.tensor._collective_utils", _clear_topology),
+    ("DTensor's random number tracker", "torch.distributed.tensor._random", _drop_rng_tracker),
+    ("symmetric memory", "torch.distributed._symmetric_memory", _clear_symmetric_memory),
 )
 
 
-def _end_checkpoint_process() -> None:
-    executor = _loaded("torch.distributed.checkpoint._async_process_executor")
-    checkpointer = None if executor is None else executor._CHECKPOINT_PROCESS
+def _end_checkpoint_process(executor: Any) -> None:
+    checkpointer = executor._CHECKPOINT_PROCESS
     if checkpointer is None:
         return
     executor._CHECKPOINT_PROCESS = None
@@ -185,7 +170,7 @@ def _end_checkpoint_process() -> None:
 
 def _has_compiled() -> bool:
     """Whether code of this process was compiled since the last reset."""
-    convert_frame = _loaded("torch._dynamo.convert_frame")
+    convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
     with contextlib.suppress(AttributeError):
         return convert_frame is not None and bool(convert_frame.input_codes.seen)
     return True  # not to be seen in this torch

@@ -183,7 +183,7 @@ ITS_MISTAKES = {
 
 def test_each_cache_is_left_out_once() -> None:
     # The last two are no caches of meshes, and have a test of their own.
-    assert [what for what, _ in _torch_caches._STEPS[:-2]] == list(ITS_MISTAKES)
+    assert [what for what, _, _ in _torch_caches._STEPS[:-2]] == list(ITS_MISTAKES)
 
 
 @by_mesh

@@ -99,10 +99,13 @@ class MonitorThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        looked_ahead = False
         while (watch := self._watches.get()) is not None:
             try:
                 self._run_logged("reporting the entry", watch.entered)
-                self._run_logged("looking ahead", self._interrupter.look_ahead)
+                if not looked_ahead:  # later ones do much the same
+                    self._run_logged("looking ahead", self._interrupter.look_ahead)
+                looked_ahead = True
                 # One that is stopped before has been left alone by a rank that is no longer in the job.
                 if self._await_end(watch) == FAULT and not self._stopping.is_set():
                     watch.ended_at = self._store.now()
