@@ -21,6 +21,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 from ft_wrapper import _sockets
 
@@ -36,7 +37,7 @@ _held: dict[int, int] = {}  # inode number: duplicate
 _held_lock = threading.Lock()
 
 
-def shut_down_gloo_sockets(being_made: int = 0, timeout: float = 1.0) -> int:
+def shut_down_gloo_sockets(being_made: Callable[[], int] = int, timeout: float = 1.0) -> int:
     """Shuts down the connections of all gloo groups of this process, for this process only.
 
     Listening sockets, and sockets that are not gloo's, are not touched. The connections stay open, and
@@ -46,7 +47,7 @@ def shut_down_gloo_sockets(being_made: int = 0, timeout: float = 1.0) -> int:
     it gets its connections from here, and they are shut down at once.
 
     Args:
-        being_made: size of the group that is being made; 0 for none.
+        being_made: gives the size of the group that is being made; 0 for none. Asked if there is a group.
         timeout: seconds to wait for event loops that are busy with a transfer; what they watch is left
             alone after that, with a warning.
 
@@ -56,6 +57,7 @@ def shut_down_gloo_sockets(being_made: int = 0, timeout: float = 1.0) -> int:
     count = 0
     pending = named_threads(_THREAD_NAME)
     newest = pending[-1:]
+    size = being_made() if pending else 0
     deadline = time.monotonic() + timeout
     while pending:
         busy = []
@@ -73,8 +75,8 @@ def shut_down_gloo_sockets(being_made: int = 0, timeout: float = 1.0) -> int:
             try:
                 watched = _watched(epoll)
                 count += _shut_down_connections(watched)
-                if being_made and tid in newest:
-                    _connect_for_peers(watched, being_made)
+                if size and tid in newest:
+                    _connect_for_peers(watched, size)
             finally:
                 os.close(epoll)
         pending = busy

@@ -101,7 +101,7 @@ class AbortTorchDistributed(Abort):
             return state
         # NCCL last: its abort has been known to hang, the other two only touch sockets.
         for what, step in (
-            ("gloo", lambda: _gloo_sockets.shut_down_gloo_sockets(_size_being_made(c10d))),
+            ("gloo", lambda: _gloo_sockets.shut_down_gloo_sockets(lambda: _size_being_made(c10d))),
             ("the iteration's store", _abort_store_clients),
             ("NCCL", lambda: _abort_nccl(c10d)),
         ):
