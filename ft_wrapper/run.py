@@ -27,7 +27,7 @@ from . import status
 from ._files import replace_broken_streams
 from .agent.elastic import CannotStart, LocalElasticAgent, WorkerSpec
 from .agent.environment import Job
-from .agent.failure import report
+from .agent.failure import report, write_own_error_file
 from .agent.logs import PREFIX_ENV
 from .agent.meeting import meet
 from .agent.nodes import Nodes
@@ -74,6 +74,7 @@ def run(options: Options) -> int:
                     "looked up here (/etc/hosts)"
                 )
             print(f"ftrun: error: cannot start {options.script}: {words}", file=sys.stderr)
+            write_own_error_file(error)
             return 2
     return _report(options, end)
 
@@ -131,6 +132,7 @@ def _report(options: Options, end: End) -> int:
         )
     if end.failures:
         print(f"ftrun: {report(end.failures, options.nproc_per_node, end.node)}", file=sys.stderr)
+        write_own_error_file(end.failures[0])
     for why in filter(None, (end.ended_by, end.error_elsewhere)):
         print(f"ftrun: {why}", file=sys.stderr)
     if end.signum is not None:

@@ -318,6 +318,48 @@ def test_recorded_error_is_shown(
     assert str(error_file) in table
 
 
+@pytest.mark.parametrize("ends", ["raise ValueError('no such thing')", "os.kill(os.getpid(), 11)"])
+def test_its_own_error_file_is_torchruns(
+    ends: str, script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a platform reads of the root cause: rank 1's; rank 0 is only ended."""
+    fail = script(f"""
+        import os, time
+        from torch.distributed.elastic.multiprocessing.errors import record
+        @record
+        def main():
+            if os.environ["RANK"] == "1":
+                {ends}
+            time.sleep(1000)
+        main()
+    """)
+    found = []
+    for name, module in (("ours", "ft_wrapper.run"), ("torchs", "torch.distributed.run")):
+        file = tmp_path / f"{name}.json"
+        environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)}
+        command = [sys.executable, "-m", module, "--standalone", "--nproc-per-node", "2", fail]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+        assert ended.returncode == 1, ended.stderr
+        found.append(json.loads(file.read_text()) if file.exists() else None)
+    assert (found[0] is None) == (found[1] is None) == ("raise" not in ends)
+    for record in filter(None, found):
+        record["message"]["extraInfo"].pop("timestamp")
+        # The line of the rank's main script, and what torch calls that by.
+        trace = record["message"]["extraInfo"].pop("py_callstack")
+        assert "no such thing" in trace and fail in trace
+    assert found[0] == found[1]
+
+
+def test_its_own_error_file_when_it_cannot_start(
+    script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "http")
+    assert main([script("raise AssertionError")]) == 2
+    assert "TORCHELASTIC_HEALTH_CHECK_PORT=http" in json.loads(file.read_text())["message"]["message"]
+
+
 def test_half_an_error_file(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     fail = script("""
         import os, signal

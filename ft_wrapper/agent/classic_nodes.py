@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -43,6 +43,8 @@ class ClassicNodes(Nodes):
     Args:
         make_handler: makes the handler; called with the first round.
         address: how the other nodes reach this one; as the handler says when None.
+        port: where the store of the workers is to be, on the first node; 0 for a free port. Where the handler
+            has it for a store of its own, a free one is taken.
         nproc: ranks of this node.
         role: what they do.
         monitor_interval: seconds between two questions whether nodes are waiting.
@@ -54,6 +56,7 @@ class ClassicNodes(Nodes):
         make_handler: Callable[[], RendezvousHandler],
         *,
         address: str | None,
+        port: int = 0,
         nproc: int,
         role: str,
         monitor_interval: float,
@@ -62,6 +65,7 @@ class ClassicNodes(Nodes):
         super().__init__()
         self._make_handler = make_handler
         self._address = address
+        self._port = port
         self._nproc = nproc
         self._role = role
         self._monitor_interval = monitor_interval
@@ -85,7 +89,7 @@ class ClassicNodes(Nodes):
             bootstrap = info.bootstrap_store_info
             told = self._address or (bootstrap and bootstrap.master_addr)
             address = told or address_of_this_node(socket.gethostname())
-            self._worker_store = WorkerStore(address)
+            self._worker_store = self._open_worker_store(address)
         hosted = self._worker_store
         own = "" if hosted is None else host_port(hosted.address, hosted.port)
         store = _clone(info.store)
@@ -95,6 +99,14 @@ class ClassicNodes(Nodes):
         self._store, self._round = store, place
         self._start_asking(self._handler)
         return place
+
+    def _open_worker_store(self, address: str) -> WorkerStore:
+        if self._port:
+            try:
+                return WorkerStore(address, port=self._port)
+            except RendezvousConnectionError as error:
+                log.info("the store of the workers is on another port than %d: %s", self._port, error)
+        return WorkerStore(address)
 
     # Whether others wait ------------------------------------------------------------------------------
 
@@ -242,6 +254,11 @@ def _get(store: Store, key: str, rank: int) -> str:
 
 def _clone(store: Store) -> Store:
     """A client of its own, where torch can make one: the handler's is busy with signs of life."""
+    innermost: object = store
+    while isinstance(innermost, PrefixStore):
+        innermost = innermost.underlying_store
+    if type(innermost).__module__ != Store.__module__:
+        return store  # written in Python: nothing would keep the clone that a PrefixStore makes of it
     try:
         clone: Store = store.clone()  # type: ignore[attr-defined]
     except (AttributeError, NotImplementedError, RuntimeError):

@@ -6,8 +6,10 @@ import argparse
 import os
 from typing import NoReturn
 
+import torch
 from torch.distributed.argparse_util import check_env, env
 
+from .. import __version__
 from ..rendezvous.backend import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME
 from .defaults import EXIT_BARRIER_TIMEOUT, RANK_RESTARTS, SHUTDOWN_TIMEOUT, SIGNALS
@@ -39,11 +41,17 @@ def make_parser() -> Parser:
     """All options of ``ftrun``, each also set by a variable ``PET_…`` as torchrun's are."""
     parser = Parser(
         prog="ftrun",
+        usage="ftrun [options] script ...\n"
+        "       ftrun status [ENDPOINT]       how a job stands\n"
+        "       ftrun report EVENTS ...       what its restarts took",
         description="Starts the ranks of a job on this machine, which may be one of several, and hosts the "
         "store that they agree on. A rank of a wrapped job that dies is started again alone.",
         epilog="Options mean the same as torchrun's and can be set by the same PET_* environment variables. "
-        "'ftrun status' shows how a job stands, 'ftrun report' what its restarts took: see their --help.",
+        "'ftrun status --help' and 'ftrun report --help' tell of these.",
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"ftrun {__version__}, torch {torch.__version__}"
     )
     parser.add_argument(
         *_spellings("--nproc-per-node"),

@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+import time
+import traceback
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,6 +29,8 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from torch.distributed.elastic.events import record
+from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -45,6 +49,7 @@ from .round import Round
 from .rounds import CannotStart, Workers, run_rounds
 from .signals import SignalQueue, queued
 from .standby import Program
+from .torch_events import agent_event
 from .watchdog import watchdog
 
 __all__ = [
@@ -106,6 +111,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._signals = tuple(signals)
         self._group = Group(spec)
         self._has_run = False
+        self._run_seconds = 0.0
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Runs the workers to their end.
@@ -151,6 +157,32 @@ class SimpleElasticAgent(ElasticAgent):
     def counts(self) -> Counts:
         """What has happened since the beginning: failures, replacements, restarts. From any thread."""
         return self._group.counts
+
+    # For torch's launcher --------------------------------------------------------------------------------
+
+    def get_event_succeeded(self) -> Event:
+        """That the agent has come to its end, whatever has become of the workers: an event of torch's."""
+        return agent_event(self._group, "SUCCEEDED", run_seconds=self._run_seconds)
+
+    def get_event_failed(self) -> Event:
+        """That the agent has raised an error, the one that is being handled: an event of torch's."""
+        error = traceback.format_exc()
+        return agent_event(self._group, "FAILED", run_seconds=self._run_seconds, raw_error=error)
+
+    @contextlib.contextmanager
+    def record_duration(self, state: str) -> Iterator[None]:
+        """Records with the spec's ``event_log_handler`` how long a block took.
+
+        Args:
+            state: what it did.
+        """
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            took = time.monotonic() - began
+            event = agent_event(self._group, state, run_seconds=self._run_seconds, duration_seconds=took)
+            record(event, getattr(self._spec, "event_log_handler", "null"))  # not in older torch
 
     # To be implemented for another kind of worker -------------------------------------------------------
 
@@ -204,6 +236,7 @@ class SimpleElasticAgent(ElasticAgent):
         return ClassicNodes(
             lambda: spec.rdzv_handler,
             address=spec.master_addr or spec.local_addr,
+            port=spec.master_port or 0,
             nproc=spec.local_world_size,
             role=spec.role,
             monitor_interval=spec.monitor_interval,
@@ -237,15 +270,13 @@ class SimpleElasticAgent(ElasticAgent):
         if self._has_run:
             raise RuntimeError("an agent runs once; make another one, with a new rendezvous handler")
         self._has_run = True
+        began = time.monotonic()
         try:
             with ExitStack() as cleanup:
                 signals = cleanup.enter_context(queued((*self._signals, signal.SIGCHLD)))
                 nodes = self._meet()
                 cleanup.callback(nodes.close)
-                try:
-                    cleanup.enter_context(health(self._group, nodes.inbox))
-                except ValueError as error:
-                    raise CannotStart(error) from error
+                self._open_health(nodes.inbox, cleanup)
                 timer_file = cleanup.enter_context(watchdog(self._run_id()))
                 job = self._job(timer_file)
                 workers = self._open_workers(nodes, job, cleanup)
@@ -255,6 +286,15 @@ class SimpleElasticAgent(ElasticAgent):
         except BaseException:
             self._group.become(WorkerState.UNKNOWN)
             raise
+        finally:
+            self._run_seconds = time.monotonic() - began
+
+    def _open_health(self, inbox: Inbox, cleanup: ExitStack) -> None:
+        """Answers questions whether the agent is alive, to the end; see `health`."""
+        try:
+            cleanup.enter_context(health(self._group, inbox))
+        except ValueError as error:
+            raise CannotStart(error) from error
 
     def _job(self, timer_file: str) -> Job:
         spec = self._spec
@@ -265,6 +305,7 @@ class SimpleElasticAgent(ElasticAgent):
             spec.max_restarts,
             virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
             timer_file=timer_file,
+            signals=",".join(signum.name for signum in self._signals),
         )
 
 
@@ -294,6 +335,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         log_line_prefix_template: in front of each line that is shown from a log file, with ``${role_name}``,
             ``${rank}`` and ``${local_rank}`` put in; role and rank when None.
         shutdown_timeout: seconds from the signal that ends a worker to SIGKILL.
+        health_check_server: what answers health checks instead of this agent; stopped at the end. As torch's
+            launcher passes it.
+        uninterruptible_state_timeout: in torch's signature, and without effect, which a warning says: a
+            worker that hangs in the kernel is the business of the wrapper's ``hard_timeout``.
         restart_policy: what is done when a worker fails: it is replaced alone, or all are restarted; AUTO
             restarts all until they have formed a wrapped job, and then replaces.
         max_rank_restarts: how often each worker may be replaced.
@@ -313,6 +358,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         exit_barrier_timeout: float = EXIT_BARRIER_TIMEOUT,
         log_line_prefix_template: str | None = None,
         shutdown_timeout: float = SHUTDOWN_TIMEOUT,
+        health_check_server: Any = None,
+        uninterruptible_state_timeout: float | None = None,
         *,
         restart_policy: Policy = Policy.AUTO,
         max_rank_restarts: int = RANK_RESTARTS,
@@ -324,6 +371,13 @@ class LocalElasticAgent(SimpleElasticAgent):
                 f"start_method={start_method!r}: functions are called as with 'spawn'; pass that"
             )
         super().__init__(spec, exit_barrier_timeout, signals=signals)
+        if uninterruptible_state_timeout:
+            log.warning(
+                "uninterruptible_state_timeout=%s has no effect: a rank that makes no progress is ended "
+                "after the wrapper's hard_timeout",
+                uninterruptible_state_timeout,
+            )
+        self._health_check_server = health_check_server
         self._logs_specs = logs_specs
         self._log_line_prefix = log_line_prefix_template
         self._shutdown_timeout = shutdown_timeout
@@ -337,6 +391,16 @@ class LocalElasticAgent(SimpleElasticAgent):
             if entrypoint is None or isinstance(entrypoint, str)
             else call_function.pack(entrypoint, spec.args)
         )
+
+    def _get_alive_time(self) -> int:
+        """When this agent was alive last, in seconds since the epoch; torch's launcher asks for it."""
+        return int(time.time())
+
+    def _open_health(self, inbox: Inbox, cleanup: ExitStack) -> None:
+        if self._health_check_server is None:
+            super()._open_health(inbox, cleanup)
+        else:
+            cleanup.callback(self._health_check_server.stop)
 
     def _open_workers(self, nodes: Nodes, job: Job, cleanup: ExitStack) -> Workers:
         program = self._program(cleanup)
@@ -509,7 +573,6 @@ def _python(script: str, arguments: list[str], *, is_module: bool = False) -> Pr
 def _refuse(spec: WorkerSpec) -> None:
     """Raises an error for what torch's specs can ask for, and no one does here: it is not ignored."""
     without: Collection[tuple[str, str]] = (
-        ("master_port", "the store of the workers is on a free port, which they find in MASTER_PORT"),
         ("numa_options", "bind the workers in their own code"),
         ("duplicate_stdout_filters", "filter the log files"),
         ("duplicate_stderr_filters", "filter the log files"),

@@ -31,6 +31,7 @@ class Job:
         active_world_size: so many ranks call the function of a wrapped job; None: as the wrapper says.
         virtual_local_rank: whether each rank sees its own GPU only.
         timer_file: the named pipe of the watchdog; empty if there is none.
+        signals: names of those that end the ranks, with commas.
     """
 
     nproc: int
@@ -40,6 +41,7 @@ class Job:
     active_world_size: int | None = None
     virtual_local_rank: bool = False
     timer_file: str = ""
+    signals: str = ""
 
     def shared_environment(self) -> dict[str, str]:
         """What libraries read when they are imported, so that it must be there before any rank is forked."""
@@ -49,6 +51,8 @@ class Job:
         }
         if self.shares_processor():
             variables["OMP_NUM_THREADS"] = "1"
+        if self.signals:
+            variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self.signals
         if self.timer_file:
             variables[TIMER_FILE_ENV] = self.timer_file
         return variables

@@ -9,10 +9,15 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from .processes import RankProcess
 from .signals import signal_name
 
 log = logging.getLogger(__name__)
+
+ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
+"""torch's: where a process records the exception that ends it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +92,28 @@ def _read_record(error_file: str) -> tuple[str, float]:
     if isinstance(message, dict):
         return str(message["message"]), float(message["extraInfo"]["timestamp"])
     return str(message), float(record.get("timestamp", 0))
+
+
+def write_own_error_file(cause: Failure | Exception) -> None:
+    """Writes what has ended the job to this process's own error file, where a platform looks.
+
+    As torchrun: the file is named by ``TORCHELASTIC_ERROR_FILE``, and is a copy of the error file of the rank
+    that failed first, with its exit code. Nothing is written if the variable is not set, or if that rank has
+    recorded nothing.
+
+    Args:
+        cause: the first failure of a rank, or an error of our own.
+    """
+    if not os.environ.get(ERROR_FILE_ENV):
+        return
+    handler = get_error_handler()
+    try:
+        if isinstance(cause, Exception):
+            handler.record_exception(cause)
+        elif cause.error_file:
+            handler.dump_error_file(cause.error_file, cause.exitcode)
+    except (OSError, ValueError) as error:
+        log.warning("%s=%s cannot be written: %s", ERROR_FILE_ENV, os.environ[ERROR_FILE_ENV], error)
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:

@@ -196,10 +196,11 @@ def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
         inbox: wakes the main loop.
 
     Returns:
-        A context: what answers; None if nothing does.
+        A context: what answers; None if nothing does, also where another program has the port: on a host
+        with several agents all find the same variable, and one of them answers.
 
     Raises:
-        ValueError: a variable is wrong, or the port cannot be had; says which.
+        ValueError: a variable is wrong, or the port is not allowed; says which.
     """
     port = os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT)
     if port is None:
@@ -210,6 +211,15 @@ def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
     try:
         server = Health(int(port), _timeout(), group, inbox)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            log.warning(
+                "%s=%s: another program has this port: this agent answers no health checks; give each agent "
+                "of a host a port of its own",
+                TORCHELASTIC_HEALTH_CHECK_PORT,
+                port,
+            )
+            yield None
+            return
         words = f"{TORCHELASTIC_HEALTH_CHECK_PORT}={port}: {error.strerror}; choose another port"
         raise ValueError(words) from error
     with server:

@@ -174,14 +174,15 @@ class WorkerStore:
     Args:
         address: this node, as the others reach it.
         timeout: seconds, of operations on it.
+        port: where it listens; 0 for a free port.
 
     Raises:
         RendezvousConnectionError: it cannot be opened.
     """
 
-    def __init__(self, address: str, timeout: float = 30.0) -> None:
+    def __init__(self, address: str, timeout: float = 30.0, port: int = 0) -> None:
         try:
-            store = serve(address, 0, timedelta(seconds=timeout))
+            store = serve(address, port, timedelta(seconds=timeout))
         except OSError as error:
             raise RendezvousConnectionError(
                 f"the store of the workers cannot be opened at {address}: {error}; tell an address of "

@@ -8,16 +8,22 @@ import select
 import signal
 import socket
 import threading
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from elastic_agents import ROLE, Alone, Metrics, agent, c10d, collected, fails, who
+from torch.distributed.elastic import events
+from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousTimeoutError
+from torch.distributed.launcher import api as launcher
 
+from ft_wrapper.agent import elastic
 from ft_wrapper.agent.elastic import (
     CannotStart,
     Counts,
@@ -28,6 +34,7 @@ from ft_wrapper.agent.elastic import (
     WorkerSpec,
     WorkerState,
 )
+from ft_wrapper.testing.ports import free_port
 
 TIMEOUT = 120.0
 ALONE: dict[str, Any] = {"restart_policy": Policy.RANK}
@@ -37,6 +44,14 @@ ALONE: dict[str, Any] = {"restart_policy": Policy.RANK}
 def metrics() -> Iterator[Metrics]:
     with collected() as handler:
         yield handler
+
+
+@pytest.fixture
+def torchs_launcher(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Torch's own launcher, with our agent in the place of torch's."""
+    monkeypatch.setattr(launcher, "LocalElasticAgent", LocalElasticAgent)
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # it sets that for good
+    return launcher
 
 
 # How it ends -----------------------------------------------------------------------------------------------
@@ -55,6 +70,100 @@ def test_functions_return_values(tmp_path: Path, metrics: Metrics) -> None:
     assert metrics.states == ["healthy", "succeeded"]
     with pytest.raises(RuntimeError, match="make another one"):
         running.run()
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d", "ft", "ft-etcd"])
+def test_torchs_launcher_runs_it_with_any_handler(
+    backend: str,
+    tmp_path: Path,
+    torchs_launcher: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    etcd_if_any: object,
+    request: pytest.FixtureRequest,
+) -> None:
+    """With everything that the launcher wants of an agent, its events for instance."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    if backend == "ft-etcd":
+        endpoint = request.getfixturevalue("etcd").endpoints
+    recorded: list[Event] = []
+    monkeypatch.setattr(events, "record", lambda event, *_: recorded.append(event))
+    config = torchs_launcher.LaunchConfig(
+        1,
+        1,
+        2,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=backend,
+        rdzv_endpoint=endpoint,
+        rdzv_configs={"rank": 0, "timeout": 60},
+        monitor_interval=0.01,
+        logs_specs=DefaultLogsSpecs(str(tmp_path / "logs")),
+        local_addr="127.0.0.1",
+    )
+    results = torchs_launcher.elastic_launch(config, who)(7)
+    assert {rank: (result[0], result[-1]) for rank, result in results.items()} == {0: (7, "0"), 1: (7, "1")}
+    (event,) = recorded
+    assert event.name == "torchelastic.worker.status.SUCCEEDED"
+    assert (event.metadata["role"], event.metadata["rdzv_backend"]) == ("default_role", backend)
+
+
+def test_torchs_launcher_tells_of_the_first_failure(tmp_path: Path, torchs_launcher: Any) -> None:
+    config = torchs_launcher.LaunchConfig(
+        1,
+        1,
+        2,
+        max_restarts=0,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        logs_specs=DefaultLogsSpecs(str(tmp_path)),
+        local_addr="127.0.0.1",
+    )
+    with pytest.raises(ChildFailedError) as caught:
+        torchs_launcher.elastic_launch(config, fails)("1")
+    rank, failure = caught.value.get_first_failure()
+    assert (rank, failure.message["message"]) == (1, "ValueError: rank 1 does not want to")
+
+
+def test_how_long_something_took_is_an_event_of_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[Event] = []
+    monkeypatch.setattr(elastic, "record", lambda event, *_: recorded.append(event))
+    running = agent(tmp_path, "true")
+    with pytest.raises(KeyError), running.record_duration("LOADING"):
+        raise KeyError
+    (event,) = recorded
+    assert event.name == "torchelastic.worker.status.LOADING"
+    assert event.metadata["duration_ms"] >= 0 and event.metadata["raw_error"] is None
+    try:
+        raise ValueError("the agent's own")
+    except ValueError:
+        assert "the agent's own" in str(running.get_event_failed().metadata["raw_error"])
+
+
+def test_the_store_of_the_workers_is_where_the_spec_says(tmp_path: Path) -> None:
+    port = free_port()
+    ports = f'[ "$MASTER_PORT" = {port} ]'
+    spec = WorkerSpec(
+        ROLE, 1, Alone(), entrypoint="sh", args=("-c", ports), master_addr="127.0.0.1", master_port=port
+    )
+    assert not LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path))).run().is_failed()
+
+
+def test_another_health_check_takes_the_place_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "no port: no one reads it")
+
+    class Server:
+        stopped = 0
+
+        def stop(self) -> None:
+            self.stopped += 1
+
+    server = Server()
+    running = agent(tmp_path, "true", health_check_server=server)
+    assert not running.run().is_failed() and server.stopped == 1
+    assert abs(running._get_alive_time() - time.time()) < TIMEOUT
 
 
 def test_a_function_that_raises(tmp_path: Path) -> None:
@@ -109,8 +218,6 @@ def test_no_round(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="master_port=7"):
-        LocalElasticAgent(WorkerSpec(ROLE, 1, Alone(), entrypoint="true", master_port=7), None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="start_method='fork'"):
         agent(tmp_path, "true", start_method="fork")
 
