@@ -25,6 +25,7 @@ from ft_wrapper import events
 from ft_wrapper.agent.failure import Failure, in_order, report
 from ft_wrapper.run import main, parse_args
 from ft_wrapper.store import TCPStore
+from ft_wrapper.testing.ports import free_port
 
 TIMEOUT = 120.0
 # The others go on when a rank fails.
@@ -316,6 +317,35 @@ def test_recorded_error_is_shown(
     assert "ValueError: no such thing  " in table
     (error_file,) = (tmp_path / "logs").rglob("error.json")
     assert str(error_file) in table
+
+
+def test_ranks_meet_at_the_port_that_is_given(script: Callable[[str], str], tmp_path: Path) -> None:
+    """Also in the round after a failure."""
+    port = free_port()
+    meet = script(f"""
+        import os, sys
+        import torch, torch.distributed as dist
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        assert os.environ["MASTER_PORT"] == "{port}"
+        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        met = torch.ones(1)
+        dist.all_reduce(met)
+        assert met.item() == size
+        dist.destroy_process_group()
+        sys.exit(rank if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+    """)
+    arguments = ["--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port)]
+    assert main([*arguments, meet]) == 0
+
+
+def test_a_port_that_another_program_has(
+    script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--master-port", str(port), script("raise AssertionError")]) == 2
+    said = capfd.readouterr().err
+    assert f"--master-port {port} cannot be used on this host" in said and "leave it out" in said
 
 
 @pytest.mark.parametrize("ends", ["raise ValueError('no such thing')", "os.kill(os.getpid(), 11)"])

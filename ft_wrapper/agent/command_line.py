@@ -121,7 +121,8 @@ def make_parser() -> Parser:
         action=env,
         default="",
         metavar="PORT",
-        help=f"see there (default: {DEFAULT_MASTER_PORT}, if there is an address)",
+        help=f"see there (default: {DEFAULT_MASTER_PORT}, if there is an address); on one node, the port of "
+        "the ranks' store (default: a free one)",
     )
     parser.add_argument(
         *_spellings("--local-addr"),

@@ -31,7 +31,7 @@ def meet(options: Options) -> Nodes:
     """
     meeting = options.meeting
     if meeting is None:
-        return OneNode(options.nproc_per_node, _address_alone(options.address))
+        return OneNode(options.nproc_per_node, _address_alone(options.address), options.port)
     if meeting.parameters.backend in (NAME, *ETCD_NAMES):
         return _ft(options, meeting)
     return _classic(options, meeting)

@@ -44,12 +44,14 @@ class NodeOptions:
         active_world_size: so many ranks call the function of a wrapped job; None: all.
         spare_nodes: so many of the nodes have hot spares only.
         address: what the user calls this node if it is alone; empty if nothing.
+        port: where the ranks' store is if it is alone; 0 for a free port.
     """
 
     meeting: Meeting | None
     active_world_size: int | None
     spare_nodes: int
     address: str = ""
+    port: int = 0
 
 
 def read_nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy) -> NodeOptions:
@@ -71,7 +73,10 @@ def read_nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Pol
     _check_node_rank(parser, args, most + spares)
     master = _master(parser, args)
     if _is_alone(parser, args, most, spares):
-        return NodeOptions(None, active, 0, without_brackets(args.master_addr))
+        # As torchrun, which has a free one with --standalone; a script may name it: init_method="tcp://…".
+        port = values.port(parser, "--master-port", args.master_port) if args.master_port else 0
+        address = without_brackets(args.master_addr)
+        return NodeOptions(None, active, 0, address, 0 if args.standalone else port)
     on_etcd = args.rdzv_backend in ETCD_NAMES
     endpoint = args.rdzv_endpoint or ("" if on_etcd else master)
     if not endpoint:
@@ -164,7 +169,6 @@ def _is_alone(parser: Parser, args: argparse.Namespace, most: int, spares: int) 
         return True
     if args.rdzv_endpoint or most + spares > 1:
         return False
-    # --master-port is of no use, nor does it harm: the store is on a free port.
     for option, value, defaults in (
         ("--rdzv-backend", args.rdzv_backend, (NAME, STATIC)),
         ("--rdzv-conf", args.rdzv_conf, ("",)),

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 
 from .._addresses import host_port, loopback
+from ..exception import StoreError
 from ..store import TCPStoreServer
 from .round import Round, alone
 
@@ -227,17 +228,27 @@ class OneNode(Nodes):
     Args:
         nproc: number of ranks.
         address: of this host; the loopback when None, where only this host reaches the store.
+        port: where the store listens; 0 for a free port, another one in each round.
     """
 
-    def __init__(self, nproc: int, address: str | None = None) -> None:
+    def __init__(self, nproc: int, address: str | None = None, port: int = 0) -> None:
         super().__init__()
         self._nproc = nproc
         self._address = address or loopback()
+        self._port = port
         self._server: TCPStoreServer | None = None
 
     def next_round(self) -> Round:
-        server = TCPStoreServer(host_name=self._address, ranks=self._nproc)
         self._end_server()
+        try:
+            server = TCPStoreServer(self._port, self._address, ranks=self._nproc)
+        except StoreError as error:
+            if not self._port:
+                raise
+            raise StoreError(
+                f"--master-port {self._port} cannot be used on this host: {error.__cause__}; choose another "
+                "port, or leave it out"
+            ) from error
         self._server = server
         return alone(host_port(self._address, server.port), self._nproc)
 

@@ -50,6 +50,7 @@ class Options:
         spare_nodes: so many of the nodes have hot spares only.
         meeting: how this node finds the others; None if there are none.
         address: what the user calls this node if there are no others; empty if nothing.
+        port: where the ranks' store is if there are no others; 0 for a free port.
     """
 
     nproc_per_node: int
@@ -72,6 +73,7 @@ class Options:
     spare_nodes: int = 0
     meeting: Meeting | None = None
     address: str = ""
+    port: int = 0
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -115,6 +117,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         spare_nodes=nodes.spare_nodes,
         meeting=nodes.meeting,
         address=nodes.address,
+        port=nodes.port,
     )
 
 

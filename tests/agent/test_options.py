@@ -101,6 +101,13 @@ def test_lines_for_one_node(line: str) -> None:
     assert options.nproc_per_node == 4
 
 
+@pytest.mark.parametrize(
+    ("line", "port"), [("--master-port 29501", 29501), ("--standalone --master-port 29501", 0), ("", 0)]
+)
+def test_where_the_store_of_one_node_is(line: str, port: int) -> None:
+    assert parsed(*line.split()).port == port
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_static_line(rank: str) -> None:
     options = parsed(*STATIC, "--node-rank", rank)
