@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from . import events
+from .restart_report import duration
 
 Record = dict[str, Any]
 
@@ -89,13 +90,13 @@ class Report:
         return json.dumps({**dataclasses.asdict(self), "goodput": self.goodput})
 
     def to_text(self) -> str:
-        """A table of the restarts, and a line below it; times of restarts in milliseconds."""
+        """A table of the restarts, and a line below it; phases of restarts in milliseconds."""
         rows = [("iteration", "cause", *PHASES, "in all")] if self.restarts else []
         for restart in self.restarts:
             times = [f"{1e3 * restart.phases[phase]:.1f}" for phase in PHASES]
             which = f"{restart.iteration} -> {restart.next_iteration}"
             causes = ", ".join(restart.causes) or "unknown"
-            rows.append((which, causes, *times, f"{1e3 * restart.seconds:.1f} ms"))
+            rows.append((which, causes, *times, duration(restart.seconds)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -107,7 +108,7 @@ class Report:
         again = f", {self.started_again} processes started again" if self.started_again else ""
         count = len(self.restarts)
         return (
-            f"{count} {'restart' if count == 1 else 'restarts'}{again} in {self.seconds:.1f} s on "
+            f"{count} {'restart' if count == 1 else 'restarts'}{again} in {duration(self.seconds)} on "
             f"{', '.join(self.hosts)}; {100 * self.goodput:.1f} % of the time all active ranks were in the "
             "function"
         )

@@ -42,8 +42,21 @@ def restart_line(
     if recompiling:
         names = _joined(map(str, sorted(recompiling)), len(recompiling))
         parts.append(f"{_plural(len(recompiling), 'rank')} {names} will compile again")
-    parts.append(size if seconds is None else f"{size}, back in {1e3 * seconds:.1f} ms")
+    parts.append(size if seconds is None else f"{size}, back in {duration(seconds)}")
     return f"restart {iteration}: {'; '.join(parts)}"
+
+
+def duration(seconds: float) -> str:
+    """Says how long something took, in the unit that a person would choose.
+
+    Args:
+        seconds: how long.
+    """
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.1f} ms" if seconds < 0.1 else f"{1e3 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
 
 
 def in_words(faults: Sequence[Fault]) -> str:

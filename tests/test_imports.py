@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "call_wrapper": BASE | {"store"},
     "call": BASE | PLUG_INS | PARTS | {HELPERS, "store", "monitor", "call_wrapper"},
     "wrapper": BASE | PLUG_INS | PARTS | {HELPERS, "store", "monitor", "call", "call_wrapper"},
-    "report": BASE,
+    "report": BASE | {"restart_report"},
     "status": BASE | {"restart_report", "store", "rendezvous"},
     "rendezvous": BASE | {HELPERS, "store"},
     "agent": BASE | {HELPERS, "store", "monitor", "rendezvous"},

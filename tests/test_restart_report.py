@@ -1,7 +1,9 @@
 """The line that a restart leaves in the log."""
 
+import pytest
+
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.restart_report import restart_line
+from ft_wrapper.restart_report import duration, restart_line
 from ft_wrapper.store import Fault, Member
 
 
@@ -59,3 +61,19 @@ def test_no_fault_and_no_rank_are_said_so() -> None:
     assert "no fault was published" in restart_line(1, [], [], [], 1, 1, 0.01)
     silent = Fault(Member(4, 0), None, Interruption.UNRESPONSIVE, "sent no heartbeat for 30 s", "", 0)
     assert "a rank (slot 4) sent no heartbeat for 30 s;" in restart_line(1, [silent], [], [], 1, 1, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0081, "8.1 ms"),
+        (0.0994, "99.4 ms"),
+        (0.1862, "186 ms"),
+        (0.9994, "999 ms"),
+        (9.8842, "9.9 s"),
+        (59.94, "59.9 s"),
+        (200.0, "3 min 20 s"),
+    ],
+)
+def test_durations_are_in_the_unit_that_a_person_would_choose(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
