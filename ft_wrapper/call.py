@@ -52,7 +52,7 @@ from .monitor.settings import MonitorSettings
 from .monitor.shared_memory import Phase, RankMemory
 from .monitor.thread import MonitorThread, Watch
 from .rank_assignment import RankAssignmentCtx, RankDiscarded, activate_if_unsaid
-from .restart_report import restart_line
+from .restart_report import evictions, restart_line
 from .same_faults import PROGRESS_AFTER, in_words, kind_and_place, pause_before_entering
 from .state import Mode, State
 from .store import BarrierTimeout, PrefixStore, StorePlan
@@ -718,6 +718,7 @@ class Call:
         if self._entered != active:
             return
         entered = store.entered_in(view.n).values()
+        faults = store.faults_of(view.n - 1)
         promoted = [
             (one.member.slot, one.active_rank)
             for one in entered
@@ -726,7 +727,7 @@ class Call:
         log.warning(
             restart_line(
                 state.iteration,
-                store.faults_of(view.n - 1),
+                [*faults, *evictions(store, self.job.decision.removed, faults)],
                 promoted,
                 self.job.decision.joined,
                 state.world_size,

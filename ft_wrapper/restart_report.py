@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .attribution import Interruption, by_blame
-from .store import Fault, Member
+from .store import Fault, Member, StoreMixin
 
 _SHOWN = 4  # faults and promotions named in a line; the others are counted
 
@@ -44,6 +44,27 @@ def restart_line(
         parts.append(f"{_plural(len(recompiling), 'rank')} {names} will compile again")
     parts.append(size if seconds is None else f"{size}, back in {duration(seconds)}")
     return f"restart {iteration}: {'; '.join(parts)}"
+
+
+def evictions(store: StoreMixin, removed: Iterable[Member], faults: Sequence[Fault]) -> list[Fault]:
+    """Makes faults of the members that are no longer in though no one has told why: their hosts were lost.
+
+    What fails in the wake of such a loss is published at once. The loss itself shows only when the others
+    wait for these members in vain; the iteration has ended by then.
+
+    Args:
+        store: knows on which hosts they ran.
+        removed: who is no longer in.
+        faults: what was published.
+    """
+    found: list[Fault] = []
+    for member in sorted(set(removed) - {fault.member for fault in faults}):
+        record = store.record_of(member) if len(found) < _SHOWN else {}
+        host, pid = str(record.get("host", "")), record.get("pid")
+        message = "stopped answering and was evicted"
+        known = pid if isinstance(pid, int) else 0
+        found.append(Fault(member, None, Interruption.UNRESPONSIVE, message, host, known))
+    return found
 
 
 def duration(seconds: float) -> str:
@@ -87,9 +108,11 @@ def _places(faults: Sequence[Fault]) -> str:
 
 
 def _place(fault: Fault) -> str:
-    rank = "a rank" if fault.rank is None else f"rank {fault.rank}"
-    place = f" on {fault.host} pid {fault.pid}" if fault.pid else ""
-    return f"{rank} (slot {fault.member.slot}{place})"
+    slot = f"slot {fault.member.slot}"
+    where = f"on {fault.host} pid {fault.pid}" if fault.pid else ""
+    if fault.rank is None:
+        return f"{slot} ({where})" if where else slot
+    return f"rank {fault.rank} ({slot} {where})" if where else f"rank {fault.rank} ({slot})"
 
 
 def _promotions(promoted: Sequence[tuple[int, int]]) -> str:

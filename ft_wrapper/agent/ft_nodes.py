@@ -244,7 +244,7 @@ class FtNodes(Nodes):
             state = handler.refresh()
             for seat, members in dead:
                 if _is_empty(state, seat):
-                    log_deaths(store, members, f"node {seat.occupant} was lost", return_=False)
+                    log_deaths(store, members, f"was lost with node {seat.occupant}", return_=False)
         finally:
             store.close()
 

@@ -79,7 +79,7 @@ def test_a_joiner_takes_its_predecessors_place_at_once_and_ends_the_iteration(jo
         assert store.deaths_of(0) == {members[0]}
         assert store.outcome_of(0) == "fault"
         [fault] = store.faults_of(0)
-        assert fault.message == "was superseded by 0:1"
+        assert fault.message == "was replaced by a newer process"
         store.arrive(view, members[0], 0, 2)  # the older one still runs, and is not believed
         store.arrive(view, members[1], 1, 2)
 

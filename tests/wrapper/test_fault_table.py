@@ -139,6 +139,30 @@ def test_a_silent_rank_is_gone_on_without(job: Job, resumed: bool) -> None:
     assert job[0].value == job[1].value == ["UNRESPONSIVE"]
 
 
+def raises_beside_a_lost_host(rank: Rank) -> Any:
+    @Wrapper(**{**SETTINGS, "heartbeat_timeout": 3.0})
+    def train(call_wrapper: CallWrapper) -> None:
+        rank.say("in", n=call_wrapper.iteration)
+        if call_wrapper.iteration == 0:
+            assert rank.hear() == "raise"
+            raise RuntimeError("connection reset by peer")
+
+    return train()
+
+
+def test_the_line_names_the_lost_host_and_not_what_failed_in_its_wake(job: Job) -> None:
+    """No one was there to tell of it, and the iteration had ended when the others missed it."""
+    job.start(3, raises_beside_a_lost_host)
+    job.expect("in", n=0)
+    for pid in (job.monitors()[2], job[2].pid):
+        os.kill(pid, signal.SIGKILL)
+    job.tell("raise", 0)
+    job.wait_for_end()
+    (line,) = [line for slot in (0, 1) for line in job[slot].log.splitlines() if "restart 1:" in line]
+    culprit = f"slot 2 (on {os.uname().nodename} pid {job[2].pid}) stopped answering and was evicted"
+    assert f"restart 1: {culprit} (and 1 fault in its wake); no spare stepped in" in line
+
+
 # ---- all of it stopped at once: a container is paused, a machine suspended
 
 
