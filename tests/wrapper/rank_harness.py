@@ -521,6 +521,18 @@ class Job:
         self._turn_until(lambda: self.ranks[slot].pid != 0, f"the start of slot {slot}")
         os.kill(self.ranks[slot].pid, signum)
 
+    def lose_hosts(self, *slots: int) -> None:
+        """Kills ranks with their monitors, as if their hosts were lost: no one is left to tell of it.
+
+        They are stopped first: a rank that notices that its monitor is gone leaves in order, and a monitor
+        that its rank is gone tells the others.
+        """
+        monitors = self.monitors()
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
+            for slot in slots:
+                for pid in (self.ranks[slot].pid, monitors[slot]):
+                    os.kill(pid, signum)
+
     def expect(self, event: str, *slots: int, **fields: Any) -> list[dict[str, Any]]:
         """Waits until each of some ranks (all of them, if none are named) says something, and returns it.
 

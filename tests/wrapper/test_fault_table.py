@@ -124,8 +124,11 @@ def test_a_silent_rank_is_gone_on_without(job: Job, resumed: bool) -> None:
     job.start(3, is_cut_off)
     job.expect("in", n=0)
     monitor = job.monitors()[2]
-    for pid in (monitor, job[2].pid):
-        os.kill(pid, signal.SIGSTOP if resumed else signal.SIGKILL)
+    if resumed:
+        for pid in (monitor, job[2].pid):
+            os.kill(pid, signal.SIGSTOP)
+    else:
+        job.lose_hosts(2)
     job.expect("in", 0, 1, n=1)
     if resumed:
         assert job[2].code is None
@@ -154,8 +157,7 @@ def test_the_line_names_the_lost_host_and_not_what_failed_in_its_wake(job: Job) 
     """No one was there to tell of it, and the iteration had ended when the others missed it."""
     job.start(3, raises_beside_a_lost_host)
     job.expect("in", n=0)
-    for pid in (job.monitors()[2], job[2].pid):
-        os.kill(pid, signal.SIGKILL)
+    job.lose_hosts(2)
     job.tell("raise", 0)
     job.wait_for_end()
     (line,) = [line for slot in (0, 1) for line in job[slot].log.splitlines() if "restart 1:" in line]

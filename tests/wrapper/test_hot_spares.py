@@ -102,8 +102,7 @@ def test_the_loss_of_a_spares_host_ends_nothing(job: Job) -> None:
     """Nobody has seen its death; it falls silent. The next restart goes on without it."""
     job.start(3, misses_a_spare)
     job.expect("in", 0, 1, n=0)
-    for pid in (job.monitors()[2], job[2].pid):
-        os.kill(pid, signal.SIGKILL)
+    job.lose_hosts(2)
     job.expect("noticed", 1)
     assert [len(job[slot].said("in")) for slot in (0, 1)] == [1, 1]
     job.tell("raise", 1)

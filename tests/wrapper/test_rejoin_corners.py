@@ -114,13 +114,11 @@ def test_who_asked_in_a_call_that_then_completed_is_not_taken_into_the_next_one(
 def test_all_processes_die_and_come_back(run: Training, job: Job, with_monitors: bool) -> None:
     run.start(3, join_window=25.0)  # over as soon as all are back, however long a busy machine starts them
     job.expect("in", 0, 1, 2, n=0)
-    monitors = job.monitors().values() if with_monitors else ()
-    for slot in range(3):  # or one that has lost its monitor leaves in order, and the others go on
-        job.send_signal(slot, signal.SIGSTOP)
-    for pid in monitors:
-        os.kill(pid, signal.SIGKILL)
-    for slot in range(3):
-        job.send_signal(slot, signal.SIGKILL)
+    if with_monitors:
+        job.lose_hosts(0, 1, 2)
+    else:
+        for slot in range(3):
+            job.send_signal(slot, signal.SIGKILL)
     job.wait_for_end()
     job.start_again(0, 1, 2)
     job.expect("in", 0, 1, 2, n=1, world=3)
