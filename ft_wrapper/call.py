@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_ABORTED_SOON = 0.5  # seconds
 _FILES_OF_A_CALL = 16  # with what its monitor, if that is a process, opens for itself
 # What this process knows of its last wrapped call, by store.
 _remembered: dict[str, Remembered] = {}
@@ -571,6 +572,8 @@ class Call:
         """Waits until everything is aborted, then ends what the function left behind."""
         watch, self._watch = self._watch, None
         if watch is not None:
+            if not watch.handled.wait(_ABORTED_SOON):
+                self._log_failure()  # the abort may hang, and this process be killed for that
             if not watch.handled.wait(self.wrapper.barrier_timeout.total_seconds()):
                 raise InternalError("the abort plug-in did not return within barrier_timeout")
             self._ended_at = watch.ended_at
@@ -603,10 +606,9 @@ class Call:
     def _restore(self) -> None:
         """Undoes what the function has done to the process, and says what has failed: that takes its time."""
         replace_broken_streams()
+        self._log_failure()
         error, self._error = self._error, None
         if error is not None:
-            if self._is_cause:
-                self._log_failure(error)
             forget_frames(error)
         self._torch_state.restore()
         forget_old_ranks()
@@ -670,7 +672,12 @@ class Call:
         self._is_cause = self._watch is None or self._watch.ended_at is None
         self.job.publish(self.state.rank, error)
 
-    def _log_failure(self, error: BaseException) -> None:
+    def _log_failure(self) -> None:
+        """Says, once, how this rank has ended the iteration, if it has."""
+        error, is_cause = self._error, self._is_cause
+        self._is_cause = False
+        if error is None or not is_cause:
+            return
         is_new = self._fault is None or not self._times_before()
         log.warning(
             "rank %s (slot %d) failed in iteration %d%s",

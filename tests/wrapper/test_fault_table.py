@@ -11,6 +11,7 @@ import pytest
 from rank_harness import SETTINGS, Job, Rank, await_end
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
+from ft_wrapper.abort import Abort
 from ft_wrapper.initialize import Initialize
 from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.testing.inject_fault import Fault, inject_fault
@@ -163,6 +164,36 @@ def test_the_line_names_the_lost_host_and_not_what_failed_in_its_wake(job: Job) 
     (line,) = [line for slot in (0, 1) for line in job[slot].log.splitlines() if "restart 1:" in line]
     culprit = f"slot 2 (on {os.uname().nodename} pid {job[2].pid}) stopped answering and was evicted"
     assert f"restart 1: {culprit} (and 1 fault in its wake); no spare stepped in" in line
+
+
+class HangingAbort(Abort):
+    def __call__(self, state: FrozenState) -> FrozenState:
+        if state.rank == 1:
+            time.sleep(1000)
+        return state
+
+
+def raises_and_hangs_in_the_abort(rank: Rank) -> Any:
+    settings = {**SETTINGS, "soft_timeout": 1.5, "hard_timeout": 2.0}
+
+    @Wrapper(**settings, abort=HangingAbort())
+    def train(call_wrapper: CallWrapper) -> None:
+        if call_wrapper.iteration == 0:
+            rank.say("in")
+            assert rank.hear() == "go"
+            if rank.slot == 1:
+                raise RuntimeError("what it was all about")
+
+    return train()
+
+
+def test_a_rank_that_is_killed_in_a_hanging_abort_has_said_what_failed(job: Job) -> None:
+    job.start(2, raises_and_hangs_in_the_abort)
+    job.expect("in")
+    job.tell("go")
+    job.wait_for_end()
+    assert job[1].code == -signal.SIGTERM  # by its monitor
+    assert "Traceback" in job[1].log and "RuntimeError: what it was all about" in job[1].log
 
 
 # ---- all of it stopped at once: a container is paused, a machine suspended
