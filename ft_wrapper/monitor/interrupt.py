@@ -126,7 +126,7 @@ class Interrupter:
         if self._thread is not None:
             raise RuntimeError("this Interrupter is installed already")
         if threading.current_thread() is threading.main_thread():
-            signum = _free_signal() if self._wanted_signum is None else self._wanted_signum
+            signum = free_signal() if self._wanted_signum is None else self._wanted_signum
             use = _use_of(signum)
             if use is not None:
                 raise ValueError(
@@ -223,6 +223,8 @@ class Interrupter:
                 except BaseException as raised:
                     if error is None or not isinstance(raised, (Exception, RankShouldRestart)):
                         error = raised
+        if isinstance(error, RankShouldRestart):
+            error = _replaced_by(error) or error
         try:
             if self._requested and (error is None or isinstance(error, Exception)):
                 raise RankShouldRestart(_MESSAGE) from error
@@ -514,6 +516,16 @@ def _is_own(frame: FrameType | None) -> bool:
     return False
 
 
+def _replaced_by(interruption: RankShouldRestart) -> BaseException | None:
+    """What was leaving the function when an interruption took its place: a Ctrl-C, which must not be lost."""
+    link = interruption.__context__
+    while link is not None:
+        if isinstance(link, (KeyboardInterrupt, SystemExit)):
+            return link
+        link = link.__context__
+    return None
+
+
 def _is_in_context(
     error: BaseException | None, kinds: type[BaseException] | tuple[type[BaseException], ...]
 ) -> bool:
@@ -593,7 +605,12 @@ def _check_signum(signum: int) -> None:
         )
 
 
-def _free_signal() -> int:
+def free_signal() -> int:
+    """Returns a real-time signal that neither Python nor a C library uses in this process.
+
+    Raises:
+        RuntimeError: there is none.
+    """
     for signum in range(signal.SIGRTMIN + 1, signal.SIGRTMAX + 1):
         if _use_of(signum) is None:
             return signum

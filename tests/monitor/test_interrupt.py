@@ -288,6 +288,23 @@ def test_a_base_exception_of_an_interrupted_function_stays(interrupter: Interrup
             interrupter.call(fn)
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_a_ctrl_c_that_is_leaving_the_function_is_not_lost(
+    interrupter: Interrupter, end: type[BaseException]
+) -> None:
+    with monitor(interrupter) as begin:
+
+        def fn() -> None:
+            try:
+                raise end
+            finally:
+                begin()
+                time.sleep(60)  # the interruption takes the place of what is on its way
+
+        with pytest.raises(end):
+            interrupter.call(fn)
+
+
 # ---- what is left alone
 
 
