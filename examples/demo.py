@@ -5,11 +5,10 @@ same, bit for bit:
 
 1. left alone;
 2. with an exception, a killed rank 0 and a hang;
-3. with more killed ranks than there are spares: their processes are started again, and come back into the
-   running job.
+3. with more killed ranks than there are spares: ``ftrun`` starts their processes again, and they come back
+   into the running job.
 
-The first two run under ``ftrun``, which is told not to start dead ranks again: it would be soon enough for
-the spare to have nothing to do. The third one has a small launcher.
+In the first two ``ftrun`` is told not to start dead ranks again: the spare alone takes over.
 
     python examples/demo.py                      faults at fixed places
     python examples/demo.py --seed 7             at places chosen at random
@@ -29,7 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launcher import Launcher, no_core_dumps, run_program
+from launcher import no_core_dumps, run_program
 from table import duration, show_table
 
 from ft_wrapper import events
@@ -51,7 +50,6 @@ KILLS = (
     FaultSpec(Fault.SIGKILL, rank=0, step=20),
     FaultSpec(Fault.SIGKILL, rank=1, step=40),
 )
-MOST_STARTS = 10  # of dead processes in a run: one that dies at once, again and again, ends the demo
 WORDS = {"exception": "exception", "sigkill": "SIGKILL", "sleep": "sleeping hang"}
 
 RESTART = re.compile(r"ft_wrapper\S*: (restart \d+: .*)")
@@ -64,12 +62,11 @@ class Run:
     """One run of the training.
 
     Args:
-        exitcode: ftrun's, or the launcher's.
+        exitcode: ftrun's.
         sha256: of the final weights; None if the run did not get there.
         loss: of the final weights.
         output: everything the run printed.
         events: what happened, see `ft_wrapper.events`.
-        started: which processes were started again: slot, pid, and when.
     """
 
     exitcode: int
@@ -77,42 +74,30 @@ class Run:
     loss: str | None
     output: list[str]
     events: list[dict]
-    started: list[dict] = dataclasses.field(default_factory=list)
+
+    @property
+    def started(self) -> list[dict]:
+        """The processes that were started again: slot, pid, and when."""
+        return [
+            {"slot": record["rank"], "pid": record["child"], "monotonic": record["monotonic"]}
+            for record in self.events
+            if record["event"] == "rank_started" and record["incarnation"] > 0
+        ]
 
 
-def train(folder: Path, faults: Sequence[FaultSpec], show_steps: bool) -> Run:
+def train(
+    folder: Path, faults: Sequence[FaultSpec], *, show_steps: bool = False, start_again: bool = False
+) -> Run:
     """Trains under ftrun, and shows each restart when it happens."""
     folder.mkdir()
     command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", str(PROCESSES)]
-    command += ["--max-rank-restarts", "0"]
+    command += [] if start_again else ["--max-rank-restarts", "0"]
     command += training(folder, faults)
     show = Show(show_steps)
-    with started(command, {events.ENV: str(folder / "events")}) as process:
+    with ftrun(command, {events.ENV: str(folder / "events")}) as process:
         for line in process.stdout:
             show(line)
         exitcode = process.wait()
-    return show.run(exitcode, folder)
-
-
-def train_and_start_again(folder: Path, faults: Sequence[FaultSpec]) -> Run:
-    """Trains under a launcher that starts each process again that has died."""
-    folder.mkdir()
-    command = [sys.executable, *training(folder, faults), "--min-ranks", str(ACTIVE)]
-    show = Show(show_steps=False)
-    exitcode = starts = 0
-    with Launcher(command, PROCESSES, {events.ENV: str(folder / "events")}, show) as launcher:
-        for rank in range(PROCESSES):
-            launcher.start(rank)
-        while launcher.running:
-            for ended in launcher.wait(None):
-                if ended.exitcode == 0:
-                    continue
-                starts += 1
-                if starts > MOST_STARTS:
-                    return show.run(ended.exitcode, folder)
-                print(f"  slot {ended.rank}: process {ended.pid} has ended, and is started again", flush=True)
-                pid = launcher.start(ended.rank)
-                show.started.append({"slot": ended.rank, "pid": pid, "monotonic": time.monotonic()})
     return show.run(exitcode, folder)
 
 
@@ -127,7 +112,6 @@ class Show:
     """Takes the lines that a run prints, and shows those that people want to see."""
 
     def __init__(self, show_steps: bool) -> None:
-        self.started: list[dict] = []  # processes that were started again: slot, pid, when
         self._show_steps = show_steps
         self._output: list[str] = []
         self._final: tuple[str, str] | None = None
@@ -145,11 +129,11 @@ class Show:
     def run(self, exitcode: int, folder: Path) -> Run:
         """Returns what has become of the run."""
         sha256, loss = self._final or (None, None)
-        return Run(exitcode, sha256, loss, self._output, events.read(str(folder / "events")), self.started)
+        return Run(exitcode, sha256, loss, self._output, events.read(str(folder / "events")))
 
 
 @contextlib.contextmanager
-def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen]:
+def ftrun(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen]:
     """Starts ftrun, and never lets it outlive the block."""
     # In a session of its own: ctrl-C in the terminal reaches this program alone, which then ends ftrun.
     process = subprocess.Popen(
@@ -174,8 +158,8 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
         process.wait()
 
 
-def describe(fault: dict, run: Run) -> tuple[str, str, str, str]:
-    """Returns a row of the table: fault, detected after, everyone back after, who took over."""
+def describe(fault: dict, run: Run) -> tuple[str, str, str, str, str]:
+    """Returns a row of the table: fault, detected, all back and first step after, who took over."""
     records = run.events
     name = f"{WORDS[fault['kind']]}, rank {fault['rank']}, step {fault['step']}"
     before = fault["iteration"]
@@ -183,14 +167,14 @@ def describe(fault: dict, run: Run) -> tuple[str, str, str, str]:
     enters = [r for r in records if r["event"] == "enter"]
     after = min((r["iteration"] for r in enters if r["iteration"] > before), default=None)
     if not ends or after is None:
-        return name, "-", "-", "no one"
+        return name, "-", "-", "-", "no one"
     entered = [r for r in enters if r["iteration"] == after]
     now = {r["rank"]: r["slot"] for r in entered}
     spares = {r["slot"] for r in entered} - {r["slot"] for r in enters if r["iteration"] == before}
     again = {process["pid"] for process in run.started}
     returned = {r["slot"] for r in entered if r["pid"] in again}
-    successor = now.get(fault["rank"])
-    if successor == fault["slot"]:
+    steps = [r["monotonic"] for r in records if r["event"] == "first_step" and r["iteration"] == after]
+    if any(r["rank"] == fault["rank"] and r["pid"] == fault["pid"] for r in entered):
         who = "no one: the same process"
     else:
         changed = [(r, s) for r, s in sorted(now.items()) if r == fault["rank"] or s in spares]
@@ -200,6 +184,7 @@ def describe(fault: dict, run: Run) -> tuple[str, str, str, str]:
         name,
         duration(min(ends) - fault["monotonic"]),
         duration(max(r["monotonic"] for r in entered) - fault["monotonic"]),
+        duration(max(steps) - fault["monotonic"]) if steps else "-",
         who,
     )
 
@@ -217,6 +202,8 @@ def describe_return(started: dict, records: list[dict]) -> tuple[str, str, str, 
         does = f"is rank {ranks[0]}"
     elif after("decided") != "-":
         does = "is a spare"
+    elif after("join") != "-":
+        does = "waited until the training was over"
     else:
         does = "nothing: it came when the training was over"
     return f"slot {started['slot']}, pid {started['pid']}", after("join"), after("decided"), does
@@ -262,13 +249,13 @@ def main() -> None:
             if args.seed is not None:
                 faults, kills = at_random(FAULTS, args.seed + number), at_random(KILLS, args.seed + number)
             print(f"\nthe same with faults: {', '.join(map(str, faults))}", flush=True)
-            faulty = train(folder / f"faults-{number}", faults, show_steps=False)
+            faulty = train(folder / f"faults-{number}", faults)
             check(faulty, clean, faults)
             print(f"\nthe same, and the dead come back: {', '.join(map(str, kills))}", flush=True)
-            killed = train_and_start_again(folder / f"kills-{number}", kills)
+            killed = train(folder / f"kills-{number}", kills, start_again=True)
             check(killed, clean, kills)
             show_table(
-                ("fault", "detected after", "everyone back after", "who took over"),
+                ("fault", "detected after", "all back after", "first step after", "who took over"),
                 [describe(r, run) for run in (faulty, killed) for r in run.events if r["event"] == "inject"],
             )
             show_table(

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Wrapper, events
 
 TEXT_BYTES = 2_000_000
 CONTEXT = 64  # bytes that the model sees
@@ -273,6 +273,7 @@ def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper =
     # pass that does not count, the first step of each entry is summed like every other.
     loss_of(ddp, text, args.batch_size, device).backward()
 
+    first = step
     while step < args.steps:
         call_wrapper.ping()
         inject("step", step=step, **place)
@@ -281,6 +282,8 @@ def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper =
         loss = loss_of(ddp, text, args.batch_size, device)
         loss.backward()
         optimizer.step()
+        if step == first:
+            events.emit("first_step", **place)
         if rank == 0 and step % 10 == 0:
             print(f"step {step:4}  loss {loss.item():.4f}", flush=True)
 

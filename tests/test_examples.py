@@ -303,20 +303,26 @@ def test_the_demo_says_who_took_over() -> None:
         event("end", 10.002),
         event("end", 10.001),
         *(event("enter", 10.01 + rank, iteration=1, rank=rank, slot=rank + 1) for rank in range(3)),
+        *(event("first_step", 12.5 + rank / 4, iteration=1, rank=rank, slot=rank + 1) for rank in range(3)),
     ]
     assert demo.describe(kill, a_run(events=records)) == (
         "SIGKILL, rank 0, step 5",
         "1.0 ms",
         "2.01 s",
+        "3.00 s",
         "slot 1 is rank 0, spare slot 3 is rank 2",
     )
-    back = a_run(events=records, started=[{"pid": 3}])
-    assert demo.describe(kill, back)[3] == "slot 1 is rank 0, returned slot 3 is rank 2"
+    again = event("rank_started", 10.0, rank=3, slot=3, incarnation=1, child=3)
+    back = a_run(events=[*records, again])
+    assert demo.describe(kill, back)[4] == "slot 1 is rank 0, returned slot 3 is rank 2"
     hang = event("inject", 20.0, kind="sleep", rank=2, slot=3, step=9, iteration=1)
-    assert demo.describe(hang, a_run(events=records))[3] == "no one"
+    assert demo.describe(hang, a_run(events=records))[4] == "no one"
     records += [event("end", 23.0, iteration=1)]
     records += [event("enter", 23.1, iteration=2, rank=rank, slot=rank + 1) for rank in range(3)]
-    assert demo.describe(hang, a_run(events=records))[1:] == ("3.00 s", "3.10 s", "no one: the same process")
+    same = "no one: the same process"
+    assert demo.describe(hang, a_run(events=records))[1:] == ("3.00 s", "3.10 s", "-", same)
+    replaced = [record | ({"pid": 99} if record["monotonic"] == 23.1 else {}) for record in records]
+    assert demo.describe(hang, a_run(events=replaced))[4] == "slot 3 is rank 2"
 
 
 def test_the_demo_says_what_became_of_a_process_that_was_started_again() -> None:
@@ -328,6 +334,8 @@ def test_the_demo_says_what_became_of_a_process_that_was_started_again() -> None
         {"event": "join", "pid": 7, "monotonic": 13.0},
         {"event": "decided", "pid": 7, "monotonic": 13.5},
     ]
+    waited = "waited until the training was over"
+    assert demo.describe_return(started, records[:1]) == ("slot 1, pid 7", "2.00 s", "-", waited)
     row = ("slot 1, pid 7", "2.00 s", "3.50 s")
     assert demo.describe_return(started, records) == (*row, "is a spare")
     records.append({"event": "enter", "pid": 7, "monotonic": 13.6, "rank": 2})
