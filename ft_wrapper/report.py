@@ -67,6 +67,7 @@ class Report:
     """A job.
 
     Args:
+        job: what it is called: its ``--rdzv-id``, or a name that it was given.
         hosts: where its events were written.
         seconds: from the first event to the last one, of the host where that took longest.
         training: how many of these seconds all active ranks were in the function.
@@ -74,6 +75,7 @@ class Report:
         restarts: one after the other.
     """
 
+    job: str
     hosts: tuple[str, ...]
     seconds: float
     training: float
@@ -142,8 +144,8 @@ class _Iteration:
         return {pid for _, pid in self.moments.get(kind, ())}
 
 
-def make_report(records: Iterable[Record]) -> Report:
-    """Makes a report of the events of one job.
+def make_reports(records: Iterable[Record]) -> list[Report]:
+    """Makes a report of each job whose events are there, in the order of their first events.
 
     Args:
         records: of all hosts, in any order.
@@ -151,11 +153,18 @@ def make_report(records: Iterable[Record]) -> Report:
     Raises:
         ValueError: there are none.
     """
+    by_job: dict[str, list[Record]] = {}
+    for record in records:
+        by_job.setdefault(str(record.get("job", "")), []).append(record)
+    if not by_job:
+        raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
+    return [_make_report(job, found) for job, found in by_job.items()]
+
+
+def _make_report(job: str, records: Iterable[Record]) -> Report:
     by_host: dict[str, list[Record]] = {}
     for record in records:
         by_host.setdefault(str(record.get("host")), []).append(record)
-    if not by_host:
-        raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
     restarts: dict[tuple[int, int], list[Restart]] = {}
     seconds, training = 0.0, 0.0
     for host in sorted(by_host):
@@ -171,6 +180,7 @@ def make_report(records: Iterable[Record]) -> Report:
             restarts.setdefault((restart.iteration, times[restart.iteration]), []).append(restart)
     started = (record for found in by_host.values() for record in found if record["event"] == "rank_started")
     return Report(
+        job,
         tuple(sorted(by_host)),
         seconds,
         training,
@@ -248,15 +258,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("events", nargs="+", help="the files that FT_WRAPPER_EVENTS named, of all hosts")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a job, one in a line")
     args = parser.parse_args(argv)
     try:
-        report = make_report(record for path in args.events for record in events.read(path))
+        reports = make_reports(record for path in args.events for record in events.read(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"a record lacks {error}" if isinstance(error, KeyError) else str(error)
         print(f"ftrun report: error: {what}", file=sys.stderr)
         return 2
-    print(report.to_json() if args.json else report.to_text())
+    for report in reports:
+        if args.json:
+            print(report.to_json())
+        else:
+            print(*([f"job {report.job}:"] if len(reports) > 1 else []), report.to_text(), sep="\n")
     return 0
 
 

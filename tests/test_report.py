@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ft_wrapper import report
-from ft_wrapper.report import PHASES, make_report
+from ft_wrapper.report import PHASES, make_reports
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "minimal.py"
 
@@ -49,7 +49,7 @@ def two_ranks(host: str = "a", slower: float = 0.0, since: float = 100.0) -> lis
 
 
 def test_phases_of_a_restart_and_the_share_of_training() -> None:
-    found = make_report(two_ranks())
+    (found,) = make_reports(two_ranks())
     (restart,) = found.restarts
     assert (restart.iteration, restart.next_iteration) == (0, 1)
     assert restart.causes == ("slot 1: TERMINATED",)
@@ -61,7 +61,7 @@ def test_phases_of_a_restart_and_the_share_of_training() -> None:
 
 
 def test_clocks_of_two_hosts_are_not_compared_and_the_slower_one_is_shown() -> None:
-    found = make_report(two_ranks() + two_ranks("b", slower=2.0, since=5e6))
+    (found,) = make_reports(two_ranks() + two_ranks("b", slower=2.0, since=5e6))
     assert found.hosts == ("a", "b")
     (restart,) = found.restarts
     assert restart.seconds == pytest.approx(3.5)
@@ -78,7 +78,8 @@ def test_an_iteration_that_nobody_entered_belongs_to_the_restart_around_it() -> 
         (1.3, "decided", 2, 1),
         (2.0, "enter", 2, 1),
     ]
-    (restart,) = make_report(records("a", rows)).restarts
+    (found,) = make_reports(records("a", rows))
+    (restart,) = found.restarts
     assert (restart.iteration, restart.next_iteration) == (0, 2)
     assert restart.seconds == pytest.approx(1.0)
 
@@ -86,15 +87,33 @@ def test_an_iteration_that_nobody_entered_belongs_to_the_restart_around_it() -> 
 def test_numbers_that_begin_again_in_the_next_call_are_another_iteration() -> None:
     first = [(0.0, "enter", 0, 1), (1.0, "fault", 0, 1), (1.5, "decided", 1, 1), (2.0, "enter", 1, 1)]
     rows = [*first, (3.0, "done", 1, 1), *((moment + 4.0, *rest) for moment, *rest in first)]
-    found = make_report(records("a", rows))
+    (found,) = make_reports(records("a", rows))
     assert [restart.seconds for restart in found.restarts] == pytest.approx([1.0, 1.0])
 
 
 def test_calls_without_faults_may_have_the_same_number() -> None:
     one = [(0.0, "enter", 0, 1), (3.0, "done", 0, 1)]
     rows = [*one, *((moment + 4.0, *rest) for moment, *rest in one), (8.0, "left", 0, 1)]
-    found = make_report(records("a", rows))
+    (found,) = make_reports(records("a", rows))
     assert (found.restarts, found.seconds, found.training) == ((), 8.0, 6.0)
+
+
+def test_jobs_that_wrote_to_the_same_file_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = records("a", [(300.0, "enter", 0, 7), (302.0, "done", 0, 7)], job="two")
+    mixed = [record | {"job": "one"} for record in two_ranks()] + other
+    one, two = make_reports(mixed)
+    assert (one.job, len(one.restarts), one.seconds) == ("one", 1, pytest.approx(10.0))
+    assert (two.job, two.restarts, two.seconds) == ("two", (), pytest.approx(2.0))
+    path = tmp_path / "events"
+    path.write_text("".join(json.dumps(record) + "\n" for record in mixed))
+    assert report.main([str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "job one:" and lines[3].startswith("1 restart in 10.0 s on a;")
+    assert lines[4] == "job two:" and lines[5].startswith("0 restarts in 2.0 s on a;")
+    assert report.main(["--json", str(path)]) == 0
+    assert [json.loads(line)["job"] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
 
 
 def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
