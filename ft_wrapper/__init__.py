@@ -16,10 +16,13 @@ from . import (
 )
 from .call_wrapper import CallWrapper
 from .compose import Compose
+from .log_lines import install as _install_log_handler
 from .state import FrozenState, Mode, State
 from .wrapper import Wrapper
 
 __version__ = "0.1.0"
+
+_install_log_handler()
 
 __all__ = [
     "CallWrapper",

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,15 +50,16 @@ from .monitor.process_main import MonitorFiles
 from .monitor.progress_watchdog import ProgressWatchdog
 from .monitor.settings import MonitorSettings
 from .monitor.shared_memory import Phase, RankMemory
+from .monitor.stack_dump import StackDump
 from .monitor.thread import MonitorThread, Watch
+from .monitor.whereabouts import whereabouts
 from .rank_assignment import RankAssignmentCtx, RankDiscarded, activate_if_unsaid
 from .restart_report import evictions, restart_line
 from .same_faults import PROGRESS_AFTER, in_words, kind_and_place, pause_before_entering
 from .state import Mode, State
-from .store import BarrierTimeout, PrefixStore, StorePlan
+from .store import BarrierTimeout, Fault, PrefixStore, StorePlan
 from .store.records import DONE, FAULT
-from .tracebacks import checkpoint_failure, forget_frames, users_part
-from .whereabouts import whereabouts
+from .tracebacks import checkpoint_failure, forget_frames, interruptions_unreported, users_part
 
 if TYPE_CHECKING:
     from .wrapper import Wrapper
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
-_FILES_OF_A_CALL = 16  # with what its monitor, if that is a process, opens for itself
+_FILES_OF_A_CALL = 18  # with what its monitor, if that is a process, opens for itself
 # What this process knows of its last wrapped call, by store.
 _remembered: dict[str, Remembered] = {}
 
@@ -97,6 +98,7 @@ class Call:
         self._entered = 0
         self._thread = threading.get_ident()
         self._ended_at: float | None = None
+        self._came_at = time.monotonic()
         self._store_lost: StoreError | None = None
         self._thread_stays = False
         self._error: BaseException | None = None  # by which the function was left
@@ -134,6 +136,7 @@ class Call:
                 since_last_call.callback(
                     remembered.monitor.close, self.wrapper.termination_grace_time.total_seconds()
                 )
+            owned.enter_context(interruptions_unreported())
             owned.callback(self._signals.forget)
             owned.callback(self._signals.release)  # once all is closed: the monitor's end is a signal, too
             owned.callback(self._let_go)
@@ -157,6 +160,8 @@ class Call:
             self.interrupter = Interrupter()
             self.interrupter.install()
             owned.callback(self.interrupter.close)
+            if threading.current_thread() is threading.main_thread():
+                owned.callback(StackDump(self.memory).close)
             watchdog = ProgressWatchdog(
                 self.memory,
                 self.wrapper.progress_watchdog_interval.total_seconds(),
@@ -213,6 +218,7 @@ class Call:
             rejoin_wait=self.wrapper.rejoin_wait.total_seconds(),
             admits=self.wrapper.use_global_iteration,
             replaced=settings.replaced,
+            hard=settings.hard_timeout,
         )
 
     def _terms(self) -> dict[str, object]:
@@ -283,6 +289,7 @@ class Call:
                 job.leave(remembered.rank, Interruption.BASE_EXCEPTION, error, ends=False)
                 raise
             return True
+        self._came_at = time.monotonic()
         job.register()
         return job.join()
 
@@ -354,9 +361,8 @@ class Call:
         """
         if self._has_come_late:
             log.warning(
-                "slot %d came when call %d of the job had completed: there is nothing left to do in it",
+                "slot %d is not needed any more: the other ranks have completed the call without it",
                 self.job.slot,
-                self.job.call,
             )
             _remembered[self.plan.description] = Remembered(self.job.call + 1)
             return None
@@ -739,10 +745,18 @@ class Call:
                 self.job.decision.joined,
                 state.world_size,
                 active,
-                None if self._ended_at is None else store.now() - self._ended_at,
+                self._seconds_since_end(faults),
                 [one.active_rank for one in entered if one.recompiles and one.active_rank is not None],
             )
         )
+
+    def _seconds_since_end(self, faults: Sequence[Fault]) -> float:
+        """How long ago the last iteration ended."""
+        if self._ended_at is not None:
+            return self.thread_client.now() - self._ended_at
+        # This process has come since. What it has come in place of may have run on another host.
+        began = min((fault.at for fault in faults if fault.at), default=None)
+        return time.monotonic() - self._came_at if began is None else max(0.0, time.time() - began)
 
 
 def _filled_in(path: str | None, rank: int) -> str | None:

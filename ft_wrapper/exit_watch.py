@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 
-from .whereabouts import whereabouts
+from .monitor.whereabouts import whereabouts
 
 log = logging.getLogger(__name__)
 

@@ -8,14 +8,16 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from . import events
 from .attribution import Interruption
-from .exception import JobEnded, RestartAbort, RestartError, StoreUnavailable, TimeoutError
+from .exception import JobEnded, RestartAbort, RestartError, StoreError, StoreUnavailable, TimeoutError
 from .monitor.death import await_others, report_death
 from .monitor.line import MonitorLine
 from .rank_assignment import RankDiscarded
+from .restart_report import waiting_line
 from .store import Decision, Entry, Fault, JoinTerms, Member, StoreMixin, View, keys
 from .store.records import FAULT, SameFault
 from .tracebacks import in_one_line
@@ -62,6 +64,7 @@ class Patience:
         rejoin_wait: in a restart, for replacements that were announced.
         admits: whether a process may join a running job: only where iteration numbers are global.
         replaced: whether another process is started in place of this one if it ends by an error.
+        hard: until a rank that makes no progress is ended.
     """
 
     barrier: float
@@ -74,6 +77,7 @@ class Patience:
     rejoin_wait: float = 2.0
     admits: bool = True
     replaced: bool = False
+    hard: float = dataclasses.field(kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,11 +227,17 @@ class Job:
             heartbeat_timeout=self._patience.heartbeat,
             rejoin_wait=self._patience.rejoin_wait,
             proposed=proposed,
+            on_missing=self._say_who_is_missing,
         )
         if step is None:
             raise RankDiscarded(self._left_out())
         self.view, self.decision = step
         self.emit("decided")
+
+    def _say_who_is_missing(self, missing: Sequence[Member], waited: float) -> None:
+        """Logs for whom a restart waits, and for how long at the most."""
+        within = max(0.0, self._patience.hard - waited), max(0.0, self._patience.heartbeat - waited)
+        log.warning("%s", waiting_line(self.store, missing, *within))
 
     def hopeless(self, decision: Decision | None = None) -> SameFault | None:
         """The fault that came too often before the present iteration, or a given one; then the job ends."""
@@ -381,7 +391,7 @@ class Job:
                 self.view, self.decision = view, decision
                 events.emit("decided", iteration=view.n, slot=self.slot)
                 return True
-            log.warning("%s was passed over for too long, and joins again", self.member)
+            log.warning("%s was passed over for too long, and joins again", self.member.name)
             asked = None
             self.register()
 
@@ -445,18 +455,24 @@ class Job:
     def _left_out(self) -> str:
         if not self._holds_its_slot():
             return self._taken_over()
-        return (
-            f"slot {self.slot} was left out after iteration {self.view.n}: it was declared dead, or took "
-            f"longer than barrier_timeout={self._patience.barrier:g} s to leave the function"
-        )
+        n = self.view.n
+        late = f"it took longer than barrier_timeout={self._patience.barrier:g} s to leave the function"
+        why = f"it was declared dead, or {late}"  # the keys of an old iteration are deleted
+        with contextlib.suppress(StoreError):
+            if self.member in self.store.deaths_of(n):
+                known = [fault.message for fault in self.store.faults_of(n) if fault.member == self.member]
+                why = " ".join(["it was declared dead", *(f"({message})" for message in known[-1:])])
+            elif self.store.outcome_of(n) is not None:
+                why = late
+        return f"slot {self.slot} was left out after iteration {n}: {why}"
 
     def _taken_over(self) -> str:
         newest = self.store.newest_of(self.slot)
         record = self.store.record_of(newest)
         return (
-            f"slot {self.slot} was taken over by process {record.get('pid')} on {record.get('host')} "
-            f"({newest}); this is process {self.pid} on {self.host} ({self.member}): no slot can be "
-            "held by two processes, so make sure that each RANK is started once"
+            f"slot {self.slot} was taken over by process {record.get('pid')} on {record.get('host')}; this "
+            f"is process {self.pid} on {self.host}: no slot can be held by two processes, so make sure that "
+            "each RANK is started once"
         )
 
     def _await_end(self) -> str:
@@ -476,9 +492,13 @@ class Job:
             return outcome
         return None
 
+    def wall_clock(self) -> float:
+        """Seconds since the epoch, which clocks of several hosts agree on, more or less."""
+        return time.time()
+
     def fault(self, rank: int | None, interruption: Interruption, message: str) -> Fault:
         """A fault of this member."""
-        return Fault(self.member, rank, interruption, message, self.host, self.pid)
+        return Fault(self.member, rank, interruption, message, self.host, self.pid, self.wall_clock())
 
     def _raised(self, rank: int | None, interruption: Interruption, error: BaseException) -> Fault:
         return self.fault(rank, interruption, f"raised {in_one_line(error)}")

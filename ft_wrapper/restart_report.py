@@ -17,7 +17,7 @@ def restart_line(
     joined: Sequence[Member],
     world_size: int,
     active_world_size: int,
-    seconds: float | None,
+    seconds: float,
     recompiling: Sequence[int] = (),
 ) -> str:
     """Puts a restart into words.
@@ -29,8 +29,7 @@ def restart_line(
         joined: the processes that joined.
         world_size: number of ranks that are left, spares included.
         active_world_size: how many of them are active.
-        seconds: from the end of the last iteration to everybody's being back in the function; None if the one
-            who says so was not there then.
+        seconds: from the end of the last iteration until the last active rank was back.
         recompiling: the active ranks whose compiled code was dropped, since they or the world size moved.
     """
     spares = world_size - active_world_size
@@ -42,7 +41,7 @@ def restart_line(
     if recompiling:
         names = _joined(map(str, sorted(recompiling)), len(recompiling))
         parts.append(f"{_plural(len(recompiling), 'rank')} {names} will compile again")
-    parts.append(size if seconds is None else f"{size}, back in {duration(seconds)}")
+    parts.append(f"{size}, back in {duration(seconds)}")
     return f"restart {iteration}: {'; '.join(parts)}"
 
 
@@ -57,14 +56,32 @@ def evictions(store: StoreMixin, removed: Iterable[Member], faults: Sequence[Fau
         removed: who is no longer in.
         faults: what was published.
     """
+    message = "stopped answering: evicted"
     found: list[Fault] = []
     for member in sorted(set(removed) - {fault.member for fault in faults}):
-        record = store.record_of(member) if len(found) < _SHOWN else {}
-        host, pid = str(record.get("host", "")), record.get("pid")
-        message = "stopped answering and was evicted"
-        known = pid if isinstance(pid, int) else 0
-        found.append(Fault(member, None, Interruption.UNRESPONSIVE, message, host, known))
+        host, pid = _host_and_pid(store, member) if len(found) < _SHOWN else ("", 0)
+        found.append(Fault(member, None, Interruption.UNRESPONSIVE, message, host, pid))
     return found
+
+
+def waiting_line(store: StoreMixin, missing: Sequence[Member], hang: float, silence: float) -> str:
+    """Says for whom a restart waits, and when it will not do so any more.
+
+    Args:
+        store: knows on which hosts they run.
+        missing: who has not left the function.
+        hang: seconds until they are ended if they hang.
+        silence: seconds until they are evicted if nothing is heard of them.
+    """
+    places = (_place(member.slot, None, *_host_and_pid(store, member)) for member in missing[:_SHOWN])
+    names = _joined(places, len(missing))
+    is_, hangs, host = ("it is", "it hangs", "its host is")
+    if len(missing) > 1:
+        is_, hangs, host = ("they are", "they hang", "their hosts are")
+    return (
+        f"the restart waits for {names} to leave the function: {is_} ended within {duration(hang)} if "
+        f"{hangs}, or evicted within {duration(silence)} if {host} lost"
+    )
 
 
 def duration(seconds: float) -> str:
@@ -103,16 +120,22 @@ def in_words(faults: Sequence[Fault]) -> str:
     return text + (f" (and {others} {_plural(others, 'fault')} in its wake)" if others else "")
 
 
+def _host_and_pid(store: StoreMixin, member: Member) -> tuple[str, int]:
+    """Where a member runs that has not told of its fault itself; empty and 0 if that is not known."""
+    record = store.record_of(member)
+    pid = record.get("pid")
+    return str(record.get("host", "")), pid if isinstance(pid, int) else 0
+
+
 def _places(faults: Sequence[Fault]) -> str:
-    return _joined((_place(fault) for fault in faults), len(faults))
+    return _joined((_place(one.member.slot, one.rank, one.host, one.pid) for one in faults), len(faults))
 
 
-def _place(fault: Fault) -> str:
-    slot = f"slot {fault.member.slot}"
-    where = f"on {fault.host} pid {fault.pid}" if fault.pid else ""
-    if fault.rank is None:
-        return f"{slot} ({where})" if where else slot
-    return f"rank {fault.rank} ({slot} {where})" if where else f"rank {fault.rank} ({slot})"
+def _place(slot: int, rank: int | None, host: str, pid: int) -> str:
+    where = f" on {host} pid {pid}" if pid else ""
+    if rank is not None:
+        return f"rank {rank} (slot {slot}{where})"
+    return f"slot {slot} ({where.strip()})" if where else f"slot {slot}"
 
 
 def _promotions(promoted: Sequence[tuple[int, int]]) -> str:

@@ -34,6 +34,7 @@ from .agent.nodes import Nodes
 from .agent.options import Options, parse_args
 from .agent.ranks import End
 from .agent.standby import Program
+from .log_lines import LineFormatter, note_node
 
 __all__ = ["main", "parse_args", "run"]
 
@@ -128,13 +129,13 @@ def _report(options: Options, end: End) -> int:
     """Says how it ended; returns the exit code."""
     for failure in end.forgiven:
         log.info(
-            "rank %s (pid %d): %s; the job finished all the same", failure.name, failure.pid, failure.how()
+            "rank %d (pid %d): %s; the job finished all the same", failure.rank, failure.pid, failure.how()
         )
     if end.failures:
-        print(f"ftrun: {report(end.failures, options.nproc_per_node, end.node)}", file=sys.stderr)
+        log.error("%s", report(end.failures, options.nproc_per_node, end.node))
         write_own_error_file(end.failures[0])
     for why in filter(None, (end.ended_by, end.error_elsewhere)):
-        print(f"ftrun: {why}", file=sys.stderr)
+        log.error("%s", why)
     if end.signum is not None:
         return 128 + end.signum
     return 1 if end.failures or end.ended_by or end.error_elsewhere else 0
@@ -156,6 +157,15 @@ def _log_dir(options: Options) -> Iterator[str]:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _set_up_logging(options: Options) -> None:
+    console = logging.StreamHandler()
+    console.setFormatter(LineFormatter("ftrun"))
+    logging.basicConfig(handlers=[console])
+    logging.getLogger("ft_wrapper").setLevel(os.environ.get("LOGLEVEL", "INFO"))
+    if options.meeting is None:
+        note_node(0)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``ftrun``.
 
@@ -169,8 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in COMMANDS:
         return COMMANDS[words[0]](words[1:])
     options = parse_args(words)
-    logging.basicConfig(format="ftrun: %(message)s")
-    logging.getLogger("ft_wrapper").setLevel(os.environ.get("LOGLEVEL", "INFO"))
+    _set_up_logging(options)
     return run(options)
 
 

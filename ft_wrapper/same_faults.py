@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import types
 
+from .monitor.whereabouts import Place, is_library
 from .store.records import SameFault
 from .tracebacks import is_own, users_part
-from .whereabouts import is_library, place
 
 PROGRESS_AFTER = 60.0
 """Seconds in the function after which it has made progress, whether it said so (``ping``) or not."""
@@ -23,11 +23,13 @@ def kind_and_place(error: BaseException) -> str:
     trace: types.TracebackType | None = users_part(error.__traceback__)
     found, line = trace, trace
     while line is not None:
-        if not (is_own(line.tb_frame) or is_library(line.tb_frame)):
+        if not (is_own(line.tb_frame) or is_library(line.tb_frame.f_code.co_filename)):
             found = line
         line = line.tb_next
-    where = "" if found is None else f" at {place(found.tb_frame, found.tb_lineno)}"
-    return f"{type(error).__name__}{where}"
+    if found is None:
+        return type(error).__name__
+    code = found.tb_frame.f_code
+    return f"{type(error).__name__} at {Place(code.co_filename, found.tb_lineno, code.co_name)}"
 
 
 def pause_before_entering(count: int) -> float:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any
+
+from .exception import RankShouldRestart
 
 
 def in_one_line(error: BaseException) -> str:
@@ -43,6 +47,27 @@ def is_own(frame: types.FrameType) -> bool:
     """Whether a frame is one of this package."""
     module: str = frame.f_globals.get("__name__", "")
     return module.partition(".")[0] == __name__.partition(".")[0]
+
+
+@contextlib.contextmanager
+def interruptions_unreported() -> Iterator[None]:
+    """In the block Python does not report ``RankShouldRestart`` raised where it can only ignore exceptions.
+
+    A destructor or a callback of the collector is such a place. The interruption is raised again outside, so
+    an "Exception ignored in" would only alarm.
+    """
+    report = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, RankShouldRestart):
+            report(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = report
 
 
 def forget_frames(error: BaseException) -> None:

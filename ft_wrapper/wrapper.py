@@ -30,6 +30,7 @@ from .rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignmen
 from .state import State
 from .store import StoreMixin, TCPStore, plan_store, without_secrets
 from .terminate import Terminate
+from .tracebacks import users_part
 
 log = logging.getLogger(__name__)
 
@@ -295,6 +296,7 @@ class Wrapper:
                 return call.run(_filled_in(function, parameter, call.user, args, kwargs))
             except BaseException as caught:
                 error = caught
+                caught.__traceback__ = users_part(caught.__traceback__) or caught.__traceback__
                 raise
             finally:
                 call.close(error)

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
 
-BASE = {"attribution", "events", "exception", "state", "tracebacks"}
+BASE = {"attribution", "events", "exception", "log_lines", "state", "tracebacks"}
 PLUG_INS = {
     "abort",
     "completion",
@@ -34,7 +34,6 @@ PARTS = {
     "restart_report",
     "same_faults",
     "torch_state",
-    "whereabouts",
 }
 # Private modules directly under ft_wrapper (``_name``) are helpers of the others.
 HELPERS = "_helpers"

@@ -1,10 +1,13 @@
 """The line that a restart leaves in the log."""
 
+import json
+
 import pytest
 
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.restart_report import duration, restart_line
+from ft_wrapper.restart_report import duration, restart_line, waiting_line
 from ft_wrapper.store import Fault, Member
+from ft_wrapper.testing.fake_store import FakeStore
 
 
 def fault(slot: int, interruption: Interruption, message: str, rank: int | None = None) -> Fault:
@@ -49,6 +52,17 @@ def test_of_a_hang_the_odd_one_out_comes_first() -> None:
         "a.py:7 in train; rank 0 (slot 0 on host7 pid 100), rank 2 (slot 2 on host7 pid 102) made no "
         "progress for soft_timeout=3 s and stood in all_reduce, called at a.py:5 in train; "
     )
+
+
+def test_says_for_whom_a_restart_waits_and_how_long_at_the_most() -> None:
+    store = FakeStore()
+    members = [store.register(slot, json.dumps({"host": "host7", "pid": 100 + slot})) for slot in range(9)]
+    assert waiting_line(store, members[:1], 8.5, 128.0) == (
+        "the restart waits for slot 0 (on host7 pid 100) to leave the function: it is ended within 8.5 s if "
+        "it hangs, or evicted within 2 min 8 s if its host is lost"
+    )
+    line = waiting_line(store, members, 8.5, 28.5)
+    assert ", slot 3 (on host7 pid 103), and 5 more to leave the function: they are ended within" in line
 
 
 def test_a_thousand_ranks_fit_in_a_line() -> None:

@@ -302,7 +302,7 @@ def test_first_failure_comes_first(launch: Launch) -> None:
 
 
 def test_recorded_error_is_shown(
-    tmp_path: Path, script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, script: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     fail = script("""
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -312,7 +312,7 @@ def test_recorded_error_is_shown(
         main()
     """)
     assert main(["--log-dir", str(tmp_path / "logs"), fail]) == 1
-    table = capfd.readouterr().err
+    table = caplog.text
     assert "exit code 1" in table
     assert "ValueError: no such thing  " in table
     (error_file,) = (tmp_path / "logs").rglob("error.json")
@@ -390,7 +390,7 @@ def test_its_own_error_file_when_it_cannot_start(
     assert "TORCHELASTIC_HEALTH_CHECK_PORT=http" in json.loads(file.read_text())["message"]["message"]
 
 
-def test_half_an_error_file(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_half_an_error_file(script: Callable[[str], str], caplog: pytest.LogCaptureFixture) -> None:
     fail = script("""
         import os, signal
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
@@ -398,13 +398,13 @@ def test_half_an_error_file(script: Callable[[str], str], capfd: pytest.CaptureF
         os.kill(os.getpid(), signal.SIGSEGV)
     """)
     assert main([fail]) == 1
-    said = capfd.readouterr().err
+    said = caplog.text
     assert "killed by SIGSEGV" in said
     assert "Traceback" not in said
 
 
 def test_an_error_file_of_another_handler(
-    script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+    script: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     fail = script("""
         import os, sys
@@ -413,7 +413,7 @@ def test_an_error_file_of_another_handler(
         sys.exit(1)
     """)
     assert main([fail]) == 1
-    assert "out of luck" in capfd.readouterr().err
+    assert "out of luck" in caplog.text
 
 
 def test_helpers_of_a_failed_rank_end(launch: Launch) -> None:
@@ -429,7 +429,7 @@ def test_helpers_of_a_failed_rank_end(launch: Launch) -> None:
 
 
 def test_a_failure_that_the_job_finished_without_is_forgiven(
-    script: Callable[[str], str], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    script: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     # The job: slots 0 and 2, which call their iteration done. Slot 1 is not in it, and fails.
     finish = script("""
@@ -450,9 +450,9 @@ def test_a_failure_that_the_job_finished_without_is_forgiven(
     assert main(["--nproc-per-node", "3", *ALONE, finish, "done", "-"]) == 0
     assert any("the job finished all the same" in message for message in caplog.messages)
     assert main(["--nproc-per-node", "3", *ALONE, finish, "fault", "-"]) == 1
-    assert "1 of 3 ranks failed" in capfd.readouterr().err
+    assert "1 of 3 ranks failed" in caplog.text
     assert main(["--nproc-per-node", "3", *ALONE, finish, "done", "member fails"]) == 1
-    assert "1 of 3 ranks failed" in capfd.readouterr().err
+    assert caplog.text.count("1 of 3 ranks failed") == 2
 
 
 def test_the_store_outlives_every_rank(launch: Launch, script: Callable[[str], str]) -> None:
@@ -617,11 +617,11 @@ def test_local_ranks_filter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("[default1]:out 1\n", "err 1\n")
 
 
-def test_logs_of_a_failed_rank_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_a_failed_rank_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fail = ["--no-python", "sh", "-c", "echo deep trouble >&2; exit 1"]
     assert main(["-r", "3", "--log-dir", str(tmp_path), *fail]) == 1
     (log,) = tmp_path.rglob("stderr.log")
-    assert str(log) in capfd.readouterr().err
+    assert str(log) in caplog.text
 
 
 def test_temporary_log_directory(temporary_directory: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Iterable
 
 from ..attribution import Interruption
@@ -46,7 +47,7 @@ def log_deaths(
     for member in members:
         client = store.clone()
         tell = functools.partial(_tell, client, member, why, return_)
-        threads.append(in_background(f"death of {member}", tell))
+        threads.append(in_background(f"telling of the death of {member.name}", tell))
     return threads
 
 
@@ -61,6 +62,7 @@ def _tell(store: StoreMixin, member: Member, why: str, return_: bool) -> None:
             message=why,
             host=str(record.get("host", "")),
             pid=pid if isinstance(pid, int) else 0,
+            at=time.time(),
         )
         current = store.read_current()
         view = None if current is None else current[0]

@@ -522,7 +522,7 @@ class _WholeGroup:
             Failure(rank, one.pid, one.exitcode, one.timestamp, one.message, "", error_file=_file(one))
             for rank, one in failures.items()
         ]
-        words = "" if again else f"rank {counted[0].name}: {counted[0].how()}"
+        words = "" if again else f"rank {counted[0].rank}: {counted[0].how()}"
         return End(counted, None, [], again=again, failed=words)
 
     def _stop(self, signum: int) -> None:

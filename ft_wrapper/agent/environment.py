@@ -15,6 +15,8 @@ FORMATION_SIZE_ENV = "FT_WRAPPER_FORMATION_SIZE"
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
 ACTIVE_WORLD_SIZE_ENV = "FT_WRAPPER_ACTIVE_WORLD_SIZE"
 TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"
+CPP_LOG_LEVEL_ENV = "TORCH_CPP_LOG_LEVEL"
+"""torch's: read once, when torch is imported."""
 LOCAL_RANK = "${local_rank}"
 """In an argument it stands for the local rank. It alone is put in, so that a shell's ``$$`` stays."""
 
@@ -48,6 +50,9 @@ class Job:
         variables = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "TORCHELASTIC_RUN_ID": self.run_id,
+            # Ranks that wait for another one look after it now and then. At WARNING, c10d writes two lines
+            # for each wait that ends in a look.
+            CPP_LOG_LEVEL_ENV: os.environ.get(CPP_LOG_LEVEL_ENV, "ERROR"),
         }
         if self.shares_processor():
             variables["OMP_NUM_THREADS"] = "1"

@@ -46,11 +46,6 @@ class Failure:
     error_file: str = ""
     ended_by: str = ""
 
-    @property
-    def name(self) -> str:
-        """The rank; a replacement with its number behind it, as ``2:1``."""
-        return str(self.rank) if self.incarnation == 0 else f"{self.rank}:{self.incarnation}"
-
     def how(self) -> str:
         """Says in words how the process ended."""
         if self.exitcode < 0:
@@ -137,7 +132,7 @@ def report(failures: Sequence[Failure], nproc: int, node: str = "") -> str:
         when = time.strftime("%H:%M:%S", time.localtime(failure.when))
         rows.append(
             (
-                failure.name,
+                str(failure.rank),
                 str(failure.pid) if failure.pid else "-",
                 when,
                 failure.how(),

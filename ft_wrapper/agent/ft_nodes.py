@@ -244,7 +244,7 @@ class FtNodes(Nodes):
             state = handler.refresh()
             for seat, members in dead:
                 if _is_empty(state, seat):
-                    log_deaths(store, members, f"was lost with node {seat.occupant}", return_=False)
+                    log_deaths(store, members, f"went down with node {seat.occupant}", return_=False)
         finally:
             store.close()
 
@@ -275,7 +275,7 @@ class FtNodes(Nodes):
             handler.leave()
             self._left_unheard = False
             if store is not None:
-                for thread in log_deaths(store, dead, f"node {node} has left: {why}", return_=False):
+                for thread in log_deaths(store, dead, f"left with node {node}: {why}", return_=False):
                     thread.join(0.5)
         finally:
             if store is not None:

@@ -500,15 +500,15 @@ class Ranks:
             self._do_what_is_due()
         elif verdict.action in (Action.RESTART_GROUP, Action.END_GROUP):
             if verdict.action is Action.END_GROUP:
-                self._failed = f"rank {failure.name}: {failure.how()}"
+                self._failed = f"rank {failure.rank}: {failure.how()}"
             self._group.count_restarts(self._policy.restarts)
             self._begin_stop(again=verdict.action is Action.RESTART_GROUP)
             self._send(signal.SIGTERM)
         # Last: no one waits for the words.
         log.log(
             logging.INFO if failure.ended_by else logging.WARNING,
-            "rank %s (pid %d): %s%s; %s",
-            failure.name,
+            "rank %d (pid %d): %s%s; %s",
+            failure.rank,
             failure.pid,
             failure.how(),
             self._others(),
@@ -590,4 +590,5 @@ class Ranks:
         return f"ranks {ranks}" if ranks else "no rank"
 
     def _others(self) -> str:
-        return f"; {len(self._running)} still running" if self._running else ""
+        running = sum(not process.has_ended() for process in self._running.values())
+        return f"; {running} still running" if running else ""

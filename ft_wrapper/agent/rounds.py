@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ..exception import StoreError
+from ..log_lines import note_node
 from .nodes import Nodes, What
 from .ranks import End
 from .round import Round
@@ -65,6 +66,7 @@ def run_rounds(nodes: Nodes, ranks: Workers, signals: SignalQueue) -> End:
         try:
             with nodes.inbox.unattended(), signals.raised():
                 where = nodes.next_round()
+            note_node(where.group_rank)
             ranks.start(where)
             if where.group_rank == 0:
                 log.info("see how the job stands: ftrun status %s", shlex.quote(where.store))

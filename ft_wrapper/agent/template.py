@@ -18,6 +18,7 @@ import builtins
 import contextlib
 import ctypes
 import encodings.idna
+import functools
 import gc
 import importlib
 import importlib.machinery
@@ -30,6 +31,7 @@ import runpy
 import socket
 import sys
 import types
+from collections.abc import Callable
 
 import torch
 
@@ -202,13 +204,21 @@ def _run(kind: str, script: str, arguments: list[str]) -> None:
         else:
             _search_first(os.path.dirname(os.path.realpath(script)))
             _run_file(os.path.abspath(script), main_module)
-    except Exception as error:
-        # As Python would show it, without the frames of this file.
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        sys.exit(1)
+    except (Exception, KeyboardInterrupt):
+        sys.excepthook = functools.partial(_show_without_own_frames, sys.excepthook)
+        raise
+
+
+def _show_without_own_frames(
+    show: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: types.TracebackType | None,
+) -> None:
+    """Shows an error as Python would have shown it if it had started the script."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<string>"):
+        trace = trace.tb_next
+    show(kind, error.with_traceback(trace), trace)
 
 
 def _run_file(path: str, main_module: types.ModuleType) -> None:

@@ -75,7 +75,7 @@ def report_death(
         if not kept:
             return
         if not _await_move(store, n, view, deadline):
-            log.info("iteration %d was not followed by another one without %s", n, member)
+            log.info("%s has ended, and the others have not gone on without it", member.name)
             return
 
 

@@ -168,7 +168,7 @@ class Heart:
         store: StoreMixin | None = None
         beat: HeartBeat | None = None
         for ranks in self._awaited_ranks():
-            whose = ", ".join(str(rank.member) for rank in ranks)
+            whose = ", ".join(rank.member.name for rank in ranks)
             due = time.monotonic() + self._settings.heartbeat_interval
             try:
                 if store is None:

@@ -22,6 +22,7 @@ from .neighbours import NeighbourWatch
 from .pauses import Pauses
 from .settings import MonitorSettings
 from .shared_memory import Phase, RankMemory
+from .stack_dump import is_stopped, where_it_stands
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,9 @@ class RankMonitor:
         gil = self._since(self._memory.gil_stamp, now)
         hard = self._settings.hard_timeout
         if gil >= hard or (watched and progress >= hard):
-            what = "held the GIL or was stopped" if gil >= hard else "made no progress"
+            what = "held the GIL" if gil >= hard / 2 else "made no progress"
+            if is_stopped(self._pid):
+                what = "was stopped by a signal"
             self._end_rank(pidfd, f"{what} for hard_timeout={hard:g} s")
         elif watched and progress >= self._settings.soft_timeout and self._reported < self._memory.iteration:
             self._reported = self._memory.iteration
@@ -221,7 +224,7 @@ class RankMonitor:
         try:
             self._store.report_fault(view.n, fault)
         except StoreError as error:
-            log.warning("no one could be told that %s %s: %s", self.member, message, error)
+            log.warning("the others could not be told that %s %s: %s", self._name(), message, error)
 
     def _publish_death(self, interruption: Interruption, message: str) -> None:
         if self.view is not None and not self._gone:
@@ -246,11 +249,14 @@ class RankMonitor:
         try:
             self._publish_death(Interruption.HARD_TIMEOUT, message)
         except StoreError as error:
-            log.warning("no one could be told that %s is ended: %s", self.member, error)
+            log.warning("the others could not be told that %s is ended: %s", self._name(), error)
 
     def _end_rank(self, pidfd: int, message: str) -> None:
         """Publishes first, then ends the process: no one waits for its memory to be freed."""
-        log.warning("%s: %s; ending process %d", self.member, message, self._pid)
+        place = where_it_stands(self._memory, self._pid, pidfd)
+        if place is not None:
+            message += f" and stood {place}"
+        log.warning("%s %s: its process is ended", self._name(), message)
         teller = threading.Thread(
             target=self._publish_end, args=(message,), name="ft_wrapper-hard-timeout", daemon=True
         )
@@ -266,5 +272,11 @@ class RankMonitor:
                     break
         teller.join()
 
+    def _name(self) -> str:
+        rank = "" if self.rank is None else f"rank {self.rank}, "
+        return f"{self.member.name} ({rank}pid {self._pid})"
+
     def _fault(self, interruption: Interruption, message: str) -> Fault:
-        return Fault(self.member, self.rank, interruption, message, socket.gethostname(), self._pid)
+        return Fault(
+            self.member, self.rank, interruption, message, socket.gethostname(), self._pid, time.time()
+        )

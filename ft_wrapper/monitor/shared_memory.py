@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 _SIZE = 4096
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MAGIC = 0x66745F72616E6B32
+_MAGIC = 0x66745F72616E6B33
 _MUTEX = 0  # byte offset; all below are indices of eight-byte fields after the mutex
-_MAIN, _GIL, _PING, _PHASE, _ITERATION, _RANK, _ACTIVE, _HANG_PROTECTION, _LIFE, _MAGIC_FIELD = range(
-    libc.MUTEX_SIZE // 8, libc.MUTEX_SIZE // 8 + 10
-)
+_FIRST = libc.MUTEX_SIZE // 8
+_MAIN, _GIL, _PING, _PHASE, _ITERATION, _RANK, _ACTIVE = range(_FIRST, _FIRST + 7)
+_HANG_PROTECTION, _LIFE, _DUMP_SIGNAL, _DUMP_FD, _MAGIC_FIELD = range(_FIRST + 7, _FIRST + 12)
 
 
 class Phase(enum.IntEnum):
@@ -272,6 +272,18 @@ class RankMemory:
     @hang_protection_disabled.setter
     def hang_protection_disabled(self, value: int) -> None:
         self._ints[_HANG_PROTECTION] = value
+
+    @property
+    def dump(self) -> tuple[int, int] | None:
+        """How to ask the rank where it stands: a signal, and its descriptor that the answer comes by."""
+        signum = self._ints[_DUMP_SIGNAL]
+        return (signum, self._ints[_DUMP_FD]) if signum else None
+
+    @dump.setter
+    def dump(self, value: tuple[int, int] | None) -> None:
+        signum, fd = value or (0, 0)
+        self._ints[_DUMP_FD] = fd
+        self._ints[_DUMP_SIGNAL] = signum
 
     def enter_phase(self, phase: Phase) -> None:
         """Changes the phase. The stamps are new: ``main_stamp`` is now, and there was no ``ping`` yet."""

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import NamedTuple
 
-from .monitor.frames import current_frames
+from .frames import current_frames
 
 _LIBRARIES = (
     f"{os.sep}site-packages{os.sep}",
     f"{os.sep}dist-packages{os.sep}",
     os.path.dirname(os.__file__),
 )
+
+
+class Place(NamedTuple):
+    """Where a frame is.
+
+    Args:
+        file: path of the source.
+        line: number in it.
+        function: its name.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line} in {self.function}"
 
 
 def whereabouts(thread: int) -> str | None:
@@ -23,22 +42,31 @@ def whereabouts(thread: int) -> str | None:
     Returns:
         The function it is in and the line of the user's code that led there; None if there is no such thread.
     """
-    inner = current_frames().get(thread)
-    if inner is None:
+    return stack_in_words(list(_places(current_frames().get(thread))))
+
+
+def stack_in_words(stack: Sequence[Place]) -> str | None:
+    """Says where a stack stands: the function it is in, and the line of the user's code that led there.
+
+    Args:
+        stack: the innermost frame first.
+
+    Returns:
+        None if it is empty.
+    """
+    if not stack:
         return None
-    frame: FrameType | None = inner
-    while frame is not None and is_library(frame):
+    inner = stack[0]
+    users = next((place for place in stack if not is_library(place.file)), inner)
+    return f"at {inner}" if users is inner else f"in {inner.function}, called at {users}"
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file is one of Python's library or of an installed package."""
+    return any(part in file for part in _LIBRARIES)
+
+
+def _places(frame: FrameType | None) -> Iterator[Place]:
+    while frame is not None:
+        yield Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
-    if frame is None or frame is inner:
-        return f"at {place(inner, inner.f_lineno)}"
-    return f"in {inner.f_code.co_name}, called at {place(frame, frame.f_lineno)}"
-
-
-def is_library(frame: FrameType) -> bool:
-    """Whether a frame is one of Python's library or of an installed package."""
-    return any(part in frame.f_code.co_filename for part in _LIBRARIES)
-
-
-def place(frame: FrameType, line: int) -> str:
-    """Says where a frame is: file, line and function."""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"

@@ -142,7 +142,7 @@ class FtRendezvousHandler(RendezvousHandler):
                 info = self._info(snapshot.state)
                 if info is not None:
                     log.info(
-                        "%s: node %s has group rank %d of %d in round %d",
+                        "job %s: node %s has group rank %d of %d in round %d",
                         self.settings.run_id,
                         self._node,
                         info.rank,

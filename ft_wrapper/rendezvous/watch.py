@@ -228,6 +228,8 @@ class Heart(threading.Thread):
             return True
         silent = self._neighbours.silent(state)
         if silent and may_unseat(state, self._node, silent):
-            log.warning("no sign of life from %s: taken out of the rendezvous", ", ".join(map(str, silent)))
+            log.warning(
+                "no sign of life from node %s: taken out of the rendezvous", ", node ".join(map(str, silent))
+            )
             self._executor.expel(silent)
         return False

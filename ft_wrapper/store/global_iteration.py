@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .. import events
 from ..exception import InternalError, StoreError, TimeoutError
@@ -51,6 +51,7 @@ _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it mus
 _STAGGER = 0.05  # seconds between one member's look and the next one's
 _LAST_STAGGER = 2.0
 _LONGEST_LOOK = 8.0
+_SAY_MISSING_AFTER = 1.0  # seconds
 _LOOKOUTS = 16  # members that look who is missing
 _LOOKS_OF_FEW = 4  # looks after which more of them do
 _SAME_FAULTS = 4  # faults that a decision counts: who is next to fail elsewhere each time, fails differently
@@ -241,6 +242,7 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
         heartbeat_timeout: float,
         rejoin_wait: float = 0.0,
         proposed: Proposed | None = None,
+        on_missing: Callable[[Sequence[Member], float], None] | None = None,
     ) -> tuple[View, Decision] | None:
         """Waits, once arrived, for the decision of the next iteration; proposes it if no one else does.
 
@@ -255,6 +257,8 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
             heartbeat_timeout: seconds without a heartbeat until a missing member counts as silent.
             rejoin_wait: seconds to wait for replacements that were announced.
             proposed: what `arrive` gave.
+            on_missing: called once, by one of those who wait, if others have not left an iteration that ended
+                by a fault a second ago: with these, and the seconds waited.
 
         Returns:
             The view of that iteration and the decision; None if this member is not in it.
@@ -283,7 +287,18 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
                 look = min(look, _LOOKS_BETWEEN_CALLS) if between_calls else look
                 if remaining > 0 and not keeps_lookout(position, size, look):
                     continue
-                silent = self.silent_missing(view, observer)
+                arrived, missing = self._arrived_and_missing(view)
+                waited = limit - remaining
+                if on_missing is not None and missing and not between_calls and waited >= _SAY_MISSING_AFTER:
+                    lookouts = (
+                        each
+                        for place, each in enumerate(view.members)
+                        if each in arrived and keeps_lookout(place, size, look)
+                    )
+                    if member == next(lookouts, None):
+                        on_missing(missing, waited)
+                    on_missing = None
+                silent = observer.silent(missing)
                 if remaining <= 0:
                     # Before the proposal: one who arrives during that may not be seen by it, and decide.
                     absent = sorted(set(view.members) - (self.arrivals_of(view.n) - self.deaths_of(view.n)))
@@ -326,8 +341,13 @@ class GlobalIterationMixin(HeartbeatMixin, InterruptionMixin, HousekeepingMixin)
 
     def silent_missing(self, view: View, observer: HeartbeatObserver) -> frozenset[Member]:
         """The members that have not left an ended iteration and are silent in the observer's eyes."""
-        missing = set(view.members) - self.arrivals_of(view.n) - self.deaths_of(view.n)
-        return observer.silent(sorted(missing))
+        return observer.silent(self._arrived_and_missing(view)[1])
+
+    def _arrived_and_missing(self, view: View) -> tuple[set[Member], list[Member]]:
+        """Of the members that live, as far as is known: who has left an ended iteration, and who has not."""
+        arrived = set(self.arrivals_of(view.n))
+        dead = self.deaths_of(view.n)
+        return arrived - dead, sorted(set(view.members) - arrived - dead)
 
     # Agreement of the rank assignments -----------------------------------------------------------------
 

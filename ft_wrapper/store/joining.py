@@ -304,7 +304,7 @@ class JoiningMixin(GlobalIterationMixin):
             member=older[0],
             rank=None,
             interruption=Interruption.TERMINATED,
-            message="was replaced by a newer process",
+            message="gave way to a newer process",
             host=str(record.get("host", "")),
             pid=pid if isinstance(pid, int) else 0,
         )

@@ -29,6 +29,12 @@ class Member:
     def __str__(self) -> str:
         return f"{self.slot}:{self.incarnation}"
 
+    @property
+    def name(self) -> str:
+        """What it is called where people read."""
+        again = f" (process {self.incarnation + 1})" if self.incarnation else ""
+        return f"slot {self.slot}{again}"
+
     @classmethod
     def parse(cls, text: str, key: str) -> Member:
         """Reads ``slot:incarnation``; an error names the key it came from."""
@@ -75,6 +81,7 @@ class Fault:
         message: what happened, one line.
         host: where.
         pid: which process.
+        at: when it was noticed, in seconds since the epoch; 0 if that is not known.
     """
 
     member: Member
@@ -83,6 +90,7 @@ class Fault:
     message: str
     host: str
     pid: int
+    at: float = 0.0
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -94,6 +102,7 @@ class Fault:
                 "message": self.message,
                 "host": self.host,
                 "pid": self.pid,
+                "at": self.at,
             }
         )
 
@@ -109,6 +118,7 @@ class Fault:
                 message=record["message"],
                 host=record["host"],
                 pid=record["pid"],
+                at=record["at"],
             )
         except (KeyError, TypeError) as error:
             raise StoreError(

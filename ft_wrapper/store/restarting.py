@@ -145,9 +145,11 @@ class RestartingMixin(CoordinatorMixin):
                 return self._enter(Place(member, view))
             if entry is not Entry.PASSED:
                 why = "the call has completed" if entry is Entry.DONE else "a newer process has its rank"
-                raise RestartError(f"{member} cannot join: {why}")
+                raise RestartError(f"{member.name} cannot join: {why}")
             if self.now() >= deadline:
-                raise TimeoutError(f"{member} did not get in within {timeout}: the others went on too fast")
+                raise TimeoutError(
+                    f"{member.name} did not get in within {timeout}: the others went on too fast"
+                )
             member, asked = self._register(member.slot), None
 
     @contextlib.contextmanager
@@ -159,7 +161,7 @@ class RestartingMixin(CoordinatorMixin):
             try:
                 self._withdraw(member)
             except Exception:
-                log.exception("the others could not be told that %s gave up", member)
+                log.exception("the others could not be told that %s gave up", member.name)
             raise
 
     def _withdraw(self, member: Member) -> None:
@@ -186,8 +188,8 @@ class RestartingMixin(CoordinatorMixin):
 
 def left_out(member: Member, n: int) -> RestartError:
     return RestartError(
-        f"the others went on from iteration {n} without {member}: it was declared dead, or came too late; "
-        "start a new process in its place"
+        f"the others went on from iteration {n} without {member.name}: it was declared dead, or came too "
+        "late; start a new process in its place"
     )
 
 

@@ -83,6 +83,10 @@ class SimulatedJob(Job):
 
     process: SimulatedProcess
 
+    def wall_clock(self) -> float:
+        """Always the same: what is in the store depends on the seed alone."""
+        return 0.0
+
     def publish(self, rank: int | None, error: BaseException) -> None:
         """See `Job`."""
         self.process.simulation.invariants.publishes(self.view.n)
@@ -281,6 +285,7 @@ class SimulatedProcess:
             join_window=scenario.join_window,
             rejoin_wait=scenario.rejoin_wait,
             replaced=scenario.replaced,
+            hard=scenario.heartbeat_timeout,  # for a log line alone: a simulated hang is ended by its fault
         )
 
     def _on_member(self, member: Member) -> None:

@@ -204,7 +204,7 @@ def test_a_lost_node_comes_back_and_nobody_else_is_disturbed(tmp_path: Path) -> 
     assert [rank["pid"] for rank in after[:2]] == [rank["pid"] for rank in before[:2]]
     assert [rank["RANK"] for rank in after] == ["0", "1", "2", "3"]
     assert [len(pids) for pids in pids_of(stays).values()] == [1, 1]
-    assert "no sign of life from 1 (localhost)" in stays.said
+    assert "no sign of life from node 1 (localhost)" in stays.said
 
 
 def places(

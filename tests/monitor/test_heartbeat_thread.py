@@ -68,8 +68,8 @@ def test_an_outage_is_told_once_and_its_end_once(
     assert store.has_recovered.wait(TIMEOUT)
     watching.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "0:0 is not heard for now: etcd at nowhere: got no answer",
-        "0:0 is heard again",
+        "slot 0 is not heard for now: etcd at nowhere: got no answer",
+        "slot 0 is heard again",
     ]
 
 
@@ -88,7 +88,7 @@ def test_a_store_that_cannot_be_reached_at_first(
     watching = monitor(connect, settings)
     assert store.has_recovered.wait(TIMEOUT)
     watching.close()
-    assert caplog.records[0].getMessage() == "0:0 is not heard for now: the store cannot be reached"
+    assert caplog.records[0].getMessage() == "slot 0 is not heard for now: the store cannot be reached"
 
 
 class Leaving(CountedStore):

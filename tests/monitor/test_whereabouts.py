@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from ft_wrapper.whereabouts import whereabouts
+from ft_wrapper.monitor.whereabouts import whereabouts
 
 
 def place_while(blocks: Callable[[], object], frees: Callable[[], object], says: str) -> str:

@@ -421,7 +421,7 @@ def test_rank_that_lives_but_does_not_come_is_left_out_at_the_timeout_and_learns
     assert job.scheduler.now() - started >= TIMEOUT.total_seconds()
     for late in (job.advance, job.join):
         error = job.one(1, late)
-        assert isinstance(error, RestartError) and "without 1:0" in str(error)
+        assert isinstance(error, RestartError) and "without slot 1:" in str(error)
     assert job.store.get_global_iteration() == 1
 
 
@@ -709,7 +709,7 @@ def test_older_process_of_a_rank_is_out(job: AnyJob) -> None:
     arrived = job.store.arrivals_of(1)
     job.clients[1] = zombie
     for act in (job.advance, job.join):
-        assert "went on from iteration 0 without 1:0" in str(job.one(1, act))
+        assert "went on from iteration 0 without slot 1" in str(job.one(1, act))
     assert job.store.arrivals_of(1) == arrived == set()
     assert job.store.outcome_of(1) is None
     assert job.store.read_head() == head
@@ -741,7 +741,9 @@ def test_process_whose_rank_a_newer_one_takes_while_it_waits() -> None:
         return job.advance(rank)
 
     assert set(job.each([0, 2, 3], late).values()) == {1} == {second.result}
-    assert isinstance(first.result, RestartError) and "1:1 cannot join: a newer process" in str(first.result)
+    assert isinstance(
+        first.result, RestartError
+    ) and "slot 1 (process 2) cannot join: a newer process" in str(first.result)
 
 
 @pytest.mark.parametrize("pause", [60.0, 200.0])
@@ -778,7 +780,9 @@ def test_nothing_to_catch_up_with() -> None:
     job.store.end_iteration(0, DONE)
     job.new_process(1)
     error = job.one(1, job.join)
-    assert isinstance(error, RestartError) and "1:1 cannot join: the call has completed" in str(error)
+    assert isinstance(
+        error, RestartError
+    ) and "slot 1 (process 2) cannot join: the call has completed" in str(error)
 
 
 def test_others_that_do_not_leave_their_iteration_are_named() -> None:

@@ -79,7 +79,7 @@ def test_a_joiner_takes_its_predecessors_place_at_once_and_ends_the_iteration(jo
         assert store.deaths_of(0) == {members[0]}
         assert store.outcome_of(0) == "fault"
         [fault] = store.faults_of(0)
-        assert fault.message == "was replaced by a newer process"
+        assert fault.message == "gave way to a newer process"
         store.arrive(view, members[0], 0, 2)  # the older one still runs, and is not believed
         store.arrive(view, members[1], 1, 2)
 
@@ -145,6 +145,44 @@ def test_a_member_that_is_heard_may_take_its_time_between_calls(
     assert 600.0 <= store.now() < 620.0
     told = [record.message for record in caplog.records if "waits for slots [1]" in record.message]
     assert 8 <= len(told) <= 10, "once each timeout of 60 s"
+
+
+@pytest.mark.parametrize("comes_after", [0.9, 5.0])
+def test_one_who_waits_says_once_for_whom(comes_after: float) -> None:
+    store, view, members = formed([0, 1, 2, 3])
+    store.end_iteration(0, "fault")
+    store.log_death(0, members[0], None, ends=False)
+    store.arrive(view, members[1], 1, 4)
+    at(store, comes_after, lambda: store.arrive(view, members[3], 3, 4))
+    said: list[tuple[list[Member], float]] = []
+
+    def say(missing: Sequence[Member], waited: float) -> None:
+        said.append((list(missing), waited))
+
+    step = await_next(store, view, members[2], timeout=60.0, on_missing=say)
+    assert step is not None
+    assert said == []  # the first of those who are here does: not the dead one, and not this one
+    store, view, members = formed([0, 1, 2, 3])
+    store.end_iteration(0, "fault")
+    store.log_death(0, members[0], None, ends=False)
+    store.arrive(view, members[2], 2, 4)
+    at(store, comes_after, lambda: store.arrive(view, members[3], 3, 4))
+    step = await_next(store, view, members[1], timeout=60.0, on_missing=say)
+    assert step is not None
+    if comes_after < 1.0:
+        assert said == []
+    else:
+        ((missing, waited),) = said
+        assert missing == [members[3]] and 1.0 <= waited < 2.0
+
+
+def test_a_wait_between_two_calls_is_no_restart() -> None:
+    store, view, members = formed([0, 1])
+    store.end_iteration(0, "done")
+    at(store, 5.0, lambda: store.arrive(view, members[1], 1, 2))
+    said: list[Sequence[Member]] = []
+    await_next(store, view, members[0], timeout=60.0, on_missing=lambda missing, _: said.append(missing))
+    assert said == []
 
 
 @pytest.mark.parametrize("heard_for", [0, 200])
@@ -341,7 +379,7 @@ def test_who_wakes_in_an_iteration_whose_keys_are_gone_is_told_nothing_of_it(
 ) -> None:
     store = job_store
     view, members = formed_in(store, [0, 1])
-    job = Job(store, 0, [0, 1], Patience(60.0, 10.0, 60.0, 1))
+    job = Job(store, 0, [0, 1], Patience(60.0, 10.0, 60.0, 1, hard=90.0))
     job.member, job.view = members[0], view
     store.log_death(0, members[0], None, ends=True)
     store.count_death(view)
@@ -369,7 +407,7 @@ def test_who_wakes_in_an_iteration_whose_keys_are_gone_is_told_nothing_of_it(
 
 def test_a_rank_that_always_takes_longer_than_completion_timeout_is_waited_for() -> None:
     store, view, members = formed([0, 1])
-    job = Job(store, 0, [0, 1], Patience(90.0, 10.0, 60.0, 1))
+    job = Job(store, 0, [0, 1], Patience(90.0, 10.0, 60.0, 1, hard=90.0))
     job.member, job.view = members[0], view
     assert job.await_completion(0, 2) == FAULT
     assert store.now() == 60.0
@@ -389,7 +427,7 @@ def test_one_that_gives_up_tells_the_others_until_they_go_on_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, view, members = formed([0, 1])
-    job = Job(store, 2, [0, 1], Patience(60.0, 10.0, 60.0, 1))
+    job = Job(store, 2, [0, 1], Patience(60.0, 10.0, 60.0, 1, hard=90.0))
     job.register()
 
     def gives_up(*_: object) -> NoReturn:

@@ -162,7 +162,7 @@ def test_the_line_names_the_lost_host_and_not_what_failed_in_its_wake(job: Job) 
     job.tell("raise", 0)
     job.wait_for_end()
     (line,) = [line for slot in (0, 1) for line in job[slot].log.splitlines() if "restart 1:" in line]
-    culprit = f"slot 2 (on {os.uname().nodename} pid {job[2].pid}) stopped answering and was evicted"
+    culprit = f"slot 2 (on {os.uname().nodename} pid {job[2].pid}) stopped answering: evicted"
     assert f"restart 1: {culprit} (and 1 fault in its wake); no spare stepped in" in line
 
 

@@ -1,0 +1,112 @@
+"""Where a rank stands, asked from another process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ft_wrapper.monitor.shared_memory import RankMemory
+from ft_wrapper.monitor.stack_dump import StackDump, is_stopped, where_it_stands
+
+sleep_with_gil = ctypes.PyDLL(None).sleep
+
+
+@contextmanager
+def rank(does: Callable[[], object], *, answers: bool = True) -> Iterator[tuple[RankMemory, int, int]]:
+    """A child that does something for long: its memory, its process and the pidfd."""
+    with RankMemory() as memory:
+        ready, told = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                if answers:
+                    StackDump(memory)
+                os.write(told, b"!")
+                does()
+            finally:
+                os._exit(0)
+        pidfd = os.pidfd_open(pid)
+        try:
+            assert os.read(ready, 1) == b"!"
+            yield memory, pid, pidfd
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            for fd in (ready, told, pidfd):
+                os.close(fd)
+
+
+def hold_the_gil() -> None:
+    sleep_with_gil(600)
+
+
+def wait() -> None:
+    time.sleep(600)
+
+
+def place_where(asked: tuple[RankMemory, int, int], says: str) -> str:
+    """The answer, as soon as the child has come so far."""
+    place = ""
+    while says not in place:
+        place = where_it_stands(*asked) or ""
+    return place
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("does", [wait, hold_the_gil])
+def test_says_where_the_main_thread_stands(does: Callable[[], object]) -> None:
+    with rank(does) as asked:
+        # The C library's own sleep ends early by the signal, and time.sleep does not.
+        place = place_where(asked, "test_stack_dump.py:") if does is wait else where_it_stands(*asked)
+        assert place is not None and place.startswith("at test_stack_dump.py:")
+
+
+@pytest.mark.timeout(60)
+def test_library_frames_lead_to_the_users_line() -> None:
+    def train() -> None:
+        threading.Event().wait()
+
+    with rank(train) as asked:
+        place = place_where(asked, "called at")
+        assert place.startswith("in wait, called at test_stack_dump.py:") and place.endswith(" in train")
+
+
+@pytest.mark.timeout(60)
+def test_one_that_was_never_told_how_to_answer_is_not_asked() -> None:
+    with rank(wait, answers=False) as asked:
+        assert where_it_stands(*asked) is None
+        assert os.waitpid(asked[1], os.WNOHANG) == (0, 0), "a signal has ended it"
+
+
+@pytest.mark.timeout(60)
+def test_one_that_was_stopped_says_nothing_and_is_known_as_that() -> None:
+    with rank(wait) as asked:
+        assert not is_stopped(asked[1])
+        os.kill(asked[1], signal.SIGSTOP)
+        os.waitpid(asked[1], os.WUNTRACED)
+        assert is_stopped(asked[1])
+        assert where_it_stands(*asked) is None
+
+
+def test_closing_gives_signal_and_descriptors_back() -> None:
+    with RankMemory() as memory:
+        before = set(os.listdir("/proc/self/fd"))
+        dump = StackDump(memory)
+        assert memory.dump is not None
+        dump.close()
+        assert memory.dump is None
+        assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_that_has_ended_is_none() -> None:
+    with rank(lambda: None) as (memory, pid, pidfd):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert where_it_stands(memory, pid, pidfd) is None
+        assert not is_stopped(pid)
