@@ -341,7 +341,7 @@ class Call:
         try:
             store = self.plan.connect()
         except StoreError:
-            log.exception("the store is lost as well")
+            log.exception("the monitor and the store are lost: this rank leaves the job")
             return
         try:
             store.end_iteration(self.job.view.n, FAULT)
@@ -666,7 +666,7 @@ class Call:
             try:
                 self._abort()
             except Exception:
-                log.exception("abort failed")
+                log.exception("abort failed: a collective may hold this rank until hard_timeout")
         self._settle()
         self._tidy_up()
         self.state.mode = Mode.TERMINATED

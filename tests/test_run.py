@@ -531,7 +531,7 @@ def test_who_ignores_the_signal_is_killed(launch: Launch) -> None:
     job.process.send_signal(signal.SIGTERM)
     code, said = job.end()
     assert code == 128 + signal.SIGTERM
-    assert "ranks 0: still there 2 s after the signal" in said
+    assert "rank 0: still there 2 s after the signal, killed" in said
 
 
 def test_other_signals_on_request(launch: Launch) -> None:

@@ -21,7 +21,7 @@ def in_background(what: str, work: Callable[[], None]) -> threading.Thread:
         try:
             work()
         except Exception as error:
-            log.warning("%s: %s", what, error)
+            log.warning("%s failed: %s", what, error)
             log.debug("%s", what, exc_info=True)
 
     thread = threading.Thread(target=run, name=f"ft_wrapper-agent-{what.replace(' ', '-')}", daemon=True)

@@ -209,9 +209,9 @@ class Monitors:
                 with contextlib.suppress(OSError):
                     wire.send(attended.line, {"refused": str(refused)})
             except StoreError as error:
-                log.warning("a rank is without its monitor: %s", error)
+                log.warning("a rank has lost its monitor, and leaves its job: %s", error)
             except Exception:
-                log.exception("a rank is without its monitor, which has failed")
+                log.exception("a monitor has failed: its rank leaves its job")
 
     def _watch(self, attended: _Attended, owned: contextlib.ExitStack) -> None:
         """Watches a rank to its end; what is to be closed then goes onto the stack."""

@@ -295,7 +295,7 @@ class Ranks:
         if self._stop is not None:
             self._stop.again = self._stop.again and not ends
             return
-        log.warning("%s; %s", news.why, "all ranks end" if ends else f"{self._names()} are restarted")
+        log.warning("%s; %s", news.why, "all ranks end" if ends else f"{self._names()} restart")
         self._begin_stop(again=not ends)
         self._send(signal.SIGTERM)
 
@@ -315,7 +315,9 @@ class Ranks:
         now = time.monotonic()
         if self._stop is not None and not self._stop.killed and now >= self._stop.deadline:
             if self._running:
-                log.warning("%s: still there %g s after the signal", self._names(), self._shutdown_timeout)
+                log.warning(
+                    "%s: still there %g s after the signal, killed", self._names(), self._shutdown_timeout
+                )
             self._stop.killed = True
             self._kill()
         if self._standby is not None and self._standby.overdue(STANDBY_TIMEOUT):
@@ -586,8 +588,8 @@ class Ranks:
         )
 
     def _names(self) -> str:
-        ranks = ", ".join(str(self._round.rank(rank)) for rank in sorted(self._running))
-        return f"ranks {ranks}" if ranks else "no rank"
+        ranks = [str(self._round.rank(rank)) for rank in sorted(self._running)]
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}" if ranks else "no rank"
 
     def _others(self) -> str:
         running = sum(not process.has_ended() for process in self._running.values())

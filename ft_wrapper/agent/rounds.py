@@ -71,7 +71,9 @@ def run_rounds(nodes: Nodes, ranks: Workers, signals: SignalQueue) -> End:
             if where.group_rank == 0:
                 log.info("see how the job stands: ftrun status %s", shlex.quote(where.store))
         except Signalled as signalled:
-            log.warning("%s: while the nodes came together", signal_name(signalled.signum))
+            log.warning(
+                "%s: this node leaves before the rendezvous is complete", signal_name(signalled.signum)
+            )
             nodes.leave(f"it was ended by {signal_name(signalled.signum)}")
             return End([], signalled.signum, [])
         except RendezvousGracefulExitError as error:
@@ -124,7 +126,7 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
             selector.select()
             for signum in signals.read():
                 if signum in signals.ending:
-                    log.warning("%s: while the other nodes were waited for", signal_name(signum))
+                    log.warning("%s: this node leaves; its ranks had ended", signal_name(signum))
                     nodes.leave(f"it was ended by {signal_name(signum)}")
                     return dataclasses.replace(end, signum=signum)
             for news in nodes.inbox.take():

@@ -185,11 +185,22 @@ class Heart:
                 if not self._is_away:
                     # Asked again: the job may have ended since.
                     level = logging.DEBUG if _are_between(ranks) else logging.WARNING
-                    log.log(level, "%s is not heard for now: %s", whose, error)
+                    log.log(
+                        level,
+                        "%s is not heard for now, and evicted if that lasts for heartbeat_timeout=%g s: %s",
+                        whose,
+                        self._settings.heartbeat_timeout,
+                        error,
+                    )
                 self._is_away = True
             except Exception:
                 level = logging.DEBUG if _are_between(ranks) else logging.ERROR
-                log.log(level, "heartbeat of %s failed", whose, exc_info=True)
+                log.log(
+                    level,
+                    "a heartbeat of %s failed; the others evict it if that goes on",
+                    whose,
+                    exc_info=True,
+                )
             self._stop.wait(max(0.0, due - time.monotonic()))
         if store is not None:
             store.close()

@@ -195,7 +195,11 @@ class MonitorLine:
         poll.register(self._stop_watching, select.POLLIN)
         poll.poll()
         if not self._leaving:
-            log.error("this rank's %s (%d) ended: its faults would go unnoticed", self.name, self.pid)
+            log.error(
+                "this rank's %s (%d) ended: its faults would go unnoticed, so it leaves the job",
+                self.name,
+                self.pid,
+            )
             if self._on_lost is not None:
                 self._on_lost()
 

@@ -206,7 +206,7 @@ class NeighbourWatch:
         if active:
             self._ended = view.head
         for peer in active:
-            log.warning("slot %d has sent no heartbeat for %g s", peer.slot, self._timeout)
+            log.warning("slot %d has sent no heartbeat for %g s: evicted", peer.slot, self._timeout)
             self._store.log_fault(view.n, self._fault_of(peer, watcher))
         if active or outcome is not None:
             # Also when it has ended already: its ender may have been lost before waking the others.

@@ -78,7 +78,7 @@ def monitor_main(
             step_back_for_good()
         status = 0
     except BaseException:
-        log.critical("monitor process failed", exc_info=True)
+        log.critical("the monitor of process %d failed: its rank leaves the job", rank_pid, exc_info=True)
     finally:
         os._exit(status)
 

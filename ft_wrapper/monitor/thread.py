@@ -151,4 +151,4 @@ class MonitorThread:
         try:
             action()
         except Exception:
-            log.exception("%s failed", what)
+            log.exception("%s failed, and the rank goes on without it", what)

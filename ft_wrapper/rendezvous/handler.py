@@ -206,7 +206,7 @@ class FtRendezvousHandler(RendezvousHandler):
                 self.leave()
             return True
         except RendezvousError as error:
-            log.warning("%s: the rendezvous could not be shut down: %s", self.settings.run_id, error)
+            log.warning("job %s: the rendezvous could not be shut down: %s", self.settings.run_id, error)
             return False
         finally:
             self._end()
@@ -492,7 +492,7 @@ class FtRendezvousHandler(RendezvousHandler):
                     [keys.goodbye(node.name) for node in others], timedelta(seconds=_GOODBYE)
                 )
             except DistStoreError:
-                log.info("%s: not all nodes have seen the end of the rendezvous", self.settings.run_id)
+                log.info("job %s: not all nodes have seen the end of the rendezvous", self.settings.run_id)
 
     def _end(self) -> None:
         """Ends the threads and lets go of everything. Again without harm."""

@@ -238,7 +238,7 @@ class EtcdJob:
             log.warning("the lease of the job could not be kept alive, trying again: %s", error)
             return _BEAT_AGAIN_AFTER
         if not ttl:
-            log.warning("%r: the job's keys are gone", self)
+            log.warning("%r: the job's lease has expired and its keys are gone: it cannot go on", self)
             return None
         return ttl / 3
 

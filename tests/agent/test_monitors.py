@@ -411,7 +411,7 @@ def test_what_one_rank_says_harms_no_other(
     join(odd, store, 1)
     odd.tell("say", b"garbage\n")
     assert odd.tell("await loss")
-    assert "a rank is without its monitor" in caplog.text
+    assert "a monitor has failed: its rank leaves its job" in caplog.text
     watched.kill()
     await_death(store, member)
     assert store.deaths_of(BEFORE_FIRST) == {member}

@@ -361,7 +361,7 @@ def test_a_signal_ends_the_wait_for_other_nodes(tmp_path: Path) -> None:
         alone.process.send_signal(signal.SIGTERM)
         assert alone.end() == 128 + signal.SIGTERM, alone.said
         assert all_gone(family, TIMEOUT) == []
-        assert "SIGTERM: while the nodes came together" in alone.said
+        assert "SIGTERM: this node leaves before the rendezvous is complete" in alone.said
 
 
 # Bad input ---------------------------------------------------------------------------------------------

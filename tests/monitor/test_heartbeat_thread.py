@@ -21,6 +21,7 @@ from ft_wrapper.testing import FakeStore
 
 MEMBER = Member(0, 0)
 TIMEOUT = 60.0
+NOT_HEARD = "slot 0 is not heard for now, and evicted if that lasts for heartbeat_timeout=10 s"
 
 
 class Unreliable(FakeStore):
@@ -68,7 +69,7 @@ def test_an_outage_is_told_once_and_its_end_once(
     assert store.has_recovered.wait(TIMEOUT)
     watching.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "slot 0 is not heard for now: etcd at nowhere: got no answer",
+        f"{NOT_HEARD}: etcd at nowhere: got no answer",
         "slot 0 is heard again",
     ]
 
@@ -88,7 +89,7 @@ def test_a_store_that_cannot_be_reached_at_first(
     watching = monitor(connect, settings)
     assert store.has_recovered.wait(TIMEOUT)
     watching.close()
-    assert caplog.records[0].getMessage() == "slot 0 is not heard for now: the store cannot be reached"
+    assert caplog.records[0].getMessage() == f"{NOT_HEARD}: the store cannot be reached"
 
 
 class Leaving(CountedStore):
