@@ -197,7 +197,7 @@ class Heart:
                 level = logging.DEBUG if _are_between(ranks) else logging.ERROR
                 log.log(
                     level,
-                    "a heartbeat of %s failed; the others evict it if that goes on",
+                    "a heartbeat of %s failed; evicted if that goes on",
                     whose,
                     exc_info=True,
                 )
