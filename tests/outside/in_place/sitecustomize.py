@@ -7,7 +7,6 @@ imported before the process itself imports the part of torch that is replaced. W
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.abc
 import importlib.machinery
 import os
@@ -49,8 +48,10 @@ def replace_backend(module: ModuleType) -> None:
 
     def get_rendezvous_handler(parameters: Any) -> Any:
         if BACKEND and parameters.backend in ("c10d", "etcd", "etcd-v2"):
-            where = endpoint(parameters.backend, parameters.endpoint)
-            parameters = dataclasses.replace(parameters, backend=BACKEND, endpoint=where)
+            parameters.endpoint = endpoint(parameters.backend, parameters.endpoint)
+            if parameters.backend != "c10d":
+                parameters.config.pop("is_host", None)  # the store is a server here too
+            parameters.backend = BACKEND
         return make(parameters)
 
     module.get_rendezvous_handler = get_rendezvous_handler  # type: ignore[attr-defined]
