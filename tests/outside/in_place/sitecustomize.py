@@ -17,15 +17,12 @@ from typing import Any
 
 ELASTIC = "torch.distributed.elastic"
 LAUNCHER, BACKEND = (os.environ.get("FT_WRAPPER_OUTSIDE", "") + ",").split(",")[:2]
-ENDPOINTS = {
-    "ft": os.environ.get("FT_WRAPPER_OUTSIDE_TCP", ""),
-    "ft-etcd": os.environ.get("FT_WRAPPER_OUTSIDE_ETCD", ""),
-}
+SERVERS = {"ft": "FT_WRAPPER_OUTSIDE_TCP", "ft-etcd": "FT_WRAPPER_OUTSIDE_ETCD"}
 
 
 def endpoint(asked_for: str, given: str) -> str:
     """Where our backend meets: at the same address where both hold a TCPStore, else at a server of ours."""
-    return given if (asked_for, BACKEND) == ("c10d", "ft") else ENDPOINTS[BACKEND]
+    return given if (asked_for, BACKEND) == ("c10d", "ft") else os.environ[SERVERS[BACKEND]]
 
 
 def replace_agent(module: ModuleType) -> None:
