@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from .._addresses import address_of_this_node, host_port
+from .._addresses import address_of_this_node, host_port, loopback
 from ..rendezvous.backend import WorkerStore
 from ..rendezvous.interruptible import interruptible
 from .background import bounded, in_background
@@ -42,7 +42,8 @@ class ClassicNodes(Nodes):
 
     Args:
         make_handler: makes the handler; called with the first round.
-        address: how the other nodes reach this one; as the handler says when None.
+        address: how the other nodes reach this one; as the handler says when None. A node that is alone goes
+            on without one that can be looked up.
         port: where the store of the workers is to be, on the first node; 0 for a free port. Where the handler
             has it for a store of its own, a free one is taken.
         nproc: ranks of this node.
@@ -89,6 +90,11 @@ class ClassicNodes(Nodes):
             bootstrap = info.bootstrap_store_info
             told = self._address or (bootstrap and bootstrap.master_addr)
             address = told or address_of_this_node(socket.gethostname())
+            if info.world_size == 1 and not _can_be_looked_up(address):
+                log.warning(
+                    "%s: no such host here; this node is alone, and its ranks use %s", address, loopback()
+                )
+                address = loopback()
             self._worker_store = self._open_worker_store(address)
         hosted = self._worker_store
         own = "" if hosted is None else host_port(hosted.address, hosted.port)
@@ -250,6 +256,14 @@ def _get(store: Store, key: str, rank: int) -> str:
             f"node {rank} has come to the round, but has not said how many ranks it has within "
             f"{EXCHANGE_TIMEOUT:g} s; see whether it runs"
         ) from error
+
+
+def _can_be_looked_up(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
 
 
 def _clone(store: Store) -> Store:

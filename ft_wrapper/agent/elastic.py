@@ -29,7 +29,6 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.events import record
 from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -49,7 +48,7 @@ from .round import Round
 from .rounds import CannotStart, Workers, run_rounds
 from .signals import SignalQueue, queued
 from .standby import Program
-from .torch_events import agent_event
+from .torch_events import agent_event, record_event, tell_end
 from .watchdog import watchdog
 
 __all__ = [
@@ -138,7 +137,9 @@ class SimpleElasticAgent(ElasticAgent):
             log.error("%s", end.ended_by)
         values = self._return_values() if self._group.state is WorkerState.SUCCEEDED else {}
         workers = self._group.copy().workers
-        return RunResult(self._group.state, values, _process_failures(end, workers[0].global_rank))
+        result = RunResult(self._group.state, values, _process_failures(end, workers[0].global_rank))
+        tell_end(self._group, result, self._run_seconds)
+        return result
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         """The workers as they are now: a copy, which does not change. From any thread.
@@ -182,7 +183,7 @@ class SimpleElasticAgent(ElasticAgent):
         finally:
             took = time.monotonic() - began
             event = agent_event(self._group, state, run_seconds=self._run_seconds, duration_seconds=took)
-            record(event, getattr(self._spec, "event_log_handler", "null"))  # not in older torch
+            record_event(self._group, event)
 
     # To be implemented for another kind of worker -------------------------------------------------------
 

@@ -22,8 +22,9 @@ ETCD_NAMES = ("etcd", "ft-etcd")
 """The first one is taken under torchrun, by a handler for a version of etcd that is gone."""
 ETCD_PORT = 2379
 
-# What torchrun hands over whatever was asked for, and its own handler's option that has no meaning here.
-_IGNORED = frozenset({"timeout", "heartbeat_timeout", "rank"})
+# What torchrun hands over whatever was asked for, its own handler's option that has no meaning here, and what
+# programs say of any backend though it is about a TCPStore.
+_IGNORED = frozenset({"timeout", "heartbeat_timeout", "rank", "is_host"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +158,9 @@ def read_parameters(
     Args:
         parameters: ``config`` may hold all arguments of `Settings` but the first three and ``agreed``,
             ``read_timeout``, ``node_id``, ``nproc`` and ``role``, as text or as values. On a TCPStore also
-            ``is_host`` and ``store_type`` (``tcp``); in etcd ``etcd_prefix`` (``ft_wrapper``), ``cacert``,
-            ``cert`` and ``key`` (paths), ``ttl`` (seconds for which the keys of a job that has died stay).
+            ``is_host`` and ``store_type`` (``tcp``); in etcd, which no node hosts, ``etcd_prefix``
+            (``ft_wrapper``), ``cacert``, ``cert`` and ``key`` (paths), ``ttl`` (seconds for which the keys of
+            a job that has died stay).
 
     Raises:
         ValueError: something is unknown, or has a wrong value; names it and the way out.

@@ -115,6 +115,7 @@ class Metrics(MetricHandler):
     def __init__(self) -> None:
         self.states: list[str] = []
         self.remaining: list[int] = []
+        self.end: dict[str, int] = {}
         self.on_state: Callable[[str], None] = lambda state: None
 
     def emit(self, metric_data: MetricData) -> None:
@@ -122,6 +123,8 @@ class Metrics(MetricHandler):
         assert role == ROLE
         if name == "remaining_restarts":
             self.remaining.append(metric_data.value)
+        elif name == "flakiness" or name.startswith("run_"):
+            self.end[name] = metric_data.value
         else:
             self.states.append(name)
             self.on_state(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import select
@@ -23,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousTimeoutError
 from torch.distributed.launcher import api as launcher
 
-from ft_wrapper.agent import elastic
+from ft_wrapper.agent import torch_events
 from ft_wrapper.agent.elastic import (
     CannotStart,
     Counts,
@@ -72,7 +73,7 @@ def test_functions_return_values(tmp_path: Path, metrics: Metrics) -> None:
         running.run()
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d", "ft", "ft-etcd"])
+@pytest.mark.parametrize("backend", ["static", "c10d", "c10d on a file", "ft", "ft-etcd"])
 def test_torchs_launcher_runs_it_with_any_handler(
     backend: str,
     tmp_path: Path,
@@ -83,8 +84,11 @@ def test_torchs_launcher_runs_it_with_any_handler(
 ) -> None:
     """With everything that the launcher wants of an agent, its events for instance."""
     endpoint = f"127.0.0.1:{free_port()}"
+    options: dict[str, Any] = {"rank": 0, "timeout": 60}
     if backend == "ft-etcd":
         endpoint = request.getfixturevalue("etcd").endpoints
+    if backend == "c10d on a file":
+        backend, endpoint, options["store_type"] = "c10d", str(tmp_path / "rendezvous"), "file"
     recorded: list[Event] = []
     monkeypatch.setattr(events, "record", lambda event, *_: recorded.append(event))
     config = torchs_launcher.LaunchConfig(
@@ -94,7 +98,7 @@ def test_torchs_launcher_runs_it_with_any_handler(
         run_id=uuid.uuid4().hex,
         rdzv_backend=backend,
         rdzv_endpoint=endpoint,
-        rdzv_configs={"rank": 0, "timeout": 60},
+        rdzv_configs=options,
         monitor_interval=0.01,
         logs_specs=DefaultLogsSpecs(str(tmp_path / "logs")),
         local_addr="127.0.0.1",
@@ -127,7 +131,7 @@ def test_how_long_something_took_is_an_event_of_torchs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[Event] = []
-    monkeypatch.setattr(elastic, "record", lambda event, *_: recorded.append(event))
+    monkeypatch.setattr(torch_events, "record", lambda event, *_: recorded.append(event))
     running = agent(tmp_path, "true")
     with pytest.raises(KeyError), running.record_duration("LOADING"):
         raise KeyError
@@ -140,6 +144,38 @@ def test_how_long_something_took_is_an_event_of_torchs(
         assert "the agent's own" in str(running.get_event_failed().metadata["raw_error"])
 
 
+def test_the_end_of_each_worker_is_an_event_of_torchs(
+    tmp_path: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the end of all a metric; both as torch's agent tells them."""
+    recorded: list[tuple[Event, str]] = []
+    monkeypatch.setattr(torch_events, "record", lambda event, handler: recorded.append((event, handler)))
+    spec = WorkerSpec(
+        ROLE,
+        2,
+        Alone(),
+        entrypoint="sh",
+        args=("-c", "[ $RANK = 0 ] && exec sleep 1000; exit 3"),
+        max_restarts=1,
+        monitor_interval=0.01,
+        master_addr="127.0.0.1",
+    )
+    spec.event_log_handler = "theirs"
+    LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), restart_policy=Policy.GROUP).run()
+    assert {handler for _, handler in recorded} == {"theirs"}
+    ended, failed = (event.metadata for event, _ in recorded)
+    assert (ended["state"], ended["global_rank"], ended["raw_error"]) == ("TERMINATED", 0, None)
+    assert (failed["state"], failed["global_rank"], failed["agent_restarts"]) == ("FAILED", 1, 1)
+    assert json.loads(failed["metadata"])["exit_code"] == [3]
+    names = ("run_success_with_retries", "run_success_no_retries", "run_failed_no_retries")
+    assert metrics.end == {
+        "flakiness": 100,
+        "run_total": 1,
+        "run_failed_with_retries": 1,
+        **dict.fromkeys(names, 0),
+    }
+
+
 def test_the_store_of_the_workers_is_where_the_spec_says(tmp_path: Path) -> None:
     port = free_port()
     ports = f'[ "$MASTER_PORT" = {port} ]'
@@ -147,6 +183,14 @@ def test_the_store_of_the_workers_is_where_the_spec_says(tmp_path: Path) -> None
         ROLE, 1, Alone(), entrypoint="sh", args=("-c", ports), master_addr="127.0.0.1", master_port=port
     )
     assert not LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path))).run().is_failed()
+
+
+def test_a_node_that_is_alone_needs_no_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = "no-such-host.invalid"
+    address = '[ "$MASTER_ADDR" = 127.0.0.1 ]'
+    spec = WorkerSpec(ROLE, 1, Alone(), entrypoint="sh", args=("-c", address), master_addr=name)
+    assert not LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path))).run().is_failed()
+    assert f"{name}: no such host here" in caplog.text
 
 
 def test_another_health_check_takes_the_place_of_ours(
@@ -233,6 +277,7 @@ def test_a_restart_of_the_group(tmp_path: Path, metrics: Metrics) -> None:
     assert running.run().state is WorkerState.SUCCEEDED
     assert metrics.states == ["healthy", "unhealthy", "stopped", "healthy", "succeeded"]
     assert metrics.remaining == [2, 2, 1, 1, 1]
+    assert metrics.end["flakiness"] == 33 and metrics.end["run_success_with_retries"] == 1
     assert running.remaining_restarts == 1
     assert running.counts == Counts(failures=1, restarts=1, rounds=2)
     assert handler.was_shut_down

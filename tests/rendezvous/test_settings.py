@@ -50,7 +50,10 @@ def etcd(options: str) -> RendezvousParameters:
 def test_reads_where_etcd_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("ETCDCTL_USER", "ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"):
         monkeypatch.delenv(variable, raising=False)
-    settings, _, options = read_parameters(etcd("timeout=5&etcd_prefix=/team/&cacert=ca.pem&ttl=60"))
+    # Programs pass is_host to any backend; torch's etcd takes it too.
+    settings, _, options = read_parameters(
+        etcd("is_host=1&timeout=5&etcd_prefix=/team/&cacert=ca.pem&ttl=60")
+    )
     assert (settings.run_id, settings.max_nodes, settings.join_timeout) == ("my job", 3, 5.0)
     assert options == EtcdOptions(EtcdAddress("a:2379,b:1", "team/my job", ca="ca.pem", ttl=60))
 
@@ -58,7 +61,7 @@ def test_reads_where_etcd_is(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("is_host=1", "is_host=1: unknown option"),
+        ("store_type=tcp", "store_type=tcp: unknown option"),
         ("ttl=5", "ttl=5: must be at least 10 seconds"),
         ("etcd_prefix=/", "etcd_prefix is empty"),
     ],
