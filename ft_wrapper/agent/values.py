@@ -91,7 +91,8 @@ def streams(parser: Parser, option: str, value: str, nproc: int) -> Std | dict[i
             f"{option} {value}: use 0, 1, 2 or 3, or local ranks with one of them each, as in 0:3,1:2"
         )
     if isinstance(found, dict):
-        _check_ranks(parser, option, value, found, nproc)
+        _warn_of_ranks(parser, option, value, found, nproc)
+        return {rank: std for rank, std in found.items() if rank < nproc}
     return found
 
 
@@ -106,17 +107,22 @@ def local_ranks(parser: Parser, option: str, value: str, nproc: int) -> set[int]
     """
     if not value:
         return None
-    if not re.fullmatch(r"\d+(,\d+)*", value):
+    try:
+        ranks = {int(rank) for rank in value.split(",")}
+    except ValueError:
         parser.error(f"{option} {value}: use local ranks with commas between them, as in 0,1,2")
-    ranks = {int(rank) for rank in value.split(",")}
-    _check_ranks(parser, option, value, ranks, nproc)
+    _warn_of_ranks(parser, option, value, ranks, nproc)
     return ranks
 
 
-def _check_ranks(parser: Parser, option: str, value: str, ranks: Iterable[int], nproc: int) -> None:
-    for rank in ranks:
-        if rank >= nproc:
-            parser.error(f"{option} {value}: there is no local rank {rank} with --nproc-per-node {nproc}")
+def _warn_of_ranks(parser: Parser, option: str, value: str, ranks: Iterable[int], nproc: int) -> None:
+    missing = sorted(rank for rank in ranks if not 0 <= rank < nproc)
+    if missing:
+        which = ", ".join(map(str, missing))
+        parser.warn(
+            f"{option} {value}: there is no local rank {which} with --nproc-per-node {nproc}, so that part "
+            "has no effect"
+        )
 
 
 def signals(parser: Parser, value: str) -> tuple[signal.Signals, ...]:
@@ -131,9 +137,11 @@ def signals(parser: Parser, value: str) -> tuple[signal.Signals, ...]:
         try:
             signum = signal.Signals[name.strip()]
         except KeyError:
-            parser.error(
-                f"--signals-to-handle {value}: no signal is named {name.strip()!r}; use e.g. SIGTERM,SIGUSR1"
+            parser.warn(
+                f"--signals-to-handle {value}: no signal is named {name.strip()!r}, so it is left out; the "
+                "names are as in SIGTERM,SIGUSR1"
             )
+            continue
         if signum in (signal.SIGKILL, signal.SIGSTOP):
             parser.error(f"--signals-to-handle {value}: {name.strip()} cannot be handled by any program")
         if signum == signal.SIGCHLD:
