@@ -31,12 +31,30 @@ NO_EFFECT = {
 }
 """Options of torchrun's that do nothing here, though they ask for something: what to do instead."""
 
+EXPLAINED = {
+    "--start-method": "changes nothing: it is for functions, and ranks run scripts",
+    "--run-path": "the script is a path, whatever --module and --no-python say; ranks that are forked run it "
+    "in this way in any case",
+    **{option: f"has no effect here: {instead}" for option, instead in NO_EFFECT.items()},
+}
+"""Help for options of torchrun's that stay as they are in its parser."""
+
+
+def name(option: str) -> str:
+    """What an option is called in the result of parsing.
+
+    Args:
+        option: in full.
+    """
+    return option[2:].replace("-", "_")
+
+
 READ_AS_TORCHRUNS = frozenset(
     {
         *("nnodes", "nproc_per_node", "rdzv_id", "rdzv_conf", "local_addr", "role", "module", "no_python"),
         *("log_dir", "redirects", "tee", "local_ranks_filter", "logs_specs", "start_method", "run_path"),
         *("signals_to_handle", "virtual_local_rank", "log_line_prefix_template"),
-        *(option[2:].replace("-", "_") for option in NO_EFFECT),
+        *map(name, NO_EFFECT),
         *("training_script", "training_script_args", "help"),
     }
 )
@@ -143,7 +161,7 @@ def make_parser() -> Parser:
     _add_what_differs(parser, parser.add_argument_group("options whose default or meaning is not torchrun's"))
     _add_what_torch_may_lack(parser)
     _add_own(parser, parser.add_argument_group(OWN))
-    _explain_what_changes_nothing(parser)
+    _explain(parser)
     return parser
 
 
@@ -219,7 +237,7 @@ def _add_what_differs(parser: Parser, group: argparse._ArgumentGroup) -> None:
         default=str(DEFAULT_MONITOR_INTERVAL),
         metavar="SECONDS",
         help=f"how often to look whether nodes wait, with torch's rendezvous; {NAME} and {ETCD_NAMES[0]} "
-        "tell, and the end of a rank is seen at once (default: %(default)s)",
+        f"tell, and the end of a rank is seen at once (default: {DEFAULT_MONITOR_INTERVAL:g})",
     )
     _add(
         parser,
@@ -276,7 +294,10 @@ def _add_what_torch_may_lack(parser: Parser) -> None:
 
 def _add_own(parser: Parser, group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--version", action="version", version=f"ftrun {__version__}, torch {torch.__version__}"
+        "--version",
+        action="version",
+        version=f"ftrun {__version__}, torch {torch.__version__}",
+        help="say which versions of ftrun and torch these are",
     )
     _add(
         parser,
@@ -333,7 +354,7 @@ def _add_own(parser: Parser, group: argparse._ArgumentGroup) -> None:
         action=env,
         default=str(EXIT_BARRIER_TIMEOUT),
         metavar="SECONDS",
-        help="how long a node whose ranks are done waits for the other nodes (default: %(default)s)",
+        help=f"how long a node whose ranks are done waits for the others (default: {EXIT_BARRIER_TIMEOUT:g})",
     )
     _add(
         parser,
@@ -345,13 +366,9 @@ def _add_own(parser: Parser, group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _explain_what_changes_nothing(parser: Parser) -> None:
-    for option, why in {
-        "--start-method": "changes nothing: it is for functions, and ranks run scripts",
-        "--run-path": "the script is a path, whatever --module and --no-python say; ranks that are forked "
-        "run it in this way in any case",
-        **{option: f"has no effect here: {instead}" for option, instead in NO_EFFECT.items()},
-    }.items():
+def _explain(parser: Parser) -> None:
+    """Says in the help what is not as torch says it there."""
+    for option, why in EXPLAINED.items():
         parser._option_string_actions[option].help = why
     for action in parser._get_positional_actions():
         if action.dest == "training_script":
@@ -361,4 +378,4 @@ def _explain_what_changes_nothing(parser: Parser) -> None:
 
 
 def _spellings(option: str) -> tuple[str, ...]:
-    return (option, "--" + option[2:].replace("-", "_")) if "-" in option[2:] else (option,)
+    return (option, f"--{name(option)}") if "-" in option[2:] else (option,)

@@ -252,7 +252,7 @@ def _config(parser: Parser, args: argparse.Namespace, backend: str, nproc: int) 
     if config.get("store_type", "tcp").lower() != "tcp":
         parser.warn(f"--rdzv-conf store_type={config.pop('store_type')}: no effect: the store is tcp here")
     for name, option, value in (
-        ("node_id", "--node-id", args.node_id or args.node_rank or None),
+        ("node_id", "--node-id" if args.node_id else "--node-rank", args.node_id or args.node_rank or None),
         ("nproc", "--nproc-per-node", str(nproc)),
         ("role", "--role", args.role),
     ):

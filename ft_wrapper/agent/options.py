@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 
 from . import values
-from .command_line import DEFAULT_RDZV_ID, NO_EFFECT, Parser, make_parser
+from .command_line import DEFAULT_RDZV_ID, NO_EFFECT, Parser, make_parser, name
 from .defaults import RANK_RESTARTS
 from .logs import PREFIX_ENV
 from .node_options import Meeting, read_nodes
@@ -137,7 +137,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
 
 def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> None:
     for option, instead in NO_EFFECT.items():
-        value = getattr(args, _name(option))
+        value = getattr(args, name(option))
         # "null" is what torchrun calls no handler of events.
         if value and (option, value) != ("--event-log-handler", "null"):
             shown = ",".join(value) if isinstance(value, list) else value
@@ -181,7 +181,7 @@ def _program(parser: Parser, args: argparse.Namespace) -> Program:
     arguments = tuple(args.training_script_args)
     python = os.environ.get("PYTHON_EXEC")
     if args.run_path:  # by this Python, as under torchrun
-        superfluous = [option for option in ("--no-python", "--module") if getattr(args, _name(option))]
+        superfluous = [option for option in ("--no-python", "--module") if getattr(args, name(option))]
         if superfluous:
             parser.warn(f"--run-path: makes {' and '.join(superfluous)} superfluous: python runs {script}")
         args.no_python, args.module, python = False, False, None
@@ -210,11 +210,6 @@ def _program(parser: Parser, args: argparse.Namespace) -> Program:
     if python is not None or script.endswith(".pyc"):
         return Program(command)
     return Program(command, script, arguments, args.module)
-
-
-def _name(option: str) -> str:
-    """What an option is called in the result of parsing."""
-    return option[2:].replace("-", "_")
 
 
 def _policy(parser: Parser, args: argparse.Namespace) -> Policy:
