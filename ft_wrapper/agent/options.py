@@ -99,6 +99,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         print(f"ftrun: error: PET_* of an option without a value must be 0 or 1: {error}", file=sys.stderr)
         sys.exit(2)
     args = parser.parse_args(argv)
+    args.rdzv_id = args.rdzv_id or DEFAULT_RDZV_ID  # torchrun's static rendezvous needs no name
     _warn_of_what_has_no_effect(parser, args)
     nproc = values.nproc(parser, args.nproc_per_node)
     log_dir: str | None = args.log_dir or None

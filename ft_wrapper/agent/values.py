@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterable
 
@@ -35,10 +34,10 @@ def nodes(parser: Parser, value: str) -> tuple[int, int]:
         parser: says what is wrong.
         value: of ``--nnodes``.
     """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", value)
-    if found is None:
+    numbers = [_number(part) for part in value.split(":")]
+    least, most = numbers[0], numbers[-1]
+    if least is None or most is None or len(numbers) > 2:
         parser.error(f"--nnodes {value}: use a number, or the least and the most: 2:4")
-    least, most = int(found[1]), int(found[2] or found[1])
     if least < 1:
         parser.error(f"--nnodes {value}: at least one node is needed")
     if least > most:
@@ -57,9 +56,10 @@ def count(parser: Parser, option: str, value: str | None, default: int) -> int:
     """
     if value is None:
         return default
-    if not re.fullmatch(r"\d+", value):
+    number = _number(value)
+    if number is None or number < 0:
         parser.error(f"{option} {value}: use a number of at least 0")
-    return int(value)
+    return number
 
 
 def port(parser: Parser, option: str, value: str) -> int:
@@ -70,9 +70,18 @@ def port(parser: Parser, option: str, value: str) -> int:
         option: its name.
         value: its value.
     """
-    if not re.fullmatch(r"\d{1,5}", value) or int(value) > 65535:
+    number = _number(value)
+    if number is None or not 0 <= number <= 65535:
         parser.error(f"{option} {value}: use a number up to 65535")
-    return int(value)
+    return number
+
+
+def _number(value: str) -> int | None:
+    """A whole number as torchrun takes it, with spaces around it and a sign; None if it is none."""
+    try:
+        return int(value)
+    except ValueError:
+        return None
 
 
 def streams(parser: Parser, option: str, value: str, nproc: int) -> Std | dict[int, Std]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import socket
 import sys
@@ -16,8 +17,10 @@ import pytest
 from agent_job import FtRun
 from option_forms import END, Form, abbreviated, forms, options
 from test_network import Network, made
+from torch.distributed import run as torchrun
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import get_args_parser
 
 from ft_wrapper.agent import command_line
@@ -166,6 +169,94 @@ def test_an_option_that_the_installed_torchrun_does_not_have_yet(monkeypatch: py
     assert len(parsed("--numa-binding", "node", "--event-log-handler", "console").warnings) == 2
 
 
+# Several options at once --------------------------------------------------------------------------------
+
+WORDS: dict[str, list[str]] = {
+    "--nnodes": ["1", "2", "1:2", " 2"],
+    "--nproc-per-node": ["1", "2", "cpu", "auto"],
+    "--rdzv-backend": ["c10d", "static"],
+    "--rdzv-endpoint": ["localhost:0", "localhost", "a:1", "[::1]:3", ""],
+    "--rdzv-id": ["7", "a b", ""],
+    "--rdzv-conf": [
+        "join_timeout=3",
+        "a=b",
+        "is_host=1",
+        "store_type=file",
+        "rank=1",
+        "timeout=9,read_timeout=5",
+    ],
+    "--standalone": [],
+    "--max-restarts": ["0", "+1", " 2"],
+    "--monitor-interval": ["1", "1e-3"],
+    "--start-method": ["spawn", "fork"],
+    "--event-log-handler": ["null", "console"],
+    "--role": ["x", "a b", ""],
+    "--no-python": [],
+    "--run-path": [],
+    "--log-dir": ["logs", ""],
+    "--redirects": ["0", "3", "0:1,7:2"],
+    "--tee": ["3", "1:3"],
+    "--local-ranks-filter": ["0", "0,7", " 1, 2", "-1"],
+    "--duplicate-stdout-filters": ["a,b", ""],
+    "--node-rank": ["0", "1", "+1"],
+    "--master-addr": ["127.0.0.1", "head", "[::1]", ""],
+    "--master-port": ["29501", "0", "+5"],
+    "--local-addr": ["127.0.0.1", ""],
+    "--numa-binding": ["node"],
+    "--signals-to-handle": ["SIGTERM", "SIGTERM, SIGUSR1", "TERM", ""],
+    "--shutdown-timeout": ["7", "0"],
+    "--virtual-local-rank": [],
+    "--log-line-prefix-template": ["<${hostname}>", ""],
+}
+
+
+def torchrun_takes(line: list[str]) -> bool:
+    """Whether torchrun would start this; what it finds out only while it waits, too."""
+    try:
+        args = torchrun.parse_args(line)
+        least, most = torchrun.parse_min_max_nnodes(args.nnodes)
+        if args.standalone:
+            args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+            if least > 1:
+                return False
+        elif (
+            args.rdzv_backend == "static"
+            and not args.rdzv_endpoint
+            and most == 1
+            and args.master_port is None
+        ):
+            args.rdzv_backend = "c10d"
+        args.master_port = 29500 if args.master_port is None else args.master_port
+        config, _, _ = torchrun.config_from_args(args)
+        parse_rendezvous_endpoint(config.rdzv_endpoint, 29400)
+    except Exception:
+        return False
+    return args.rdzv_backend != "static" or 0 <= args.node_rank < most
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_lines_with_several_options(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    script = tmp_path / "x.py"
+    script.touch(0o755)
+    there = [option for option in WORDS if option in get_args_parser()._option_string_actions]
+    chance = random.Random(seed)
+    taken = 0
+    for _ in range(300):
+        line = []
+        for option in chance.sample(there, chance.randint(2, 5)):
+            line.append(f"{option}={chance.choice(WORDS[option])}" if WORDS[option] else option)
+        if torchrun_takes([*line, str(script)]):
+            taken += 1
+            try:
+                parse_args([*line, str(script)])
+            except SystemExit:
+                pytest.fail(f"{line}: {capsys.readouterr().err}")
+    assert taken > 200
+
+
 # Abbreviations -----------------------------------------------------------------------------------------
 
 
@@ -264,6 +355,16 @@ def test_ranks_that_are_not_there_do_not_count() -> None:
     assert options.local_ranks_filter is not None
     assert 1 in options.local_ranks_filter
     assert 0 not in options.local_ranks_filter
+
+
+def test_numbers_as_torchrun_takes_them() -> None:
+    line = ["--nnodes= 1: 2", "--max-restarts=+3", "--master-port= 29501", "--node-rank=+1", "--rdzv-id="]
+    options = parsed(*line)
+    assert options.meeting is not None
+    parameters = options.meeting.parameters
+    assert (parameters.min_nodes, parameters.max_nodes, options.max_restarts) == (1, 2, 3)
+    assert (parameters.endpoint, parameters.config["node_id"]) == ("127.0.0.1:29501", "1")
+    assert parameters.run_id == "none"
 
 
 def test_the_script_is_run_by_its_path_whatever_else_is_said(tmp_path: Path) -> None:
