@@ -24,7 +24,7 @@ from torch.distributed.run import get_args_parser
 
 from ft_wrapper.testing.ports import free_port
 
-TIMEOUT = 120.0  # seconds for a job
+TIMEOUT = 300.0  # seconds for a job
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """#!{python}
@@ -106,18 +106,21 @@ class Jobs:
     def _ftrun(self, *arguments: str, **variables: str) -> tuple[int, str]:
         path = os.pathsep.join((str(ROOT), str(self._folder)))
         own = {"PYTHONPATH": path, "TMPDIR": str(self._folder), **variables}
-        done = subprocess.run(
-            [self._python, "-m", "ft_wrapper.run", *arguments],
-            env={**os.environ, **own},
-            cwd=self._folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT,
-            check=False,
-        )
-        return done.returncode, done.stdout
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            try:
+                code = subprocess.run(
+                    [self._python, "-m", "ft_wrapper.run", *arguments],
+                    env={**os.environ, **own},
+                    cwd=self._folder,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=TIMEOUT,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = -1
+            output.seek(0)
+            return code, output.read()
 
 
 def parser_of(path: str) -> argparse.ArgumentParser:

@@ -472,7 +472,7 @@ def test_what_a_shell_completes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 # Real jobs ---------------------------------------------------------------------------------------------
 
 
-def test_warnings_are_said_once_and_the_job_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_job_of_several_options(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = ["--nproc", "2", "--rdzv-backend", "c10d", "--numa-binding", "node", "--rdzv-id", "job7"]
     template = ["-t", "1", "--log-dir", str(tmp_path), "--log-line-prefix-template", "<${hostname} ${rank}>"]
     echo = ["--no-python", "sh", "-c", "echo $TORCHELASTIC_RUN_ID"]
@@ -481,7 +481,7 @@ def test_warnings_are_said_once_and_the_job_runs(capfd: pytest.CaptureFixture[st
     assert sorted(out.splitlines()) == [f"<{socket.gethostname()} {rank}>job7" for rank in (0, 1)]
 
 
-def test_the_lines_go_where_ftruns_own_go(tmp_path: Path) -> None:
+def test_warnings_are_lines_of_ftruns_own(tmp_path: Path) -> None:
     with FtRun(tmp_path, "--rdzv-backend", "c10d", "--numa-binding", "node", "--no-python", "true") as job:
         assert job.end() == 0
     for words in ("--numa-binding node: has no effect here", "--rdzv-backend c10d: no effect on one node"):
