@@ -455,6 +455,7 @@ def test_help_has_every_option_in_one_spelling(capsys: pytest.CaptureFixture[str
 
 def test_what_a_shell_completes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shtab: Any = types.ModuleType("shtab")
+    shtab.SUPPORTED_SHELLS = ["bash", "zsh"]
     shtab.complete = lambda parser, shell: f"{shell} completes {parser.prog}"
     monkeypatch.setitem(sys.modules, "shtab", shtab)
     for option in ("--print-completion", "--print_completion", "--print"):
