@@ -22,6 +22,7 @@ DEFAULT_MONITOR_INTERVAL = 0.1  # torchrun's
 DEFAULT_RDZV_ID = "none"  # torchrun's
 DEFAULT_MASTER_ADDR = "127.0.0.1"  # torchrun's
 DEFAULT_MASTER_PORT = 29500  # torchrun's
+NO_HANDLER = "null"  # torchrun's, for events
 
 NO_EFFECT = {
     "--event-log-handler": "events are written as JSON lines to the file that FT_WRAPPER_EVENTS names",
@@ -287,6 +288,7 @@ def _add_what_torch_may_lack(parser: Parser) -> None:
             "${hostname} in it (default: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else role and rank)",
         },
         **{option: {"action": env, "default": ""} for option in NO_EFFECT},
+        "--event-log-handler": {"action": env, "default": NO_HANDLER},
     }.items():
         if not parser.has(option):
             parser.add_argument(*_spellings(option), **settings)  # type: ignore[arg-type]

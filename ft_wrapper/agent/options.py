@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 
 from . import values
-from .command_line import DEFAULT_RDZV_ID, NO_EFFECT, Parser, make_parser, name
+from .command_line import DEFAULT_RDZV_ID, NO_EFFECT, NO_HANDLER, Parser, make_parser, name
 from .defaults import RANK_RESTARTS
 from .logs import PREFIX_ENV
 from .node_options import Meeting, read_nodes
@@ -139,8 +139,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
 def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> None:
     for option, instead in NO_EFFECT.items():
         value = getattr(args, name(option))
-        # "null" is what torchrun calls no handler of events.
-        if value and (option, value) != ("--event-log-handler", "null"):
+        if value and (option, value) != ("--event-log-handler", NO_HANDLER):
             shown = ",".join(value) if isinstance(value, list) else value
             parser.warn(f"{option} {shown}: has no effect here; {instead}")
     unknown = parser.unknown()
