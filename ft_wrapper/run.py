@@ -28,7 +28,6 @@ from ._files import replace_broken_streams
 from .agent.elastic import CannotStart, LocalElasticAgent, WorkerSpec
 from .agent.environment import Job
 from .agent.failure import report, write_own_error_file
-from .agent.logs import PREFIX_ENV
 from .agent.meeting import meet
 from .agent.nodes import Nodes
 from .agent.options import Options, parse_args
@@ -85,7 +84,9 @@ class _Agent(LocalElasticAgent):
 
     def __init__(self, options: Options, logs_specs: LogsSpecs) -> None:
         self._options = options
-        self._id = str(uuid.uuid4()) if options.meeting is None else options.meeting.parameters.run_id
+        self._id = options.run_id or str(uuid.uuid4())
+        if options.meeting is not None:
+            self._id = options.meeting.parameters.run_id
         program, *arguments = options.program.command
         super().__init__(
             WorkerSpec(
@@ -97,7 +98,7 @@ class _Agent(LocalElasticAgent):
                 max_restarts=options.max_restarts,
             ),
             logs_specs,
-            log_line_prefix_template=os.environ.get(PREFIX_ENV),
+            log_line_prefix_template=options.log_line_prefix,
             shutdown_timeout=options.shutdown_timeout,
             restart_policy=options.policy,
             max_rank_restarts=options.max_rank_restarts,
@@ -180,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[words[0]](words[1:])
     options = parse_args(words)
     _set_up_logging(options)
+    for warning in options.warnings:
+        log.warning("%s", warning)
     return run(options)
 
 

@@ -1,4 +1,4 @@
-"""The page "How ranks agree" and its diagrams speak of the keys that there are; examples do what they say."""
+"""The pages are right: keys in "How ranks agree", options in "Launching a job", commands in "Testing"."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from ft_wrapper.agent.command_line import make_parser
 from ft_wrapper.store import keys
 
 DOCS = Path(__file__).parent.parent / "docs"
 PREFIX = f"ft_wrapper/{keys.THIS_VERSION}/"
 LOOKUPS = ("iteration_of", "member_of", "call_of", "shared_heart", "is_shared_heart")
+REFRESH = "run python docs/options.py"
 NO_KEYS = {"fault", "done", "heartbeat_timeout"}
 
 
@@ -71,6 +75,54 @@ def test_page_shows_every_diagram(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(re.findall(r"```\{sequence\} (\S+)", page)) == set(sequences)
     for drawn in sequences.values():
         assert ElementTree.fromstring(sequence.draw(drawn)).tag.endswith("svg")
+
+
+# The table of options ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that makes the table of options."""
+    for name in list(os.environ):
+        if name.startswith(("PET_", "TORCH_ELASTIC_")):
+            monkeypatch.delenv(name)
+    monkeypatch.syspath_prepend(str(DOCS))
+    monkeypatch.delitem(sys.modules, "options", raising=False)
+    return importlib.import_module("options")
+
+
+def test_table_has_every_option_as_the_parsers_have_it(table: Any) -> None:
+    theirs, page = get_args_parser()._option_string_actions, table.on_page()
+    for option, (default, of_ours, differs) in table.rows().items():
+        if option not in page:
+            assert make_parser()._option_string_actions[option] in make_parser().unknown(), (
+                f"{option}: {REFRESH}"
+            )
+            continue
+        assert page[option][1:] == (of_ours, differs), f"{option}: {REFRESH}"
+        assert option not in theirs or page[option][0] == default, f"{option}: {REFRESH}"
+    assert page.keys() - table.rows().keys() == set(), REFRESH
+
+
+def test_table_is_what_its_program_writes(
+    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "launching.md"
+    monkeypatch.setattr(table, "PAGE", copy)
+    text = (DOCS / "launching.md").read_text()
+    copy.write_text(
+        text.replace("| `none` | `none` |", "| `some` | `none` |").replace("so many ranks call", "few")
+    )
+    assert copy.read_text() != text
+    wrong = table.on_page()
+    table.main()
+    right = table.on_page()
+    assert {option for option in right if right[option] != wrong[option]} == {
+        "--rdzv-id",
+        "--active-world-size",
+    }
+    if not make_parser().unknown():
+        assert copy.read_text() == text
 
 
 # The page on testing: its files are written, its commands are run, and print what it says ------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import string
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from .._files import owners_only
 from .tail import Tail
 
 PREFIX_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-"""torchrun's: what is put before each line shown, with ${role_name}, ${rank} and ${local_rank} in it."""
+"""torchrun's: what is put before each line shown, a template as ``--log-line-prefix-template`` has it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Logs:
     Args:
         specs: what the command line asked for.
         role: what the ranks are called in the lines that are shown.
-        prefix: what is in front of these, with ``${role_name}``, ``${rank}`` and ``${local_rank}`` put in;
-            role and rank when None.
+        prefix: what is in front of these, with ``${role_name}``, ``${rank}``, ``${local_rank}`` and
+            ``${hostname}`` put in; role and rank when None.
     """
 
     def __init__(self, specs: LogsSpecs, role: str, prefix: str | None = None) -> None:
@@ -118,7 +119,12 @@ class Logs:
         number = self._first_rank + rank
         if not self._prefix:
             return f"[{self._role}{number}]:"
-        words = {"role_name": self._role, "rank": number, "local_rank": rank}
+        words = {
+            "role_name": self._role,
+            "rank": number,
+            "local_rank": rank,
+            "hostname": socket.gethostname(),
+        }
         return string.Template(self._prefix).safe_substitute(words)
 
     def close(self, rank: int, incarnation: int) -> None:

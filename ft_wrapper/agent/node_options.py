@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config,
 
 from .._addresses import without_brackets
 from ..rendezvous.backend import DEFAULT_PORT
-from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters
+from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
 from . import values
 from .command_line import DEFAULT_MASTER_ADDR, DEFAULT_MASTER_PORT, DEFAULT_RDZV_ID, Parser
 from .policy import Policy
@@ -65,25 +65,26 @@ def read_nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Pol
     """
     least, most = values.nodes(parser, args.nnodes)
     spares = _spare_nodes(parser, args, policy)
+    if args.standalone:
+        _check_standalone(parser, args, least, spares)
+        most = 1
     active = _active_world_size(parser, args, most, nproc, spares)
     monitor_interval = values.seconds(parser, "--monitor-interval", args.monitor_interval)
     if monitor_interval == 0:
         parser.error("--monitor-interval 0: must be more than 0")
     barrier = values.seconds(parser, "--exit-barrier-timeout", args.exit_barrier_timeout)
-    _check_node_rank(parser, args, most + spares)
+    is_alone = args.standalone or (most + spares == 1 and not args.rdzv_endpoint)
+    if not args.standalone:
+        _check_backend(parser, args)
+        _check_node_rank(parser, args, most + spares, is_alone)
     master = _master(parser, args)
-    if _is_alone(parser, args, most, spares):
+    if is_alone:
+        _warn_of_what_is_superfluous(parser, args)
         # As torchrun, which has a free one with --standalone; a script may name it: init_method="tcp://…".
-        port = values.port(parser, "--master-port", args.master_port) if args.master_port else 0
-        address = without_brackets(args.master_addr)
-        return NodeOptions(None, active, 0, address, 0 if args.standalone else port)
-    on_etcd = args.rdzv_backend in ETCD_NAMES
-    endpoint = args.rdzv_endpoint or ("" if on_etcd else master)
-    if not endpoint:
-        what = f"--spare-nodes {spares}" if most == 1 else f"--nnodes {args.nnodes}"
-        where = "etcd's members" if on_etcd else "one of the nodes"
-        parser.error(f"{what} needs --rdzv-endpoint HOST:PORT: {where}, the same on all")
-    if on_etcd and args.rdzv_id == DEFAULT_RDZV_ID:
+        port = 0 if args.standalone or not args.master_port else int(args.master_port)
+        return NodeOptions(None, active, 0, without_brackets(args.master_addr), port)
+    endpoint = _endpoint(parser, args, master, spares)
+    if args.rdzv_backend in ETCD_NAMES and args.rdzv_id == DEFAULT_RDZV_ID:
         parser.error(f"--rdzv-backend {args.rdzv_backend} needs --rdzv-id ID: it tells the jobs there apart")
     parameters = _parameters(parser, args, endpoint, least, most + spares, nproc)
     return NodeOptions(Meeting(parameters, monitor_interval, barrier), active, spares)
@@ -129,14 +130,37 @@ def _active_world_size(
     return active
 
 
-def _check_node_rank(parser: Parser, args: argparse.Namespace, most: int) -> None:
+def _check_standalone(parser: Parser, args: argparse.Namespace, least: int, spares: int) -> None:
+    """Complains of what a node that is alone cannot have; torchrun waits in vain for other nodes then."""
+    for option, value, says_otherwise in (
+        ("--nnodes", args.nnodes, least > 1),
+        ("--spare-nodes", args.spare_nodes, spares > 0),
+    ):
+        if says_otherwise:
+            parser.error(
+                f"--standalone and {option} {value} contradict each other: this node is alone, or it is "
+                "not; drop one of them"
+            )
+
+
+def _check_backend(parser: Parser, args: argparse.Namespace) -> None:
+    known = {STATIC, *OURS, *rendezvous_handler_registry._registry}
+    if args.rdzv_backend not in known:
+        parser.error(f"--rdzv-backend {args.rdzv_backend}: there is no such; use {', '.join(sorted(known))}")
+
+
+def _check_node_rank(parser: Parser, args: argparse.Namespace, most: int, is_alone: bool) -> None:
     if not args.node_rank:
         return
     rank = values.count(parser, "--node-rank", args.node_rank, 0)
-    if rank >= most:
+    if args.rdzv_backend not in (STATIC, *OURS):
+        return  # a platform sets it in any case; torchrun does not use it then, either
+    # torchrun looks for the others of this one node, in vain, if there is a port to look at.
+    if rank >= most and (args.master_port or not is_alone):
         parser.error(
-            f"--node-rank {rank}: with {most} nodes the last one is {most - 1}; one that is to wait until a "
-            "place is free has --node-id ID instead"
+            f"--node-rank {rank}: with {most} {'nodes' if most > 1 else 'node'} the last one is {most - 1}; "
+            "give the number of them with --nnodes; one that is to wait until a place is free has --node-id "
+            "ID instead"
         )
     if args.node_id not in (None, args.node_rank):
         parser.error(
@@ -147,48 +171,59 @@ def _check_node_rank(parser: Parser, args: argparse.Namespace, most: int) -> Non
 
 def _master(parser: Parser, args: argparse.Namespace) -> str:
     """The endpoint, as torchrun's static rendezvous has it; empty if there is none."""
+    port = args.master_port or str(DEFAULT_MASTER_PORT)
+    values.port(parser, "--master-port", port)
     if not args.master_addr and not args.master_port:
         return ""
-    port = values.port(parser, "--master-port", args.master_port or str(DEFAULT_MASTER_PORT))
-    return f"{args.master_addr or DEFAULT_MASTER_ADDR}:{port}"
+    return f"{args.master_addr or DEFAULT_MASTER_ADDR}:{int(port)}"
 
 
-def _is_alone(parser: Parser, args: argparse.Namespace, most: int, spares: int) -> bool:
-    """Whether this node meets no other; complains of what says otherwise."""
-    if args.standalone:
-        for option, value, says_otherwise in (
-            ("--nnodes", args.nnodes, most > 1),
-            ("--spare-nodes", args.spare_nodes, spares > 0),
-            ("--rdzv-endpoint", args.rdzv_endpoint, bool(args.rdzv_endpoint)),
-        ):
-            if says_otherwise:
-                parser.error(
-                    f"--standalone and {option} {value} contradict each other: this node is alone, or it is "
-                    "not; drop one of them"
-                )
-        return True
-    if args.rdzv_endpoint or most + spares > 1:
-        return False
-    for option, value, defaults in (
+def _warn_of_what_is_superfluous(parser: Parser, args: argparse.Namespace) -> None:
+    """Says which options have no effect on a node that meets no other."""
+    options = [
         ("--rdzv-backend", args.rdzv_backend, (NAME, STATIC)),
         ("--rdzv-conf", args.rdzv_conf, ("",)),
-        ("--rdzv-id", args.rdzv_id, (DEFAULT_RDZV_ID,)),
+        ("--node-rank", args.node_rank, ("", "0")),
         ("--node-id", args.node_id, (None,)),
-    ):
-        if value not in defaults:
-            parser.error(
-                f"{option} {value} is without meaning alone on one node: add --rdzv-endpoint or drop it"
-            )
-    return True
+    ]
+    if args.standalone:
+        options += [
+            ("--nnodes", args.nnodes, ("1", "1:1")),
+            ("--rdzv-endpoint", args.rdzv_endpoint, ("",)),
+            ("--rdzv-id", args.rdzv_id, (DEFAULT_RDZV_ID,)),
+            ("--master-port", args.master_port, ("",)),
+        ]
+    given = ", ".join(f"{option} {value}" for option, value, defaults in options if value not in defaults)
+    if given and args.standalone:
+        parser.warn(f"{given}: no effect beside --standalone, by which this node is alone")
+    elif given:
+        parser.warn(f"{given}: no effect on one node without --rdzv-endpoint, for it meets no other")
+
+
+def _endpoint(parser: Parser, args: argparse.Namespace, master: str, spares: int) -> str:
+    """Where the nodes meet: if no one says, where torchrun's do."""
+    if args.rdzv_endpoint:
+        return str(args.rdzv_endpoint)
+    what = f"--nnodes {args.nnodes}" + (f" with --spare-nodes {spares}" if spares else "")
+    if args.rdzv_backend in ETCD_NAMES:
+        parser.error(f"{what} needs --rdzv-endpoint HOST:PORT: etcd's members, the same on all")
+    if master:
+        return master
+    if args.rdzv_backend in (STATIC, *OURS):
+        endpoint = where = f"{DEFAULT_MASTER_ADDR}:{DEFAULT_MASTER_PORT}"
+    else:
+        endpoint, where = "", "localhost"  # at which port is up to the handler
+    parser.warn(
+        f"{what}: without --rdzv-endpoint or --master-addr the nodes meet at {where}, so all of them have to "
+        "be on this host"
+    )
+    return endpoint
 
 
 def _parameters(
     parser: Parser, args: argparse.Namespace, endpoint: str, least: int, most: int, nproc: int
 ) -> RendezvousParameters:
     backend = NAME if args.rdzv_backend == STATIC else args.rdzv_backend
-    known = set(rendezvous_handler_registry._registry) | set(OURS)
-    if backend not in known:
-        parser.error(f"--rdzv-backend {backend}: there is no such; use {', '.join(sorted(known))}")
     config = _config(parser, args, backend, nproc)
     try:
         if backend not in ETCD_NAMES:
@@ -208,13 +243,21 @@ def _config(parser: Parser, args: argparse.Namespace, backend: str, nproc: int) 
         config: dict[str, str] = _parse_rendezvous_config(args.rdzv_conf)
     except ValueError:
         parser.error(f"--rdzv-conf {args.rdzv_conf}: use NAME=VALUE with commas between them")
-    for name, option in (("node_id", "--node-id"), ("nproc", "--nproc-per-node"), ("role", "--role")):
-        if name in config:
-            parser.error(f"--rdzv-conf {name}={config[name]}: use {option}")
-    if backend not in OURS:  # which know no ids: --node-rank, a platform's mostly, stays unused as there
+    if backend not in OURS:
         if args.node_id is not None:
-            parser.error(f"--node-id {args.node_id}: --rdzv-backend {backend} knows no ids; drop it")
+            parser.warn(f"--node-id {args.node_id}: no effect: --rdzv-backend {backend} knows no ids")
         return config
+    for name, hint in unknown_options(backend, config).items():
+        parser.warn(f"--rdzv-conf {name}={config.pop(name)}: no effect: there is no such option; {hint}")
+    if config.get("store_type", "tcp").lower() != "tcp":
+        parser.warn(f"--rdzv-conf store_type={config.pop('store_type')}: no effect: the store is tcp here")
+    for name, option, value in (
+        ("node_id", "--node-id" if args.node_id else "--node-rank", args.node_id or args.node_rank or None),
+        ("nproc", "--nproc-per-node", str(nproc)),
+        ("role", "--role", args.role),
+    ):
+        if config.get(name, value) != value and value is not None:
+            parser.warn(f"--rdzv-conf {name}={config[name]}: no effect: {option} says {value}")
     config.update(nproc=str(nproc), role=args.role)
     if args.node_id is not None:
         config["node_id"] = args.node_id

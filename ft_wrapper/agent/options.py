@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 
 from . import values
-from .command_line import NOT_THERE, Parser, make_parser
+from .command_line import DEFAULT_RDZV_ID, NO_EFFECT, NO_HANDLER, Parser, make_parser, name
 from .defaults import RANK_RESTARTS
+from .logs import PREFIX_ENV
 from .node_options import Meeting, read_nodes
 from .policy import Policy
 from .standby import Program
@@ -51,6 +52,9 @@ class Options:
         meeting: how this node finds the others; None if there are none.
         address: what the user calls this node if there are no others; empty if nothing.
         port: where the ranks' store is if there are no others; 0 for a free port.
+        run_id: what the user calls the job if there are no others; empty if nothing.
+        log_line_prefix: what ``--tee`` puts before each line; role and rank when None.
+        warnings: what the user should be told of the command line, a line each.
     """
 
     nproc_per_node: int
@@ -74,6 +78,9 @@ class Options:
     meeting: Meeting | None = None
     address: str = ""
     port: int = 0
+    run_id: str = ""
+    log_line_prefix: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -86,9 +93,14 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         SystemExit: an argument is wrong (2; one line on stderr names it and the way out), or help was
             asked for (0).
     """
-    parser = make_parser()
+    try:
+        parser = make_parser()
+    except ValueError as error:  # torchrun's own parser says no more than this
+        print(f"ftrun: error: PET_* of an option without a value must be 0 or 1: {error}", file=sys.stderr)
+        sys.exit(2)
     args = parser.parse_args(argv)
-    _refuse_what_is_not_there(parser, args)
+    args.rdzv_id = args.rdzv_id or DEFAULT_RDZV_ID  # torchrun's static rendezvous needs no name
+    _warn_of_what_has_no_effect(parser, args)
     nproc = values.nproc(parser, args.nproc_per_node)
     log_dir: str | None = args.log_dir or None
     if log_dir and log_dir != os.devnull and os.path.exists(log_dir) and not os.path.isdir(log_dir):
@@ -99,7 +111,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     return Options(
         nproc_per_node=nproc,
         program=_program(parser, args),
-        script=args.script,
+        script=args.training_script,
         role=args.role,
         log_dir=log_dir,
         redirects=values.streams(parser, "--redirects", args.redirects, nproc),
@@ -118,15 +130,25 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         meeting=nodes.meeting,
         address=nodes.address,
         port=nodes.port,
+        run_id="" if args.standalone or args.rdzv_id == DEFAULT_RDZV_ID else args.rdzv_id,
+        log_line_prefix=args.log_line_prefix_template or os.environ.get(PREFIX_ENV) or None,
+        warnings=tuple(parser.warnings),
     )
 
 
-def _refuse_what_is_not_there(parser: Parser, args: argparse.Namespace) -> None:
-    for option, instead in NOT_THERE.items():
-        value = getattr(args, option[2:].replace("-", "_"))
-        # "null" is what torchrun calls no handler of events.
-        if value and (option, value) != ("--event-log-handler", "null"):
-            parser.error(f"{option} {value}: ftrun has no such option; {instead}")
+def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> None:
+    for option, instead in NO_EFFECT.items():
+        value = getattr(args, name(option))
+        if value and (option, value) != ("--event-log-handler", NO_HANDLER):
+            shown = ",".join(value) if isinstance(value, list) else value
+            parser.warn(f"{option} {shown}: has no effect here; {instead}")
+    unknown = parser.unknown()
+    defaults = parser.parse_args([args.training_script]) if unknown else args
+    for action in unknown:
+        value = getattr(args, action.dest)
+        if value != getattr(defaults, action.dest) or f"PET_{action.dest.upper()}" in os.environ:
+            given = action.option_strings[0] if action.nargs == 0 else f"{action.option_strings[0]} {value}"
+            parser.warn(f"{given}: has no effect here: this version of ftrun does not know that option")
 
 
 def _check_devices(parser: Parser, args: argparse.Namespace, nproc: int) -> None:
@@ -155,8 +177,14 @@ def _logs_specs(parser: Parser, name: str | None) -> type[LogsSpecs]:
 
 
 def _program(parser: Parser, args: argparse.Namespace) -> Program:
-    script: str = args.script
-    arguments = tuple(args.script_args)
+    script: str = args.training_script
+    arguments = tuple(args.training_script_args)
+    python = os.environ.get("PYTHON_EXEC")
+    if args.run_path:  # by this Python, as under torchrun
+        superfluous = [option for option in ("--no-python", "--module") if getattr(args, name(option))]
+        if superfluous:
+            parser.warn(f"--run-path: makes {' and '.join(superfluous)} superfluous: python runs {script}")
+        args.no_python, args.module, python = False, False, None
     if args.no_python and args.module:
         parser.error(
             "--no-python and --module contradict each other: a module needs python; drop one of them"
@@ -168,7 +196,6 @@ def _program(parser: Parser, args: argparse.Namespace) -> Program:
                 f"script {script}: no such program, or not executable (--no-python runs it without python)"
             )
         return Program((program, *arguments))
-    python = os.environ.get("PYTHON_EXEC")
     if args.module:
         # Another Python has other modules, and says itself what it misses.
         if python is None and not _module_exists(script):

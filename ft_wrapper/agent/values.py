@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterable
 
@@ -35,10 +34,10 @@ def nodes(parser: Parser, value: str) -> tuple[int, int]:
         parser: says what is wrong.
         value: of ``--nnodes``.
     """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", value)
-    if found is None:
+    numbers = [_number(part) for part in value.split(":")]
+    least, most = numbers[0], numbers[-1]
+    if least is None or most is None or len(numbers) > 2:
         parser.error(f"--nnodes {value}: use a number, or the least and the most: 2:4")
-    least, most = int(found[1]), int(found[2] or found[1])
     if least < 1:
         parser.error(f"--nnodes {value}: at least one node is needed")
     if least > most:
@@ -57,9 +56,10 @@ def count(parser: Parser, option: str, value: str | None, default: int) -> int:
     """
     if value is None:
         return default
-    if not re.fullmatch(r"\d+", value):
+    number = _number(value)
+    if number is None or number < 0:
         parser.error(f"{option} {value}: use a number of at least 0")
-    return int(value)
+    return number
 
 
 def port(parser: Parser, option: str, value: str) -> int:
@@ -70,9 +70,18 @@ def port(parser: Parser, option: str, value: str) -> int:
         option: its name.
         value: its value.
     """
-    if not re.fullmatch(r"\d{1,5}", value) or int(value) > 65535:
+    number = _number(value)
+    if number is None or not 0 <= number <= 65535:
         parser.error(f"{option} {value}: use a number up to 65535")
-    return int(value)
+    return number
+
+
+def _number(value: str) -> int | None:
+    """A whole number as torchrun takes it, with spaces around it and a sign; None if it is none."""
+    try:
+        return int(value)
+    except ValueError:
+        return None
 
 
 def streams(parser: Parser, option: str, value: str, nproc: int) -> Std | dict[int, Std]:
@@ -91,7 +100,8 @@ def streams(parser: Parser, option: str, value: str, nproc: int) -> Std | dict[i
             f"{option} {value}: use 0, 1, 2 or 3, or local ranks with one of them each, as in 0:3,1:2"
         )
     if isinstance(found, dict):
-        _check_ranks(parser, option, value, found, nproc)
+        _warn_of_ranks(parser, option, value, found, nproc)
+        return {rank: std for rank, std in found.items() if rank < nproc}
     return found
 
 
@@ -106,17 +116,22 @@ def local_ranks(parser: Parser, option: str, value: str, nproc: int) -> set[int]
     """
     if not value:
         return None
-    if not re.fullmatch(r"\d+(,\d+)*", value):
+    try:
+        ranks = {int(rank) for rank in value.split(",")}
+    except ValueError:
         parser.error(f"{option} {value}: use local ranks with commas between them, as in 0,1,2")
-    ranks = {int(rank) for rank in value.split(",")}
-    _check_ranks(parser, option, value, ranks, nproc)
+    _warn_of_ranks(parser, option, value, ranks, nproc)
     return ranks
 
 
-def _check_ranks(parser: Parser, option: str, value: str, ranks: Iterable[int], nproc: int) -> None:
-    for rank in ranks:
-        if rank >= nproc:
-            parser.error(f"{option} {value}: there is no local rank {rank} with --nproc-per-node {nproc}")
+def _warn_of_ranks(parser: Parser, option: str, value: str, ranks: Iterable[int], nproc: int) -> None:
+    missing = sorted(rank for rank in ranks if not 0 <= rank < nproc)
+    if missing:
+        which = ", ".join(map(str, missing))
+        parser.warn(
+            f"{option} {value}: there is no local rank {which} with --nproc-per-node {nproc}, so that part "
+            "has no effect"
+        )
 
 
 def signals(parser: Parser, value: str) -> tuple[signal.Signals, ...]:
@@ -131,9 +146,11 @@ def signals(parser: Parser, value: str) -> tuple[signal.Signals, ...]:
         try:
             signum = signal.Signals[name.strip()]
         except KeyError:
-            parser.error(
-                f"--signals-to-handle {value}: no signal is named {name.strip()!r}; use e.g. SIGTERM,SIGUSR1"
+            parser.warn(
+                f"--signals-to-handle {value}: no signal is named {name.strip()!r}, so it is left out; the "
+                "names are as in SIGTERM,SIGUSR1"
             )
+            continue
         if signum in (signal.SIGKILL, signal.SIGSTOP):
             parser.error(f"--signals-to-handle {value}: {name.strip()} cannot be handled by any program")
         if signum == signal.SIGCHLD:

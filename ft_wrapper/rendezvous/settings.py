@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -167,12 +167,8 @@ def read_parameters(
     """
     config = {name: value for name, value in parameters.config.items() if value is not None}
     on_etcd = parameters.backend in ETCD_NAMES
-    known = _KNOWN + (_ETCD_ONLY if on_etcd else _TCP_ONLY)
-    for name in config:
-        if name not in known and name not in _IGNORED:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
-            raise ValueError(f"--rdzv-conf {name}={config[name]}: unknown option; {hint}")
+    for name, hint in unknown_options(parameters.backend, config).items():
+        raise ValueError(f"--rdzv-conf {name}={config[name]}: unknown option; {hint}")
     if str(config.get("store_type", "tcp")).strip().lower() != "tcp":
         raise ValueError(
             f"--rdzv-conf store_type={config['store_type']}: only tcp is supported; leave it out"
@@ -192,6 +188,22 @@ def read_parameters(
     if on_etcd:
         return settings, identity, EtcdOptions(_etcd_address(parameters, config), read_timeout)
     return settings, identity, TcpOptions(parameters.get_as_bool("is_host"), read_timeout)
+
+
+def unknown_options(backend: str, names: Iterable[str]) -> dict[str, str]:
+    """Which options a rendezvous of ours does not have, each with what may have been meant.
+
+    Args:
+        backend: what ``--rdzv-backend`` calls it.
+        names: of the options.
+    """
+    known = _KNOWN + (_ETCD_ONLY if backend in ETCD_NAMES else _TCP_ONLY)
+    hints = {}
+    for name in names:
+        if name not in known and name not in _IGNORED:
+            near = difflib.get_close_matches(name, known, 1)
+            hints[name] = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+    return hints
 
 
 def _etcd_address(parameters: RendezvousParameters, config: Mapping[str, Any]) -> EtcdAddress:
