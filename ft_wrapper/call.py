@@ -21,6 +21,7 @@ from ._addresses import own_address
 from ._files import check_open_files, replace_broken_streams
 from ._garbage import collect_garbage
 from ._torch_caches import end_checkpoint_process, forget_compiled_ranks, forget_old_ranks
+from ._warm_up import warm_up
 from .abort import (
     close_aborted_sockets,
     protect_children,
@@ -389,7 +390,7 @@ class Call:
         self.pinged, self._entered_at = False, time.monotonic()
         self.memory.enter_phase(Phase.WATCHED)
         is_spare = self.state.mode == Mode.INACTIVE
-        self._watch = self.thread.watch(self.job.view.n, self._report_entry, may_be_done=is_spare)
+        self._watch = watch = self.thread.watch(self.job.view.n, self._report_entry, may_be_done=is_spare)
         try:
             try:
                 result = self.interrupter.call(self._body, function)
@@ -398,7 +399,8 @@ class Call:
         except (Exception, RankShouldRestart) as caught:
             if is_spare and isinstance(caught, HealthCheckError):
                 raise  # it leaves, and ends nothing by it; else it is asked again, now that there is a fault
-            self._error = caught
+            was_done = self.interrupter.requested and watch.is_done  # while this spare warmed up
+            self._error = None if was_done else caught
             raised = caught if isinstance(caught, Exception) else caught.__cause__
             if isinstance(raised, Exception):
                 self.state.fn_exception = raised
@@ -413,7 +415,7 @@ class Call:
         if self._error is None:
             self.memory.enter_phase(Phase.IDLE)
             active = self.state.active_world_size or 0
-            self._watch.may_be_done = True
+            watch.may_be_done = True
             if self.job.await_completion(self.state.active_rank, active) == DONE:
                 return DONE, result
             self.memory.enter_phase(Phase.WATCHED)
@@ -564,9 +566,20 @@ class Call:
             self.wrapper.initialize(self.state.freeze())
         self._check_health()
         if self.state.mode == Mode.INACTIVE:
-            return None
+            return self._warm_up()
         self.job.emit("enter", rank=self.state.active_rank)
         return function()
+
+    def _warm_up(self) -> None:
+        """On a spare, which has nothing else to do until the iteration ends."""
+        watch, users = self._watch, self.wrapper.warm_up
+        assert watch is not None
+        watch.leaves_when_done = True  # the monitor thread looks at it once it has said whether it is done
+        if users is False or watch.is_done:
+            return
+        warm_up(users, lambda: self.interrupter.requested)
+        if self.wrapper.collect_garbage:
+            collect_garbage("warm-up")
 
     def _settle(self) -> None:
         """Waits until everything is aborted, then ends what the function left behind."""

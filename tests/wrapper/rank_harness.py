@@ -245,9 +245,11 @@ def template_main(control_fd: int) -> None:
     import torch.distributed
 
     import ft_wrapper
+    import ft_wrapper._warm_up
     import ft_wrapper.store.etcd
-    import ft_wrapper.testing.inject_fault  # noqa: F401
+    import ft_wrapper.testing.inject_fault
 
+    ft_wrapper._warm_up.import_lazy_modules()  # or each spare of each test does, for a second
     torch.set_num_threads(1)
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
