@@ -67,6 +67,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
+# Seconds in an iteration. An import cannot be cut short, and a job that does not work mostly fails soon; other
+# ranks need the processors to begin.
+_WARMS_UP_AFTER = 2.0
 _FILES_OF_A_CALL = 16  # with what its monitor, if that is a process, opens for itself
 # What this process knows of its last wrapped call, by store.
 _remembered: dict[str, Remembered] = {}
@@ -574,8 +577,14 @@ class Call:
         """On a spare, which has nothing else to do until the iteration ends."""
         watch, users = self._watch, self.wrapper.warm_up
         assert watch is not None
-        watch.leaves_when_done = True  # the monitor thread looks at it once it has said whether it is done
-        if users is False or watch.is_done:
+        if users is False:
+            return
+        self.memory.enter_phase(Phase.IDLE)  # it makes no progress meanwhile
+        if watch.over.wait(_WARMS_UP_AFTER):
+            return
+        self.memory.enter_phase(Phase.WATCHED)
+        watch.leaves_when_done = True  # the monitor thread looks at it once it has said whether it is over
+        if watch.over.is_set():
             return
         warm_up(users, lambda: self.interrupter.requested)
         if self.wrapper.collect_garbage:

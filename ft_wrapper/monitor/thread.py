@@ -32,7 +32,8 @@ class Watch:
         entered: what to do, off the restart's path, while the rank enters it.
         may_be_done: whether it can end well: not before this rank, if it is active, says that it finished.
         leaves_when_done: whether what the main thread runs is to be left when the iteration ends well, too.
-        is_done: whether it has ended well.
+        over: set once it has ended, however.
+        is_done: whether it has ended well; known before that.
         handled: set once the iteration has ended and, after a fault, the function's thread is free.
         ended_at: when this rank saw its end, in monotonic seconds; None before.
         store_lost: why its end can be seen no more; the function's thread was freed for that reason.
@@ -42,6 +43,7 @@ class Watch:
     entered: Callable[[], None]
     may_be_done: bool
     leaves_when_done: bool = False
+    over: threading.Event = dataclasses.field(default_factory=threading.Event)
     is_done: bool = False
     handled: threading.Event = dataclasses.field(default_factory=threading.Event)
     ended_at: float | None = None
@@ -111,11 +113,12 @@ class MonitorThread:
                     self._run_logged("looking ahead", self._interrupter.look_ahead)
                 looked_ahead = True
                 outcome = self._await_end(watch)
+                watch.is_done = outcome == DONE
+                watch.over.set()
                 # One that is stopped before has been left alone by a rank that is no longer in the job.
                 if outcome == FAULT and not self._stopping.is_set():
                     watch.ended_at = self._store.now()
                     self._free_main_thread(watch.n)
-                watch.is_done = outcome == DONE
                 if watch.is_done and watch.leaves_when_done and not self._stopping.is_set():
                     self._interrupter.request()
                     self._interrupter.interrupt_until_left()
@@ -123,6 +126,7 @@ class MonitorThread:
                 log.exception("the store is lost: this rank cannot be told of faults elsewhere, and leaves")
                 forget_frames(error)  # they hold this thread's client, and the watch would hold them
                 watch.store_lost = error
+                watch.over.set()
                 self._free_main_thread(watch.n)
             finally:
                 watch.handled.set()

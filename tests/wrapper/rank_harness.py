@@ -51,13 +51,6 @@ SETTINGS: dict[str, Any] = {
     "termination_grace_time": 0.5,
 }
 
-# What torch's compiler reads when it is imported. Of the time that inductor takes, what can be spared:
-# compiling in other processes, headers compiled ahead, and five programs that try what the processor can do.
-_INDUCTOR = {
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-    "TORCHINDUCTOR_VEC_ISA_OK": "0",
-}
 # Variables that inductor sets for its own use.
 _INDUCTORS_OWN = ("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
 _REAPED_WITHIN = 5.0  # seconds; a thread that was joined is in /proc for a moment longer
@@ -252,11 +245,9 @@ def template_main(control_fd: int) -> None:
     import torch.distributed
 
     import ft_wrapper
-    import ft_wrapper._warm_up
     import ft_wrapper.store.etcd
-    import ft_wrapper.testing.inject_fault
+    import ft_wrapper.testing.inject_fault  # noqa: F401
 
-    ft_wrapper._warm_up.import_lazy_modules()  # or each spare of each test does, for a second
     torch.set_num_threads(1)
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -315,11 +306,7 @@ class Template:
             [sys.executable, "-c", code, directory, str(there.fileno()), self.token],
             pass_fds=[there.fileno()],
             start_new_session=True,
-            env={
-                **os.environ,
-                **_INDUCTOR,
-                **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-            },
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
         there.close()
         self.control = here

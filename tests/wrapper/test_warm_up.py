@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rank_harness import SETTINGS, TIMEOUT, Job, Rank
 
-from ft_wrapper import CallWrapper, Wrapper, _warm_up
+from ft_wrapper import CallWrapper, Wrapper, _warm_up, call
 
 TWO_ACTIVE = {"active_world_size": 2}
 
@@ -46,9 +46,16 @@ class WarmUp:
                 raise ValueError from None
 
 
+def at_once(rank: Rank, after: float = 0.0) -> None:
+    """Without torch's own part; what is in its place says that all before it is done."""
+    call._WARMS_UP_AFTER = after
+    _warm_up.import_lazy_modules = lambda: None
+    _warm_up._train = lambda: rank.say("warm")
+
+
 def waits_for_its_turn(rank: Rank, does: str, **settings: Any) -> Any:
     """Two ranks train, the others wait; slot 0 says when the call ends."""
-    _warm_up._train = lambda: rank.say("warm")  # all that is before it is done, and said to be
+    at_once(rank)
 
     @Wrapper(**{**SETTINGS, **TWO_ACTIVE, **settings}, warm_up=WarmUp(rank, does))
     def train(call_wrapper: CallWrapper) -> int:
@@ -75,6 +82,7 @@ def test_a_spare_warms_up_once_in_its_process_and_active_ranks_do_not(job: Job) 
 
 
 def calls_twice(rank: Rank, warm_ups: int) -> Any:
+    at_once(rank)
     made = [WarmUp(rank) for _ in range(warm_ups)]
     for n in range(2):
         _warm_up._train = functools.partial(rank.say, "warm", n=n)
@@ -166,6 +174,8 @@ def test_a_spare_that_leaves_in_it_ends_nothing(job: Job) -> None:
 
 
 def hangs(rank: Rank) -> Any:
+    at_once(rank)
+
     def warm_up() -> None:
         rank.say("warms")
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as deaf as a call into C
@@ -196,7 +206,8 @@ def test_a_spare_that_hangs_in_it_is_ended_and_restarts_nobody(job: Job) -> None
 # ---- what it does
 
 
-def says_what_is_warmed(rank: Rank, off: bool) -> Any:
+def says_what_is_warmed(rank: Rank, off: bool, after: float = 0.0) -> Any:
+    at_once(rank, after)
     _warm_up.import_lazy_modules = lambda: rank.say("warms", part="imports")
     _warm_up._train = lambda: rank.say("warms", part="train")
     settings: dict[str, Any] = {"warm_up": False} if off else {}
@@ -220,8 +231,9 @@ def test_torch_is_warmed_by_default(job: Job) -> None:
     assert not job[0].said("warms")
 
 
-def test_nothing_is_warmed_if_that_is_said(job: Job) -> None:
-    job.start(4, says_what_is_warmed, True)
+@pytest.mark.parametrize("why", [{"off": True}, {"off": False, "after": 1000.0}], ids=["said", "soon"])
+def test_nothing_is_warmed_if_that_is_said_nor_soon(job: Job, why: dict[str, Any]) -> None:
+    job.start(4, says_what_is_warmed, **why)
     job.expect("in", 0, 1, n=0)
     job.send_signal(1, signal.SIGKILL)
     job.expect("in", 0, 2, n=1)
@@ -282,7 +294,7 @@ def compiles_in_its_warm_up(rank: Rank) -> Any:
         return 2 * x + dist.is_initialized()
 
     double = torch.compile(compiled, backend="eager")
-    _warm_up._train = lambda: rank.say("warm")
+    at_once(rank)
 
     def warm_up() -> None:
         assert double(torch.ones(())).item() == 2.0
