@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
-# Seconds in an iteration. An import cannot be cut short, and a job that does not work mostly fails soon; other
-# ranks need the processors to begin.
+# Seconds in an iteration. An import cannot be cut short, and a job that does not work mostly fails soon;
+# other ranks need the processors to begin.
 _WARMS_UP_AFTER = 2.0
 _FILES_OF_A_CALL = 16  # with what its monitor, if that is a process, opens for itself
 # What this process knows of its last wrapped call, by store.
