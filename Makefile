@@ -84,6 +84,7 @@ docs: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/restart_latency.py
 	$(BIN)/python benchmarks/replace_rank.py
+	$(BIN)/python benchmarks/first_step.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/store_operations.py
 	$(BIN)/python benchmarks/scale.py

@@ -6,8 +6,8 @@
 
 The same function, with the same faults at the same moments, under ft_wrapper, NVRx 0.4.1 with its defaults,
 NVRx with every interval at 50 ms, and torchrun. The rank that fails stamps the time just before; each rank
-stamps the time when it is in the function again. Figures are medians; times are of this machine, the ratios
-are what to compare.
+stamps the time when it is in the function again, and when it has done its first step there. Figures are
+medians; times are of this machine, the ratios are what to compare.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ PHASES = ("fault", "end", "abort", "left", "arrive", "decide", "decided", "enter
 OURS_ON_ETCD = f"{OURS} on etcd"
 BACK = {False: "back, no group", True: "back, group"}
 FIRST_COLLECTIVE = "group made, collective done"
+FIRST_STEP = "first step after"
 Sample = tuple[str, str, int, str]  # implementation, fault, ranks, what was measured
 
 
@@ -66,6 +67,7 @@ class Recovery:
         back: seconds until the last rank was in the function; None if that did not happen in time.
         ready: the same until the last rank had a group and a collective done in it; None without a group.
         group: seconds that the last rank then needed from the function's first line to that point.
+        step: seconds until the last rank had done the first step after the fault.
         alive: ranks living after it.
         phases: by event of ft_wrapper, seconds from the fault until the last rank had it.
     """
@@ -74,6 +76,7 @@ class Recovery:
     back: float | None
     ready: float | None = None
     group: float | None = None
+    step: float | None = None
     alive: int = 0
     phases: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -116,9 +119,11 @@ def recovery_of(job_: Job, fault: Fault, index: int, expected: int) -> Recovery:
     complete = [stamps for _, stamps in sorted(by_iteration.items()) if len(stamps["enter"]) == expected]
     if not complete:
         return Recovery(fault.kind, None)
-    enter, ready = complete[0]["enter"], complete[0]["ready"]
+    enter, ready, step = (complete[0][event] for event in ("enter", "ready", "step"))
     back = max(enter.values()) - at
     result = Recovery(fault.kind, back)
+    if len(step) == expected:
+        result.step = max(step.values()) - at
     if len(ready) == expected:
         result.ready = max(ready.values()) - at
         result.group = max(ready.values()) - max(enter.values())
@@ -265,6 +270,9 @@ class Samples:
                 self.values[name, kind, ranks, FIRST_COLLECTIVE].append(recovery.ready)
             if recovery.group is not None:
                 self.values[name, kind, ranks, "of that, the group"].append(recovery.group)
+            if recovery.step is not None:
+                with_group = f"{FIRST_STEP}, {'group' if group else 'no group'}"
+                self.values[name, kind, ranks, with_group].append(recovery.step)
 
     def is_lost(self, name: str, kind: str, ranks: int, group: bool) -> bool:
         """Returns whether a job of as many or fewer ranks did not come back: another would only take time."""

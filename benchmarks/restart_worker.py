@@ -70,12 +70,11 @@ def train(plan: Plan, count: Store, log: Log, iteration: int, ping: Callable[[],
         log.write("ready", time.monotonic(), index=index, iteration=iteration)
     if plan.resident and index == 0 and rank == world_size - 1:
         HELD.append(b"\1" * plan.resident)
-    inside = f"inside/{index}/{iteration}"
-    if count.add(inside, 1) == world_size:
-        count.set(f"back/{index}", str(world_size))
+    inside = f"inside/{index}/{iteration}"  # counts the ranks that have done a step
     fault = plan.faults[index] if index < len(plan.faults) else None
     mine = fault is not None and fault.rank == rank
     due = None  # when my fault is to happen, once everybody is in
+    stepped = False
     while True:
         if fault is not None and mine:
             if due is None and count.add(inside, 0) == world_size:
@@ -86,6 +85,11 @@ def train(plan: Plan, count: Store, log: Log, iteration: int, ping: Callable[[],
         ping()
         if plan.group:
             dist.all_reduce(tensor)
+        if not stepped:
+            stepped = True
+            log.write("step", time.monotonic(), index=index, iteration=iteration)
+            if count.add(inside, 1) == world_size:
+                count.set(f"back/{index}", str(world_size))
 
 
 def main() -> None:

@@ -21,9 +21,10 @@ def collect_garbage(when: str) -> None:
 
     Args:
         when: before the first ``"call"``, so that what the script has imported costs no restart time; or at a
-            ``"restart"``, after which what the function has imported costs none any more.
+            ``"restart"``, after which what the function has imported costs none any more; or after a spare's
+            ``"warm-up"``, for the same reason.
     """
-    if when == "call" and _frozen:
+    if (when == "call" and _frozen) or (when == "warm-up" and when in _frozen):
         return
     gc.collect()
     if when not in _frozen:

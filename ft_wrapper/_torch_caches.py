@@ -26,6 +26,7 @@ _KNOWN = (2, 13)
 _KILL_PATIENCE = 5.0  # seconds, for a process to be gone after SIGKILL
 
 _warned: set[str] = set()
+_NO_RANK = (-1, 0)  # what a spare compiles for
 _compiled_for: tuple[int, int] | None = None
 
 
@@ -66,6 +67,15 @@ def forget_compiled_ranks(rank: int, world_size: int) -> bool:
         _warn(["compiled code"])
         return False
     return True
+
+
+def forget_compiled_code_at_entry() -> None:
+    """Has the code dropped, at the next entry, that this process, a spare, may compile from now on.
+
+    Without a process group ``is_initialized()`` is a constant in it, too.
+    """
+    global _compiled_for
+    _compiled_for = _NO_RANK
 
 
 def _warn(failed: list[str]) -> None:

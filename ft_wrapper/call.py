@@ -21,6 +21,7 @@ from ._addresses import own_address
 from ._files import check_open_files, replace_broken_streams
 from ._garbage import collect_garbage
 from ._torch_caches import end_checkpoint_process, forget_compiled_ranks, forget_old_ranks
+from ._warm_up import warm_up
 from .abort import (
     close_aborted_sockets,
     protect_children,
@@ -67,6 +68,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
+# Seconds in an iteration. An import cannot be cut short, and a job that does not work mostly fails soon;
+# other ranks need the processors to begin.
+_WARMS_UP_AFTER = 2.0
 _FILES_OF_A_CALL = 18  # with what its monitor, if that is a process, opens for itself
 # What this process knows of its last wrapped call, by store.
 _remembered: dict[str, Remembered] = {}
@@ -395,7 +399,7 @@ class Call:
         self.pinged, self._entered_at = False, time.monotonic()
         self.memory.enter_phase(Phase.WATCHED)
         is_spare = self.state.mode == Mode.INACTIVE
-        self._watch = self.thread.watch(self.job.view.n, self._report_entry, may_be_done=is_spare)
+        self._watch = watch = self.thread.watch(self.job.view.n, self._report_entry, may_be_done=is_spare)
         try:
             try:
                 result = self.interrupter.call(self._body, function)
@@ -404,7 +408,8 @@ class Call:
         except (Exception, RankShouldRestart) as caught:
             if is_spare and isinstance(caught, HealthCheckError):
                 raise  # it leaves, and ends nothing by it; else it is asked again, now that there is a fault
-            self._error = caught
+            was_done = self.interrupter.requested and watch.is_done  # while this spare warmed up
+            self._error = None if was_done else caught
             raised = caught if isinstance(caught, Exception) else caught.__cause__
             if isinstance(raised, Exception):
                 self.state.fn_exception = raised
@@ -419,7 +424,7 @@ class Call:
         if self._error is None:
             self.memory.enter_phase(Phase.IDLE)
             active = self.state.active_world_size or 0
-            self._watch.may_be_done = True
+            watch.may_be_done = True
             if self.job.await_completion(self.state.active_rank, active) == DONE:
                 return DONE, result
             self.memory.enter_phase(Phase.WATCHED)
@@ -570,9 +575,26 @@ class Call:
             self.wrapper.initialize(self.state.freeze())
         self._check_health()
         if self.state.mode == Mode.INACTIVE:
-            return None
+            return self._warm_up()
         self.job.emit("enter", rank=self.state.active_rank)
         return function()
+
+    def _warm_up(self) -> None:
+        """On a spare, which has nothing else to do until the iteration ends."""
+        watch, users = self._watch, self.wrapper.warm_up
+        assert watch is not None
+        if users is False:
+            return
+        self.memory.enter_phase(Phase.IDLE)  # it makes no progress meanwhile
+        if watch.over.wait(_WARMS_UP_AFTER):
+            return
+        self.memory.enter_phase(Phase.WATCHED)
+        watch.leaves_when_done = True  # the monitor thread looks at it once it has said whether it is over
+        if watch.over.is_set():
+            return
+        warm_up(users, lambda: self.interrupter.requested)
+        if self.wrapper.collect_garbage:
+            collect_garbage("warm-up")
 
     def _settle(self) -> None:
         """Waits until everything is aborted, then ends what the function left behind."""

@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -130,6 +130,11 @@ class Wrapper:
         collect_garbage: run Python's garbage collector between iterations, while this rank waits for the
             others, so that old models in reference cycles are freed before new ones are made. At the first
             call and the first restart what is left is frozen (``gc.freeze``), which makes it cheap.
+        warm_up: run without arguments on each spare while it waits, once in a process: what would make its
+            first step slow (caches, kernels, files). No collectives, for no other rank takes part. Before it,
+            and also when None, a spare does what torch leaves to the first step. It is interrupted, and begun
+            again with the next wait, when the spare is needed; what it raises is logged, and the spare waits
+            all the same. False: nothing is warmed.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -185,6 +190,7 @@ class Wrapper:
         rejoin_wait: Duration = timedelta(seconds=2),
         max_same_faults: int | None = 5,
         collect_garbage: bool = True,
+        warm_up: Callable[[], object] | Literal[False] | None = None,
     ) -> None:
         given = dict(locals())
         durations = {
@@ -216,6 +222,7 @@ class Wrapper:
         for name in ("enabled", "use_global_iteration", "collect_garbage"):
             if not isinstance(given[name], bool):
                 raise TypeError(f"{name}={given[name]!r} must be True or False")
+        _check_warm_up(warm_up)
         _check_count("min_world_size", min_world_size)
         if max_same_faults is not None:
             _check_count("max_same_faults", max_same_faults)
@@ -269,6 +276,7 @@ class Wrapper:
         self.rejoin_wait = durations["rejoin_wait"]
         self.max_same_faults = max_same_faults
         self.collect_garbage = collect_garbage
+        self.warm_up = warm_up
 
     def __call__(self, function: F) -> F:
         """Wraps a function.
@@ -421,6 +429,22 @@ def _check_path(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r} must be None or a string")
     if not pathlib.Path(value).is_absolute():
         raise ValueError(f"{name}={value!r} must be an absolute path; {{rank}} in it is filled in")
+
+
+def _check_warm_up(function: object) -> None:
+    if function is None or function is False:
+        return
+    wrong = f"warm_up={function!r} must be None, False or a function that needs no arguments"
+    if not callable(function):
+        raise TypeError(wrong)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one that is built in
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TypeError(f"{wrong}: {error}") from None
 
 
 def _check_store(factory: object, kwargs: object) -> None:

@@ -20,7 +20,6 @@ import ctypes
 import encodings.idna
 import functools
 import gc
-import importlib
 import importlib.machinery
 import io
 import json
@@ -35,6 +34,7 @@ from collections.abc import Callable
 
 import torch
 
+from .._warm_up import import_lazy_modules
 from .environment import with_local_rank
 from .processes import await_adoption, die_with
 
@@ -99,11 +99,8 @@ def _serve(control: socket.socket) -> socket.socket:
 
 def _import_more() -> None:
     """Imports what takes seconds and nearly every training script comes to need: torch's optimizers do."""
-    before = dict(os.environ)
     with contextlib.suppress(Exception):  # then the scripts see for themselves
-        importlib.import_module("torch._dynamo")
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]  # where the compiler's cache is; it says so again when it is used
+        import_lazy_modules()
     gc.collect()
     gc.freeze()
 

@@ -131,7 +131,7 @@ class RankMonitor:
         if self._memory.hang_protection_disabled == 0:
             if self._memory.phase == Phase.WATCHED:
                 still = self._since(self._memory.progress_stamp(settings.watchdog_interval), now)
-                if self._reported < self._memory.iteration:
+                if self._may_be_reported():
                     left.append(settings.soft_timeout - still)
                 left.append(settings.hard_timeout - still)
             left.append(settings.hard_timeout - self._since(self._memory.gil_stamp, now))
@@ -167,13 +167,17 @@ class RankMonitor:
             if is_stopped(self._pid):
                 what = "was stopped by a signal"
             self._end_rank(pidfd, f"{what} for hard_timeout={hard:g} s")
-        elif watched and progress >= self._settings.soft_timeout and self._reported < self._memory.iteration:
+        elif watched and progress >= self._settings.soft_timeout and self._may_be_reported():
             self._reported = self._memory.iteration
             # Not here: a store that is out of reach for the moment must not keep the hard timeout waiting.
             self._teller = threading.Thread(
                 target=self._publish_soft_timeout, name="ft_wrapper-soft-timeout", daemon=True
             )
             self._teller.start()
+
+    def _may_be_reported(self) -> bool:
+        """Whether a soft timeout is to be published: once an iteration, and a spare's ends nothing."""
+        return self._memory.active and self._reported < self._memory.iteration
 
     def await_goodbyes(self) -> None:
         """Waits until all members have said that they need the store no more.

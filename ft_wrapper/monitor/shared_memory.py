@@ -39,7 +39,7 @@ class Phase(enum.IntEnum):
     IDLE = 0
     """In the protocol, or between calls: the main stamp is not watched."""
     WATCHED = 1
-    """In the function, in ``initialize`` or in ``finalize``: a stamp that stands still is a hang."""
+    """In the function, in a plug-in around it, or warming up: a stamp that stands still is a hang."""
 
 
 class _Life(enum.IntEnum):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from .. import events
 from ..exception import StoreError, StoreUnavailable
 from ..store import StoreMixin
-from ..store.records import FAULT
+from ..store.records import DONE, FAULT
 from ..tracebacks import forget_frames
 from .interrupt import Interrupter
 
@@ -31,6 +31,9 @@ class Watch:
         n: the iteration.
         entered: what to do, off the restart's path, while the rank enters it.
         may_be_done: whether it can end well: not before this rank, if it is active, says that it finished.
+        leaves_when_done: whether what the main thread runs is to be left when the iteration ends well, too.
+        over: set once it has ended, however.
+        is_done: whether it has ended well; known before that.
         handled: set once the iteration has ended and, after a fault, the function's thread is free.
         ended_at: when this rank saw its end, in monotonic seconds; None before.
         store_lost: why its end can be seen no more; the function's thread was freed for that reason.
@@ -39,6 +42,9 @@ class Watch:
     n: int
     entered: Callable[[], None]
     may_be_done: bool
+    leaves_when_done: bool = False
+    over: threading.Event = dataclasses.field(default_factory=threading.Event)
+    is_done: bool = False
     handled: threading.Event = dataclasses.field(default_factory=threading.Event)
     ended_at: float | None = None
     store_lost: StoreError | None = None
@@ -106,14 +112,21 @@ class MonitorThread:
                 if not looked_ahead:  # later ones do much the same
                     self._run_logged("looking ahead", self._interrupter.look_ahead)
                 looked_ahead = True
+                outcome = self._await_end(watch)
+                watch.is_done = outcome == DONE
+                watch.over.set()
                 # One that is stopped before has been left alone by a rank that is no longer in the job.
-                if self._await_end(watch) == FAULT and not self._stopping.is_set():
+                if outcome == FAULT and not self._stopping.is_set():
                     watch.ended_at = self._store.now()
                     self._free_main_thread(watch.n)
+                if watch.is_done and watch.leaves_when_done and not self._stopping.is_set():
+                    self._interrupter.request()
+                    self._interrupter.interrupt_until_left()
             except StoreError as error:
                 log.exception("the store is lost: this rank cannot be told of faults elsewhere, and leaves")
                 forget_frames(error)  # they hold this thread's client, and the watch would hold them
                 watch.store_lost = error
+                watch.over.set()
                 self._free_main_thread(watch.n)
             finally:
                 watch.handled.set()

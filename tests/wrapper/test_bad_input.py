@@ -66,6 +66,9 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("on_join", 5),
     ("max_same_faults", 1.5),
     ("max_same_faults", True),
+    ("warm_up", True),
+    ("warm_up", "torch"),
+    ("warm_up", lambda state: state),
 ]
 
 WRONG_VALUES: list[tuple[str, Any]] = [

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank, cpu_seconds
 
-from ft_wrapper import CallWrapper, FrozenState, Wrapper
+from ft_wrapper import CallWrapper, FrozenState, Wrapper, _warm_up
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.initialize import Initialize
 
@@ -42,7 +42,9 @@ class SaysItsState(Initialize):
 
 
 def is_spared(rank: Rank) -> Any:
+    _warm_up._train = lambda: rank.say("warm")  # the last that it does before it only waits
     settings = {**SETTINGS, "active_world_size": 1, "initialize": SaysItsState(rank)}
+    settings["collect_garbage"] = False  # it would, after that
 
     @Wrapper(**settings)
     def train() -> str:
@@ -63,6 +65,7 @@ def test_a_spare_waits_at_no_cost_and_returns_none(job: Job) -> None:
     job.expect("in", 0)
     [state] = job.expect("state", 1, mode="INACTIVE")
     assert (state["rank"], state["world"], state["active_rank"], state["active_world"]) == (1, 2, None, 1)
+    job.expect("warm", 1)
     spare = (job[1].pid, job.monitors()[1])
     before = [cpu_seconds(pid) for pid in spare]
     job.tell("work", 0)

@@ -1,0 +1,320 @@
+"""Spares warm up while they wait: once in a process, and no longer than they are left alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import SETTINGS, TIMEOUT, Job, Rank
+
+from ft_wrapper import CallWrapper, Wrapper, _warm_up, call
+
+TWO_ACTIVE = {"active_world_size": 2}
+
+
+class WarmUp:
+    """Says when it runs; may do something then."""
+
+    def __init__(self, rank: Rank, does: str = "nothing") -> None:
+        self.rank, self.does, self.runs = rank, does, 0
+
+    def __call__(self) -> None:
+        self.runs += 1
+        self.rank.say("warms", runs=self.runs)
+        if self.does == "waits" or (self.does == "waits once" and self.runs == 1):
+            self.rank.hang()
+        if self.does == "trains":
+            self.rank.train()
+        if self.does == "raises":
+            raise KeyError("told to")
+        if self.does == "leaves":
+            raise SystemExit(5)
+        if self.does == "fails when interrupted" and self.runs == 1:
+            try:
+                self.rank.hang()
+            except BaseException:
+                raise ValueError from None
+
+
+def at_once(rank: Rank, after: float = 0.0) -> None:
+    """Without torch's own part; what is in its place says that all before it is done."""
+    call._WARMS_UP_AFTER = after
+    _warm_up.import_lazy_modules = lambda: None
+    _warm_up._train = lambda: rank.say("warm")
+
+
+def waits_for_its_turn(rank: Rank, does: str, **settings: Any) -> Any:
+    """Two ranks train, the others wait; slot 0 says when the call ends."""
+    at_once(rank)
+
+    @Wrapper(**{**SETTINGS, **TWO_ACTIVE, **settings}, warm_up=WarmUp(rank, does))
+    def train(call_wrapper: CallWrapper) -> int:
+        rank.say("in", n=call_wrapper.iteration)
+        if os.environ["RANK"] == "0":
+            rank.await_word()
+        return call_wrapper.iteration
+
+    return train()
+
+
+# ---- who warms up, and when
+
+
+def test_a_spare_warms_up_once_in_its_process_and_active_ranks_do_not(job: Job) -> None:
+    job.start(4, waits_for_its_turn, "nothing")
+    job.expect("warm", 2, 3)
+    job.expect("in", 0, 1, n=0)
+    job.send_signal(1, signal.SIGKILL)
+    job.expect("in", 0, 2, n=1)
+    job.tell("finish", 0)
+    assert job.wait(killed=(1,)) == [1, 1, None]
+    assert [len(job[slot].said("warms")) for slot in range(4)] == [0, 0, 1, 1]
+
+
+def calls_twice(rank: Rank, warm_ups: int) -> Any:
+    at_once(rank)
+    made = [WarmUp(rank) for _ in range(warm_ups)]
+    for n in range(2):
+        _warm_up._train = functools.partial(rank.say, "warm", n=n)
+
+        @Wrapper(**{**SETTINGS, **TWO_ACTIVE, "use_global_iteration": True}, warm_up=made[n % warm_ups])
+        def train(word: str) -> None:
+            if rank.slot == 0:
+                assert rank.hear() == word
+
+        train(str(n))
+    return sum(each.runs for each in made)
+
+
+@pytest.mark.tcp_only("nothing is asked of the store")
+@pytest.mark.parametrize("functions", [1, 2])
+def test_each_function_runs_once_in_a_process_over_calls(job: Job, functions: int) -> None:
+    with job.announced_store() as (_, address):
+        job.start(3, calls_twice, functions, env={"FT_WRAPPER_STORE": address})
+        job.expect("warm", 2, n=0)
+        job.tell("0", 0)
+        job.expect("warm", 2, n=1)
+        job.tell("1", 0)
+        assert job.wait() == [0, 0, functions]
+
+
+# ---- cut short
+
+
+@pytest.mark.parametrize("does", ["waits once", "fails when interrupted"])
+def test_a_spare_that_is_needed_leaves_its_warm_up(job: Job, does: str) -> None:
+    job.start(4, waits_for_its_turn, does)
+    job.expect("in", 0, 1, n=0)
+    job.expect("warms", 2, 3, runs=1)
+    job.send_signal(1, signal.SIGKILL)
+    job.expect("in", 0, 2, n=1)
+    job.expect("warm", 3)  # which waits again, and begins again
+    job.tell("finish", 0)
+    assert job.wait(killed=(1,)) == [1, 1, None]
+    assert len(job[2].said("warms")) == 1 and not job[2].said("warm")
+    assert "warm_up failed" not in job[2].log + job[3].log
+
+
+def test_the_end_of_the_call_is_not_waited_for(job: Job) -> None:
+    job.start(3, waits_for_its_turn, "waits")
+    job.expect("warms", 2)
+    job.tell("finish", 0)
+    assert job.wait() == [0, 0, None]
+    assert "leaves the job" not in job[2].log
+
+
+@pytest.mark.tcp_only("nothing is asked of the store")
+def test_the_end_of_the_call_frees_a_spare_whose_function_is_outside_the_main_thread(job: Job) -> None:
+    job.start(3, in_a_thread)
+    job.expect("warms", 2)
+    job.tell("finish", 0)
+    assert job.wait() == [0, 0, None]
+
+
+def in_a_thread(rank: Rank) -> Any:
+    values: list[Any] = []
+    thread = threading.Thread(target=lambda: values.append(waits_for_its_turn(rank, "trains")))
+    thread.start()
+    thread.join()
+    return values[0]
+
+
+# ---- failing
+
+
+def test_what_it_raises_is_logged_once_and_the_spare_takes_over(job: Job) -> None:
+    job.start(4, waits_for_its_turn, "raises")
+    job.expect("warm", 2, 3)
+    job.expect("in", 0, 1, n=0)
+    job.send_signal(1, signal.SIGKILL)
+    job.expect("in", 0, 2, n=1)
+    job.tell("finish", 0)
+    assert job.wait(killed=(1,)) == [1, 1, None]
+    for slot in (2, 3):
+        assert job[slot].log.count("warm_up failed") == job[slot].log.count("KeyError: 'told to'") == 1
+        assert len(job[slot].said("warms")) == 1
+
+
+def test_a_spare_that_leaves_in_it_ends_nothing(job: Job) -> None:
+    job.start(3, waits_for_its_turn, "leaves")
+    job.wait_for_end(2, leftovers=False)  # its monitor thread stays until the others end the iteration
+    job.tell("finish", 0)
+    job.wait_for_end(0, 1)
+    assert (job[0].value, job[1].value, job[2].code) == (0, 0, 5)
+
+
+def hangs(rank: Rank) -> Any:
+    at_once(rank)
+
+    def warm_up() -> None:
+        rank.say("warms")
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as deaf as a call into C
+        signal.sigwait([signal.SIGUSR1])
+
+    settings = {**SETTINGS, **TWO_ACTIVE, "soft_timeout": 4.0, "hard_timeout": 6.0}
+
+    @Wrapper(**settings, warm_up=warm_up)
+    def train(call_wrapper: CallWrapper) -> int:
+        rank.say("in", n=call_wrapper.iteration)
+        while not rank.is_told():
+            call_wrapper.ping()
+            time.sleep(0.02)
+        return call_wrapper.iteration
+
+    return train()
+
+
+def test_a_spare_that_hangs_in_it_is_ended_and_ends_no_iteration(job: Job) -> None:
+    job.start(3, hangs)
+    job.expect("warms", 2)
+    job.wait_for_end(2, leftovers=False)
+    job.tell("finish", 0, 1)
+    assert job.wait(killed=(2,)) == [0, 0]
+    assert [len(job[slot].said("in")) for slot in (0, 1)] == [1, 1]
+
+
+# ---- what it does
+
+
+def says_what_is_warmed(rank: Rank, off: bool, after: float = 0.0) -> Any:
+    at_once(rank, after)
+    _warm_up.import_lazy_modules = lambda: rank.say("warms", part="imports")
+    _warm_up._train = lambda: rank.say("warms", part="train")
+    settings: dict[str, Any] = {"warm_up": False} if off else {}
+
+    @Wrapper(**SETTINGS, **TWO_ACTIVE, **settings)
+    def train(call_wrapper: CallWrapper) -> int:
+        rank.say("in", n=call_wrapper.iteration)
+        if os.environ["RANK"] == "0":
+            rank.await_word()
+        return call_wrapper.iteration
+
+    return train()
+
+
+def test_torch_is_warmed_by_default(job: Job) -> None:
+    job.start(3, says_what_is_warmed, False)
+    job.expect("warms", 2, part="imports")
+    job.expect("warms", 2, part="train")
+    job.tell("finish", 0)
+    assert job.wait() == [0, 0, None]
+    assert not job[0].said("warms")
+
+
+@pytest.mark.parametrize("why", [{"off": True}, {"off": False, "after": 1000.0}], ids=["said", "soon"])
+def test_nothing_is_warmed_if_that_is_said_nor_soon(job: Job, why: dict[str, Any]) -> None:
+    job.start(4, says_what_is_warmed, **why)
+    job.expect("in", 0, 1, n=0)
+    job.send_signal(1, signal.SIGKILL)
+    job.expect("in", 0, 2, n=1)
+    job.tell("finish", 0)
+    assert job.wait(killed=(1,)) == [1, 1, None]
+    assert not job[2].said("warms") + job[3].said("warms")
+
+
+def looks_at_itself(rank: Rank) -> Any:
+    torch.manual_seed(7)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+
+    def look() -> dict[str, Any]:
+        return {
+            "torch's numbers": torch.default_generator.get_state().tolist(),
+            "Python's numbers": random.getstate(),
+            "default dtype": torch.get_default_dtype(),
+            "default device": torch.get_default_device(),
+            "grad": torch.is_grad_enabled(),
+            "inference": torch.is_inference_mode_enabled(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "threads": (torch.get_num_threads(), os.listdir("/proc/self/task")),
+            "environment": dict(os.environ),
+        }
+
+    before = look()
+    _warm_up.warm_up(None, lambda: False)
+    after = look()
+    return [name for name in before if before[name] != after[name]], len(_warm_up._done)
+
+
+@pytest.mark.tcp_only("it asks nothing of the store")
+def test_warming_torch_leaves_no_trace(job: Job) -> None:
+    job.start(1, looks_at_itself)
+    assert job.wait() == [[[], 2]]
+    assert "failed" not in job[0].log
+
+
+LEAVES_NO_VARIABLE = """
+import os, torch
+from ft_wrapper._warm_up import import_lazy_modules
+before = dict(os.environ)
+import_lazy_modules()
+import sys
+assert "torch._dynamo" in sys.modules
+assert before == dict(os.environ), os.environ.keys() - before.keys()
+"""
+
+
+def test_the_imports_leave_the_environment_alone() -> None:
+    subprocess.run([sys.executable, "-c", LEAVES_NO_VARIABLE], check=True, timeout=TIMEOUT)
+
+
+def compiles_in_its_warm_up(rank: Rank) -> Any:
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x + dist.is_initialized()
+
+    double = torch.compile(compiled, backend="eager")
+    at_once(rank)
+
+    def warm_up() -> None:
+        assert double(torch.ones(())).item() == 2.0
+
+    @Wrapper(**SETTINGS, **TWO_ACTIVE, warm_up=warm_up)
+    def train(call_wrapper: CallWrapper) -> float:
+        rank.say("in", n=call_wrapper.iteration)
+        if call_wrapper.iteration == 0:
+            rank.hang()
+        dist.init_process_group("gloo")
+        return double(torch.ones(())).item()
+
+    return train()
+
+
+@pytest.mark.tcp_only("nothing is asked of the store")
+def test_what_it_compiles_without_a_rank_is_not_believed(job: Job) -> None:
+    """`is_initialized()` is a constant in compiled code."""
+    job.start(3, compiles_in_its_warm_up)
+    job.expect("warm", 2)
+    job.expect("in", 0, 1, n=0)
+    job.send_signal(1, signal.SIGKILL)
+    assert job.wait(killed=(1,)) == [3.0, 3.0]
