@@ -90,7 +90,7 @@ class Jobs:
             code, output = self._ftrun(*ranks, *form.arguments, script, DONE=done, **dict(form.environment))
             works = code == 0 and sorted(os.listdir(done)) == ["0 of 2", "1 of 2"]
         said = tuple(
-            line for line in output.splitlines() if line.startswith("ftrun: ") and form.option in line
+            line for line in output.splitlines() if "ftrun: " in line and form.option in line
         )
         return Outcome(form, works, said, output)
 
