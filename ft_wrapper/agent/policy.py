@@ -110,19 +110,19 @@ class RestartPolicy:
         if not self._is_alone(job):
             return self._for_group()
         if self._max_rank_restarts == 0:
-            return Verdict(Action.LEAVE_OUT, "it stays out (--max-rank-restarts 0)")
+            return Verdict(Action.LEAVE_OUT, "not started again (--max-rank-restarts 0)")
+        if job.has_given_up(rank, pid):
+            return Verdict(Action.LEAVE_OUT, "not started again: it left the job for good")
         if job.has_formed() and not job.admits():
             return Verdict(
                 Action.LEAVE_OUT,
-                "it stays out: no one can join its job, which needs @Wrapper(use_global_iteration=True)",
+                "not started again: joining a running job takes @Wrapper(use_global_iteration=True)",
             )
-        if job.has_given_up(rank, pid):
-            return Verdict(Action.LEAVE_OUT, "it stays out: it left the job for good")
         delay = self._budget(rank).spend(lived, is_first=is_first)
         if delay is None:
             return Verdict(
                 Action.LEAVE_OUT,
-                f"it stays out: it was started {self._max_rank_restarts} times again already",
+                f"not started again: that was done {self._max_rank_restarts} times (--max-rank-restarts)",
             )
         count = self._max_rank_restarts - self._budget(rank).left
         when = f" in {delay:g} s" if delay else ""
