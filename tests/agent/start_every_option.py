@@ -89,9 +89,7 @@ class Jobs:
             script = self._script.stem if form.dest == "module" else str(self._script)
             code, output = self._ftrun(*ranks, *form.arguments, script, DONE=done, **dict(form.environment))
             works = code == 0 and sorted(os.listdir(done)) == ["0 of 2", "1 of 2"]
-        said = tuple(
-            line for line in output.splitlines() if "ftrun: " in line and form.option in line
-        )
+        said = tuple(line for line in output.splitlines() if "ftrun: " in line and form.option in line)
         return Outcome(form, works, said, output)
 
     def ends(self, option: argparse.Action) -> Outcome:
