@@ -188,6 +188,7 @@ def test_environment(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     dump = script("""
         import json, os, sys
         with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
@@ -211,6 +212,7 @@ def test_environment(
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
             "FT_WRAPPER_STORE": f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
             "TORCHELASTIC_RUN_ID": ranks[0][0]["TORCHELASTIC_RUN_ID"],
             "MASTER_PORT": ranks[0][0]["MASTER_PORT"],

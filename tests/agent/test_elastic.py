@@ -332,6 +332,7 @@ def test_all_variables_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     script = f'env > "{tmp_path}/$RANK.env"; echo "$0" "$1" $$'
     running = agent(tmp_path, "sh", "-c", script, "${local_rank}", "${rank}", max_restarts=4)
@@ -358,6 +359,7 @@ def test_all_variables_of_a_worker(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             "OMP_NUM_THREADS": "3",
+            "TORCH_CPP_LOG_LEVEL": "INFO",
         }
         assert {name: found.get(name) for name in expected} == expected
     # ${rank} is none of torch's macros, and a shell's own $$ stays.

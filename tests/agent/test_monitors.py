@@ -492,6 +492,7 @@ def test_no_process_is_needed_beside_a_rank(tmp_path: Path) -> None:
         (folder / f"stop.{n}").touch()
         n = expect_all_in(0, after=n)
         assert ") was stopped by a signal for hard_timeout=6 s: its process is ended" in job.said
+        assert "waitForInput" not in job.said
         (folder / "done.0").touch()
         expect_all_in(1, after=n)
         (folder / "done.1").touch()
