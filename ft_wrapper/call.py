@@ -706,14 +706,14 @@ class Call:
         self._is_cause = False
         if error is None or not is_cause:
             return
-        is_new = self._fault is None or not self._times_before()
+        if self._fault is not None and self._times_before():
+            return  # another line says that it has come again, and the restart's line what it was
         log.warning(
-            "rank %s (slot %d) failed in iteration %d%s",
+            "rank %s (slot %d) failed in iteration %d",
             self.state.rank,
             self.job.slot,
             self.state.iteration,
-            "" if is_new else f" as before: {type(error).__name__}: {error}",
-            exc_info=(type(error), error, users_part(error.__traceback__)) if is_new else None,
+            exc_info=(type(error), error, users_part(error.__traceback__)),
         )
 
     def _check_health(self) -> None:
