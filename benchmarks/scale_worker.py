@@ -325,7 +325,7 @@ class Ranks:
         self._shared: list[Connection] = []
         self._hearts: dict[int, Any] = {}
         self.slots = every
-        self.patience = Patience(PATIENCE, plan.timeout, PATIENCE, 1)
+        self.patience = Patience(PATIENCE, plan.timeout, PATIENCE, 1, hard=PATIENCE)
         self.terms: dict[str, object] = {"function": "train", "formation_size": plan.ranks}
         self.settings = MonitorSettings(
             soft_timeout=PATIENCE,

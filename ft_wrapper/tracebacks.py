@@ -43,6 +43,24 @@ def users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
     return trace
 
 
+def drop_own_frames(error: BaseException) -> None:
+    """Takes the wrapper's own frames from the start of a traceback, if the user's follow, and empties them.
+
+    The user's frames refer to those that called them, and so would keep what these hold.
+
+    Args:
+        error: what leaves the wrapped function, caught in the outermost frame.
+    """
+    trace, users = error.__traceback__, users_part(error.__traceback__)
+    if users is None:
+        return
+    error.__traceback__ = users
+    while trace is not None and trace is not users:
+        with contextlib.suppress(RuntimeError):  # the outermost one is running
+            trace.tb_frame.clear()
+        trace = trace.tb_next
+
+
 def is_own(frame: types.FrameType) -> bool:
     """Whether a frame is one of this package."""
     module: str = frame.f_globals.get("__name__", "")

@@ -30,7 +30,7 @@ from .rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignmen
 from .state import State
 from .store import StoreMixin, TCPStore, plan_store, without_secrets
 from .terminate import Terminate
-from .tracebacks import users_part
+from .tracebacks import drop_own_frames
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +304,7 @@ class Wrapper:
                 return call.run(_filled_in(function, parameter, call.user, args, kwargs))
             except BaseException as caught:
                 error = caught
-                caught.__traceback__ = users_part(caught.__traceback__) or caught.__traceback__
+                drop_own_frames(caught)
                 raise
             finally:
                 call.close(error)
