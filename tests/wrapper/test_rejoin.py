@@ -65,8 +65,12 @@ def test_killed_ranks_come_back_before_the_others_go_on(run: Training, job: Job,
 
 
 def dies_proposing(rank: Rank, folder: str, settings: dict[str, Any], after: bool) -> Any:
-    """Slot 2 leaves iteration 0 last, so it proposes; it dies right before or after it moves head."""
-    if rank.slot == 2:
+    """Slot 2 leaves iteration 0 last, so it proposes; it dies right before or after it moves head.
+
+    Its next process does not, though it may move head from there.
+    """
+    has_died = Path(folder, "proposer-died")
+    if rank.slot == 2 and not has_died.exists():
         hold(rank)
         # On etcd head moves in one transaction with all that belongs to it.
         owner, name = (EtcdStore, "carry_out") if rank.store == "etcd" else (TCPStore, "compare_set")
@@ -74,6 +78,8 @@ def dies_proposing(rank: Rank, folder: str, settings: dict[str, Any], after: boo
 
         def dies(store: StoreMixin, *arguments: Any) -> Any:
             is_it = "0:1:" in str(arguments) and keys.HEAD in str(arguments)
+            if is_it:
+                has_died.touch()
             if is_it and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
             done = operation(store, *arguments)
