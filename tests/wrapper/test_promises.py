@@ -553,7 +553,7 @@ def test_a_c_call_that_never_returns_is_ended(job: Job, holding_the_gil: bool) -
     assert job.wait(killed=(1,)) == [faults, faults]
     lines = [line for slot in (0, 2) for line in job[slot].log.splitlines()]
     who = f"slot 1 (on {os.uname().nodename} pid {job[1].pid})"
-    (waits,) = [line for line in lines if "the restart waits for " in line]
+    waits = next(line for line in lines if "the restart waits for " in line)
     assert f"the restart waits for {who} to leave the function: it is ended within " in waits
     (restart,) = [line for line in lines if "restart 1:" in line]
     what = "held the GIL" if holding_the_gil else "made no progress"
