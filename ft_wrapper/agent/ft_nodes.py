@@ -155,12 +155,12 @@ class FtNodes(Nodes):
         """Waits until the ranks of a round have formed a job; False if the round is over before."""
         store = connect(where.store)
         if isinstance(store, TCPStore):
-            # This node hosts it, and ends this wait before it closes it. Should that fail, torch's own client
-            # gives up; ours would try to find the store again.
+            # This node hosts it. It is closed with the round, and that ends the wait of torch's own client;
+            # ours would try to find the store again.
             client = store.torch_store
-            if not client.check([names.HEAD]):
+            while not client.check([names.HEAD]):
                 client.wait([names.HEAD], _FOREVER)
-            return self._is_on(where)
+            return True
         try:
             while self._is_on(where):
                 if store.wait_for(names.HEAD, _LOOK_AGAIN):

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import logging
 import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from .._addresses import address_of_this_node, host_port, is_this_host
 from ..exception import StoreError
 from ..store import StoreMixin, TCPStore, TCPStoreServer, serve
-from ..store.keys import HEAD
 from .settings import TcpOptions
 
 log = logging.getLogger(__name__)
@@ -196,11 +193,5 @@ class WorkerStore:
         self._store: Store | None = store
 
     def close(self) -> None:
-        """Ends it. Who waits there for the ranks to form a job is woken first.
-
-        A client of torch's whose server goes while it waits writes a stack of C++ frames to stderr.
-        """
-        store, self._store = self._store, None
-        if store is not None:
-            with contextlib.suppress(DistError):
-                store.compare_set(HEAD, "", "over")
+        """Ends it."""
+        self._store = None

@@ -461,10 +461,3 @@ def test_a_rank_that_always_fails_ends_the_job_and_its_error_stands_alone(tmp_pa
     ended_by = "ftrun: ValueError at script.py:8 in train on slot 3, 2 times in a row without progress"
     assert ended_by in other.said, other.said
     assert [len(pids) for node in (first, second) for pids in pids_of(node).values()] == [1] * 4
-
-
-def test_the_end_of_a_job_that_uses_no_wrapper_is_quiet(tmp_path: Path) -> None:
-    """The agent had waited in torch's store for a wrapped job to form."""
-    with FtRun(tmp_path, "--rdzv-endpoint", "localhost:0", "--no-python", "true") as alone:
-        assert alone.end() == 0
-        assert "waiting for the other nodes" in alone.said and "Exception raised from" not in alone.said
