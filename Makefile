@@ -11,8 +11,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
+# Tests run in so many processes at once; most of them wait for something.
+WORKERS ?= $(shell expr 3 '*' `nproc`)
+PYTEST := $(BIN)/python -m pytest
+AT_ONCE := --numprocesses $(WORKERS) --dist worksteal
+
 .DELETE_ON_ERROR:
-.PHONY: explore mutants help install demo demo-etcd soak soak-nodes soak-etcd test matrix lint format docs bench clean distclean
+.PHONY: help install demo demo-etcd soak soak-nodes soak-etcd test test-all matrix explore mutants lint format docs bench \
+	clean distclean
 
 help:
 	@echo "make demo       a real training run survives an exception, killed ranks and a hang; the dead come back"
@@ -20,9 +26,10 @@ help:
 	@echo "make soak       ranks are killed and stopped, and started again, for ten minutes"
 	@echo "make soak-nodes the same on two nodes, of which one is lost now and again"
 	@echo "make soak-etcd  the same on three nodes that meet in etcd: any of them is lost, and members of etcd"
-	@echo "make test       lint, documentation and all tests"
+	@echo "make test       lint, documentation and all tests but the nightly ones"
+	@echo "make test-all   the nightly ones too"
 	@echo "make matrix     every fault in every place, of which make test runs a part"
-	@echo "make explore    simulated jobs with random faults, and all schedules of a small one"
+	@echo "make explore    simulated jobs with random faults, then every schedule of a small one (tests/exhaustive)"
 	@echo "make mutants    one-line mistakes in the code, each of which the simulations have to find"
 	@echo "make lint       ruff and mypy alone"
 	@echo "make format     ruff puts the code in order"
@@ -56,15 +63,21 @@ soak-nodes: $(INSTALLED)
 soak-etcd: $(INSTALLED)
 	@$(BIN)/python examples/kill_nodes.py --etcd --minutes 10
 
+# Tests that measure time run by themselves, after the others.
 test: lint docs
-	$(BIN)/python -m pytest
+	$(PYTEST) $(AT_ONCE) -m "not nightly and not alone"
+	$(PYTEST) -m "not nightly and alone"
+
+test-all: lint docs
+	$(PYTEST) $(AT_ONCE) -m "not alone"
+	$(PYTEST) -m alone
 
 matrix: $(INSTALLED)
-	FT_WRAPPER_FULL_MATRIX=1 $(BIN)/python -m pytest tests/faults
+	$(PYTEST) $(AT_ONCE) -m "" tests/faults
 
 explore: $(INSTALLED)
 	$(BIN)/python -m ft_wrapper.testing.explore --random 100000 --processes 2
-	$(BIN)/python -m ft_wrapper.testing.explore --exhaustive --processes 2
+	$(BIN)/python -m tests.exhaustive --processes 2
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants --processes 2

@@ -389,7 +389,9 @@ def worker(name: str, interrupts: int, seed: int) -> None:
     before = here.state()
     here.step()  # with its imports, which are never interrupted
     gc.freeze()
-    with Interrupter() as interrupter:
+    interrupter = Interrupter()
+    interrupter.install()
+    with contextlib.closing(interrupter):
         for _ in range(interrupts):
             interrupter.reset()
             thread = Interrupting(interrupter, chance.uniform(0, here.longest), here.files)

@@ -39,8 +39,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistStoreError
 
 from ft_wrapper import events
-from ft_wrapper.store.etcd_address import EtcdAddress
-from ft_wrapper.store.plan import ANNOUNCED
+from ft_wrapper.store.address import EtcdAddress
+from ft_wrapper.store.plan import ANNOUNCED, connect_etcd
 from ft_wrapper.testing import EtcdServer
 
 WORKER = Path(__file__).resolve().parent / "restart_worker.py"
@@ -227,7 +227,7 @@ def on_etcd(implementation: Implementation, name: str) -> Iterator[dict[str, str
         yield {}
         return
     address = EtcdAddress(implementation.etcd, name)
-    store = address.connect(timedelta(seconds=10), begins=True)
+    store = connect_etcd(address, timedelta(seconds=10), begins=True)
     try:
         yield {ANNOUNCED: str(address)}
     finally:

@@ -5,12 +5,11 @@
     python benchmarks/scale.py --ranks 1024 --shared 64 --parts form train
     python benchmarks/scale.py --plot docs/_static/scale.svg
 
-Simulated ranks run the code of real ones: `ft_wrapper.job`, `ft_wrapper.store`, and `ft_wrapper.monitor`
-with its heart, on a client that speaks the store's language, against one real TCPStore server in a process of
-its own. Each has a rank's clients: its own, its monitor thread's, its monitor's, its heart's; each with a
-connection of its own, or all on as many as ``--shared`` says where the limit of open files leaves no other
-way. Nothing is known here of what they ask: it is counted on the way. Beside it stands what it should be
-(`scale_expected`).
+Simulated ranks run the code of real ones, `ft_wrapper.protocol` and `ft_wrapper.store`, on a client that
+speaks the store's language, against one real TCPStore server in a process of its own. Each has a rank's
+clients: its own, its monitor thread's, its monitor's, its heart's; each with a connection of its own, or all
+on as many as ``--shared`` says where the limit of open files leaves no other way. Nothing is known here of
+what they ask: it is counted on the way. Beside it stands what it should be (`scale_expected`).
 
 All clients share the machine with the server. So the wall time is at least that of the slower side and says
 what this machine does; what a server alone needs is its CPU time. To measure an earlier version, run this
@@ -40,6 +39,7 @@ from scale_plot import Line, Panel, draw
 from scale_worker import GO, HOST, Costs, Plan, raise_file_limit, run_connections, run_ranks, run_server
 
 from ft_wrapper.attribution import Interruption
+from ft_wrapper.protocol.agreement import Agreement
 from ft_wrapper.store import Fault, Member, TCPStore
 
 PARTS = ("form", "train", "exception", "node", "rack", "barrier", "memory")
@@ -194,7 +194,9 @@ class Simulation:
         """One restart after an exception on rank 0, until every rank may call the function."""
         n = self._iteration()
         fault = Fault(Member(0, 0), 0, Interruption.EXCEPTION, "raised ValueError: loss is nan", "host", 1)
-        return self._sample("restart", range(0), "entered", lambda: self._store.report_fault(n, fault))
+        return self._sample(
+            "restart", range(0), "entered", lambda: Agreement(self._store).ends.report_fault(n, fault)
+        )
 
     def lose(self, number: int) -> Sample:
         """The restart after the loss of some ranks in a row, with their hosts."""
@@ -213,7 +215,7 @@ class Simulation:
         self._owned.close()
 
     def _iteration(self) -> int:
-        head = self._store.read_head()
+        head = Agreement(self._store).iterations.read_head()
         assert head is not None
         return head.n
 

@@ -460,9 +460,6 @@ class WireStore(StoreMixin):
         self.operations += 1
         self.sent += len(_CANCEL_WAIT)
 
-    def set_patience(self, seconds: float) -> None:
-        """Does nothing: the server is always there."""
-
     def _await(self) -> Any:
         self._asking = greenlet.getcurrent()
         return self._asking.parent.switch()
@@ -527,4 +524,4 @@ class WireStore(StoreMixin):
         return [key.decode().removeprefix(_KEY_PREFIX.decode()) for key in answer]
 
     # One request: the same as in the product.
-    try_get = TCPStore.try_get
+    _read = TCPStore._read

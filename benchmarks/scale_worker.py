@@ -19,11 +19,14 @@ from typing import Any
 
 from scale_wire import Connection, Event, Loop, Threading, WireStore
 
-from ft_wrapper.job import Job, Patience
-from ft_wrapper.monitor import neighbours
 from ft_wrapper.monitor.rank_monitor import RankMonitor
-from ft_wrapper.monitor.settings import MonitorSettings
-from ft_wrapper.store import Decision, Member, TCPStoreServer, View, joining
+from ft_wrapper.protocol import joining, neighbours
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.evidence import Ends
+from ft_wrapper.protocol.housekeeping import note_wanted
+from ft_wrapper.protocol.membership import Membership
+from ft_wrapper.settings import Limits
+from ft_wrapper.store import Decision, Member, TCPStoreServer, View
 
 HOST = "127.0.0.1"
 PATIENCE = 600.0  # seconds that a rank waits for the others
@@ -226,7 +229,7 @@ class Rank:
         self.store = self._connect()
         self.thread_store = self._connect()
         slots: Any = ranks.slots  # one set for all: each would sort and hash its own
-        self.job = Job(self.store, slot, slots, ranks.patience, 0, ranks.terms)
+        self.job = Membership(Agreement(self.store), slot, slots, ranks.settings, 0, ranks.terms)
         self.job.on_member = self._join_monitor
         self.monitor: RankMonitor | None = None
         # Of the shared memory: all else is for the part that watches the rank's process.
@@ -256,9 +259,9 @@ class Rank:
         """What the monitor thread does: waits until the iteration has ended, and frees the rank."""
         n, outcome = self.job.view.n, None
         if self.job.view.members.index(self.job.member) == 0:
-            self.thread_store.note_wanted(n)
+            note_wanted(self.thread_store, n)
         while outcome is None:
-            outcome = self.thread_store.wait_for_end(n, _NEVER, lambda: False)
+            outcome = Ends(self.thread_store).wait_for_end(n, _NEVER, lambda: False)
         self.stamps.woken = time.monotonic()
         self.end.set()
 
@@ -282,7 +285,7 @@ class Rank:
         else:
             self.monitor.enter(view)
         endpoint = (HOST, 1) if rank == 0 else None
-        self.store.check_assignment(view.n, member, rank, size, size, endpoint=endpoint)
+        self.job.agreement.entering.check_assignment(view.n, member, rank, size, size, endpoint=endpoint)
         if endpoint is None and self.job.await_endpoint(rank, 60.0) is None:
             raise RuntimeError(f"{member} was told no endpoint")
         self.stamps.entered = time.monotonic()
@@ -325,21 +328,25 @@ class Ranks:
         self._shared: list[Connection] = []
         self._hearts: dict[int, Any] = {}
         self.slots = every
-        self.patience = Patience(PATIENCE, plan.timeout, PATIENCE, 1, hard=PATIENCE)
         self.terms: dict[str, object] = {"function": "train", "formation_size": plan.ranks}
-        self.settings = MonitorSettings(
+        self.settings = Limits(
             soft_timeout=PATIENCE,
             hard_timeout=PATIENCE,
             termination_grace_time=5.0,
-            interval=1.0,
-            watchdog_interval=1.0,
+            monitor_process_interval=1.0,
+            progress_watchdog_interval=1.0,
             heartbeat_interval=plan.interval,
             heartbeat_timeout=plan.timeout,
             barrier_timeout=PATIENCE,
+            completion_timeout=PATIENCE,
+            use_global_iteration=True,
+            max_same_faults=None,
         )
         stand_in = Threading(self.loop)
         for name, module in list(sys.modules.items()):
-            if name.startswith("ft_wrapper.monitor.") and hasattr(module, "threading"):
+            if name.startswith(("ft_wrapper.monitor.", "ft_wrapper.protocol.")) and hasattr(
+                module, "threading"
+            ):
                 module.threading = stand_in
         self._ranks = [Rank(self, slot) for slot in slots]
         self._barriers = 0
@@ -366,8 +373,8 @@ class Ranks:
             raise RuntimeError("in this version each rank has a heart of its own")
         node = slot // self._plan.node
         if node not in self._hearts:
-            from ft_wrapper.monitor.heart import Heart  # type: ignore[import-not-found, unused-ignore]
-            from ft_wrapper.store import keys
+            from ft_wrapper.protocol import keys
+            from ft_wrapper.protocol.heart import Heart  # type: ignore[import-not-found, unused-ignore]
 
             name = keys.shared_heart(f"{node:016x}")  # type: ignore[attr-defined, unused-ignore]
             self._hearts[node] = Heart(connect, name, self.settings)
@@ -404,7 +411,7 @@ class Ranks:
             here = store.get(f"{_LIST}/{name}").count(b",")  # a rank would take the list apart
             if here == self._plan.ranks:
                 store.set(f"{_FULL}/{name}", "1")
-            store.wait_for(f"{_FULL}/{name}", _NEVER)
+            store.hear(f"{_FULL}/{name}", _NEVER)
             rank.stamps.placed = time.monotonic()
 
         tasks = [functools.partial(come, rank) for rank in self._ranks]
@@ -426,7 +433,7 @@ class Ranks:
         gate = WireStore(Connection(self.loop, HOST, self._port))
 
         def begin() -> None:
-            gate.wait_for(go or "", _NEVER)
+            gate.hear(go or "", _NEVER)
             for task in tasks:
                 self.loop.start(task)
 

@@ -33,7 +33,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch.distributed
 from figures import duration, ratio, table
 
-from ft_wrapper.store import EtcdStore, TCPStore, TCPStoreServer, keys
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.operations import Append, Beat, Count, beats
+from ft_wrapper.store import EtcdStore, TCPStore, TCPStoreServer
 from ft_wrapper.testing import EtcdServer
 
 ETCD, TCP, TORCH = "EtcdStore", "TCPStore", "torch's TCPStore"
@@ -80,12 +82,15 @@ def _set(store: Any, own: str) -> None:
 
 
 def _append(store: Any, own: str, shared: str, number: int) -> None:
-    getattr(store, "log_append", store.append)(shared, "entry")
+    if hasattr(store, "execute"):
+        store.execute([Append(shared, "entry")])
+    else:
+        store.append(shared, "entry")
 
 
 def _count(store: Any, own: str, shared: str, number: int) -> None:
-    if hasattr(store, "count"):
-        store.count(shared)
+    if hasattr(store, "execute"):
+        store.execute([Count(shared)])
     else:
         store.add(shared, 1)
 
@@ -121,11 +126,11 @@ OPERATIONS = (
         lambda store, own: store.multi_set(_ten(own), [VALUE] * 10),
     ),
     Operation("multi_set of 10", lambda store, own, shared, number: store.multi_set(_ten(own), [VALUE] * 10)),
-    Operation("beat", lambda store, own, shared, number: store.beat(own, 15.0), only=(ETCD, TCP)),
+    Operation("beat", lambda store, own, shared, number: store.execute([Beat(own, 15.0)]), only=(ETCD, TCP)),
     Operation(
         "beats",
-        lambda store, own, shared, number: store.beats(own),
-        lambda store, own: store.beat(own, 60.0),
+        lambda store, own, shared, number: beats(store, own),
+        lambda store, own: store.execute([Beat(own, 60.0)]),
         only=(ETCD, TCP),
     ),
 )

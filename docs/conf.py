@@ -5,17 +5,26 @@ import sys
 
 import ft_wrapper
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))  # for the sequence diagrams
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # for the figures
 
 project = "ft_wrapper"
 author = "the ft_wrapper authors"
 copyright = author
 version = release = ft_wrapper.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sequence"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sequence",
+    "drawing",
+]
 exclude_patterns = ["_build", "mistakes.md"]  # the latter is a part of agreement.md
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_title = f"{project} {release}"
 
 myst_enable_extensions = ["colon_fence", "deflist"]

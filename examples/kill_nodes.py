@@ -73,8 +73,9 @@ from table import show_table
 
 from ft_wrapper import events
 from ft_wrapper.store import connect
-from ft_wrapper.store.etcd_address import DEFAULT_PREFIX, EtcdAddress
-from ft_wrapper.store.etcd_messages import Range, Span
+from ft_wrapper.store.address import DEFAULT_PREFIX, EtcdAddress
+from ft_wrapper.store.etcd_messages import Span
+from ft_wrapper.store.plan import connect_etcd
 from ft_wrapper.testing import EtcdServer
 from ft_wrapper.testing.ports import free_port
 
@@ -382,7 +383,7 @@ class NodeSamples(Samples):
         self.processes: list[tuple[float, int]] = []
         if run.shape.etcd is not None:
             every = EtcdAddress(run.shape.etcd.endpoints, f"{DEFAULT_PREFIX}/{run.job}".strip("/"))
-            self._stores = [every.connect(STORE_TIMEOUT)]
+            self._stores = [connect_etcd(every, STORE_TIMEOUT)]
             return
         (workers,) = set(re.findall(r"ftrun status (\S+)", run.printed()))
         self._stores = [connect(address, STORE_TIMEOUT) for address in (f"localhost:{run.port}", workers)]
@@ -566,8 +567,8 @@ def left_in(etcd: EtcdServer | None) -> list[str]:
     if etcd is None:
         return []
     with contextlib.closing(etcd.get_client()) as client:
-        every = Range(Span.prefix(DEFAULT_PREFIX.strip("/").encode()), keys_only=True)
-        return [kv.key.decode(errors="replace") for kv in client.range(every)]
+        every = client.read(Span.prefix(DEFAULT_PREFIX.strip("/").encode()), keys_only=True)
+        return [kv.key.decode(errors="replace") for kv in every]
 
 
 def times_back(run: Run) -> list[list[str]]:

@@ -343,12 +343,7 @@ def main() -> None:
 
     inject, plugins = no_fault, {}
     if args.faults:
-        from ft_wrapper.testing.inject_fault import (
-            InjectFinalize,
-            InjectInitialize,
-            Injector,
-            parse_faults,
-        )
+        from ft_wrapper.testing.inject_fault import InjectFinalize, InjectInitialize, Injector, parse_faults
 
         injector = Injector(parse_faults(args.faults), fired_dir=args.checkpoint_dir / "faults")
         inject = injector.check

@@ -14,13 +14,12 @@ from . import (
     store,
     terminate,
 )
+from ._version import __version__ as __version__
 from .call_wrapper import CallWrapper
 from .compose import Compose
 from .log_lines import install as _install_log_handler
 from .state import FrozenState, Mode, State
 from .wrapper import Wrapper
-
-__version__ = "0.1.0"
 
 _install_log_handler()
 

@@ -1,4 +1,4 @@
-"""Checks of what users pass to plug-ins: errors name the argument, its value and the way out."""
+"""Checks of what users pass to plug-ins: errors name the argument, its value and what to pass instead."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from typing import Any
 
 
 def as_int(name: str, value: Any, at_least: int) -> int:
-    """Returns a whole number that is at least so large.
-
-    Args:
-        name: name of the argument.
-        value: its value.
-        at_least: the smallest value allowed.
+    """Returns a whole number, checked.
 
     Raises:
         TypeError: it is no whole number.
-        ValueError: it is too small.
+        ValueError: it is less than ``at_least``.
     """
     if isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be an int, not a bool; pass a number, at least {at_least}")
@@ -34,16 +29,12 @@ def as_int(name: str, value: Any, at_least: int) -> int:
 
 
 def as_limit(name: str, value: Any, at_least: int) -> int | None:
-    """The same for an argument whose None means that there is no limit."""
+    """The same, where None means no limit."""
     return None if value is None else as_int(name, value, at_least)
 
 
 def as_timeout(name: str, value: Any) -> timedelta:
     """Returns a duration, given as ``timedelta`` or in seconds.
-
-    Args:
-        name: name of the argument.
-        value: its value.
 
     Raises:
         TypeError: it is no duration.
@@ -66,7 +57,7 @@ def as_timeout(name: str, value: Any) -> timedelta:
 
 
 def check_callable(name: str, value: Any, example: str) -> None:
-    """Raises TypeError unless the argument can be called; ``example`` shows one that can."""
+    """Raises TypeError unless the argument can be called; ``example`` shows a right one."""
     if not callable(value):
         raise TypeError(
             f"{name}={value!r} must be callable, not {type(value).__name__}; pass a function: {example}"

@@ -12,19 +12,19 @@ log = logging.getLogger(__name__)
 
 
 def owners_only(path: str, flags: int) -> int:
-    """Opens a file that, if it is made here, no one but its owner may read; for ``open(…, opener=…)``."""
+    """Opens a file; a new one only its owner may read. For ``open(…, opener=…)``."""
     return os.open(path, flags, 0o600)
 
 
 def check_open_files(more: int, who: str) -> None:
-    """Sees to it that this process may open as many files as it is going to.
+    """Checks that this process may open as many files as it is going to.
 
     Args:
         more: how many, beside those that are open.
-        who: what to call the process.
+        who: names the process in the error.
 
     Raises:
-        OSError: it may not (EMFILE). The message says how many it takes, and what to do.
+        OSError: it may not (EMFILE). The message says how many it needs, and what to do.
     """
     needed = len(os.listdir("/proc/self/fd")) + more
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -35,7 +35,7 @@ def check_open_files(more: int, who: str) -> None:
 
 
 def replace_broken_streams() -> None:
-    """Sends stdout and stderr to nowhere if their reader, a pipe's or a terminal, is gone.
+    """Sends stdout and stderr to /dev/null if their reader, of a pipe or a terminal, is gone.
 
     Otherwise each ``print`` raises, in a function that is restarted again and again.
     """

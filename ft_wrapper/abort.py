@@ -19,17 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from types import FrameType
 from typing import Any, TypeAlias
 
 import psutil
 
-from ft_wrapper import _gloo_sockets, _sockets
-from ft_wrapper._arguments import check_callable
-from ft_wrapper._gloo_sockets import close_aborted_sockets
-from ft_wrapper._process_groups import release_process_groups, wait_for_released_groups
-from ft_wrapper.monitor.frames import current_frames
-from ft_wrapper.state import FrozenState
+from ._arguments import check_callable
+from .state import FrozenState
+from .torch_groups import abort_all
+from .torch_groups.between import release_process_groups, wait_for_released_groups
+from .torch_groups.gloo import close_aborted_sockets
 
 __all__ = [
     "Abort",
@@ -96,19 +94,7 @@ class AbortTorchDistributed(Abort):
         Returns:
             The state.
         """
-        c10d = sys.modules.get("torch.distributed.distributed_c10d")
-        if c10d is None:
-            return state
-        # NCCL last: its abort has been known to hang, the other two only touch sockets.
-        for what, step in (
-            ("gloo", lambda: _gloo_sockets.shut_down_gloo_sockets(lambda: _size_being_made(c10d))),
-            ("the iteration's store", _abort_store_clients),
-            ("NCCL", lambda: _abort_nccl(c10d)),
-        ):
-            try:
-                step()
-            except Exception:
-                _logger.warning("could not abort %s", what, exc_info=True)
+        abort_all()
         return state
 
 
@@ -324,56 +310,3 @@ def _wait_for_end(running: dict[int, int], timeout: float) -> None:
         for pidfd, _ in ended:
             poll.unregister(pidfd)
             del running[pidfd]
-
-
-def _size_being_made(c10d: Any) -> int:
-    """Size, at most, of the group that some thread is making; 0 when none does."""
-    for frame in current_frames().values():
-        inner: FrameType | None = frame
-        while inner is not None:
-            code = inner.f_code
-            if code.co_name == "_new_process_group_helper" and code.co_filename == c10d.__file__:
-                size = os.environ.get("WORLD_SIZE", "")
-                default = c10d._world.default_pg
-                return default.size() if default is not None else int(size) if size.isdecimal() else 0
-            inner = inner.f_back
-    return 0
-
-
-def _abort_store_clients() -> None:
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if host and port.isdecimal():
-        _sockets.shut_down_clients(host, int(port))
-
-
-def _abort_nccl(c10d: Any) -> None:
-    if not c10d.is_nccl_available():
-        return
-    with_nccl = []
-    for group, _ in sorted(c10d._world.pg_names.items(), key=lambda item: str(item[1]), reverse=True):
-        backend = _nccl_backend(c10d, group)
-        if backend is not None:
-            with_nccl.append((group, backend))
-    if not with_nccl:
-        return
-    # All within one NCCL group, in the same order on every rank: aborting one communicator may wait for the
-    # abort of another. Between start and end nothing may return early.
-    first = with_nccl[0][1]
-    first._group_start()
-    try:
-        for group, _ in with_nccl:
-            try:
-                group.abort()
-            except Exception:
-                _logger.warning("could not abort NCCL group %r", group, exc_info=True)
-    finally:
-        first._group_end()
-
-
-def _nccl_backend(c10d: Any, group: Any) -> Any:
-    try:
-        backend = group._get_backend(c10d.torch.device("cuda"))
-    except RuntimeError:
-        return None
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-    return backend if isinstance(backend, c10d.ProcessGroupNCCL) else None

@@ -11,7 +11,7 @@ from .state import FrozenState
 from .store import PrefixStore
 
 if TYPE_CHECKING:
-    from .call import Call
+    from .restart.call import Call
 
 
 class CallWrapper:
@@ -19,7 +19,7 @@ class CallWrapper:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self.ping: Callable[[], None] = call.memory.make_ping()
+        self.ping: Callable[[], None] = call.own.memory.make_ping()
         """Says that the function makes progress. About 0.1 µs: it writes a time stamp and nothing else.
 
         From the first call in an iteration on, the function must go on calling it: a rank that does not for
@@ -44,10 +44,11 @@ class CallWrapper:
     @property
     def faults(self) -> tuple[InterruptionRecord, ...]:
         """What ended the previous iteration, the likeliest cause first; empty in the first one."""
-        view = self._call.job.view
+        member = self._call.own.member
+        view = member.view
         if view.n == view.first:
             return ()
-        records = self._call.job.store.faults_of(view.n - 1)
+        records = member.agreement.ends.faults_of(view.n - 1)
         return tuple(dict.fromkeys(by_blame(fault.record for fault in records)))
 
     def atomic(self) -> contextlib.AbstractContextManager[Any]:
@@ -59,12 +60,12 @@ class CallWrapper:
         Raises:
             RankShouldRestart: on entering, if the iteration has ended; at the end, if it ended meanwhile.
         """
-        return self._call.interrupter.atomic()
+        return self._call.own.interrupter.atomic()
 
     @contextlib.contextmanager
     def disable_hang_protection(self) -> Iterator[None]:
         """A block without ``soft_timeout`` and ``hard_timeout``, for work that may take long."""
-        memory = self._call.memory
+        memory = self._call.own.memory
         memory.hang_protection_disabled += 1
         try:
             yield

@@ -23,7 +23,7 @@ ENV = "FT_WRAPPER_EVENTS"
 def emit(event: str, **fields: Any) -> None:
     """Appends one record to the events file, if there is one; its owner alone may read it.
 
-    A file that cannot be written, for want of space for instance, is one line in the log and no error.
+    If the file cannot be written, when the disk is full say, that is one line in the log and no error.
 
     Args:
         event: what happened, one word: ``fault``, ``end``, ``abort``, ``arrive``, ``enter``, ``done`` …
@@ -52,7 +52,7 @@ def emit(event: str, **fields: Any) -> None:
         _report(path, str(error))
 
 
-@functools.lru_cache(maxsize=16)  # once for each trouble, not for each event
+@functools.lru_cache(maxsize=16)  # once for each error, not for each event
 def _report(path: str, trouble: str) -> None:
     log.warning("%s=%s: events are lost, and the job goes on: %s", ENV, path, trouble)
 

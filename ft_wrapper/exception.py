@@ -1,4 +1,6 @@
-"""Every error that a user can meet."""
+"""Every error that a user can meet, and how one is said in a line."""
+
+from __future__ import annotations
 
 
 class RestartError(Exception):
@@ -45,9 +47,33 @@ class TimeoutError(RestartError):
     """A wait of the wrapper took longer than its timeout. The message says who was missing."""
 
 
+class RankDiscarded(RestartError):
+    """This rank has no part in the job any more: there is no place for it, or the others go on without it."""
+
+
 class StoreError(RestartError):
     """The store that the ranks agree on failed. The message names its endpoint and the operation."""
 
 
 class StoreUnavailable(StoreError):
     """The store does not answer at this time, but may again: it is kept on several machines."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Says what was raised: the kind and the first line of the message, as a traceback's last line has it.
+
+    ``traceback.format_exception_only`` says the same, with more lines, and takes twenty times as long; the
+    others wait for this.
+
+    Args:
+        error: what was raised.
+    """
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("builtins", "__main__"):
+        name = f"{kind.__module__}.{name}"
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        lines = ["<exception str() failed>"]
+    return f"{name}: {lines[0]}" if lines else name

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ._arguments import as_timeout, check_callable
-from ._threaded import call_with_timeout, cuda_device
 from .state import FrozenState
+from .store.bounded import call_in_thread
+from .torch_groups import cuda_device
 
 
 class Finalize(abc.ABC):
@@ -91,10 +92,9 @@ class ThreadedFinalize(Finalize):
             self.fn(*self.args, **self.kwargs)
 
         name = getattr(self.fn, "__qualname__", None) or repr(self.fn)
-        call_with_timeout(
+        call_in_thread(
             call,
-            self.timeout,
-            name=f"{type(self).__name__}-{state.rank}",
             what=f"{type(self).__name__} on rank {state.rank}: fn={name}",
+            seconds=self.timeout.total_seconds(),
         )
         return state

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from ._arguments import as_limit, as_timeout
-from ._threaded import call_with_timeout, cuda_device
 from .exception import HealthCheckError, RestartError
 from .state import FrozenState
+from .store.bounded import call_in_thread
+from .torch_groups import cuda_device
 
 _logger = logging.getLogger(__name__)
 
@@ -83,11 +84,10 @@ class CudaHealthCheck(HealthCheck):
                 _logger.warning("rank %s: GPU %s: %s", state.rank, device, ex)
             torch.cuda.synchronize(device)
 
-        call_with_timeout(
+        call_in_thread(
             synchronize,
-            self.timeout,
-            name=f"{type(self).__name__}-{state.rank}",
             what=f"{type(self).__name__} on rank {state.rank}: torch.cuda.synchronize({device})",
+            seconds=self.timeout.total_seconds(),
         )
         return state
 
@@ -135,11 +135,10 @@ class GpuHealthCheck(HealthCheck):
             return state
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         problems: list[str] = []
-        call_with_timeout(
-            lambda: problems.extend(_problems(self._nvml, uuid)),
-            self.timeout,
-            name=f"{type(self).__name__}-{state.rank}",
+        problems = call_in_thread(
+            lambda: _problems(self._nvml, uuid),
             what=f"{type(self).__name__} on rank {state.rank}: asking NVML about {uuid}",
+            seconds=self.timeout.total_seconds(),
         )
         if problems:
             raise HealthCheckError(f"rank {state.rank}: {uuid} is not healthy: {'; '.join(problems)}")

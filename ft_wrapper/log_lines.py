@@ -1,4 +1,4 @@
-"""How a line of the log looks where the program has not said so: level, time, place, message."""
+"""How log lines look where the program has not set up logging: level, time, place, message."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _node: int | None = None
 
 
 def note_node(number: int) -> None:
-    """Says which node of the job this process speaks of, if the environment does not.
-
-    Args:
-        number: its rank among the nodes.
-    """
+    """Sets the node rank in the lines of this process, if the environment does not."""
     global _node
     _node = number
 
@@ -46,7 +42,7 @@ class LineFormatter(logging.Formatter):
 
 
 class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to stderr what Python would write there if no one had set up logging, with time and place.
+    """Writes to stderr what Python writes there if the program has not set up logging, with time and place.
 
     It is silent as soon as the program has handlers of its own, for all loggers or for this package's.
     """

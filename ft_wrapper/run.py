@@ -21,19 +21,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, Std
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from . import report as restarts
-from . import status
 from ._files import replace_broken_streams
+from .agent.classic_nodes import ClassicNodes
 from .agent.elastic import CannotStart, LocalElasticAgent, WorkerSpec
-from .agent.environment import Job
-from .agent.failure import report, write_own_error_file
-from .agent.meeting import meet
-from .agent.nodes import Nodes
+from .agent.ft_nodes import FtNodes
+from .agent.node_options import Meeting
+from .agent.nodes import End, Nodes, OneNode
 from .agent.options import Options, parse_args
-from .agent.ranks import End
-from .agent.standby import Program
+from .agent.outputs import report, write_own_error_file
+from .agent.policy import Policy
+from .agent.process import Job, Program
 from .log_lines import LineFormatter, note_node
+from .rendezvous.backends import DEFAULT_PORT, make_backend
+from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
+from .report import status
+from .store.address import address_of_this_node, is_this_host, loopback
 
 __all__ = ["main", "parse_args", "run"]
 
@@ -66,9 +73,8 @@ def run(options: Options) -> int:
             replace_broken_streams()
         except (OSError, CannotStart) as error:
             words = " ".join(str(error).split())
-            if isinstance(
-                error.__cause__ or error, socket.gaierror
-            ):  # it says neither which name nor what to do
+            if isinstance(error.__cause__ or error, socket.gaierror):
+                # It says neither which name nor what to do.
                 words += (
                     f"; see whether the endpoint and this host's own name, {socket.gethostname()}, can be "
                     "looked up here (/etc/hosts)"
@@ -124,6 +130,69 @@ class _Agent(LocalElasticAgent):
         if job.shares_processor():
             log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
         return job
+
+
+# How the nodes find each other -----------------------------------------------------------------------------
+
+
+def meet(options: Options) -> Nodes:
+    """This node's part among the others. Does not connect yet.
+
+    Args:
+        options: the job.
+    """
+    meeting = options.meeting
+    if meeting is None:
+        return OneNode(options.nproc_per_node, _address_alone(options.address), options.port)
+    if meeting.parameters.backend in (NAME, *ETCD_NAMES):
+        return _ft(options, meeting)
+    return _classic(options, meeting)
+
+
+def _address_alone(given: str) -> str:
+    """Where a node that is alone hosts its store: where the user says, if that is this host."""
+    if given and not is_this_host(given):
+        used = loopback()
+        log.warning("--master-addr %s leads to no address of this host: its ranks use %s", given, used)
+        return used
+    return given or loopback()
+
+
+def _ft(options: Options, meeting: Meeting) -> FtNodes:
+    settings, identity, how = read_parameters(meeting.parameters)
+    agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
+    # A node that says less agrees with nodes of a version that had no such options.
+    if options.active_world_size is not None:
+        agreed["active_world_size"] = str(options.active_world_size)
+    if options.spare_nodes:
+        agreed["spare_nodes"] = str(options.spare_nodes)
+    return FtNodes(
+        lambda: make_backend(meeting.parameters, how),
+        dataclasses.replace(settings, agreed=agreed),
+        identity,
+        replaces=options.policy is not Policy.GROUP,
+        exit_barrier_timeout=meeting.exit_barrier_timeout,
+    )
+
+
+def _classic(options: Options, meeting: Meeting) -> ClassicNodes:
+    given = meeting.parameters
+    host_name, _ = parse_rendezvous_endpoint(given.endpoint, DEFAULT_PORT)
+    address = given.local_addr or address_of_this_node(host_name)
+    parameters = RendezvousParameters(
+        given.backend, given.endpoint, given.run_id, given.min_nodes, given.max_nodes, address, **given.config
+    )
+    return ClassicNodes(
+        lambda: get_rendezvous_handler(parameters),
+        address=address,
+        nproc=options.nproc_per_node,
+        role=options.role,
+        monitor_interval=meeting.monitor_interval,
+        exit_barrier_timeout=meeting.exit_barrier_timeout,
+    )
+
+
+# Before and after ------------------------------------------------------------------------------------------
 
 
 def _report(options: Options, end: End) -> int:

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Protocol
 
-_TIMEOUT = timedelta(seconds=120)  # the wrapper's default for barrier_timeout
+from .settings import Limits
+
+_TIMEOUT = timedelta(seconds=Limits.barrier_timeout)
 
 
 class AgreesOnIterations(Protocol):

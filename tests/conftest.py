@@ -6,6 +6,8 @@ ft_wrapper. Signal handlers, environment variables, shared memory. After the who
 
 What is on its way out gets `GRACE` seconds; what is left then fails the test, and is removed so that no other
 test is blamed for it.
+
+With pytest-xdist each worker is such a run, with a mark of its own, and checks its own tests.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ft_wrapper.testing import EtcdServer
-from ft_wrapper.testing.etcd_server import EtcdNotFound
+if TYPE_CHECKING:
+    # Imported where it is used: a run that tests nothing of it need not import torch.
+    from ft_wrapper.testing import EtcdServer
+    from ft_wrapper.testing.etcd_server import EtcdNotFound
 
 MARK = "FT_WRAPPER_TEST_RUN"
 # Longer than termination_grace_time, for which a monitor tries to reach a store that ended with its job.
@@ -52,9 +57,12 @@ _run_id = uuid.uuid4().hex
 _first_seen: dict[tuple[int, str], str] = {}
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Marks all processes that will be started; a run within a run keeps the outer mark as well."""
     os.environ[MARK] = f"{os.environ.get(MARK, '')}:{_run_id}"
+    if _is_controller(config):
+        # Workers share the processor: torch's threads would wait for each other.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     # torch looks up the name of each peer's address; a lost answer would cost 5 s, longer than some timeouts.
     os.environ.setdefault("RES_OPTIONS", "use-vc timeout:1 attempts:1")
     # With it a print is several writes, between which other ranks' may come.
@@ -62,6 +70,11 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell's background job ignores Ctrl-C, and so would all that it starts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _is_controller(config: pytest.Config) -> bool:
+    """Whether the tests run in other processes, the workers of pytest-xdist."""
+    return bool(getattr(config.option, "tx", None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +107,7 @@ def leftovers(before: Snapshot) -> list[str]:
         *_left_threads(before, deadline),
         *_left_handlers(before),
         *_left_environment(before),
-        *_left_shared_memory(before),
+        *_left_shared_memory(before, deadline),
     ]
 
 
@@ -130,18 +143,38 @@ def nothing_left_behind_at_the_end() -> Iterator[None]:
 
 
 def _processes() -> list[psutil.Process]:
-    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    found = {pid: process for pid in _descendants(os.getpid()) if (process := _process(pid)) is not None}
     mark = f"{MARK}=".encode()
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) in found or int(entry) == os.getpid():
             continue
         try:
             environment = _environment_of(Path("/proc", entry))
-            if mark in environment and _run_id.encode() in environment:
-                found[int(entry)] = psutil.Process(int(entry))
-        except (OSError, psutil.NoSuchProcess):
+        except OSError:
             continue  # another user's, or gone
+        if mark in environment and _run_id.encode() in environment:
+            process = _process(int(entry))
+            if process is not None:
+                found[process.pid] = process
     return [process for process in found.values() if not _is_pythons_own(process)]
+
+
+def _descendants(pid: int) -> list[int]:
+    """The children of a process, and theirs: those whose environment does not tell."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # a thread that has ended
+                for child in map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()):
+                    found += [child, *_descendants(child)]
+    return found
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _environment_of(process: Path) -> bytes:
@@ -274,10 +307,14 @@ def _shared_memory() -> set[str]:
     return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
 
 
-def _left_shared_memory(before: Snapshot) -> list[str]:
-    new = _shared_memory() - before.shared_memory
-    # Other programs on this machine make files there, too, and use them.
-    return [f"shared memory {SHARED_MEMORY / name}" for name in sorted(new) if not _used_elsewhere(name)]
+def _left_shared_memory(before: Snapshot, deadline: float) -> list[str]:
+    # Other programs on this machine make files there, too, and use them: those of a test that another worker
+    # runs go with that test.
+    left = [name for name in sorted(_shared_memory() - before.shared_memory) if not _used_elsewhere(name)]
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)  # nothing tells when a file of another process goes
+        left = [name for name in left if not _used_elsewhere(name)]
+    return [f"shared memory {SHARED_MEMORY / name}" for name in left]
 
 
 def _used_elsewhere(name: str) -> bool:
@@ -338,6 +375,9 @@ def etcd_if_any() -> Iterator[EtcdServer | EtcdNotFound]:
 
     Whoever asks for `etcd` by ``getfixturevalue`` names this one, too: or it would seem to be left behind.
     """
+    from ft_wrapper.testing import EtcdServer
+    from ft_wrapper.testing.etcd_server import EtcdNotFound
+
     try:
         server = EtcdServer()
     except EtcdNotFound as error:
@@ -350,6 +390,8 @@ def etcd_if_any() -> Iterator[EtcdServer | EtcdNotFound]:
 @pytest.fixture
 def etcd(etcd_if_any: EtcdServer | EtcdNotFound) -> EtcdServer:
     """The same; where there is no etcd the test is skipped."""
+    from ft_wrapper.testing.etcd_server import EtcdNotFound
+
     if isinstance(etcd_if_any, EtcdNotFound):
         pytest.skip(str(etcd_if_any))
     return etcd_if_any

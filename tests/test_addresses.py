@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ft_wrapper._addresses import (
+from ft_wrapper.store.address import (
     address_of_this_node,
     host_port,
     is_loopback,

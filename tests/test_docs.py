@@ -1,14 +1,16 @@
-"""The pages are right: keys in "How ranks agree", options in "Launching a job", commands in "Testing"."""
+"""The pages are right: keys, figures, messages, defaults, options, commands."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import doctest
 import importlib
 import inspect
 import io
 import itertools
 import os
+import pydoc
 import re
 import runpy
 import shlex
@@ -21,8 +23,9 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
+from ft_wrapper import Wrapper
 from ft_wrapper.agent.command_line import make_parser
-from ft_wrapper.store import keys
+from ft_wrapper.protocol import keys
 
 DOCS = Path(__file__).parent.parent / "docs"
 PREFIX = f"ft_wrapper/{keys.THIS_VERSION}/"
@@ -77,6 +80,65 @@ def test_page_shows_every_diagram(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ElementTree.fromstring(sequence.draw(drawn)).tag.endswith("svg")
 
 
+# Messages, timeouts, figures, the README's diff ------------------------------------------------------------
+
+ROOT = DOCS.parent
+
+
+def sources() -> str:
+    """All code of the package, with what is spread over several string literals put together."""
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "ft_wrapper").rglob("*.py")))
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+def test_page_on_messages_quotes_lines_that_are_logged() -> None:
+    code = sources()
+    page = (DOCS / "messages.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page.partition("## Lines of a rank")[2], re.MULTILINE)
+    assert len(quoted) > 25
+    assert [line for line in quoted if line not in code] == []
+
+
+def test_page_on_timeouts_has_the_defaults() -> None:
+    page = (DOCS / "timeouts.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) s \|", page, re.MULTILINE)
+    assert len(rows) == 8
+    wrapper = Wrapper()
+    assert {name: getattr(wrapper, name).total_seconds() for name, _ in rows} == {
+        name: float(seconds) for name, seconds in rows
+    }
+
+
+def test_reference_names_what_there_is() -> None:
+    named = re.findall(r"^\.\. auto\w+:: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert len(named) > 25
+    assert [name for name in named if not pydoc.locate(name)] == []
+
+
+def test_pages_show_every_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    monkeypatch.delitem(sys.modules, "drawing", raising=False)
+    import drawing
+
+    shown = {
+        name for page in DOCS.glob("*.md") for name in re.findall(r"```\{drawing\} (\S+)", page.read_text())
+    }
+    assert shown == set(drawing.DRAWINGS)
+    for drawn in drawing.DRAWINGS.values():
+        assert ElementTree.fromstring(drawing.draw(drawn)).tag.endswith("svg")
+
+
+def test_readme_shows_the_difference_between_the_two_scripts() -> None:
+    """Of the lines that stay some are left out."""
+    before, after = ((ROOT / "examples" / f"ddp_{name}.py").read_text() for name in ("before", "after"))
+    body = [text[text.index("import os") :].splitlines() for text in (before, after)]
+    changes = [line for line in [*difflib.unified_diff(*body)][2:] if line[0] in "+-"]
+    (shown,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines = shown.splitlines()
+    assert [line for line in lines if line[0] in "+-"] == changes
+    assert {line[1:] for line in lines if line[0] == " "} <= set(body[0]) & set(body[1])
+
+
 # The table of options ------------------------------------------------------------------------------------
 
 
@@ -111,7 +173,7 @@ def test_table_is_what_its_program_writes(
     monkeypatch.setattr(table, "PAGE", copy)
     text = (DOCS / "launching.md").read_text()
     copy.write_text(
-        text.replace("| `none` | `none` |", "| `some` | `none` |").replace("so many ranks call", "few")
+        text.replace("| `none` | `none` |", "| `some` | `none` |").replace("how many ranks call", "few")
     )
     assert copy.read_text() != text
     wrong = table.on_page()
@@ -123,6 +185,16 @@ def test_table_is_what_its_program_writes(
     }
     if not make_parser().unknown():
         assert copy.read_text() == text
+
+
+def test_table_of_settings_is_what_its_program_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    monkeypatch.delitem(sys.modules, "settings", raising=False)
+    settings = importlib.import_module("settings")
+    assert settings.on_page() == settings.table(), "run python docs/settings.py"
+    for name in inspect.signature(Wrapper).parameters:
+        assert f"| `{name}` |" in settings.on_page()
+        assert f"\n    {name}: " in (Wrapper.__doc__ or "")
 
 
 # The page on testing: its files are written, its commands are run, and print what it says ------------------

@@ -463,3 +463,18 @@ def test_the_faults_in_the_function_depend_on_the_seed_alone() -> None:
     specs = kill_nodes.faults(3, 1.0, 3)
     assert specs == kill_nodes.faults(3, 1.0, 3) != kill_nodes.faults(4, 1.0, 3)
     assert len({spec.iteration for spec in parse_faults(specs)}) == 60 // kill_nodes.FAULT_EVERY
+
+
+# ddp_before.py, ddp_after.py ---------------------------------------------------------------------------
+
+
+def test_both_scripts_of_the_readme_end_with_the_same_loss(tmp_path: Path) -> None:
+    said = []
+    for launcher, name in ((TORCHRUN, "before"), (FTRUN, "before"), (FTRUN, "after")):
+        folder = tmp_path / f"{len(said)}"
+        folder.mkdir()
+        done = run(*launcher, "--nproc-per-node", 2, EXAMPLES / f"ddp_{name}.py", folder)
+        assert done.returncode == 0, done.stdout
+        said += re.findall(r"^loss \d\.\d{6}$", done.stdout, re.MULTILINE)
+        assert (folder / "checkpoint.pt").exists()
+    assert len(said) == 3 and len(set(said)) == 1

@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_wrapper import events
-from ft_wrapper._gloo_sockets import shut_down_gloo_sockets
 from ft_wrapper.abort import close_aborted_sockets
 from ft_wrapper.state import FrozenState, Mode
 from ft_wrapper.testing.inject_fault import (
@@ -37,6 +36,7 @@ from ft_wrapper.testing.inject_fault import (
     parse_faults,
     random_faults,
 )
+from ft_wrapper.torch_groups.gloo import shut_down_gloo_sockets
 
 RETURNED = 40  # a child's exit code: the fault came back
 INTERRUPTED = 41

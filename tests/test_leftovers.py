@@ -56,12 +56,13 @@ LEFT = {
 }
 
 
-def pytest_run(directory: Path, test: str) -> subprocess.CompletedProcess[str]:
+def pytest_run(directory: Path, *tests: str, workers: int = 0) -> subprocess.CompletedProcess[str]:
     # A short grace: nothing that is left here goes by itself.
     conftest = CONFTEST.read_text().replace("GRACE = 60.0", "GRACE = 0.2")
     assert "GRACE = 0.2" in conftest
     (directory / "conftest.py").write_text(conftest)
-    (directory / "test_it.py").write_text(test)
+    for number, test in enumerate(tests):
+        (directory / f"test_{number}.py").write_text(test)
     return subprocess.run(
         [
             sys.executable,
@@ -70,6 +71,7 @@ def pytest_run(directory: Path, test: str) -> subprocess.CompletedProcess[str]:
             "-q",
             "-p",
             "no:cacheprovider",
+            f"--numprocesses={workers}",
             "--rootdir",
             str(directory),
             str(directory),
@@ -90,6 +92,20 @@ def test_what_is_left_fails_the_test(tmp_path: Path, kind: str) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "left behind" in done.stdout
     assert message in done.stdout
+
+
+def test_workers_see_what_their_tests_leave(tmp_path: Path) -> None:
+    done = pytest_run(tmp_path, *(test for test, _ in LEFT.values()), workers=2)
+    for path in Path("/dev/shm").glob("ft_wrapper-left-*"):
+        path.unlink()
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [message for _, message in LEFT.values() if message not in done.stdout] == []
+
+
+def test_workers_that_leave_nothing_pass(tmp_path: Path) -> None:
+    tidy = "import subprocess\ndef test(): subprocess.run(['true'], check=True)\n"
+    done = pytest_run(tmp_path, tidy, tidy, workers=2)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_nothing_left_passes(tmp_path: Path) -> None:

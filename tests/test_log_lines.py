@@ -14,7 +14,7 @@ TIME = r"\d{4} \d\d:\d\d:\d\d\.\d{3}"
 
 def stderr_of(program: str, **environment: str) -> list[str]:
     """The lines that a program writes to stderr after it has imported the package."""
-    code = "import logging, sys, ft_wrapper\nlog = logging.getLogger('ft_wrapper.call')\n"
+    code = "import logging, sys, ft_wrapper\nlog = logging.getLogger('ft_wrapper.restart.call')\n"
     done = subprocess.run(
         [sys.executable, "-c", code + textwrap.dedent(program)],
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path)), **environment},

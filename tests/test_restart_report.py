@@ -5,7 +5,8 @@ import json
 import pytest
 
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.restart_report import duration, restart_line, waiting_line
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.report.restart import duration, restart_line, waiting_line
 from ft_wrapper.store import Fault, Member
 from ft_wrapper.testing.fake_store import FakeStore
 
@@ -56,7 +57,10 @@ def test_of_a_hang_the_odd_one_out_comes_first() -> None:
 
 def test_says_for_whom_a_restart_waits_and_how_long_at_the_most() -> None:
     store = FakeStore()
-    members = [store.register(slot, json.dumps({"host": "host7", "pid": 100 + slot})) for slot in range(9)]
+    members = [
+        Agreement(store).joining.register(slot, json.dumps({"host": "host7", "pid": 100 + slot}))
+        for slot in range(9)
+    ]
     assert waiting_line(store, members[:1], 8.5, 128.0) == (
         "the restart waits for slot 0 (on host7 pid 100) to leave the function: it is ended within 8.5 s if "
         "it hangs, or evicted within 2 min 8 s if its host is lost"

@@ -22,7 +22,7 @@ from typing import TextIO
 import pytest
 
 from ft_wrapper import events
-from ft_wrapper.agent.failure import Failure, in_order, report
+from ft_wrapper.agent.outputs import Failure, in_order, report
 from ft_wrapper.run import main, parse_args
 from ft_wrapper.store import TCPStore
 from ft_wrapper.testing.ports import free_port
@@ -439,13 +439,14 @@ def test_a_failure_that_the_job_finished_without_is_forgiven(
         rank = int(os.environ["RANK"])
         if rank == 1:
             sys.exit(9)
+        from ft_wrapper.protocol.agreement import Agreement
         from ft_wrapper.store import Member, TCPStore
         host, _, port = os.environ["FT_WRAPPER_STORE"].rpartition(":")
         store = TCPStore(host, int(port))
         me = Member(rank, 0)
-        store.join_first(me, [0, 2])
-        view, _ = store.await_first(me, [0, 2], 100)
-        store.end_iteration(view.n, sys.argv[1])
+        Agreement(store).joining.join_first(me, [0, 2])
+        view, _ = Agreement(store).joining.await_first(me, [0, 2], 100)
+        Agreement(store).ends.end_iteration(view.n, sys.argv[1])
         sys.exit(9 if rank == 2 and sys.argv[2] == "member fails" else 0)
     """)
     caplog.set_level(logging.INFO)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistStoreError
 
+from ft_wrapper.protocol.operations import claim, read
 from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer
 
 pytest.importorskip("greenlet")
@@ -36,18 +37,23 @@ def port() -> Iterator[int]:
 
 def use(store: StoreMixin) -> list[Any]:
     """Does every operation; returns all results."""
-    results: list[Any] = [store.check(["a"]), store.try_get("a")]
+    results: list[Any] = [store.check(["a"]), read(store, "a")]
     store.set("a", "1")
     store.append("log", "x" * 5000)
     store.append("log", "y")
     store.multi_set(["b", "c"], ["2", b"3"])
     results.append({"a", "b", "c", "log"} <= set(store.list_keys()))
-    results += [store.check(["a", "b", "c"]), store.get("log"), store.try_get("c"), store.add("count", 7)]
-    results += [store.compare_set("a", "1", "4"), store.compare_set("a", "1", "5"), store.claim("d", "6")]
-    results += [store.claim("d", "7"), store.delete_key("b"), store.delete_key("b"), store.wait_for("a", 5.0)]
+    results += [store.check(["a", "b", "c"]), store.get("log"), read(store, "c"), store.add("count", 7)]
+    results += [store.compare_set("a", "1", "4"), store.compare_set("a", "1", "5"), claim(store, "d", "6")]
+    results += [
+        claim(store, "d", "7"),
+        store.delete_key("b"),
+        store.delete_key("b"),
+        store.hear("a", 5.0),
+    ]
     with pytest.raises(DistStoreError):
         store.wait(["absent"], timedelta(milliseconds=1))
-    return [*results, store.wait_for("absent", 0.001), store.add("count", 1)]
+    return [*results, store.hear("absent", 0.001) is not None, store.add("count", 1)]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -163,6 +169,7 @@ def test_ranks_ask_what_counting_says_in_every_world(shared: bool) -> None:
         assert barrier[1] > barrier[0] + 100  # everyone reads the whole list: the contrast
 
 
+@pytest.mark.alone("it counts what is asked in a second")
 def test_quick_run_prints_and_draws(tmp_path: Path) -> None:
     picture = tmp_path / "static" / "scale.svg"
     output = run_benchmark("--quick", "--plot", str(picture))

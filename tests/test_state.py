@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ft_wrapper.exception import RestartError
+from ft_wrapper.protocol.agreement import Agreement
 from ft_wrapper.state import State
 from ft_wrapper.testing import FakeStore, Scheduler
 
@@ -87,14 +88,16 @@ def test_all_ranks_have_the_same_numbers_also_one_that_restarts(seed: int) -> No
         seen = numbers.setdefault(name, [state.iteration])
         while state.iteration < until:
             if seen[-1] == 2:
-                client.wait_for_end(2, seconds=60.0)  # until the one that is missing comes back
+                Agreement(client).ends.wait_for_end(
+                    2, seconds=60.0
+                )  # until the one that is missing comes back
             state.advance(client, timeout=TIMEOUT, is_coordinator=rank == 0)
             seen.append(state.iteration)
 
     def crash_and_come_back() -> None:
         train("rank 1", 1, until=1)
         client = store.clone("monitor 1")
-        client.log_death(1, client.newest_of(1), None, ends=True)
+        Agreement(client).ends.log_death(1, Agreement(client).joining.newest_of(1), None, ends=True)
         client.wait_for_global_iteration_ready(TIMEOUT, iteration=2)
         train("rank 1 again", 1, until=4)
 

@@ -22,8 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ft_wrapper import _torch_caches
-from ft_wrapper._process_groups import release_process_groups
+from ft_wrapper.torch_groups import forget as _torch_caches
+from ft_wrapper.torch_groups.between import release_process_groups
 
 FAST = "DTensor's fast cache"
 PROPAGATION = "DTensor's propagation caches"
@@ -251,7 +251,7 @@ def test_an_older_torch_need_not_have_them(
 
 def test_nothing_is_imported_for_it() -> None:
     code = (
-        "import sys, torch.distributed; from ft_wrapper import _torch_caches as caches;"
+        "import sys, torch.distributed; from ft_wrapper.torch_groups import forget as caches;"
         "before = set(sys.modules);"
         "caches.forget_old_ranks(); caches.forget_compiled_ranks(1, 4); caches.forget_compiled_ranks(0, 4);"
         "assert set(sys.modules) == before, set(sys.modules) - before"

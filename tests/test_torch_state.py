@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ft_wrapper import torch_state
+from ft_wrapper.restart import torch_state
 
 
 class Functions(TorchFunctionMode):

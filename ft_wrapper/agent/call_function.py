@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.utils.api import macros
 
 _CALL = "call.pickle"
-# What else `multiprocessing` tells its children is about itself, or is set by anyone who starts a rank.
+# The rest of what `multiprocessing` hands to its children is about itself, or a rank has it anyway.
 _PREPARATION = ("sys_path", "init_main_from_name", "init_main_from_path")
 
 

@@ -1,7 +1,7 @@
 """The other nodes, by any of torch's rendezvous handlers, in the way of torch's own agents.
 
-Every change of membership is a new round. No one tells this node of one: it asks `num_nodes_waiting` now and
-then. Single ranks are replaced within a round as with our own rendezvous; nodes are not.
+Every change of membership is a new round. Such a handler does not notify: this node asks `num_nodes_waiting`
+now and then. Single ranks are replaced within a round as with our own rendezvous; nodes are not.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from .._addresses import address_of_this_node, host_port, loopback
-from ..rendezvous.backend import WorkerStore
-from ..rendezvous.interruptible import interruptible
-from .background import bounded, in_background
-from .nodes import News, Nodes, What
-from .round import Round
+from ..rendezvous.workers import WorkerStore
+from ..store.address import address_of_this_node, host_port, loopback
+from ..store.bounded import bounded, call_in_thread, in_background
+from .nodes import News, Nodes, Round, What
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +40,8 @@ class ClassicNodes(Nodes):
 
     Args:
         make_handler: makes the handler; called with the first round.
-        address: how the other nodes reach this one; as the handler says when None. A node that is alone goes
-            on without one that can be looked up.
+        address: how the other nodes reach this one; as the handler says when None. A node that is alone need
+            not have one that can be looked up.
         port: where the store of the workers is to be, on the first node; 0 for a free port. Where the handler
             has it for a store of its own, a free one is taken.
         nproc: ranks of this node.
@@ -99,8 +97,9 @@ class ClassicNodes(Nodes):
         hosted = self._worker_store
         own = "" if hosted is None else host_port(hosted.address, hosted.port)
         store = _clone(info.store)
-        place = interruptible(
-            lambda: exchange(store, info.rank, info.world_size, self._nproc, self._role, own)
+        place = call_in_thread(
+            lambda: exchange(store, info.rank, info.world_size, self._nproc, self._role, own),
+            "exchange of places",
         )
         self._store, self._round = store, place
         self._start_asking(self._handler)
@@ -196,7 +195,7 @@ class ClassicNodes(Nodes):
 
 
 def exchange(store: Store, rank: int, size: int, nproc: int, role: str, address: str) -> Round:
-    """Tells the others what this node has, and learns its place among them; O(size) in all.
+    """Exchanges ranks and places with the other nodes; O(size) in all.
 
     As in torch's agents, the first node reads what all have written, and answers each of them.
 
@@ -253,7 +252,7 @@ def _get(store: Store, key: str, rank: int) -> str:
         raise
     except DistStoreError as error:
         raise RendezvousTimeoutError(
-            f"node {rank} has come to the round, but has not said how many ranks it has within "
+            f"node {rank} joined the round, but did not say how many ranks it has within "
             f"{EXCHANGE_TIMEOUT:g} s; see whether it runs"
         ) from error
 

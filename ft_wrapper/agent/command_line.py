@@ -1,28 +1,37 @@
-"""The command line of ``ftrun``: torchrun's options, as the installed torch has them, and our own."""
+"""The command line of ``ftrun``: torchrun's options, as the installed torch has them, and our own.
+
+`Parser` also reads single values; `ft_wrapper.agent.options` checks what they mean together.
+"""
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import importlib
 import os
+import signal
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.argparse_util import check_env, env
-from torch.distributed.run import get_args_parser
+from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.run import determine_local_world_size, get_args_parser
 
-from .. import __version__
-from ..rendezvous.backend import DEFAULT_PORT
+from .._version import __version__
+from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME
-from .defaults import EXIT_BARRIER_TIMEOUT, RANK_RESTARTS, SHUTDOWN_TIMEOUT, SIGNALS
-from .policy import Policy
+from .nodes import EXIT_BARRIER_TIMEOUT
+from .policy import RANK_RESTARTS, Policy
+from .signals import SHUTDOWN_TIMEOUT, SIGNALS
 
-DEFAULT_MONITOR_INTERVAL = 0.1  # torchrun's
-DEFAULT_RDZV_ID = "none"  # torchrun's
-DEFAULT_MASTER_ADDR = "127.0.0.1"  # torchrun's
-DEFAULT_MASTER_PORT = 29500  # torchrun's
-NO_HANDLER = "null"  # torchrun's, for events
+# torchrun's
+DEFAULT_MONITOR_INTERVAL = 0.1
+DEFAULT_RDZV_ID = "none"
+DEFAULT_MASTER_ADDR = "127.0.0.1"
+DEFAULT_MASTER_PORT = 29500
+NO_HANDLER = "null"  # for events
 
 NO_EFFECT = {
     "--event-log-handler": "events are written as JSON lines to the file that FT_WRAPPER_EVENTS names",
@@ -42,11 +51,7 @@ EXPLAINED = {
 
 
 def name(option: str) -> str:
-    """What an option is called in the result of parsing.
-
-    Args:
-        option: in full.
-    """
+    """What an option, spelled in full, is called in the result of parsing."""
     return option[2:].replace("-", "_")
 
 
@@ -67,12 +72,14 @@ OWN = "options that torchrun does not have"
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, and end the program with 2.
 
+    An error names the option, its value and the way out.
+
     Args:
         theirs: torchrun's parser, whose options it takes over.
         more: further arguments of `argparse.ArgumentParser`.
 
     Attributes:
-        warnings: what is to be told of the command line, though it will do; a line each.
+        warnings: what the user should know, though the command line will do; a line each.
     """
 
     def __init__(self, theirs: argparse.ArgumentParser, **more: Any) -> None:
@@ -85,19 +92,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"ftrun: error: {message}\n")
 
     def warn(self, message: str) -> None:
-        """Notes what the user should know, though it goes on.
-
-        Args:
-            message: names the option, its value and the consequence.
-        """
+        """Notes a warning, which names the option, its value and the consequence."""
         self.warnings.append(message)
 
     def has(self, option: str) -> bool:
-        """Whether there is such an option.
-
-        Args:
-            option: spelled in full.
-        """
+        """Whether there is such an option, spelled in full."""
         return option in self._option_string_actions
 
     def unknown(self) -> list[argparse.Action]:
@@ -117,6 +116,121 @@ class Parser(argparse.ArgumentParser):
         for match in [match for match in found if match[1] in self._theirs] or found:
             matches.setdefault(id(match[0]), match)
         return list(matches.values())
+
+    # Single values -------------------------------------------------------------------------------------
+
+    def nproc(self, value: str) -> int:
+        """Number of ranks of this node."""
+        try:
+            found: int = determine_local_world_size(value)
+        except ValueError as error:
+            self.error(
+                f"--nproc-per-node {value}: use a number of at least 1, cpu, gpu, xpu or auto ({error})"
+            )
+        if found < 1:
+            self.error(f"--nproc-per-node {value}: at least one rank is needed")
+        return found
+
+    def nodes(self, value: str) -> tuple[int, int]:
+        """The least and the most nodes."""
+        numbers = [_number(part) for part in value.split(":")]
+        least, most = numbers[0], numbers[-1]
+        if least is None or most is None or len(numbers) > 2:
+            self.error(f"--nnodes {value}: use a number, or the least and the most: 2:4")
+        if least < 1:
+            self.error(f"--nnodes {value}: at least one node is needed")
+        if least > most:
+            self.error(f"--nnodes {value}: the least, {least}, is more than the most, {most}; swap them")
+        return least, most
+
+    def count(self, option: str, value: str | None, default: int = 0) -> int:
+        """A number of at least 0; the default if there is no value."""
+        if value is None:
+            return default
+        number = _number(value)
+        if number is None or number < 0:
+            self.error(f"{option} {value}: use a number of at least 0")
+        return number
+
+    def port(self, option: str, value: str) -> int:
+        """A port; 0 for a free one."""
+        number = _number(value)
+        if number is None or not 0 <= number <= 65535:
+            self.error(f"{option} {value}: use a number up to 65535")
+        return number
+
+    def seconds(self, option: str, value: str) -> float:
+        """A duration."""
+        try:
+            found = float(value)
+        except ValueError:
+            self.error(f"{option} {value}: is not a number of seconds")
+        if not 0 <= found < float("inf"):
+            self.error(f"{option} {value}: must be at least 0 and finite")
+        return found
+
+    def streams(self, option: str, value: str, nproc: int) -> Std | dict[int, Std]:
+        """Which streams go elsewhere, for all ranks or by local rank."""
+        try:
+            found: Std | dict[int, Std] = Std.from_str(value)
+        except ValueError:
+            self.error(
+                f"{option} {value}: use 0, 1, 2 or 3, or local ranks with one of them each, as in 0:3,1:2"
+            )
+        if isinstance(found, dict):
+            self._warn_of_ranks(option, value, found, nproc)
+            return {rank: std for rank, std in found.items() if rank < nproc}
+        return found
+
+    def local_ranks(self, option: str, value: str, nproc: int) -> set[int] | None:
+        """Some of the local ranks; None if none were named."""
+        if not value:
+            return None
+        try:
+            ranks = {int(rank) for rank in value.split(",")}
+        except ValueError:
+            self.error(f"{option} {value}: use local ranks with commas between them, as in 0,1,2")
+        self._warn_of_ranks(option, value, ranks, nproc)
+        return ranks
+
+    def _warn_of_ranks(self, option: str, value: str, ranks: Iterable[int], nproc: int) -> None:
+        missing = sorted(rank for rank in ranks if not 0 <= rank < nproc)
+        if missing:
+            which = ", ".join(map(str, missing))
+            self.warn(
+                f"{option} {value}: there is no local rank {which} with --nproc-per-node {nproc}; that part "
+                "has no effect"
+            )
+
+    def signals(self, value: str) -> tuple[signal.Signals, ...]:
+        """Signals by their names."""
+        option, found = f"--signals-to-handle {value}", []
+        for text in map(str.strip, value.split(",")):
+            try:
+                signum = signal.Signals[text]
+            except KeyError:
+                self.warn(
+                    f"{option}: no signal is named {text!r}, so it is left out; the names are as in "
+                    "SIGTERM,SIGUSR1"
+                )
+                continue
+            if signum in (signal.SIGKILL, signal.SIGSTOP):
+                self.error(f"{option}: {text} cannot be handled by any program")
+            if signum == signal.SIGCHLD:
+                self.error(f"{option}: ftrun needs SIGCHLD to hear of its ranks")
+            found.append(signum)
+        return tuple(found)
+
+
+def _number(value: str) -> int | None:
+    """A whole number as torchrun takes it, with spaces around it and a sign; None if it is none."""
+    try:
+        return int(value)
+    except ValueError:
+        return None
+
+
+# The options -----------------------------------------------------------------------------------------------
 
 
 class _Help(argparse.HelpFormatter):
@@ -157,112 +271,95 @@ def make_parser() -> Parser:
         description="Starts the ranks of a job on this machine, which may be one of several, and hosts the "
         "store that they agree on. A rank of a wrapped job that dies is started again alone.",
         epilog="As under torchrun, options may be abbreviated, written with underscores, and set by a "
-        "variable: PET_NPROC_PER_NODE=2. 'ftrun status --help' and 'ftrun report --help' tell of these.",
+        "variable: PET_NPROC_PER_NODE=2. The commands have their own help: 'ftrun status --help', "
+        "'ftrun report --help'.",
     )
-    _add_what_differs(parser, parser.add_argument_group("options whose default or meaning is not torchrun's"))
+    _add_what_differs(parser)
     _add_what_torch_may_lack(parser)
-    _add_own(parser, parser.add_argument_group(OWN))
-    _explain(parser)
+    _add_own(parser)
+    for option, why in EXPLAINED.items():
+        parser._option_string_actions[option].help = why
+    for action in parser._get_positional_actions():
+        if action.dest == "training_script":
+            action.metavar, action.help = "script", "what each rank runs"
+        elif action.dest == "training_script_args":
+            action.metavar, action.help = "...", "its arguments"
     return parser
 
 
-def _add(parser: Parser, group: argparse._ArgumentGroup, option: str, **settings: Any) -> None:
-    """Adds an option; it takes the place of torchrun's, with all its spellings."""
+def _add(
+    parser: Parser, group: argparse._ArgumentGroup, option: str, metavar: str | None, help: str, **more: Any
+) -> None:
+    """Adds an option; it takes the place of torchrun's, with all its spellings. No metavar: it is a flag."""
     theirs = parser._option_string_actions.get(option)
-    group.add_argument(*(_spellings(option) if theirs is None else theirs.option_strings[:]), **settings)
+    names = _spellings(option) if theirs is None else theirs.option_strings[:]
+    if metavar is None:
+        group.add_argument(*names, help=help, action=check_env)
+    else:
+        group.add_argument(*names, help=help, **{"action": env, "metavar": metavar, "default": "", **more})
 
 
-def _add_what_differs(parser: Parser, group: argparse._ArgumentGroup) -> None:
-    _add(
-        parser,
-        group,
+def _spellings(option: str) -> tuple[str, ...]:
+    return (option, f"--{name(option)}") if "-" in option[2:] else (option,)
+
+
+def _add_what_differs(parser: Parser) -> None:
+    group = parser.add_argument_group("options whose default or meaning is not torchrun's")
+    add = functools.partial(_add, parser, group)
+    add(
         "--rdzv-backend",
-        action=env,
-        default=NAME,
-        metavar="NAME",
-        help=f"how the nodes find each other: {NAME}, which static is another name for; {ETCD_NAMES[0]}; or "
+        "NAME",
+        f"how the nodes find each other: {NAME}, which static is another name for; {ETCD_NAMES[0]}; or "
         f"one of torch's, c10d for instance (default: {NAME})",
+        default=NAME,
     )
-    _add(
-        parser,
-        group,
+    add(
         "--rdzv-endpoint",
-        action=env,
-        default="",
-        metavar="HOST:PORT",
-        help=f"where they do: with {NAME} and c10d the node of that name hosts the store (default port: "
-        f"{DEFAULT_PORT}); with {ETCD_NAMES[0]} all its members: HOST:PORT,HOST:PORT",
+        "HOST:PORT",
+        f"where they find each other: with {NAME} and c10d the node of that name hosts the store (default "
+        f"port: {DEFAULT_PORT}); with {ETCD_NAMES[0]} all its members: HOST:PORT,HOST:PORT",
     )
-    _add(
-        parser,
-        group,
-        "--standalone",
-        action=check_env,
-        help="this node alone: no option of the rendezvous counts",
-    )
-    _add(
-        parser,
-        group,
+    add("--standalone", None, "this node alone: the options of the rendezvous have no effect")
+    add(
         "--node-rank",
-        action=env,
-        default="",
-        metavar="N",
-        help="which node this is, from 0, and its --node-id: nodes are ranked in this order; with "
+        "N",
+        "which node this is, from 0, and its --node-id: nodes are ranked in this order; with "
         "--master-addr, node 0 hosts the rendezvous store; not with torch's rendezvous",
     )
-    _add(
-        parser,
-        group,
+    add(
         "--master-addr",
-        action=env,
-        default="",
-        metavar="HOST",
-        help="with --master-port another way to write --rdzv-endpoint HOST:PORT, which comes first "
+        "HOST",
+        "with --master-port another way to write --rdzv-endpoint HOST:PORT, which comes first "
         f"(default: {DEFAULT_MASTER_ADDR}); on one node, where the ranks' store listens",
     )
-    _add(
-        parser,
-        group,
+    add(
         "--master-port",
-        action=env,
-        default="",
-        metavar="PORT",
-        help=f"see there (default: {DEFAULT_MASTER_PORT}); on one node, the port of the ranks' store "
+        "PORT",
+        f"see --master-addr (default: {DEFAULT_MASTER_PORT}); on one node, the port of the ranks' store "
         "(default: a free one)",
     )
-    _add(
-        parser,
-        group,
+    add(
         "--monitor-interval",
-        action=env,
-        default=str(DEFAULT_MONITOR_INTERVAL),
-        metavar="SECONDS",
-        help=f"how often to look whether nodes wait, with torch's rendezvous; {NAME} and {ETCD_NAMES[0]} "
+        "SECONDS",
+        f"how often to look whether nodes wait, with torch's rendezvous; {NAME} and {ETCD_NAMES[0]} "
         f"tell, and the end of a rank is seen at once (default: {DEFAULT_MONITOR_INTERVAL:g})",
+        default=str(DEFAULT_MONITOR_INTERVAL),
     )
-    _add(
-        parser,
-        group,
+    add(
         "--max-restarts",
-        action=env,
+        "N",
+        "how often all ranks may be restarted; counted for all nodes together (default: 0)",
         default=None,
-        metavar="N",
-        help="how often all ranks may be restarted; counted for all nodes together (default: 0)",
     )
-    _add(
-        parser,
-        group,
+    add(
         "--shutdown-timeout",
-        action=env,
-        default=os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT)),
-        metavar="SECONDS",
-        help="from a forwarded signal, or the end of a group, to SIGKILL (default: "
+        "SECONDS",
+        "from a forwarded signal, or the end of a group, to SIGKILL (default: "
         f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else {SHUTDOWN_TIMEOUT:g})",
+        default=os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT)),
     )
-    _add(
-        parser,
-        group,
-        "--print-completion",
+    group.add_argument(
+        *_spellings("--print-completion"),
         action=_PrintCompletion,
         choices=("bash", "zsh", "tcsh"),
         help="print what the shell needs to complete the options of ftrun, and exit; takes the package shtab",
@@ -271,9 +368,8 @@ def _add_what_differs(parser: Parser, group: argparse._ArgumentGroup) -> None:
 
 def _add_what_torch_may_lack(parser: Parser) -> None:
     """Options of newer torchruns, for older ones; as they are in those that have them."""
-    for option, settings in {
+    lacking: dict[str, dict[str, Any]] = {
         "--signals-to-handle": {
-            "action": env,
             "default": ",".join(signum.name for signum in SIGNALS),
             "help": "signals that are forwarded to the ranks and end the job (default: %(default)s)",
         },
@@ -282,102 +378,68 @@ def _add_what_torch_may_lack(parser: Parser) -> None:
             "help": "each rank sees its own GPU only: CUDA_VISIBLE_DEVICES names it, and LOCAL_RANK is 0",
         },
         "--log-line-prefix-template": {
-            "action": env,
             "default": "",
             "help": "what --tee puts before each line, with ${role_name}, ${rank}, ${local_rank} and "
             "${hostname} in it (default: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else role and rank)",
         },
-        **{option: {"action": env, "default": ""} for option in NO_EFFECT},
-        "--event-log-handler": {"action": env, "default": NO_HANDLER},
-    }.items():
+        **{option: {"default": ""} for option in NO_EFFECT},
+        "--event-log-handler": {"default": NO_HANDLER},
+    }
+    for option, settings in lacking.items():
         if not parser.has(option):
-            parser.add_argument(*_spellings(option), **settings)  # type: ignore[arg-type]
+            parser.add_argument(*_spellings(option), **{"action": env, **settings})
 
 
-def _add_own(parser: Parser, group: argparse._ArgumentGroup) -> None:
+def _add_own(parser: Parser) -> None:
+    group = parser.add_argument_group(OWN)
+    add = functools.partial(_add, parser, group)
     group.add_argument(
         "--version",
         action="version",
         version=f"ftrun {__version__}, torch {torch.__version__}",
         help="say which versions of ftrun and torch these are",
     )
-    _add(
-        parser,
-        group,
+    add(
         "--restart-policy",
-        action=env,
-        default=Policy.AUTO.value,
-        metavar="POLICY",
-        help="when a rank fails: rank: it is started again alone; group: all are ended and restarted; "
+        "POLICY",
+        "when a rank fails: rank: it is started again alone; group: all are ended and restarted; "
         "auto: group, and rank once a wrapped job has formed (default: auto)",
+        default=Policy.AUTO.value,
     )
-    _add(
-        parser,
-        group,
+    add(
         "--max-rank-restarts",
-        action=env,
+        "N",
+        f"how often each rank may be started again alone (default: {RANK_RESTARTS})",
         default=None,
-        metavar="N",
-        help=f"how often each rank may be started again alone (default: {RANK_RESTARTS})",
     )
-    _add(
-        parser,
-        group,
+    add(
         "--active-world-size",
-        action=env,
+        "N",
+        "how many ranks call the function of a wrapped job; the others are hot spares (default: all)",
         default=None,
-        metavar="N",
-        help="so many ranks call the function of a wrapped job, the others are hot spares (default: all)",
     )
-    _add(
-        parser,
-        group,
+    add(
         "--spare-nodes",
-        action=env,
+        "K",
+        "K nodes beyond --nnodes take part: as many ranks as they have are hot spares (default: 0)",
         default="0",
-        metavar="K",
-        help="K nodes more than --nnodes says take part, and as many ranks as they have are hot spares "
-        "(default: 0)",
     )
-    _add(
-        parser,
-        group,
+    add(
         "--node-id",
-        action=env,
+        "ID",
+        "which node this is; started again with the same id it takes its own place (default: --node-rank, "
+        "else the number that SLURM or Kubernetes gave it, else a new one)",
         default=None,
-        metavar="ID",
-        help="which node this is; started again with the same id it takes its own place (default: "
-        "--node-rank, else the number that SLURM or Kubernetes gave it, else a new one)",
     )
-    _add(
-        parser,
-        group,
+    add(
         "--exit-barrier-timeout",
-        action=env,
+        "SECONDS",
+        f"how long a node whose ranks are done waits for the others (default: {EXIT_BARRIER_TIMEOUT:g})",
         default=str(EXIT_BARRIER_TIMEOUT),
-        metavar="SECONDS",
-        help=f"how long a node whose ranks are done waits for the others (default: {EXIT_BARRIER_TIMEOUT:g})",
     )
-    _add(
-        parser,
-        group,
+    add(
         "--no-standby",
-        action=check_env,
-        help="start each rank by itself, instead of forking it from a process that has imported torch "
-        "(always so with --no-python and PYTHON_EXEC)",
+        None,
+        "start each rank by itself, instead of forking it from a process that has imported torch (always so "
+        "with --no-python and PYTHON_EXEC)",
     )
-
-
-def _explain(parser: Parser) -> None:
-    """Says in the help what is not as torch says it there."""
-    for option, why in EXPLAINED.items():
-        parser._option_string_actions[option].help = why
-    for action in parser._get_positional_actions():
-        if action.dest == "training_script":
-            action.metavar, action.help = "script", "what each rank runs"
-        elif action.dest == "training_script_args":
-            action.metavar, action.help = "...", "its arguments"
-
-
-def _spellings(option: str) -> tuple[str, ...]:
-    return (option, f"--{name(option)}") if "-" in option[2:] else (option,)

@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import tempfile
 import time
 import traceback
@@ -35,21 +34,17 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from . import call_function
 from .classic_nodes import ClassicNodes
-from .defaults import EXIT_BARRIER_TIMEOUT, RANK_RESTARTS, SHUTDOWN_TIMEOUT, SIGNALS
-from .environment import LOCAL_RANK, Job
-from .failure import Failure
 from .group import Counts, Group
 from .health import health
-from .nodes import Inbox, Nodes, What
-from .orphans import adopted
-from .policy import Policy, RestartPolicy
-from .ranks import End, Ranks
-from .round import Round
+from .loop import Loop
+from .nodes import EXIT_BARRIER_TIMEOUT, End, Inbox, Nodes
+from .policy import RANK_RESTARTS, Policy, RestartPolicy
+from .process import LOCAL_RANK, Job, Program, adopted, program_of, python_program
 from .rounds import CannotStart, Workers, run_rounds
-from .signals import SignalQueue, queued
-from .standby import Program
-from .torch_events import agent_event, record_event, tell_end
+from .signals import SHUTDOWN_TIMEOUT, SIGNALS, queued
+from .torch_events import agent_event, process_failures, record_event, state_of, tell_end
 from .watchdog import watchdog
+from .whole_group import WholeGroup
 
 __all__ = [
     "CannotStart",
@@ -86,7 +81,7 @@ class SimpleElasticAgent(ElasticAgent):
     - UNHEALTHY: one has failed, and the others go on;
     - STOPPED: all are ended to be restarted, or were ended by a signal;
     - SUCCEEDED, FAILED: how it ended;
-    - UNKNOWN: `run` has raised an error half-way, and the agent can do no more.
+    - UNKNOWN: `run` has raised an error, and the agent can do no more.
 
     Args:
         spec: the workers; ``rdzv_handler`` is how this node meets the others, and is shut down at the end.
@@ -94,7 +89,7 @@ class SimpleElasticAgent(ElasticAgent):
         signals: what ends the workers.
 
     Raises:
-        ValueError: the spec asks for something that there is not here.
+        ValueError: the spec asks for what this agent cannot do.
     """
 
     def __init__(
@@ -137,7 +132,7 @@ class SimpleElasticAgent(ElasticAgent):
             log.error("%s", end.ended_by)
         values = self._return_values() if self._group.state is WorkerState.SUCCEEDED else {}
         workers = self._group.copy().workers
-        result = RunResult(self._group.state, values, _process_failures(end, workers[0].global_rank))
+        result = RunResult(self._group.state, values, process_failures(end, workers[0].global_rank))
         tell_end(self._group, result, self._run_seconds)
         return result
 
@@ -162,11 +157,11 @@ class SimpleElasticAgent(ElasticAgent):
     # For torch's launcher --------------------------------------------------------------------------------
 
     def get_event_succeeded(self) -> Event:
-        """That the agent has come to its end, whatever has become of the workers: an event of torch's."""
+        """An event of torch's: the agent has ended, however the workers ended."""
         return agent_event(self._group, "SUCCEEDED", run_seconds=self._run_seconds)
 
     def get_event_failed(self) -> Event:
-        """That the agent has raised an error, the one that is being handled: an event of torch's."""
+        """An event of torch's: the agent has raised the error that is being handled."""
         error = traceback.format_exc()
         return agent_event(self._group, "FAILED", run_seconds=self._run_seconds, raw_error=error)
 
@@ -208,7 +203,7 @@ class SimpleElasticAgent(ElasticAgent):
 
         Args:
             worker_group: the workers.
-            wakers: when one of these, all for `select`, can be read, the wait is over.
+            wakers: for `select`; the wait is over when one of them can be read.
 
         Returns:
             An empty dictionary when all have succeeded; failures by global rank as soon as there are any;
@@ -232,7 +227,7 @@ class SimpleElasticAgent(ElasticAgent):
         return str(self._spec.rdzv_handler.get_run_id())
 
     def _meet(self) -> Nodes:
-        """This node's part among the others; connects to no one."""
+        """This node's part among the others. Does not connect yet."""
         spec = self._spec
         return ClassicNodes(
             lambda: spec.rdzv_handler,
@@ -252,7 +247,7 @@ class SimpleElasticAgent(ElasticAgent):
             job: this one.
             cleanup: ends what still runs, and closes all, at the end.
         """
-        return _WholeGroup(self, self._group, nodes, cleanup)
+        return WholeGroup(self, self._group, nodes, cleanup)
 
     def _return_values(self) -> dict[int, Any]:
         """What the workers have returned, by global rank."""
@@ -281,8 +276,8 @@ class SimpleElasticAgent(ElasticAgent):
                 timer_file = cleanup.enter_context(watchdog(self._run_id()))
                 job = self._job(timer_file)
                 workers = self._open_workers(nodes, job, cleanup)
-                end = run_rounds(nodes, _Told(workers, self._group), signals)
-                self._group.become(_state(end))
+                end = run_rounds(nodes, workers, signals)
+                self._group.become(state_of(end))
                 return end
         except BaseException:
             self._group.become(WorkerState.UNKNOWN)
@@ -331,24 +326,22 @@ class LocalElasticAgent(SimpleElasticAgent):
     Args:
         spec: the workers.
         logs_specs: where their streams and errors go, `DefaultLogsSpecs` for instance.
-        start_method: ``spawn``; in torch's signature. No other is known.
+        start_method: ``spawn``, the only one; in torch's signature.
         exit_barrier_timeout: seconds for which the other nodes are waited for when all is done here.
         log_line_prefix_template: in front of each line that is shown from a log file, with ``${role_name}``,
             ``${rank}`` and ``${local_rank}`` put in; role and rank when None.
         shutdown_timeout: seconds from the signal that ends a worker to SIGKILL.
-        health_check_server: what answers health checks instead of this agent; stopped at the end. As torch's
-            launcher passes it.
-        uninterruptible_state_timeout: in torch's signature, and without effect, which a warning says: a
-            worker that hangs in the kernel is the business of the wrapper's ``hard_timeout``.
-        restart_policy: what is done when a worker fails: it is replaced alone, or all are restarted; AUTO
-            restarts all until they have formed a wrapped job, and then replaces.
+        health_check_server: as torch's launcher passes it: answers health checks; stopped at the end.
+        uninterruptible_state_timeout: in torch's signature, without effect: the wrapper's ``hard_timeout``
+            ends a worker that hangs in the kernel.
+        restart_policy: whether a worker that fails is replaced alone, or all are restarted; see `Policy`.
         max_rank_restarts: how often each worker may be replaced.
         standby: whether Python workers are forked from a process that has imported torch.
         signals: what is forwarded to the workers, and ends them.
 
     Raises:
         TypeError: a function that cannot be sent to the workers.
-        ValueError: the spec asks for something that there is not here.
+        ValueError: the spec asks for what this agent cannot do.
     """
 
     def __init__(
@@ -407,7 +400,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         program = self._program(cleanup)
         orphans = cleanup.enter_context(adopted())
         return cleanup.enter_context(
-            Ranks(
+            Loop(
                 program,
                 job,
                 RestartPolicy(self._restart_policy, self._spec.max_restarts, self._max_rank_restarts),
@@ -426,12 +419,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         entrypoint = self._spec.entrypoint
         assert entrypoint is not None
         if isinstance(entrypoint, str):
-            return _program(entrypoint, [str(argument) for argument in self._spec.args])
+            return program_of(entrypoint, [str(argument) for argument in self._spec.args])
         folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="ft_wrapper_call_"))
         call_function.write_call(folder, self._call)
         cleanup.callback(self._read_results, folder)
         module = call_function.__name__
-        return _python(module, [folder, LOCAL_RANK], is_module=True)
+        return python_program(module, [folder, LOCAL_RANK], is_module=True)
 
     def _read_results(self, folder: str) -> None:
         if self._group.state is not WorkerState.SUCCEEDED:
@@ -445,134 +438,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._returned
 
 
-class _Told:
-    """Workers whose starts are told to their group."""
-
-    def __init__(self, workers: Workers, group: Group) -> None:
-        self._workers = workers
-        self._group = group
-
-    def start(self, where: Round) -> None:
-        self._group.begin_round(where)
-        self._workers.start(where)
-        self._group.all_started()
-
-    def wait(self, signals: SignalQueue) -> End:
-        return self._workers.wait(signals)
-
-
-class _WholeGroup:
-    """Workers that are started and ended together, by the three methods of an agent."""
-
-    def __init__(self, agent: SimpleElasticAgent, group: Group, nodes: Nodes, cleanup: ExitStack) -> None:
-        self._agent = agent
-        self._group = group
-        self._nodes = nodes
-        self._restarts = 0
-        cleanup.callback(self._stop, signal.SIGKILL)
-
-    def start(self, where: Round) -> None:
-        if where.restarts is not None:
-            self._restarts = where.restarts
-        self._group.count_restarts(self._restarts)
-        for local_rank, worker_id in self._agent._start_workers(self._group.copy()).items():
-            self._group.started(local_rank, worker_id)
-
-    def wait(self, signals: SignalQueue) -> End:
-        while True:
-            failures = self._agent._wait_workers(self._group.copy(), (signals.fd, self._nodes.inbox))
-            if failures is None:
-                end = self._look_outside(signals)
-                if end is not None:
-                    return end
-            elif failures:
-                return self._fail(failures)
-            else:
-                for worker in self._group.copy().workers:
-                    self._group.ended(worker.local_rank)
-                return End([], None, [])
-
-    def _look_outside(self, signals: SignalQueue) -> End | None:
-        for signum in signals.read():
-            if signum in signals.ending:
-                self._nodes.leave(f"it was ended by {signal.Signals(signum).name}")
-                self._stop(signum)
-                return End([], signum, [])
-        for news in self._nodes.inbox.take():
-            if news.what is What.CLOSED:
-                continue  # the workers come to their own end
-            log.warning("%s", news.why)
-            ends = news.what in (What.OVER, What.LOST)
-            if not ends:
-                self._group.become(WorkerState.STOPPED)
-            self._stop(signal.SIGTERM)
-            return End([], None, [], again=not ends, ended_by=news.why if ends else "")
-        return None
-
-    def _fail(self, failures: dict[int, ProcessFailure]) -> End:
-        again = self._restarts < self._group.spec.max_restarts
-        first = self._group.copy().workers[0].global_rank
-        for rank in failures:
-            self._group.failed(rank - first)
-        if again:
-            self._restarts += 1
-            self._group.count_restarts(self._restarts)
-            self._group.become(WorkerState.STOPPED)
-        self._stop(signal.SIGTERM)
-        counted = [
-            Failure(rank, one.pid, one.exitcode, one.timestamp, one.message, "", error_file=_file(one))
-            for rank, one in failures.items()
-        ]
-        words = "" if again else f"rank {counted[0].rank}: {counted[0].how()}"
-        return End(counted, None, [], again=again, failed=words)
-
-    def _stop(self, signum: int) -> None:
-        self._agent._stop_workers(self._group.copy(), signum)
-
-
-def _state(end: End) -> WorkerState:
-    if end.signum is not None:
-        return WorkerState.STOPPED
-    failed = end.failures or end.ended_by or end.error_elsewhere
-    return WorkerState.FAILED if failed else WorkerState.SUCCEEDED
-
-
-def _process_failures(end: End, first_rank: int) -> dict[int, ProcessFailure]:
-    """The last failure of each rank that counts; the ranks in the order in which they failed first."""
-    found: dict[int, ProcessFailure] = {}
-    for failure in end.failures:
-        one = ProcessFailure(failure.rank - first_rank, failure.pid, failure.exitcode, failure.error_file)
-        if not failure.error_file:
-            one.timestamp = int(failure.when)
-            one.message = failure.error or one.message
-        found[failure.rank] = one
-    return found
-
-
-def _file(failure: ProcessFailure) -> str:
-    path: str = failure.error_file
-    return path if os.path.isfile(path) else ""
-
-
-def _program(entrypoint: str, arguments: list[str]) -> Program:
-    if entrypoint.endswith(".py"):
-        return _python(entrypoint, arguments)
-    rest = arguments[1:] if arguments[:1] == ["-u"] else arguments
-    if entrypoint == sys.executable and rest:
-        if rest[0] == "-m" and len(rest) > 1:
-            return _python(rest[1], rest[2:], is_module=True)
-        if rest[0].endswith(".py"):
-            return _python(rest[0], rest[1:])
-    return Program((entrypoint, *arguments))
-
-
-def _python(script: str, arguments: list[str], *, is_module: bool = False) -> Program:
-    flags = ("-u", "-m") if is_module else ("-u",)
-    return Program((sys.executable, *flags, script, *arguments), script, tuple(arguments), is_module)
-
-
 def _refuse(spec: WorkerSpec) -> None:
-    """Raises an error for what torch's specs can ask for, and no one does here: it is not ignored."""
+    """Raises an error for what torch's specs can ask for, and this agent cannot do."""
     without: Collection[tuple[str, str]] = (
         ("numa_options", "bind the workers in their own code"),
         ("duplicate_stdout_filters", "filter the log files"),

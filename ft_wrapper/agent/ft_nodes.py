@@ -1,6 +1,6 @@
 """The other nodes, by our own rendezvous (`ft_wrapper.rendezvous`).
 
-Under the policy ``group`` every change of membership is a new round: the node ends its ranks and comes again.
+Under the policy ``group`` every change of membership is a new round: the node ends its ranks and joins again.
 Once the ranks have formed a wrapped job, the agent of group rank 0 goes over to ``rank``: from then on nodes
 take and lose seats while the ranks of the others go on.
 """
@@ -18,20 +18,21 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
-from .._addresses import host_port
 from ..exception import StoreError, StoreUnavailable
-from ..rendezvous.backend import Backend
+from ..protocol import keys as names
+from ..protocol.agreement import Agreement
+from ..protocol.deaths import holders
+from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
 from ..rendezvous.operations import nodes_waiting
+from ..rendezvous.record import Node, Record, RoundPolicy, Seat
 from ..rendezvous.settings import Identity, Settings
-from ..rendezvous.state import GROUP, RANK, Node, Seat, State
-from ..store import StoreMixin, TCPStore
-from ..store import keys as names
-from .background import bounded, in_background
-from .deaths import holders, log_deaths
-from .nodes import News, Nodes, What
-from .round import Round
-from .watched_job import connect
+from ..store import StoreMixin, TCPStore, connect
+from ..store.address import host_port
+from ..store.bounded import bounded, in_background
+from .buried import log_deaths
+from .nodes import News, Nodes, Round, What
+from .policy import STORE_TIMEOUT
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ END_TIMEOUT = 15.0
 _LOOK_AGAIN = 10.0
 """Seconds after which a thread looks whether its round is still on."""
 _LOOK_AT_NODES = 300.0
-"""Seconds after which a wait for other nodes looks who they are: one may be out, and none left to say so."""
+"""Seconds after which a wait for other nodes looks who they are: one may be out without a notice."""
 _FOREVER = timedelta(days=14)  # torch counts a wait's milliseconds in 32 bits
 
 
@@ -82,7 +83,7 @@ class FtNodes(Nodes):
         self._out_of_reach = ""
         self._left_unheard = False
         # What the handler's threads look at: the term, and the record in which it began.
-        self._term: tuple[int, State] | None = None
+        self._term: tuple[int, Record] | None = None
         self._knows_that_formed = False
 
     # Rounds ------------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class FtNodes(Nodes):
             address = host_port(workers.master_addr, workers.master_port)
             agreed_in = handler.workers_store(joined.round)
             try:
-                store = connect(agreed_in or address)
+                store = connect(agreed_in or address, STORE_TIMEOUT)
                 break
             except StoreError:
                 # Its host may just have been lost: then the others notice, and there is another round.
@@ -120,17 +121,17 @@ class FtNodes(Nodes):
         try:
             where = round_of(joined, node, address, agreed_in)
             if where.formed:
-                predecessors = holders(store, _slots(joined.seat_of(node)))
+                predecessors = holders(Agreement(store), _slots(joined.seat_of(node)))
                 log_deaths(store, predecessors, f"node {node.id} has been started again", return_=True)
         finally:
             store.close()
-        # It may have been lost, and be back, in this agent or in another one.
+        # It may have been lost and be back, in this agent or in another one.
         for incarnation in range(max(0, node.incarnation - 2), node.incarnation + 1):
             info.store.delete_key(_done(dataclasses.replace(node, incarnation=incarnation)))
         self._agents, self._round = info.store, where
         self._knows_that_formed = where.formed
         self._term = (self.inbox.term, joined)
-        newest = handler.state
+        newest = handler.record
         if newest is not None:
             self._look(newest)  # what has changed meanwhile
         if where.group_rank == 0 and self._replaces and not where.formed:
@@ -145,7 +146,7 @@ class FtNodes(Nodes):
                     handler.adopt_rank_policy()
                 return
             except (StoreError, DistError, RendezvousError) as error:
-                state = handler.state
+                state = handler.record
                 passes = isinstance(error.__cause__ or error, StoreUnavailable)
                 if not passes or state is None or state.closed:
                     log.debug("the round ended before a job had formed", exc_info=True)
@@ -153,7 +154,7 @@ class FtNodes(Nodes):
 
     def _await_head(self, where: Round) -> bool:
         """Waits until the ranks of a round have formed a job; False if the round is over before."""
-        store = connect(where.store)
+        store = connect(where.store, STORE_TIMEOUT)
         if isinstance(store, TCPStore):
             # This node hosts it. It is closed with the round, and that ends the wait of torch's own client;
             # ours would try to find the store again.
@@ -163,7 +164,7 @@ class FtNodes(Nodes):
             return True
         try:
             while self._is_on(where):
-                if store.wait_for(names.HEAD, _LOOK_AGAIN):
+                if store.hear(names.HEAD, _LOOK_AGAIN) is not None:
                     return True
             return False
         finally:
@@ -195,13 +196,13 @@ class FtNodes(Nodes):
         return self._out_of_reach
 
     def have_formed(self) -> bool:
-        state = None if self._handler is None else self._handler.state
-        return state is not None and state.policy == RANK
+        state = None if self._handler is None else self._handler.record
+        return state is not None and state.policy is RoundPolicy.RANK
 
-    # Told by the handler's threads -------------------------------------------------------------------
+    # Called by the handler's threads -----------------------------------------------------------------
 
-    def _look(self, state: State) -> None:
-        """Told each record."""
+    def _look(self, state: Record) -> None:
+        """Called with each record."""
         self._out_of_reach = ""
         began, handler = self._term, self._handler
         if began is None or handler is None or handler.node is None:
@@ -209,7 +210,7 @@ class FtNodes(Nodes):
         term, joined = began
         if state.version < joined.version:
             return
-        if state.policy == RANK and not self._knows_that_formed:
+        if state.policy is RoundPolicy.RANK and not self._knows_that_formed:
             self._knows_that_formed = True
             log.info("a job has formed: from now on nodes are replaced while the others go on")
         news = what_follows(state, handler.node, joined.round)
@@ -221,7 +222,7 @@ class FtNodes(Nodes):
             self.inbox.put(self._term[0], News(What.LOST, f"the rendezvous store is lost: {error}"))
 
     def _unseated(self, seats: tuple[Seat, ...]) -> None:
-        """This node has taken others out. Called in the thread that keeps it alive, so another one works."""
+        """This node has evicted others. Called in the thread that keeps it alive, so another one works."""
         handler, agents, where = self._handler, self._agents, self._round
         if handler is None or agents is None or where is None:
             return
@@ -234,12 +235,12 @@ class FtNodes(Nodes):
         state = handler.refresh()
         for seat in seats:
             if seat.occupant is not None and state.place_of(seat.occupant) is None:
-                agents.set(_done(seat.occupant), "lost")  # who waits for all to be done waits no more
-        if state.policy != RANK:
+                agents.set(_done(seat.occupant), "lost")  # the exit barrier does not wait for it any more
+        if state.policy is not RoundPolicy.RANK:
             return  # all ranks are restarted, or their store went with the node
-        store = connect(address)
+        store = connect(address, STORE_TIMEOUT)
         try:
-            dead = [(seat, holders(store, _slots(seat))) for seat in seats]
+            dead = [(seat, holders(Agreement(store), _slots(seat))) for seat in seats]
             # Read after these: a node that is given a seat logs them itself, before it starts others.
             state = handler.refresh()
             for seat, members in dead:
@@ -263,13 +264,18 @@ class FtNodes(Nodes):
         bounded("leaving the rendezvous", lambda: self._leave(handler, why), LEAVE_TIMEOUT)
 
     def _leave(self, handler: FtRendezvousHandler, why: str) -> None:
-        seat, node, state, where = handler.seat, handler.node, handler.state, self._round
+        seat, node, state, where = handler.seat, handler.node, handler.record, self._round
         store: StoreMixin | None = None
         try:
             dead = []
-            if state is not None and state.policy == RANK and seat is not None and where is not None:
+            if (
+                state is not None
+                and state.policy is RoundPolicy.RANK
+                and seat is not None
+                and where is not None
+            ):
                 store = connect(where.store, timedelta(seconds=LEAVE_TIMEOUT / 2))
-                dead = holders(store, _slots(seat))
+                dead = holders(Agreement(store), _slots(seat))
             if self._agents is not None and node is not None:
                 self._agents.set(_done(node), "left")
             handler.leave()
@@ -296,9 +302,9 @@ class FtNodes(Nodes):
         handler, where = self._handler, self._round
         assert handler is not None
         assert where is not None
-        state = handler.state
+        state = handler.record
         hosts = handler.is_host or (where.group_rank == 0 and not where.agreed_in)
-        needed = hosts or state is None or state.policy == GROUP
+        needed = hosts or state is None or state.policy is RoundPolicy.GROUP
         if as_host_only and not needed:
             return False
         timeout = None if as_host_only else self._exit_barrier_timeout
@@ -316,7 +322,7 @@ class FtNodes(Nodes):
             self.inbox.put(term, News(What.CLOSED, why))
 
     def finish(self) -> None:
-        """Closes all, if no one has yet: who waits as a spare ends then, too."""
+        """Closes the rendezvous, unless it is closed: spare nodes that wait end then, too."""
         self._term = None
         handler = self._handler
         if handler is not None:
@@ -326,7 +332,7 @@ class FtNodes(Nodes):
         self._term = None
         handler = self._handler
         if handler is not None:
-            is_over = handler.state is not None and handler.state.closed
+            is_over = handler.record is not None and handler.record.closed
             if self._left_unheard or self._out_of_reach:
                 self._end("leaving", handler.abandon)
             else:
@@ -338,7 +344,7 @@ class FtNodes(Nodes):
         bounded(what, end, END_TIMEOUT)
 
 
-def what_follows(state: State, node: Node, round_number: int) -> News | None:
+def what_follows(state: Record, node: Node, round_number: int) -> News | None:
     """What a node that has ranks running does about a record; None: nothing.
 
     Args:
@@ -353,13 +359,13 @@ def what_follows(state: State, node: Node, round_number: int) -> News | None:
             return News(What.COME, f"this node ({node}) was taken out of the rendezvous")
         return News(What.COME, "the nodes meet again")
     empty = [seat.last for seat in state.seats if seat.occupant is None]
-    if state.policy == GROUP and empty:
+    if state.policy is RoundPolicy.GROUP and empty:
         return News(What.GONE, f"node {', '.join(empty)} is lost")
     return None
 
 
 def _await_all(handler: FtRendezvousHandler, timeout: float | None) -> str:
-    """Waits until all nodes that take part are done; returns who is not in time, in words."""
+    """Waits until all nodes that take part are done; says in words which are late."""
     node = handler.node
     assert node is not None
     agents = handler.agents_store()
@@ -381,7 +387,7 @@ def _await_all(handler: FtRendezvousHandler, timeout: float | None) -> str:
             return f"not waited for any longer, after {timeout:g} s: node {', '.join(map(str, waited_for))}"
 
 
-def round_of(state: State, node: Node, address: str, agreed_in: str = "") -> Round:
+def round_of(state: Record, node: Node, address: str, agreed_in: str = "") -> Round:
     """A node's place in a round.
 
     Args:
@@ -405,7 +411,7 @@ def round_of(state: State, node: Node, address: str, agreed_in: str = "") -> Rou
         role_world_size=sum(other.nproc for other in same),
         formation_size=state.formation_size,
         restarts=state.restarts,
-        formed=state.policy == RANK,
+        formed=state.policy is RoundPolicy.RANK,
         node=node.id,
         agreed_in=agreed_in,
     )
@@ -416,7 +422,7 @@ def _slots(seat: Seat | None) -> range:
     return range(seat.base_slot, seat.base_slot + seat.nproc)
 
 
-def _is_empty(state: State, seat: Seat) -> bool:
+def _is_empty(state: Record, seat: Seat) -> bool:
     return any(other.base_slot == seat.base_slot and other.occupant is None for other in state.seats)
 
 
@@ -425,4 +431,4 @@ def _done(node: Node) -> str:
 
 
 def _ignore(told: bool) -> None:
-    """Whether the others could be told is logged already."""
+    """Whether the others were notified is logged already."""

@@ -14,8 +14,8 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.metrics.api import put_metric
 
-from .._addresses import split_host_port
-from .round import Round
+from ..store.address import split_host_port
+from .nodes import Round
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Group:
             copied.workers = [_copy(worker) for worker in self._group.workers]
             return copied
 
-    # What is told ---------------------------------------------------------------------------------------
+    # Notes ---------------------------------------------------------------------------------------------
 
     def begin_round(self, where: Round) -> None:
         """All workers are about to be started.

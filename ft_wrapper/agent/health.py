@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import http.server
 import json
 import logging
 import math
 import os
-import select
-import selectors
 import socket
 import socketserver
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import TORCHELASTIC_HEALTH_CHECK_PORT
 
@@ -28,6 +26,7 @@ from .group import Group
 from .nodes import Inbox
 
 if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
     from prometheus_client.core import Metric
 
 log = logging.getLogger(__name__)
@@ -37,83 +36,58 @@ DEFAULT_TIMEOUT = 60.0
 """Seconds; as in torch's agent. The loop may be busy ending ranks for more than ten."""
 _CLIENT_TIMEOUT = 10.0  # seconds for which a client may keep its connection without a word
 _TOO_MANY_FILES = 1.0  # seconds until another try
+_NEVER = 3600.0  # seconds between two looks whether to end: `Health.__exit__` wakes the thread
 
 
-class Health(http.server.ThreadingHTTPServer):
+class Health(socketserver.ThreadingMixIn, WSGIServer):
     """Answers in a thread for each request, and waits for connections in one of its own. A context manager.
 
     Args:
         port: where; 0 for a free one.
         timeout: seconds within which the loop has to answer.
-        group: what is told of.
+        group: the workers.
         inbox: which wakes the loop.
 
     Raises:
         OSError: the port is taken, or not allowed.
     """
 
-    daemon_threads = False  # they are waited for
     request_queue_size = 32
 
     def __init__(self, port: int, timeout: float, group: Group, inbox: Inbox) -> None:
         super().__init__(("", port), _Handler)
-        self.answer_timeout = timeout
-        self.group = group
+        self.set_app(application(group, inbox, timeout))
         self._inbox = inbox
         self._lock = threading.Lock()
-        self._asking: set[threading.Event] = set()
         self._connections: set[socket.socket] = set()
-        self._stopped = False
-        self.socket.setblocking(False)
-        self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._serve, name="ft_wrapper-health")
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self.serve_forever, args=(_NEVER,), name="ft_wrapper-health")
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # http.server's looks this machine's name up, too
         self.server_name, self.server_port = "", self.port
+        self.setup_environ()
 
     def __enter__(self) -> Health:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._stopped = True
-            for asking in self._asking:
-                asking.set()
-            for connection in self._connections:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RD)
-        self._wake.close()
-        self._thread.join()
-        self._woken.close()
-        self.server_close()
+        with self._inbox.unattended():  # those that ask whether the loop is alive get their answer
+            self._ending.set()
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which does not poll
+            self.shutdown()
+            self._thread.join()
+            with self._lock:
+                for connection in self._connections:
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RD)
+            self.server_close()  # waits for the threads of all requests
 
     @property
     def port(self) -> int:
         """Where it listens."""
         return int(self.server_address[1])
-
-    def is_alive(self) -> bool:
-        """Wakes the main loop, and waits for its answer."""
-        asking = self._inbox.knock()
-        with self._lock:
-            if self._stopped:
-                return True  # it is just ending
-            self._asking.add(asking)
-        try:
-            return asking.wait(self.answer_timeout)
-        finally:
-            with self._lock:
-                self._asking.discard(asking)
-
-    def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            selector.register(self.socket, selectors.EVENT_READ)
-            while not self._stopped:
-                if any(key.fileobj is self.socket for key, _ in selector.select()):
-                    self.handle_request()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
@@ -122,19 +96,13 @@ class Health(http.server.ThreadingHTTPServer):
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 # The connection stays where it is, and would wake us again at once.
                 log.warning("health endpoint: %s; it answers again when there are fewer", error.strerror)
-                end = select.poll()
-                end.register(self._woken, select.POLLIN)
-                end.poll(_TOO_MANY_FILES * 1000)
+                self._ending.wait(_TOO_MANY_FILES)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            is_late = self._stopped
             self._connections.add(request)
-        if is_late:
-            self.shutdown_request(request)
-        else:
-            super().process_request(request, client_address)
+        super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
@@ -145,31 +113,37 @@ class Health(http.server.ThreadingHTTPServer):
         log.debug("health endpoint: a request of %s failed", client_address, exc_info=True)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server: Health
+class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_TIMEOUT
-
-    def do_GET(self) -> None:
-        if self.path.split("?")[0] == "/metrics":
-            self._answer(*_metrics(self.server.group))
-            return
-        alive = self.server.is_alive()
-        body = json.dumps({"alive": alive, **facts(self.server.group)})
-        self._answer(200 if alive else 503, "application/json", body.encode())
-
-    def _answer(self, status: int, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("health endpoint: " + format, *args)
 
 
+def application(group: Group, inbox: Inbox, timeout: float) -> WSGIApplication:
+    """What answers requests.
+
+    Args:
+        group: the workers.
+        inbox: which wakes the loop.
+        timeout: seconds within which the loop has to answer.
+    """
+    metrics = _metrics(group)
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] == "/metrics":
+            return metrics(environ, start_response)
+        alive = inbox.knock().wait(timeout)
+        body = json.dumps({"alive": alive, **facts(group)}).encode()
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+        start_response("200 OK" if alive else "503 Service Unavailable", headers)
+        return [body]
+
+    return answer
+
+
 def facts(group: Group) -> dict[str, Any]:
-    """What is told of the workers.
+    """What a health check answers about the workers.
 
     Args:
         group: the workers.
@@ -192,7 +166,7 @@ def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
     """Answers for a while, if the environment says at which port.
 
     Args:
-        group: what is told of.
+        group: the workers.
         inbox: wakes the main loop.
 
     Returns:
@@ -270,11 +244,16 @@ class _Collector:
         yield state
 
 
-def _metrics(group: Group) -> tuple[int, str, bytes]:
+def _metrics(group: Group) -> WSGIApplication:
     try:
-        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+        from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError:
-        return 404, "text/plain", b"install ft-wrapper[prometheus] for metrics\n"
+        return _without_metrics
     registry = CollectorRegistry()
     registry.register(_Collector(group))
-    return 200, CONTENT_TYPE_LATEST, generate_latest(registry)
+    return make_wsgi_app(registry)
+
+
+def _without_metrics(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    start_response("404 Not Found", [("Content-Type", "text/plain")])
+    return [b"install ft-wrapper[prometheus] for metrics\n"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 
-from .._addresses import without_brackets
-from ..rendezvous.backend import DEFAULT_PORT
+from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
-from . import values
+from ..store.address import without_brackets
 from .command_line import DEFAULT_MASTER_ADDR, DEFAULT_MASTER_PORT, DEFAULT_RDZV_ID, Parser
 from .policy import Policy
 
@@ -26,7 +26,7 @@ class Meeting:
 
     Args:
         parameters: of the rendezvous; torch's.
-        monitor_interval: seconds between two looks whether nodes are waiting, where no one tells.
+        monitor_interval: seconds between two looks whether nodes wait, with handlers that do not notify.
         exit_barrier_timeout: seconds for which a node whose ranks are done waits for the others.
     """
 
@@ -35,44 +35,18 @@ class Meeting:
     exit_barrier_timeout: float
 
 
-@dataclasses.dataclass(frozen=True)
-class NodeOptions:
-    """The nodes, and which of their ranks call the function.
-
-    Args:
-        meeting: how this node finds the others; None if there are none.
-        active_world_size: so many ranks call the function of a wrapped job; None: all.
-        spare_nodes: so many of the nodes have hot spares only.
-        address: what the user calls this node if it is alone; empty if nothing.
-        port: where the ranks' store is if it is alone; 0 for a free port.
-    """
-
-    meeting: Meeting | None
-    active_world_size: int | None
-    spare_nodes: int
-    address: str = ""
-    port: int = 0
-
-
-def read_nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy) -> NodeOptions:
-    """Reads and checks all that is about nodes.
-
-    Args:
-        parser: says what is wrong.
-        args: the arguments.
-        nproc: number of ranks of this node.
-        policy: what is done about a rank that fails.
-    """
-    least, most = values.nodes(parser, args.nnodes)
+def read_nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy) -> dict[str, Any]:
+    """All that is about nodes, as fields of `Options`."""
+    least, most = parser.nodes(args.nnodes)
     spares = _spare_nodes(parser, args, policy)
     if args.standalone:
         _check_standalone(parser, args, least, spares)
         most = 1
     active = _active_world_size(parser, args, most, nproc, spares)
-    monitor_interval = values.seconds(parser, "--monitor-interval", args.monitor_interval)
+    monitor_interval = parser.seconds("--monitor-interval", args.monitor_interval)
     if monitor_interval == 0:
         parser.error("--monitor-interval 0: must be more than 0")
-    barrier = values.seconds(parser, "--exit-barrier-timeout", args.exit_barrier_timeout)
+    barrier = parser.seconds("--exit-barrier-timeout", args.exit_barrier_timeout)
     is_alone = args.standalone or (most + spares == 1 and not args.rdzv_endpoint)
     if not args.standalone:
         _check_backend(parser, args)
@@ -82,16 +56,17 @@ def read_nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Pol
         _warn_of_what_is_superfluous(parser, args)
         # As torchrun, which has a free one with --standalone; a script may name it: init_method="tcp://…".
         port = 0 if args.standalone or not args.master_port else int(args.master_port)
-        return NodeOptions(None, active, 0, without_brackets(args.master_addr), port)
+        return {"active_world_size": active, "address": without_brackets(args.master_addr), "port": port}
     endpoint = _endpoint(parser, args, master, spares)
     if args.rdzv_backend in ETCD_NAMES and args.rdzv_id == DEFAULT_RDZV_ID:
         parser.error(f"--rdzv-backend {args.rdzv_backend} needs --rdzv-id ID: it tells the jobs there apart")
     parameters = _parameters(parser, args, endpoint, least, most + spares, nproc)
-    return NodeOptions(Meeting(parameters, monitor_interval, barrier), active, spares)
+    meeting = Meeting(parameters, monitor_interval, barrier)
+    return {"active_world_size": active, "spare_nodes": spares, "meeting": meeting}
 
 
 def _spare_nodes(parser: Parser, args: argparse.Namespace, policy: Policy) -> int:
-    spares = values.count(parser, "--spare-nodes", args.spare_nodes, 0)
+    spares = parser.count("--spare-nodes", args.spare_nodes)
     if spares == 0:
         return 0
     if args.active_world_size is not None:
@@ -119,7 +94,7 @@ def _active_world_size(
         return most * nproc
     if args.active_world_size is None:
         return None
-    active = values.count(parser, "--active-world-size", args.active_world_size, 0)
+    active = parser.count("--active-world-size", args.active_world_size)
     if active < 1:
         parser.error(f"--active-world-size {active}: at least one rank has to call the function")
     if active > most * nproc:
@@ -152,7 +127,7 @@ def _check_backend(parser: Parser, args: argparse.Namespace) -> None:
 def _check_node_rank(parser: Parser, args: argparse.Namespace, most: int, is_alone: bool) -> None:
     if not args.node_rank:
         return
-    rank = values.count(parser, "--node-rank", args.node_rank, 0)
+    rank = parser.count("--node-rank", args.node_rank)
     if args.rdzv_backend not in (STATIC, *OURS):
         return  # a platform sets it in any case; torchrun does not use it then, either
     # torchrun looks for the others of this one node, in vain, if there is a port to look at.
@@ -172,7 +147,7 @@ def _check_node_rank(parser: Parser, args: argparse.Namespace, most: int, is_alo
 def _master(parser: Parser, args: argparse.Namespace) -> str:
     """The endpoint, as torchrun's static rendezvous has it; empty if there is none."""
     port = args.master_port or str(DEFAULT_MASTER_PORT)
-    values.port(parser, "--master-port", port)
+    parser.port("--master-port", port)
     if not args.master_addr and not args.master_port:
         return ""
     return f"{args.master_addr or DEFAULT_MASTER_ADDR}:{int(port)}"
@@ -201,7 +176,7 @@ def _warn_of_what_is_superfluous(parser: Parser, args: argparse.Namespace) -> No
 
 
 def _endpoint(parser: Parser, args: argparse.Namespace, master: str, spares: int) -> str:
-    """Where the nodes meet: if no one says, where torchrun's do."""
+    """Where the nodes meet; where torchrun's do if the user does not say."""
     if args.rdzv_endpoint:
         return str(args.rdzv_endpoint)
     what = f"--nnodes {args.nnodes}" + (f" with --spare-nodes {spares}" if spares else "")

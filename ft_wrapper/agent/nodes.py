@@ -11,25 +11,114 @@ import socket
 import threading
 from collections.abc import Iterator
 
-from .._addresses import host_port, loopback
 from ..exception import StoreError
 from ..store import TCPStoreServer
-from .round import Round, alone
+from ..store.address import host_port, loopback
+from .outputs import Failure
+
+EXIT_BARRIER_TIMEOUT = 300.0
+"""Seconds for which a node whose ranks are done waits for the others, by default; as in torch's agents."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One formation of the job, as one node sees it: from one start of all ranks to the next.
+
+    Args:
+        address: ``host:port`` of the store that the ranks of all nodes use.
+        world_size: ranks of all nodes.
+        base_rank: the first rank of this node, and its slot; those of the others follow.
+        group_rank: this node's number.
+        group_world_size: number of nodes.
+        role_rank: number of the first rank of this node among those of the same role.
+        role_world_size: ranks of this role on all nodes.
+        formation_size: ranks that the job began with; more may have come later.
+        restarts: how often all ranks were restarted, if that is known for all nodes; None if each agent
+            counts for itself.
+        formed: whether the ranks have formed a wrapped job already, which those of this node are to join.
+        node: what to call this node in messages; empty if there is no other.
+        agreed_in: address of the store in which wrapped ranks agree, if that is another one; it outlives all
+            nodes then.
+    """
+
+    address: str
+    world_size: int
+    base_rank: int
+    group_rank: int
+    group_world_size: int
+    role_rank: int
+    role_world_size: int
+    formation_size: int
+    restarts: int | None = None
+    formed: bool = False
+    node: str = ""
+    agreed_in: str = ""
+
+    @property
+    def store(self) -> str:
+        """Address of the store in which wrapped ranks agree."""
+        return self.agreed_in or self.address
+
+    def rank(self, local_rank: int) -> int:
+        """The rank, and slot, of one of this node's ranks."""
+        return self.base_rank + local_rank
+
+
+def alone(address: str, nproc: int) -> Round:
+    """The round of a job on one node: its ranks are all there are."""
+    return Round(address, nproc, 0, 0, 1, 0, nproc, nproc)
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How the ranks of this node ended, for a round or for good.
+
+    Args:
+        failures: those that count, in the order of happening.
+        signum: the signal that ended the job, or None.
+        forgiven: those that the job finished without.
+        again: whether all are to be restarted, in the next round.
+        failed: why the job cannot go on, on any node; empty if it can, or has finished.
+        ended_by: why another node has ended the job; empty if none has.
+        error_elsewhere: the error of another node's rank that ended the job, if that is why all failed here.
+        lost: whether no rank of this node is left in a job that goes on elsewhere.
+        closed: whether the other nodes have stopped waiting for each other.
+        node: what this node is called; empty if there is no other.
+    """
+
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+    signum: int | None = None
+    forgiven: list[Failure] = dataclasses.field(default_factory=list)
+    again: bool = False
+    failed: str = ""
+    ended_by: str = ""
+    error_elsewhere: str = ""
+    lost: bool = False
+    closed: bool = False
+    node: str = ""
+
+
+# The others ------------------------------------------------------------------------------------------------
 
 
 class What(enum.Enum):
-    """What news from the other nodes are about."""
+    """What news from the other nodes is about."""
 
     COME = enum.auto()
     """All nodes meet again: this one ends its ranks, and takes part in the next round."""
     GONE = enum.auto()
-    """A node is lost, or has left. The same, unless the ranks of this node have done all they had to."""
+    """A node is lost, or has left. The same, unless the ranks of this node are done."""
     OVER = enum.auto()
     """The job has failed: this node ends its ranks."""
     LOST = enum.auto()
-    """No one can be asked any more. The same, unless the ranks of this node have done all they had to."""
+    """The rendezvous is lost. The same, unless the ranks of this node are done."""
     CLOSED = enum.auto()
-    """The job has ended, and no one is waited for any more."""
+    """The job has ended: the nodes do not wait for each other any more."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether it ends the ranks of this node for good."""
+        return self in (What.OVER, What.LOST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +135,7 @@ class News:
 
 
 class Inbox:
-    """News that other threads have put here, as something that one can wait for with other things."""
+    """News that other threads have put here; one can `select` on it."""
 
     def __init__(self) -> None:
         self._items: collections.deque[tuple[int, News]] = collections.deque()
@@ -60,7 +149,7 @@ class Inbox:
         self._knocks: list[threading.Event] = []
 
     def fileno(self) -> int:
-        """Readable when there are news."""
+        """Readable when there is news."""
         return self._read_end.fileno()
 
     @property
@@ -69,7 +158,7 @@ class Inbox:
         return self._term
 
     def begin_term(self) -> None:
-        """From now on only news of this new round count."""
+        """From now on only news of this new round counts."""
         with self._lock:
             self._term += 1
 
@@ -77,7 +166,7 @@ class Inbox:
         """Adds news; from any thread, and without harm after the end.
 
         Args:
-            term: the round that they belong to.
+            term: the round that it belongs to.
             news: what there is.
         """
         with self._lock:
@@ -99,10 +188,10 @@ class Inbox:
             return items
 
     def knock(self) -> threading.Event:
-        """Wakes anyone who waits for news; from any thread.
+        """Wakes the loop that waits for news; from any thread.
 
         Returns:
-            An event that is set once he has looked; or at once, where no one is supposed to.
+            An event that is set once the loop has looked; or at once, while it is not supposed to look.
         """
         answered = threading.Event()
         with self._lock:
@@ -115,7 +204,7 @@ class Inbox:
 
     @contextlib.contextmanager
     def unattended(self) -> Iterator[None]:
-        """For a while no one looks: something else is waited for, with a timeout of its own."""
+        """For a while the loop does not look: it waits for something else, with a timeout of its own."""
         with self._lock:
             self._attended = False
             self._answer()
@@ -126,7 +215,7 @@ class Inbox:
                 self._attended = True
 
     def close(self) -> None:
-        """Lets go of the sockets."""
+        """Closes the sockets."""
         with self._lock:
             self._open = False
             self._answer()
@@ -168,7 +257,7 @@ class Nodes(abc.ABC):
         """
 
     def has_place(self) -> bool:
-        """Whether this node is known to have its place among the others at this time. Bounded.
+        """Whether this node is known to have its place among the others now. Bounded.
 
         Asked before a rank is started again: where the others have taken the node out, it may not know yet,
         and another one may have its ranks.
@@ -176,10 +265,7 @@ class Nodes(abc.ABC):
         return True
 
     def out_of_reach(self) -> str:
-        """Why it could not be found out for long whether this node has its place; empty if it could.
-
-        From memory: about the last look that has ended.
-        """
+        """Why `has_place` could not find out; empty if it could. From memory: of the last look that ended."""
         return ""
 
     def have_formed(self) -> bool:
@@ -204,10 +290,10 @@ class Nodes(abc.ABC):
 
     @abc.abstractmethod
     def await_others(self, *, as_host_only: bool) -> bool:
-        """This node has nothing to do any more: begins to wait for the others, who may be busy yet.
+        """This node is done: begins to wait for the others, which may be busy yet.
 
         Args:
-            as_host_only: this node's ranks are lost; it stays only if the others cannot do without it.
+            as_host_only: this node's ranks are lost; it stays only if the others need what it hosts.
 
         Returns:
             Whether they are waited for: the end comes as news, `What.CLOSED`.
@@ -215,10 +301,10 @@ class Nodes(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """All is done, or this node is needed no more: ends its part. Bounded."""
+        """All is done, or this node is not needed any more: ends its part. Bounded."""
 
     def close(self) -> None:
-        """Lets go of everything, whatever state it is in."""
+        """Closes everything, whatever state it is in."""
         self.inbox.close()
 
 

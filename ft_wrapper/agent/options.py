@@ -1,4 +1,4 @@
-"""The command line of ``ftrun``: read, and checked before anything is started."""
+"""What ``ftrun``'s command line asks for, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 
-from . import values
-from .command_line import DEFAULT_RDZV_ID, NO_EFFECT, NO_HANDLER, Parser, make_parser, name
-from .defaults import RANK_RESTARTS
-from .logs import PREFIX_ENV
+from .command_line import (
+    DEFAULT_RDZV_ID,
+    NO_EFFECT,
+    NO_HANDLER,
+    Parser,
+    make_parser,
+    name,
+)
 from .node_options import Meeting, read_nodes
-from .policy import Policy
-from .standby import Program
+from .outputs import PREFIX_ENV
+from .policy import RANK_RESTARTS, Policy
+from .process import Program, python_program
 
 __all__ = ["Meeting", "Options", "parse_args"]
 
@@ -101,10 +106,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     args = parser.parse_args(argv)
     args.rdzv_id = args.rdzv_id or DEFAULT_RDZV_ID  # torchrun's static rendezvous needs no name
     _warn_of_what_has_no_effect(parser, args)
-    nproc = values.nproc(parser, args.nproc_per_node)
-    log_dir: str | None = args.log_dir or None
-    if log_dir and log_dir != os.devnull and os.path.exists(log_dir) and not os.path.isdir(log_dir):
-        parser.error(f"--log-dir {log_dir}: is a file; name a directory")
+    nproc = parser.nproc(args.nproc_per_node)
+    _check_log_dir(parser, args)
     policy = _policy(parser, args)
     _check_devices(parser, args, nproc)
     nodes = read_nodes(parser, args, nproc, policy)
@@ -113,27 +116,29 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         program=_program(parser, args),
         script=args.training_script,
         role=args.role,
-        log_dir=log_dir,
-        redirects=values.streams(parser, "--redirects", args.redirects, nproc),
-        tee=values.streams(parser, "--tee", args.tee, nproc),
-        local_ranks_filter=values.local_ranks(parser, "--local-ranks-filter", args.local_ranks_filter, nproc),
-        signals=values.signals(parser, args.signals_to_handle),
-        shutdown_timeout=values.seconds(parser, "--shutdown-timeout", args.shutdown_timeout),
+        log_dir=args.log_dir or None,
+        redirects=parser.streams("--redirects", args.redirects, nproc),
+        tee=parser.streams("--tee", args.tee, nproc),
+        local_ranks_filter=parser.local_ranks("--local-ranks-filter", args.local_ranks_filter, nproc),
+        signals=parser.signals(args.signals_to_handle),
+        shutdown_timeout=parser.seconds("--shutdown-timeout", args.shutdown_timeout),
         policy=policy,
-        max_restarts=values.count(parser, "--max-restarts", args.max_restarts, 0),
-        max_rank_restarts=values.count(parser, "--max-rank-restarts", args.max_rank_restarts, RANK_RESTARTS),
+        max_restarts=parser.count("--max-restarts", args.max_restarts),
+        max_rank_restarts=parser.count("--max-rank-restarts", args.max_rank_restarts, RANK_RESTARTS),
         standby=not args.no_standby,
         logs_specs=_logs_specs(parser, args.logs_specs),
         virtual_local_rank=bool(args.virtual_local_rank),
-        active_world_size=nodes.active_world_size,
-        spare_nodes=nodes.spare_nodes,
-        meeting=nodes.meeting,
-        address=nodes.address,
-        port=nodes.port,
         run_id="" if args.standalone or args.rdzv_id == DEFAULT_RDZV_ID else args.rdzv_id,
         log_line_prefix=args.log_line_prefix_template or os.environ.get(PREFIX_ENV) or None,
         warnings=tuple(parser.warnings),
+        **nodes,
     )
+
+
+def _check_log_dir(parser: Parser, args: argparse.Namespace) -> None:
+    path = args.log_dir
+    if path and path != os.devnull and os.path.exists(path) and not os.path.isdir(path):
+        parser.error(f"--log-dir {path}: is a file; name a directory")
 
 
 def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> None:
@@ -190,12 +195,12 @@ def _program(parser: Parser, args: argparse.Namespace) -> Program:
             "--no-python and --module contradict each other: a module needs python; drop one of them"
         )
     if args.no_python:
-        program = shutil.which(script)
-        if program is None:
+        path = shutil.which(script)
+        if path is None:
             parser.error(
                 f"script {script}: no such program, or not executable (--no-python runs it without python)"
             )
-        return Program((program, *arguments))
+        return Program((path, *arguments))
     if args.module:
         # Another Python has other modules, and says itself what it misses.
         if python is None and not _module_exists(script):
@@ -204,12 +209,11 @@ def _program(parser: Parser, args: argparse.Namespace) -> Program:
             )
     elif not os.path.exists(script):
         parser.error(f"script {script}: no such file in {os.getcwd()}; for a module's name give -m")
-    flags = ("-u", "-m") if args.module else ("-u",)
-    command = (python or sys.executable, *flags, script, *arguments)
+    program = python_program(script, arguments, is_module=args.module, python=python)
     # Another Python may have another torch, or none; and compiled files are left to Python itself.
     if python is not None or script.endswith(".pyc"):
-        return Program(command)
-    return Program(command, script, arguments, args.module)
+        return Program(program.command)
+    return program
 
 
 def _policy(parser: Parser, args: argparse.Namespace) -> Policy:

@@ -1,12 +1,42 @@
-"""What is done when the process of a rank has failed. Decides only, and does nothing."""
+"""What is done when the process of a rank has failed, and what the ranks' store says of the job.
+
+`RestartPolicy` decides only; `JobInStore` reads only.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Protocol
 
-from .budget import RankBudget
+from torch.distributed import DistError
+
+from .. import store
+from ..exception import StoreError, StoreUnavailable
+from ..protocol import keys
+from ..protocol.agreement import Agreement
+from ..protocol.operations import read
+from ..protocol.records import DONE
+from ..store import Member
+
+log = logging.getLogger(__name__)
+
+# Seconds before a replacement in a crash loop. A process that lived for SETTLED was in none.
+FIRST_DELAY = 0.5
+LONGEST_DELAY = 30.0
+SETTLED = 5.0
+
+RANK_RESTARTS = 10
+"""How often each rank may be started again alone, by default."""
+STORE_TIMEOUT = timedelta(seconds=10)
+"""For a store that an agent hosts, and which answers at once if it can."""
+_AGAIN = timedelta(seconds=1)  # for the next question to a store that was out of reach just now
 
 
 class Policy(enum.Enum):
@@ -20,8 +50,8 @@ class Policy(enum.Enum):
     """When a process fails, all are ended and restarted."""
 
 
-class Action(enum.Enum):
-    """What is done."""
+class Remedy(enum.Enum):
+    """What is done about a failure."""
 
     REPLACE = enum.auto()
     """Its process is started again, alone."""
@@ -38,18 +68,18 @@ class Verdict:
     """What is to be done.
 
     Args:
-        action: what.
+        remedy: what.
         why: for people.
         delay: seconds before it is done.
     """
 
-    action: Action
+    remedy: Remedy
     why: str
     delay: float = 0.0
 
 
 class WatchedJob(Protocol):
-    """What there is to know of the job that the ranks form by themselves."""
+    """What there is to know of the job that the ranks form by themselves. A question may take seconds."""
 
     def has_formed(self) -> bool:
         """Whether the ranks are, or were, a wrapped job: its first iteration was decided."""
@@ -59,6 +89,46 @@ class WatchedJob(Protocol):
 
     def has_given_up(self, slot: int, pid: int) -> bool:
         """Whether a slot's process has left it for good."""
+
+    def ended_by(self, slot: int, pid: int) -> str:
+        """What ended the job, if a slot's process left it because of another rank's error."""
+
+    def finished_with(self) -> dict[int, int | None] | None:
+        """Who was in the job when it ended well: by slot the process, None where that is not known.
+
+        Those that had died by then are left out. None if the job has not ended well.
+        """
+
+
+class RankBudget:
+    """The replacements that a rank still has.
+
+    The first one comes at once. While replacements die soon after they started, each further one waits twice
+    as long as the one before.
+
+    Args:
+        replacements: how many there are.
+    """
+
+    def __init__(self, replacements: int) -> None:
+        self.left = replacements
+        self._quick = 0  # deaths in a row, each soon after the start
+
+    def spend(self, lived: float, *, is_first: bool) -> float | None:
+        """Takes one out.
+
+        Args:
+            lived: seconds for which the process that has died had run.
+            is_first: whether it was the rank's first process, from which no crash loop can be told.
+
+        Returns:
+            Seconds to wait before the replacement is started; None if there is none left.
+        """
+        if self.left == 0:
+            return None
+        self.left -= 1
+        self._quick = 0 if is_first or lived >= SETTLED else self._quick + 1
+        return 0.0 if self._quick == 0 else min(FIRST_DELAY * 2.0 ** (self._quick - 1), LONGEST_DELAY)
 
 
 class RestartPolicy:
@@ -89,10 +159,6 @@ class RestartPolicy:
         if restarts is not None:
             self.restarts = restarts
 
-    def note_formed(self) -> None:
-        """The ranks are known to have formed a wrapped job: their store need not be asked."""
-        self._has_formed = True
-
     def replaces(self, rank: int) -> bool:
         """Whether a rank's process, in a job that has formed, is replaced if it dies, as far as is known."""
         return self._policy is not Policy.GROUP and self._budget(rank).left > 0
@@ -110,24 +176,24 @@ class RestartPolicy:
         if not self._is_alone(job):
             return self._for_group()
         if self._max_rank_restarts == 0:
-            return Verdict(Action.LEAVE_OUT, "not started again (--max-rank-restarts 0)")
+            return Verdict(Remedy.LEAVE_OUT, "not started again (--max-rank-restarts 0)")
         if job.has_given_up(rank, pid):
-            return Verdict(Action.LEAVE_OUT, "not started again: it left the job for good")
+            return Verdict(Remedy.LEAVE_OUT, "not started again: it left the job for good")
         if job.has_formed() and not job.admits():
             return Verdict(
-                Action.LEAVE_OUT,
+                Remedy.LEAVE_OUT,
                 "not started again: joining a running job takes @Wrapper(use_global_iteration=True)",
             )
         delay = self._budget(rank).spend(lived, is_first=is_first)
         if delay is None:
             return Verdict(
-                Action.LEAVE_OUT,
+                Remedy.LEAVE_OUT,
                 f"not started again: that was done {self._max_rank_restarts} times (--max-rank-restarts)",
             )
         count = self._max_rank_restarts - self._budget(rank).left
         when = f" in {delay:g} s" if delay else ""
         return Verdict(
-            Action.REPLACE, f"it is started again{when} ({count} of {self._max_rank_restarts})", delay
+            Remedy.REPLACE, f"it is started again{when} ({count} of {self._max_rank_restarts})", delay
         )
 
     def _is_alone(self, job: WatchedJob) -> bool:
@@ -139,11 +205,91 @@ class RestartPolicy:
 
     def _for_group(self) -> Verdict:
         if self.restarts >= self._max_restarts:
-            return Verdict(Action.END_GROUP, f"all ranks end (--max-restarts {self._max_restarts})")
+            return Verdict(Remedy.END_GROUP, f"all ranks end (--max-restarts {self._max_restarts})")
         self.restarts += 1
         return Verdict(
-            Action.RESTART_GROUP, f"all ranks are restarted ({self.restarts} of {self._max_restarts})"
+            Remedy.RESTART_GROUP, f"all ranks are restarted ({self.restarts} of {self._max_restarts})"
         )
 
     def _budget(self, rank: int) -> RankBudget:
         return self._budgets.setdefault(rank, RankBudget(self._max_rank_restarts))
+
+
+class JobInStore:
+    """A `WatchedJob` whose store is at hand. Questions that the store does not answer are answered no.
+
+    Args:
+        address: of the store.
+        have_formed: whether the ranks are known to have formed a job: then the store is not asked.
+
+    Raises:
+        StoreError: it does not answer.
+    """
+
+    def __init__(self, address: str, have_formed: Callable[[], bool]) -> None:
+        self._store = store.connect(address, STORE_TIMEOUT)
+        self._have_formed = have_formed
+        self._unavailable = False
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._store.close()
+
+    def has_formed(self) -> bool:
+        head = None
+        if self._have_formed():
+            return True
+        with self._asking("whether the ranks have formed a job is not known"):
+            head = Agreement(self._store).iterations.read_head()
+        return head is not None
+
+    def admits(self) -> bool:
+        terms: object = {}
+        with self._asking("the terms of the job are not known"):
+            head = Agreement(self._store).iterations.read_head()
+            text = None if head is None else read(self._store, keys.terms(head.call))
+            terms = {} if text is None else json.loads(text)
+        return not isinstance(terms, dict) or terms.get("use_global_iteration", True) is True
+
+    def has_given_up(self, slot: int, pid: int) -> bool:
+        return self._record(slot, pid).get("gave_up") is True
+
+    def ended_by(self, slot: int, pid: int) -> str:
+        return str(self._record(slot, pid).get("ended_by", ""))
+
+    def _record(self, slot: int, pid: int) -> dict[str, object]:
+        record: dict[str, object] = {}
+        with self._asking(f"how slot {slot} has left the job is not known"):
+            joining = Agreement(self._store).joining
+            record = joining.record_of(joining.newest_of(slot))
+        return record if record.get("pid") == pid else {}
+
+    def finished_with(self) -> dict[int, int | None] | None:
+        finished: dict[int, int | None] | None = None
+        with self._asking("whether the job has finished is not known"):
+            agreement = Agreement(self._store)
+            current = agreement.iterations.read_current()
+            if current is not None and agreement.ends.outcome_of(current[0].n) == DONE:
+                view, _ = current
+                members = set(view.members) - agreement.ends.deaths_of(view.n)
+                finished = {member.slot: self._pid_of(member) for member in members}
+        return finished
+
+    @contextlib.contextmanager
+    def _asking(self, otherwise: str) -> Iterator[None]:
+        """Asks the store in the block. It is left early, with a line in the log, if there is no answer.
+
+        While the store is out of reach the main thread waits long for it only once.
+        """
+        self._store.patience = (_AGAIN if self._unavailable else STORE_TIMEOUT).total_seconds()
+        try:
+            yield
+            self._unavailable = False
+        except (StoreError, DistError, ValueError) as error:
+            log.warning("%s: %s", otherwise, error)
+            self._unavailable = isinstance(error, StoreUnavailable)
+
+    def _pid_of(self, member: Member) -> int | None:
+        record = Agreement(self._store).joining.record_of(member)
+        pid = record.get("pid")
+        return pid if record.get("host") == socket.gethostname() and isinstance(pid, int) else None

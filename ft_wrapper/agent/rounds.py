@@ -16,9 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from ..exception import StoreError
 from ..log_lines import note_node
-from .nodes import Nodes, What
-from .ranks import End
-from .round import Round
+from .nodes import End, Nodes, Round, What
 from .signals import Signalled, SignalQueue, signal_name
 
 log = logging.getLogger(__name__)
@@ -29,13 +27,10 @@ class CannotStart(Exception):
 
 
 class Workers(Protocol):
-    """What runs on this node in each round; `Ranks`, for instance."""
+    """What runs on this node in each round."""
 
     def start(self, where: Round) -> None:
         """Starts all; those of the round before have ended.
-
-        Args:
-            where: the round.
 
         Raises:
             OSError: they cannot be started.
@@ -43,23 +38,19 @@ class Workers(Protocol):
         """
 
     def wait(self, signals: SignalQueue) -> End:
-        """Waits until all have ended for this round, and says how.
-
-        Args:
-            signals: what ends them; the same do news of the other nodes.
-        """
+        """Waits until all have ended for this round. Signals and news of the other nodes end them."""
 
 
-def run_rounds(nodes: Nodes, ranks: Workers, signals: SignalQueue) -> End:
-    """Runs the ranks of this node until the job is over, or this node's part in it.
+def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
+    """Runs the workers of this node until the job is over, or this node's part in it.
 
     Args:
         nodes: the others.
-        ranks: this node's.
+        workers: this node's.
         signals: what ends the job, and SIGCHLD.
 
     Raises:
-        CannotStart: the first round does not form, or its ranks cannot be started; says why.
+        CannotStart: the first round does not form, or its workers cannot be started; says why.
     """
     is_first = True
     while True:
@@ -67,26 +58,25 @@ def run_rounds(nodes: Nodes, ranks: Workers, signals: SignalQueue) -> End:
             with nodes.inbox.unattended(), signals.raised():
                 where = nodes.next_round()
             note_node(where.group_rank)
-            ranks.start(where)
+            workers.start(where)
             if where.group_rank == 0:
                 log.info("see how the job stands: ftrun status %s", shlex.quote(where.store))
         except Signalled as signalled:
-            log.warning(
-                "%s: this node leaves before the rendezvous is complete", signal_name(signalled.signum)
-            )
-            nodes.leave(f"it was ended by {signal_name(signalled.signum)}")
-            return End([], signalled.signum, [])
+            name = signal_name(signalled.signum)
+            log.warning("%s: this node leaves before the rendezvous is complete", name)
+            nodes.leave(f"it was ended by {name}")
+            return End(signum=signalled.signum)
         except RendezvousGracefulExitError as error:
             log.info("%s", error)
-            return End([], None, [])
+            return End()
         except (OSError, StoreError, ValueError, RendezvousError) as error:
             why = _words(error)
             nodes.leave(f"it could not go on: {why}")
             if is_first:
                 raise CannotStart(why) from error
-            return End([], None, [], ended_by=f"the next round has not begun: {why}")
+            return End(ended_by=f"the next round has not begun: {why}")
         is_first = False
-        end = ranks.wait(signals)
+        end = workers.wait(signals)
         if end.signum is None and not end.again and not end.ended_by:
             end = _await_others(end, nodes, signals)
         if end.signum is not None or not end.again:
@@ -118,7 +108,7 @@ def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
 
 
 def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
-    """Waits until the others are done, too; the end with what has come of that."""
+    """Waits until the others are done, too; returns the end as it is then."""
     with selectors.DefaultSelector() as selector:
         for waited_for in (signals.fd, nodes.inbox):
             selector.register(waited_for, selectors.EVENT_READ)
@@ -133,7 +123,7 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
                 if news.why:
                     log.warning("%s", news.why)
                 if news.what is What.GONE:
-                    continue  # no one waits for it any more
+                    continue  # no node waits for it any more
                 if news.what is What.COME:
                     return dataclasses.replace(end, again=True)
                 if news.what is What.OVER:

@@ -8,9 +8,14 @@ import types
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What is forwarded to the ranks and ends them, by default."""
+SHUTDOWN_TIMEOUT = 5.0
+"""Seconds from the signal that ends ranks to SIGKILL, by default."""
+
 
 class Signalled(BaseException):
-    """A signal has come while nothing else could be done about it.
+    """A signal arrived while nothing else could be done about it.
 
     Args:
         signum: its number.

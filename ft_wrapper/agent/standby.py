@@ -18,34 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from . import template
-from .environment import with_local_rank
-from .logs import RankFiles, opened
-from .processes import start
+from .outputs import RankFiles, opened
+from .process import Program, start
 
 log = logging.getLogger(__name__)
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What a rank runs.
-
-    Args:
-        command: program and arguments, for exec.
-        script: the Python script or module, or None if the program is none or must be run by another Python.
-        arguments: the script's.
-        is_module: whether it is a module.
-    """
-
-    command: tuple[str, ...]
-    script: str | None = None
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-
-    def command_of(self, local_rank: int) -> list[str]:
-        """The same for one of the ranks, whose number is put into its arguments."""
-        return with_local_rank(self.command, str(local_rank))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +34,8 @@ class Request:
         rank: its local rank.
         incarnation: which process in a row it is.
         files: where its streams go.
-        environment: beside what we have in ours.
+        environment: in addition to our own.
+        is_replaced: whether another one is started if it dies.
         asked: when, in monotonic seconds.
     """
 
@@ -64,6 +43,7 @@ class Request:
     incarnation: int
     files: RankFiles
     environment: Mapping[str, str]
+    is_replaced: bool
     asked: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -88,7 +68,7 @@ class _Spare:
 
     Args:
         pid: the process, our child.
-        orders: where it is told.
+        orders: the socket on which it is told.
     """
 
     pid: int
@@ -107,7 +87,7 @@ class Standby:
 
     Args:
         program: a Python script.
-        environment: what all ranks have in their environment beside what we have in ours.
+        environment: what all ranks have in theirs, in addition to our own.
 
     Raises:
         OSError: it cannot be started.
@@ -154,7 +134,7 @@ class Standby:
         self._requests.append(request)
 
     def cancel(self) -> None:
-        """No one is asked for any more."""
+        """Takes all requests back."""
         self._requests.clear()
 
     def ask_ahead(self) -> None:
@@ -199,7 +179,7 @@ class Standby:
             self._spare = None
 
     def go_on(self) -> bool:
-        """Continues the template, should somebody have stopped it; returns whether."""
+        """Continues the template if a signal has stopped it; returns whether one had."""
         with suppress(ChildProcessError):
             if os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None:
                 self.process.send_signal(signal.SIGCONT)
@@ -207,7 +187,7 @@ class Standby:
         return False
 
     def overdue(self, seconds: float) -> bool:
-        """Whether the first of the requests has waited for so long."""
+        """Whether the first of the requests has waited that long."""
         return bool(self._requests) and time.monotonic() - self._requests[0].asked >= seconds
 
     def close(self, timeout: float) -> list[Request]:
@@ -276,7 +256,7 @@ class Standby:
             except OSError:
                 spare.discard()
                 return None
-        os.kill(spare.pid, signal.SIGCONT)  # somebody may have stopped it
+        os.kill(spare.pid, signal.SIGCONT)  # a signal may have stopped it
         spare.orders.close()
         return Forked(request, spare.pid)
 

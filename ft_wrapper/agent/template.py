@@ -7,7 +7,7 @@ started by exec finds: its own environment, arguments, ``__main__``, random numb
 - One thread only: what other threads hold at the moment of a fork (a lock, a pool of workers) is broken in
   the child. So nothing is computed here, and the threads are counted before each fork.
 - A rank is forked twice, so that it becomes a child of the agent, a subreaper: the agent waits for it itself,
-  and the template may die without harm to anybody.
+  and the template may die without harm.
 - What a process is to be it hears from the agent, over a socket of its own, and it does nothing before. So
   none runs that the agent does not know.
 """
@@ -34,9 +34,8 @@ from collections.abc import Callable
 
 import torch
 
-from .._warm_up import import_lazy_modules
-from .environment import with_local_rank
-from .processes import await_adoption, die_with
+from ..torch_groups.warm_up import import_lazy_modules
+from .process import await_adoption, die_with, with_local_rank
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What torch's agent tells at the end of a job, in torch's own format: events, and metrics."""
+"""How a job ended, in torch's own format: state, failures, events, and metrics."""
 
 from __future__ import annotations
 
@@ -6,13 +6,34 @@ import json
 import socket
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, Worker
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
 from torch.distributed.elastic.events import record
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from .group import Group
+from .nodes import End
+
+
+def state_of(end: End) -> WorkerState:
+    """The state of the workers at the end."""
+    if end.signum is not None:
+        return WorkerState.STOPPED
+    failed = end.failures or end.ended_by or end.error_elsewhere
+    return WorkerState.FAILED if failed else WorkerState.SUCCEEDED
+
+
+def process_failures(end: End, first_rank: int) -> dict[int, ProcessFailure]:
+    """The last failure of each rank that counts; the ranks in the order in which they failed first."""
+    found: dict[int, ProcessFailure] = {}
+    for failure in end.failures:
+        one = ProcessFailure(failure.rank - first_rank, failure.pid, failure.exitcode, failure.error_file)
+        if not failure.error_file:
+            one.timestamp = int(failure.when)
+            one.message = failure.error or one.message
+        found[failure.rank] = one
+    return found
 
 
 def agent_event(

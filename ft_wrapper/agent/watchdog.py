@@ -29,7 +29,7 @@ _END_TIMEOUT = 5.0
 
 
 class _Server(FileTimerServer):
-    """Torch's, but for two things: it spares the agent, and it can be stopped before anybody has used it."""
+    """Torch's, but for two things: it spares the agent, and it can be stopped before its first use."""
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
         if worker_pid == os.getpid():

@@ -1,17 +1,9 @@
 """How the thread that runs the function is made to leave it.
 
 The monitor thread sends a signal to that thread; the handler, which Python runs in the main thread between
-two instructions of whatever it is doing, decides there and then whether to raise. It does so only:
-
-- between entering and leaving `Interrupter.call`, and outside `Interrupter.atomic`;
-- where every frame up to the function's is at a right place (`right_place`): one that makes, enters or leaves
-  a ``with``, say, would leave a lock held or gradients off for good; unless the thread is stuck there, or
-  each frame that is at a wrong place has been for a grace time (each: a long call from a wrong place does not
-  lay open what it calls). No time helps against an import, which cut short leaves a broken module behind for
-  the rest of the process, or inside torch's call from C++ into Python, where it may abort;
-- not while the thread is cleaning up after an earlier interruption (a ``finally``, an ``except``), or in a
-  finalizer (a ``__del__``, a generator that is closed), unless that takes longer than another grace time;
-- not in this module's own frames.
+two instructions of whatever it is doing, decides there and then whether to raise. It does so only between
+entering and leaving `Interrupter.call`, outside `Interrupter.atomic` and this module's own frames, and where
+nothing would be left undone by it (`deferral`).
 
 Where the signal lands at a wrong place, the frames outside of what is wrong are traced by instruction, and
 the exception is raised at the first right one. What is not raised there, or cannot be since a debugger
@@ -30,8 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import inspect
-import logging
 import queue
 import signal
 import sys
@@ -41,18 +31,18 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from ft_wrapper.exception import RankShouldRestart
-from ft_wrapper.monitor.frames import current_exception, current_frames
-from ft_wrapper.monitor.right_place import Obstacle, obstacle, prepare
-
-logger = logging.getLogger(__name__)
+from ..exception import RankShouldRestart
+from . import deferral
+from .deferral import Deferral, outside_finalizers, replaced_by
+from .frames import current_exception, current_frames
+from .right_place import obstacle, prepare
+from .signals import free_signal
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _MESSAGE = "this restart iteration is over; let the exception pass"
 _FIRST_RESEND = 0.001
-_STUCK_AFTER = 3  # resend intervals at one instruction
 
 
 class Interrupter:
@@ -60,44 +50,16 @@ class Interrupter:
 
     All methods but `look_ahead`, `request`, `interrupt_until_left` and `requested` belong to the thread that
     runs the function.
-
-    Args:
-        signum: the signal to use; a free real-time signal when None. Unused outside the main thread.
-        resend_interval: seconds between two attempts while the function does not leave; the first few follow
-            each other faster.
-        cleanup_grace: seconds that an interrupted function's ``finally`` and ``except`` blocks may take
-            before they are interrupted, too; and that the function may take to come to a right place.
-
-    Raises:
-        TypeError: ``signum`` is no integer.
-        ValueError: ``signum`` cannot be handled, or a duration is not above 0 (the grace: below 0).
     """
 
-    def __init__(
-        self, signum: int | None = None, resend_interval: float = 0.02, cleanup_grace: float = 0.5
-    ) -> None:
-        if signum is not None:
-            _check_signum(signum)
-        if not resend_interval > 0:
-            raise ValueError(f"resend_interval={resend_interval!r} must be above 0 seconds")
-        if not cleanup_grace >= 0:
-            raise ValueError(f"cleanup_grace={cleanup_grace!r} must be at least 0 seconds")
-        self._wanted_signum = signum
-        self._resend_interval = resend_interval
-        self._cleanup_grace = cleanup_grace
+    def __init__(self) -> None:
         self._thread: int | None = None  # set while installed
         self._signum: int | None = None  # set while installed in the main thread
-        self._previous: Any = None
         # Written by the function's thread.
         self._running = False
         self._armed = False
         self._depth = 0
-        self._grace_since: float | None = None
-        # Put off at a wrong place: which frames are at one since when, and the innermost instruction with the
-        # time that it was first seen and how often it was seen again.
-        self._wrong_since: dict[FrameType, float] = {}
-        self._passing: tuple[FrameType, int, float] | None = None
-        self._seen_again = 0
+        self._deferral = Deferral(_run.__code__)
         self._traced = False
         self._atomic = Atomic(self)
         # Written by the monitor thread.
@@ -121,25 +83,18 @@ class Interrupter:
 
         Raises:
             RuntimeError: it is installed already, or no real-time signal is free.
-            ValueError: the signal asked for is in use.
         """
         if self._thread is not None:
             raise RuntimeError("this Interrupter is installed already")
         if threading.current_thread() is threading.main_thread():
-            signum = free_signal() if self._wanted_signum is None else self._wanted_signum
-            use = _use_of(signum)
-            if use is not None:
-                raise ValueError(
-                    f"signum={signum} ({_name(signum)}) {use}; "
-                    "choose another, or None for a free real-time signal"
-                )
-            self._previous = signal.signal(signum, self._handle)
+            signum = free_signal()
+            signal.signal(signum, self._handle)
             signal.siginterrupt(signum, True)
             self._signum = signum
         self._thread = threading.get_ident()
 
     def close(self) -> None:
-        """Restores the signal's previous handler; again, or when not installed, is harmless.
+        """Gives the signal back; again, or when not installed, is harmless.
 
         Raises:
             RuntimeError: called by another thread than `install`, or inside `call`.
@@ -151,26 +106,15 @@ class Interrupter:
             raise RuntimeError("close() inside call(): the function must have left first")
         signum = self._signum
         if signum is not None:
-            # A signal sent a moment ago may still be on its way, and the previous handler may be the default,
-            # which ends the process. So: hold it back, ignore it (that discards it), restore, let through.
+            # A signal sent a moment ago may still be on its way, and by default it ends the process. So: hold
+            # it back, ignore it (that discards it), restore, let through.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
             try:
                 signal.signal(signum, signal.SIG_IGN)
-                signal.signal(signum, self._previous)
+                signal.signal(signum, signal.SIG_DFL)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._signum = self._previous = self._thread = None
-
-    def __enter__(self) -> Interrupter:
-        """Installs it."""
-        self.install()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Closes it."""
-        self.close()
+        self._signum = self._thread = None
 
     def reset(self) -> None:
         """Forgets the interruption, before the next iteration; the last one's monitor thread must be through.
@@ -185,14 +129,12 @@ class Interrupter:
     def call(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function, which `request` and `interrupt_until_left` can end from another thread.
 
-        Returns:
-            What the function returns, if it was not interrupted.
+        Once this method has returned or raised, no interruption can come any more.
 
         Raises:
             RankShouldRestart: it was interrupted: before it began, while it ran, or so late that it returned
                 all the same. An ``Exception`` that an interrupted function raises is the cause.
-            BaseException: whatever else the function raises; a ``BaseException`` also when interrupted. Once
-                this method has returned or raised, no interruption can come any more.
+            BaseException: whatever else the function raises; a ``BaseException`` also when interrupted.
             RuntimeError: not installed, installed in another thread, or called inside `call`.
         """
         self._check_thread("call()")
@@ -208,7 +150,7 @@ class Interrupter:
                 try:
                     if not began:
                         began = self._running = True
-                        self._grace_since = None
+                        self._deferral.begin()
                         self._armed = True
                         if not self._requested:
                             result = _run(fn, args, kwargs)
@@ -216,15 +158,14 @@ class Interrupter:
                     self._withdraw()
                     _stop_tracing(None)
                     self._leave_atomic()  # a block that the function never left
-                    self._passing = None
-                    self._wrong_since = {}
+                    self._deferral.forget()
                     self._traced = self._running = False
                     left = True
                 except BaseException as raised:
                     if error is None or not isinstance(raised, (Exception, RankShouldRestart)):
                         error = raised
         if isinstance(error, RankShouldRestart):
-            error = _replaced_by(error) or error
+            error = replaced_by(error) or error
         try:
             if self._requested and (error is None or isinstance(error, Exception)):
                 raise RankShouldRestart(_MESSAGE) from error
@@ -248,10 +189,6 @@ class Interrupter:
 
     def _check_thread(self, what: str) -> None:
         if self._thread != threading.get_ident():
-            if self._thread is None:
-                raise RuntimeError(
-                    f"{what} needs an installed Interrupter: call install() first, in the same thread"
-                )
             raise RuntimeError(f"{what} must be called by the thread that called install()")
 
     def _leave_atomic(self) -> None:
@@ -275,11 +212,12 @@ class Interrupter:
             return
         wrong = obstacle(frame, _run.__code__)
         handled = sys.exc_info()[1]
-        raises = self._may_raise(frame, wrong, handled)
+        raises = self._deferral.may_raise(frame, wrong, handled)
         # There it is raised by itself: outside the finalizer that would swallow it, or outside what is wrong.
-        outside = _outside_finalizers(frame, wrong, handled)
+        outside = outside_finalizers(frame, wrong, handled, _run.__code__)
         if outside is None and wrong is not None and not raises:
-            outside = next((each for each in reversed(wrong.frames) if not self._has_waited(each)), None)
+            has_waited = self._deferral.has_waited
+            outside = next((each for each in reversed(wrong.frames) if not has_waited(each)), None)
         if outside is not None:
             self._trace_from(outside)
         elif raises:
@@ -291,43 +229,10 @@ class Interrupter:
         return self._armed and self._requested and not self._depth
 
     def _interruption(self) -> RankShouldRestart:
-        self._passing = None
-        self._wrong_since = {}
+        self._deferral.forget()
+        self._deferral.interrupted()
         self._traced = False
-        self._grace_since = time.monotonic()
         return RankShouldRestart(_MESSAGE)
-
-    def _may_raise(
-        self, frame: FrameType | None, wrong: Obstacle | None, handled: BaseException | None
-    ) -> bool:
-        """Whether a function that stands here can be made to leave now."""
-        now = time.monotonic()
-        self._wrong_since = {each: self._wrong_since.get(each, now) for each in wrong.frames} if wrong else {}
-        if wrong is None:
-            self._passing = None
-        elif wrong.for_good or not (self._is_stuck(frame) or all(map(self._has_waited, wrong.frames))):
-            return False
-        if (wrong is not None and wrong.finalizer is not None) or self._is_cleaning_up(handled):
-            if self._grace_since is None:
-                self._grace_since = now
-            return now - self._grace_since >= self._cleanup_grace
-        return True
-
-    def _has_waited(self, frame: FrameType) -> bool:
-        """Whether a frame has been at wrong places for so long that this does not count any more."""
-        since = self._wrong_since.get(frame)
-        return since is not None and time.monotonic() - since >= self._cleanup_grace
-
-    def _is_right(self, frame: FrameType) -> bool:
-        wrong = obstacle(frame, _run.__code__)
-        if wrong is None:
-            return True
-        return not wrong.for_good and wrong.finalizer is None and all(map(self._has_waited, wrong.frames))
-
-    def _is_cleaning_up(self, handled: BaseException | None) -> bool:
-        """Whether the exception being handled is an interruption, or closes a generator."""
-        kinds = GeneratorExit if self._grace_since is None else (GeneratorExit, RankShouldRestart)
-        return _is_in_context(handled, kinds)
 
     def _trace_from(self, frame: FrameType | None) -> None:
         """Has the first right instruction of these frames raise; calls made from now on are not traced."""
@@ -347,29 +252,11 @@ class Interrupter:
         if (
             event in ("opcode", "line")
             and self._is_wanted()
-            and self._is_right(frame)
-            and not self._is_cleaning_up(sys.exc_info()[1])
+            and self._deferral.is_right(frame, sys.exc_info()[1])
         ):
             _stop_tracing(frame)
             raise self._interruption()
         return self._trace
-
-    def _is_stuck(self, frame: FrameType | None) -> bool:
-        """Whether the innermost frame has been at this instruction for several resends, and seen so often.
-
-        By time alone, a thread that gets no processor would seem to be stuck wherever it waits for one. The
-        frame is kept until the next attempt, since a new one could get its address.
-        """
-        if frame is None:
-            return False
-        now = time.monotonic()
-        if self._passing is None or self._passing[:2] != (frame, frame.f_lasti):
-            self._passing = (frame, frame.f_lasti, now)
-            self._seen_again = 0
-        else:
-            self._seen_again += 1
-        long = now - self._passing[2] >= _STUCK_AFTER * self._resend_interval
-        return long and self._seen_again >= _STUCK_AFTER
 
     # ---- the monitor thread
 
@@ -409,13 +296,10 @@ class Interrupter:
         return True
 
     def interrupt_until_left(self, timeout: float | None = None) -> bool:
-        """Interrupts the function, again and again, until its thread is out of `call`.
+        """Interrupts the function, again and again, until its thread is out of `call`; whether it is.
 
         Args:
             timeout: seconds to try at most; for ever when None.
-
-        Returns:
-            Whether the thread is out.
 
         Raises:
             RuntimeError: `request` was not called before.
@@ -425,7 +309,7 @@ class Interrupter:
                 "interrupt_until_left() before request(): an atomic block would not be waited for"
             )
         deadline = None if timeout is None else time.monotonic() + timeout
-        pause = min(_FIRST_RESEND, self._resend_interval)
+        pause = min(_FIRST_RESEND, deferral.RESEND_INTERVAL)
         wait = 0.0
         while True:
             if self._inside.acquire(timeout=wait):
@@ -437,8 +321,8 @@ class Interrupter:
             self._send()
             wait = pause if remaining is None else min(pause, remaining)
             # Quickly again at first, and while it passes one ``with`` after the other and is not traced.
-            quickly = self._passing is not None and not self._traced
-            pause = min(_FIRST_RESEND if quickly else 2 * pause, self._resend_interval)
+            quickly = self._deferral.is_passing and not self._traced
+            pause = min(_FIRST_RESEND if quickly else 2 * pause, deferral.RESEND_INTERVAL)
 
     def _send(self) -> None:
         with self._sending:
@@ -452,7 +336,7 @@ class Interrupter:
             frame = current_frames().get(self._thread)
             if not _is_own(frame):
                 wrong = obstacle(frame, _run.__code__)
-                if self._may_raise(frame, wrong, current_exception(self._thread)):
+                if self._deferral.may_raise(frame, wrong, current_exception(self._thread)):
                     self._interruption()
                     self._sent_async = True
                     _set_async_exception(self._thread, RankShouldRestart)
@@ -479,7 +363,7 @@ class Atomic:
         interrupter._depth += 1
         if interrupter._requested and interrupter._depth == 1 and interrupter._armed:
             interrupter._leave_atomic()
-            interrupter._grace_since = time.monotonic()
+            interrupter._deferral.interrupted()
             raise RankShouldRestart(_MESSAGE)
 
     def __exit__(
@@ -498,7 +382,7 @@ class Atomic:
         if interrupter._requested:
             interrupter._left_atomic.put(None)
             if kind is None and interrupter._armed:
-                interrupter._grace_since = time.monotonic()
+                interrupter._deferral.interrupted()
                 raise RankShouldRestart(_MESSAGE)
 
 
@@ -514,40 +398,6 @@ def _is_own(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _replaced_by(interruption: RankShouldRestart) -> BaseException | None:
-    """What was leaving the function when an interruption took its place: a Ctrl-C, which must not be lost."""
-    link = interruption.__context__
-    while link is not None:
-        if isinstance(link, (KeyboardInterrupt, SystemExit)):
-            return link
-        link = link.__context__
-    return None
-
-
-def _is_in_context(
-    error: BaseException | None, kinds: type[BaseException] | tuple[type[BaseException], ...]
-) -> bool:
-    for _ in range(100):
-        if error is None or isinstance(error, kinds):
-            return error is not None
-        error = error.__context__
-    return False
-
-
-def _outside_finalizers(
-    frame: FrameType | None, wrong: Obstacle | None, handled: BaseException | None
-) -> FrameType | None:
-    """The innermost frame that will not see what is raised here, since Python swallows it, or None."""
-    if wrong is not None and wrong.finalizer is not None:
-        return wrong.finalizer.f_back
-    if _is_in_context(handled, GeneratorExit):
-        while frame is not None and frame.f_code is not _run.__code__:
-            if frame.f_code.co_flags & inspect.CO_GENERATOR:
-                return frame.f_back
-            frame = frame.f_back
-    return None
 
 
 def _trace_no_call(frame: FrameType, event: str, argument: object) -> None:
@@ -594,52 +444,6 @@ def _set_async_exception(thread: int | None, kind: type[BaseException]) -> None:
 
 def _remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
-
-
-def _check_signum(signum: int) -> None:
-    if not isinstance(signum, int):
-        raise TypeError(f"signum={signum!r} must be an integer, or None for a free real-time signal")
-    if signum not in signal.valid_signals() or signum in (signal.SIGKILL, signal.SIGSTOP):
-        raise ValueError(
-            f"signum={signum} is no signal that can be handled; None takes a free real-time signal"
-        )
-
-
-def free_signal() -> int:
-    """Returns a real-time signal that neither Python nor a C library uses in this process.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    for signum in range(signal.SIGRTMIN + 1, signal.SIGRTMAX + 1):
-        if _use_of(signum) is None:
-            return signum
-    raise RuntimeError(
-        "every real-time signal is in use, ignored or blocked in this process; "
-        "pass the number of a signal that no one else uses"
-    )
-
-
-def _use_of(signum: int) -> str | None:
-    """What speaks against using a signal, or None when it is free."""
-    if signum in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        return "is blocked in the main thread"
-    if signal.getsignal(signum) is not signal.SIG_DFL:
-        return "has a handler already, or is ignored"
-    # Python does not know of handlers that a C library has installed.
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        for line in status:
-            field, _, value = line.partition(":")
-            if field == "SigCgt" and int(value, 16) >> (signum - 1) & 1:
-                return "has a handler already, installed by a C library"
-    return None
-
-
-def _name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"SIGRTMIN+{signum - signal.SIGRTMIN}"
 
 
 _OWN = globals()

@@ -1,31 +1,41 @@
 """A rank's line to its monitor, wherever that runs: in a process of its own, or inside the agent.
 
-The rank says ``join`` (who it is), ``view`` (the iteration it is in), ``serve`` (open the store of an
+One JSON object a line, over a stream socket. An agent hears hello first, with the memory's descriptor, and
+answers which heart beats for the rank and whether its process is replaced, or why it gets no monitor there.
+Then the rank says ``join`` (who it is), ``view`` (the iteration it is in), ``serve`` (open the store of an
 iteration; answered with its port), ``between`` (it has left a call, and may come to another one; answered
 once the monitor looks at the shared memory no more), ``bye`` (it leaves in order). What the monitor does with
-it is in `loop`.
+it is in `watch`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import logging
 import os
 import select
+import signal
 import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..exception import InternalError, StoreError
+from ..settings import Limits
 from ..store import Decision, Member, StorePlan, View
-from . import wire
-from .settings import MonitorSettings
 from .shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
 
+AGENT_ENV = "FT_WRAPPER_AGENT"
+"""Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front."""
+VERSION = 3
+"""Of hello: another Python, with another ft_wrapper, may run the ranks."""
+
+_LONGEST = 1 << 16  # bytes of an answer, or of hello
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port
 _HELLO_TIMEOUT = 10.0  # seconds that the agent may take to look at who is there
 
@@ -38,26 +48,29 @@ class MonitorLine:
     Args:
         line: the socket.
         pid: the process that the monitor runs in.
-        name: what to call the monitor in messages.
-        log_of: where to look for what has happened to it.
         on_lost: called, in a thread of its own, if the monitor ends without having been told to.
-        heart: the heart that beats for this rank as for others; None if it gets one of its own.
+        is_child: whether the monitor's process is this one's own, and ends with the line.
+        replaced: whether an agent starts another process in place of this one, which joins the job.
+        heart: the heart that this rank shares with others; None if it has its own.
     """
 
     def __init__(
         self,
         line: socket.socket,
         pid: int,
-        name: str,
-        log_of: str,
         on_lost: Callable[[], None],
+        *,
+        is_child: bool,
+        replaced: bool,
         heart: str | None = None,
     ) -> None:
         self.pid = pid
         self.heart = heart
+        self.replaced = replaced
+        self.name = "monitor process" if is_child else "monitor inside the agent"
+        self.log_of = "monitor_process_logfile" if is_child else "what ftrun says"
+        self._is_child = is_child
         self._line = line
-        self.name = name
-        self.log_of = log_of
         self._on_lost: Callable[[], None] | None = on_lost
         self._leaving = False
         self._stop_watching = os.eventfd(0, os.EFD_CLOEXEC)
@@ -66,6 +79,14 @@ class MonitorLine:
             target=self._watch, name="ft_wrapper-monitor-watch", daemon=True
         )
         self._watcher.start()
+
+    def await_start(self) -> None:
+        """Waits until a monitor that was just forked is at work.
+
+        Raises:
+            StoreError: the port to host is taken.
+        """
+        self._answer("start")
 
     def join(self, member: Member) -> None:
         """Says who the rank is; from then on the monitor sends its heartbeat."""
@@ -143,8 +164,13 @@ class MonitorLine:
         self._hang_up()
 
     def kill(self) -> None:
-        """Ends the line, whatever the monitor does."""
+        """Ends the line, whatever the monitor does, and the monitor if it is a process of the rank's own."""
         self._leaving = True
+        if self._is_child:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if not self._has_ended():  # else it may have been reaped already, and its number be another's
+                    os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -174,13 +200,13 @@ class MonitorLine:
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
-            wire.send(self._line, message)
+            send(self._line, message)
         except OSError as error:
             raise InternalError(f"this rank's {self.name} ({self.pid}) ended; see {self.log_of}") from error
 
     def _answer(self, what: str) -> dict[str, Any]:
         try:
-            answer = wire.receive(self._line)
+            answer = receive(self._line)
         except (EOFError, ConnectionError) as error:
             raise InternalError(
                 f"the {self.name} ({self.pid}) ended when it was to {what}; see {self.log_of}"
@@ -204,39 +230,127 @@ class MonitorLine:
                 self._on_lost()
 
 
-def line_to_agent(
-    settings: MonitorSettings, plan: StorePlan, memory: RankMemory, on_lost: Callable[[], None]
-) -> MonitorLine | None:
-    """Asks the agent that has started this process, if there is one, to run the monitor.
+class AgentsWord(NamedTuple):
+    """What the agent that has started this process has said.
 
     Args:
-        settings: the timeouts that the monitor keeps.
+        line: to the monitor that it runs; None if the rank needs a monitor process.
+        replaced: whether it starts another process in place of this one, which joins the job.
+    """
+
+    line: MonitorLine | None = None
+    replaced: bool = False
+
+
+def ask_agent(
+    limits: Limits, plan: StorePlan, memory: RankMemory, on_lost: Callable[[], None], *, watch: bool = True
+) -> AgentsWord:
+    """Says hello to the agent that has started this process, if there is one.
+
+    Args:
+        limits: the timeouts that the monitor keeps.
         plan: how it gets at the store.
         memory: shared with it; the caller holds its life mutex.
         on_lost: as for `MonitorLine`.
-
-    Returns:
-        The line; None if there is no agent, or it will not: then the rank needs a monitor process.
+        watch: whether to ask it to run the monitor.
     """
-    name = os.environ.get(wire.AGENT_ENV)
-    if not name or plan.plain is None:
-        return None
+    name = os.environ.get(AGENT_ENV)
+    if not name:
+        return AgentsWord()
+    hello = {
+        "version": VERSION,
+        "settings": dataclasses.asdict(limits),
+        "store": plan.plain,
+        "watch": watch and plan.plain is not None,
+    }
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         line.settimeout(_HELLO_TIMEOUT)
         line.connect(f"\0{name}")
-        hello = {"version": wire.VERSION, "settings": dataclasses.asdict(settings), "store": plan.plain}
-        wire.send_hello(line, hello, memory.fd)
-        answer = wire.receive(line)
+        send_hello(line, hello, memory.fd)
+        answer = receive(line)
         agent = peer(line)[0]
     except (OSError, EOFError, ValueError) as error:
         answer = {"refused": str(error) or repr(error)}
-    refused, heart = answer.get("refused"), answer.get("heart")
-    if refused is not None:
-        log.debug("no monitor inside the agent: %s", refused)
+    replaced = answer.get("replaced") is True
+    if "refused" in answer:
+        log.debug("no monitor inside the agent: %s", answer["refused"])
         line.close()
-        return None
-    return MonitorLine(line, agent, "monitor inside the agent", "what ftrun says", on_lost, heart)
+        return AgentsWord(None, replaced)
+    heart = answer.get("heart")
+    return AgentsWord(
+        MonitorLine(line, agent, on_lost, is_child=False, replaced=replaced, heart=heart), replaced
+    )
+
+
+# ---- the wire
+
+
+def send(line: socket.socket, message: dict[str, Any]) -> None:
+    """Sends a message.
+
+    Raises:
+        OSError: the line has ended, or its timeout has passed.
+    """
+    line.sendall(json.dumps(message).encode() + b"\n")
+
+
+def receive(line: socket.socket) -> dict[str, Any]:
+    """Receives a message, the only one that is under way.
+
+    Raises:
+        EOFError: the line has ended.
+        OSError: the line has failed, or its timeout has passed.
+        ValueError: what came is no message.
+    """
+    return _complete(line, b"")
+
+
+def send_hello(line: socket.socket, message: dict[str, Any], fd: int) -> None:
+    """Sends the first message, and a descriptor.
+
+    Raises:
+        OSError: as for `send`.
+    """
+    data = json.dumps(message).encode() + b"\n"
+    line.sendall(data[socket.send_fds(line, [data], [fd]) :])
+
+
+def receive_hello(line: socket.socket) -> tuple[dict[str, Any], int]:
+    """Receives the first message.
+
+    Returns:
+        The message, and the descriptor that came with it, for the caller to close.
+
+    Raises:
+        EOFError: the line has ended.
+        OSError: the line has failed, or its timeout has passed.
+        ValueError: what came is no message, or has no descriptor.
+    """
+    data, fds, _, _ = socket.recv_fds(line, _LONGEST, 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        message = _complete(line, data) if data else {}
+        if not fds:
+            raise ValueError("hello came without a descriptor")
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return message, fds[0]
+
+
+def _complete(line: socket.socket, data: bytes) -> dict[str, Any]:
+    while not data.endswith(b"\n"):
+        part = line.recv(4096)
+        if not part:
+            raise EOFError("the line has ended")
+        data += part
+        if len(data) > _LONGEST:
+            raise ValueError(f"more than {_LONGEST} bytes without an end")
+    message = json.loads(data)
+    if not isinstance(message, dict):
+        raise ValueError("no JSON object")
+    return message
 
 
 def peer(line: socket.socket) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import enum
 import logging
 import math
 import selectors
@@ -14,17 +16,70 @@ from collections.abc import Callable
 from .. import events
 from ..attribution import Interruption
 from ..exception import StoreError
+from ..protocol import keys as names
+from ..protocol.agreement import Agreement
+from ..protocol.deaths import await_others, report_death
+from ..protocol.heart import Heart
+from ..protocol.neighbours import NeighbourWatch
+from ..settings import Limits
 from ..store import Fault, Member, StoreMixin, View
-from ..store import keys as names
-from .death import await_others, report_death
-from .heart import Heart
-from .neighbours import NeighbourWatch
-from .pauses import Pauses
-from .settings import MonitorSettings
 from .shared_memory import Phase, RankMemory
 from .stack_dump import is_stopped, where_it_stands
 
 log = logging.getLogger(__name__)
+
+_LATE = 1.0  # seconds; on a busy machine a look is that late now and then, at no cost
+_REMEMBERED = 64  # pauses; those of before are older than any stamp that matters
+
+
+class Pauses:
+    """Counts time without the gaps in which the watcher did not look when it wanted to.
+
+    What it watches may not have run then either. A container that was paused or a virtual machine that was
+    suspended stops a rank and its monitor together. At the thaw the rank's stamps are as old as the pause was
+    long, and yet the rank is healthy. All of a gap is left out, from the last look before it on, since the
+    pause may have begun at any time in it.
+
+    Args:
+        interval: seconds between two looks at the most. A look that is late by more than that, and by more
+            than a second, ends a gap.
+        now: the watcher's clock, in monotonic seconds.
+    """
+
+    def __init__(self, interval: float, now: float) -> None:
+        self._late = max(interval, _LATE)
+        self._looked = now
+        self._due = math.inf
+        self._gaps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_REMEMBERED)
+
+    def expect(self, due: float) -> None:
+        """Says when the watcher wants to look next."""
+        self._due = due
+
+    def look(self, now: float) -> None:
+        """Says that the watcher looks."""
+        if now - self._due > self._late:
+            began = self._looked
+            if self._gaps and self._gaps[-1][1] == began:
+                began = self._gaps.pop()[0]
+            self._gaps.append((began, now))
+        self._looked = now
+
+    def since(self, moment: float, now: float) -> float:
+        """Seconds since a moment, without the gaps."""
+        gaps = sum(max(0.0, ended - max(began, moment)) for began, ended in self._gaps)
+        return now - moment - gaps
+
+
+class _Death(enum.Enum):
+    """What has been done about the rank's end."""
+
+    NONE = enum.auto()
+    """It lives, as far as is known."""
+    NOTICED = enum.auto()
+    """It has died or is being ended, and the others may not know yet."""
+    TOLD = enum.auto()
+    """The others know."""
 
 
 class RankMonitor:
@@ -37,7 +92,7 @@ class RankMonitor:
         pid: the rank's process.
         settings: the times to keep.
         job: what the job is called in events; None for what the environment says.
-        heart: beats for the rank as for others; None for one of its own.
+        heart: the one that the rank shares with others; None to make its own.
     """
 
     def __init__(
@@ -46,7 +101,7 @@ class RankMonitor:
         member: Member,
         memory: RankMemory,
         pid: int,
-        settings: MonitorSettings,
+        settings: Limits,
         job: str | None = None,
         heart: Heart | None = None,
     ) -> None:
@@ -58,10 +113,10 @@ class RankMonitor:
         self._settings = settings
         self._job = {} if job is None else {"job": job}
         self._store = connect()
-        self._pauses = Pauses(settings.interval, time.monotonic())
+        self._agreement = Agreement(self._store)
+        self._pauses = Pauses(settings.monitor_process_interval, time.monotonic())
         self._reported = names.BEFORE_FIRST - 1  # iteration whose soft timeout has been published
-        self._gone = False
-        self._told = False  # whether the others know
+        self._death = _Death.NONE
         self._left_out_at = math.inf  # when the heart saw that the others went on without this rank
         self._teller: threading.Thread | None = None  # of a soft timeout
         self._has_own_heart = heart is None
@@ -84,7 +139,7 @@ class RankMonitor:
         by its death; and the store may end with the job, while this rank still does something else.
         """
         self.is_between = True
-        self._store.set_patience(self._settings.termination_grace_time)
+        self._store.patience = self._settings.termination_grace_time
 
     def stop(self) -> None:
         """Stops the heartbeat."""
@@ -108,29 +163,30 @@ class RankMonitor:
             StoreError: they cannot be told. May be tried again.
         """
         self.stop()
-        # A store that is gone now has ended with the job: no one is left to be told.
-        self._store.set_patience(self._settings.termination_grace_time)
-        if self._told:
+        # A store that is gone now has ended with the job, and so have the other ranks.
+        self._store.patience = self._settings.termination_grace_time
+        if self._death is _Death.TOLD:
             pass
         elif self.is_between:
             # As it always ends, mostly: no fault. Those who go on to another call must not wait for it.
             self._tell_death(None, active=False, timeout=self._settings.termination_grace_time)
         else:
             self._publish_death(Interruption.TERMINATED, "died")
-        self._store.say_goodbye(self.member)  # it cannot do so itself any more
+        self._agreement.ends.say_goodbye(self.member)  # it cannot do so itself any more
 
     def await_next(self) -> None:
         """Waits until the others, if there are any, have left the iteration that the rank died in."""
         if self.view is not None:
-            await_others(self._store, self.view, self._settings.barrier_timeout)
+            await_others(self._agreement, self.view, self._settings.barrier_timeout)
 
     def pause(self) -> float:
         """Seconds until `keep_time` has to look again."""
         settings, now = self._settings, time.monotonic()
-        left = [settings.interval, settings.termination_grace_time - self._since(self._left_out_at, now)]
+        left_out = settings.termination_grace_time - self._since(self._left_out_at, now)
+        left = [settings.monitor_process_interval, left_out]
         if self._memory.hang_protection_disabled == 0:
             if self._memory.phase == Phase.WATCHED:
-                still = self._since(self._memory.progress_stamp(settings.watchdog_interval), now)
+                still = self._since(self._memory.progress_stamp(settings.progress_watchdog_interval), now)
                 if self._may_be_reported():
                     left.append(settings.soft_timeout - still)
                 left.append(settings.hard_timeout - still)
@@ -151,7 +207,7 @@ class RankMonitor:
         """
         now = time.monotonic()
         self._pauses.look(now)
-        if self._gone:
+        if self._death is not _Death.NONE:
             return
         if self._since(self._left_out_at, now) >= self._settings.termination_grace_time:
             self._end_rank(pidfd, "did not leave, though the others had gone on without it")
@@ -159,7 +215,7 @@ class RankMonitor:
         if self._memory.hang_protection_disabled > 0:
             return
         watched = self._memory.phase == Phase.WATCHED
-        progress = self._since(self._memory.progress_stamp(self._settings.watchdog_interval), now)
+        progress = self._since(self._memory.progress_stamp(self._settings.progress_watchdog_interval), now)
         gil = self._since(self._memory.gil_stamp, now)
         hard = self._settings.hard_timeout
         if gil >= hard or (watched and progress >= hard):
@@ -176,7 +232,7 @@ class RankMonitor:
             self._teller.start()
 
     def _may_be_reported(self) -> bool:
-        """Whether a soft timeout is to be published: once an iteration, and a spare's ends nothing."""
+        """Whether to publish a soft timeout: once an iteration, and a spare's ends nothing."""
         return self._memory.active and self._reported < self._memory.iteration
 
     def await_goodbyes(self) -> None:
@@ -185,26 +241,34 @@ class RankMonitor:
         Those of the last iteration for as long as they live; the dead and those who were left out may still
         be about to say so, and get the grace time.
         """
-        watch = NeighbourWatch(self._store, self.member, self._settings.heartbeat_timeout)
-        nobody_since = math.inf
+        watch = NeighbourWatch(self._agreement, self.member, self._settings.heartbeat_timeout)
+        alone_since = math.inf
         while True:
-            current = self._store.read_current()
+            current = self._agreement.iterations.read_current()
             if current is None:
-                n, members, silent = names.BEFORE_FIRST, self._store.joined_first(), frozenset[Member]()
+                n, members, silent = (
+                    names.BEFORE_FIRST,
+                    self._agreement.joining.joined_first(),
+                    frozenset[Member](),
+                )
             else:
                 view, _ = current
                 n, members, silent = view.n, set(view.members), watch.look(view)
-            missing = (members | self._store.joined_first()) - self._store.goodbyes() - {self.member}
+            missing = (
+                (members | self._agreement.joining.joined_first())
+                - self._agreement.ends.goodbyes()
+                - {self.member}
+            )
             if not missing:
                 return
-            here = (missing & members) - self._store.deaths_of(n) - silent
+            here = (missing & members) - self._agreement.ends.deaths_of(n) - silent
             now = time.monotonic()
-            nobody_since = math.inf if here else min(now, nobody_since)
-            if now - nobody_since >= self._settings.termination_grace_time:
+            alone_since = math.inf if here else min(now, alone_since)
+            if now - alone_since >= self._settings.termination_grace_time:
                 return
             # One after the other: all that is read above once more only when one lets itself be waited for.
             for member in sorted(here or missing):
-                if not self._store.await_goodbye(member, self._settings.heartbeat_interval):
+                if not self._agreement.ends.await_goodbye(member, self._settings.heartbeat_interval):
                     break
 
     def note_left_out(self, left_out: bool) -> None:
@@ -226,20 +290,20 @@ class RankMonitor:
         fault = self._fault(Interruption.SOFT_TIMEOUT, message)
         self._emit_fault(view, fault.interruption)
         try:
-            self._store.report_fault(view.n, fault)
+            self._agreement.ends.report_fault(view.n, fault)
         except StoreError as error:
-            log.warning("the others could not be told that %s %s: %s", self._name(), message, error)
+            log.warning("cannot tell the other ranks that %s %s: %s", self._name(), message, error)
 
     def _publish_death(self, interruption: Interruption, message: str) -> None:
-        if self.view is not None and not self._gone:
+        if self.view is not None and self._death is _Death.NONE:
             self._emit_fault(self.view, interruption)
-        self._gone = True
+        self._death = _Death.NOTICED
         fault = self._fault(interruption, message)
         self._tell_death(fault, active=self._memory.active, timeout=self._settings.barrier_timeout)
 
     def _tell_death(self, fault: Fault | None, *, active: bool, timeout: float) -> None:
         report_death(
-            self._store,
+            self._agreement,
             self.view,
             self.member,
             fault,
@@ -247,16 +311,16 @@ class RankMonitor:
             timeout=timeout,
             returns=self._settings.replaced,
         )
-        self._told = True
+        self._death = _Death.TOLD
 
     def _publish_end(self, message: str) -> None:
         try:
             self._publish_death(Interruption.HARD_TIMEOUT, message)
         except StoreError as error:
-            log.warning("the others could not be told that %s is ended: %s", self._name(), error)
+            log.warning("cannot tell the other ranks that %s is ended: %s", self._name(), error)
 
     def _end_rank(self, pidfd: int, message: str) -> None:
-        """Publishes first, then ends the process: no one waits for its memory to be freed."""
+        """Publishes first, then ends the process: the others do not wait for its memory to be freed."""
         place = where_it_stands(self._memory, self._pid, pidfd)
         if place is not None:
             message += f" and stood {place}"
@@ -278,7 +342,7 @@ class RankMonitor:
 
     def _name(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "
-        return f"{self.member.name} ({rank}pid {self._pid})"
+        return f"{self.member.name} ({rank}pid {self._pid} on {socket.gethostname()})"
 
     def _fault(self, interruption: Interruption, message: str) -> Fault:
         return Fault(

@@ -23,21 +23,8 @@ from typing import NamedTuple
 
 # Quickly passed, and not to be left half-way: the protocols; what threading.Condition calls between releasing
 # its lock and waiting, and back; what ExitStack does between entering and noting how to leave.
-_PASSING = frozenset(
-    [
-        "__enter__",
-        "__exit__",
-        "__aenter__",
-        "__aexit__",
-        "__del__",
-        "close",
-        "aclose",
-        "_release_save",
-        "_acquire_restore",
-        "enter_context",
-        "enter_async_context",
-    ]
-)
+_PROTOCOLS = frozenset(["__enter__", "__exit__", "__aenter__", "__aexit__", "__del__", "close", "aclose"])
+_HALF_WAY = frozenset(["_release_save", "_acquire_restore", "enter_context", "enter_async_context"])
 _LOGGING = os.path.dirname(logging.info.__code__.co_filename)
 _IMPORT = "<frozen importlib"
 # What torch's C++ calls, and the modules that such a call goes through before it comes to one of these.
@@ -137,7 +124,7 @@ def _look_at(code: CodeType) -> _Known:
     is_torch = torch is not None and file.startswith(torch)
     return _Known(
         for_good=file.startswith(_IMPORT) or name in _DISPATCH,
-        passing=name in _PASSING or file.startswith(_LOGGING),
+        passing=name in _PROTOCOLS or name in _HALF_WAY or file.startswith(_LOGGING),
         finalizer=name == "__del__",
         torch=is_torch,
         door=is_torch and torch is not None and file.startswith(_DOORS, len(torch)),
@@ -149,31 +136,12 @@ def _look_at(code: CodeType) -> _Known:
 
 _INLINE_CACHE = dis.opmap.get("CACHE")
 _ABSOLUTE, _RELATIVE = frozenset(dis.hasjabs), frozenset(dis.hasjrel)
-_ENDS = frozenset(
-    [
-        "RETURN_VALUE",
-        "RETURN_CONST",
-        "RAISE_VARARGS",
-        "RERAISE",
-        "JUMP_FORWARD",
-        "JUMP_ABSOLUTE",
-        "JUMP_BACKWARD",
-        "JUMP_BACKWARD_NO_INTERRUPT",
-    ]
-)
+_LEAVES = frozenset(["RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"])
+_JUMPS = frozenset(["JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"])
+_ENDS = _LEAVES | _JUMPS
 _ENTERS = frozenset(["BEFORE_WITH", "BEFORE_ASYNC_WITH", "SETUP_WITH", "LOAD_SPECIAL"])
-_AWAITS = frozenset(
-    [
-        "GET_AWAITABLE",
-        "LOAD_CONST",
-        "SEND",
-        "YIELD_VALUE",
-        "YIELD_FROM",
-        "RESUME",
-        "JUMP_BACKWARD_NO_INTERRUPT",
-        "END_SEND",
-    ]
-)
+_YIELDS = frozenset(["SEND", "YIELD_VALUE", "YIELD_FROM", "RESUME", "JUMP_BACKWARD_NO_INTERRUPT", "END_SEND"])
+_AWAITS = _YIELDS | frozenset(["GET_AWAITABLE", "LOAD_CONST"])
 # Between making a context manager and entering it: `with a() as b`, `with (b := a())`, `with a() or b()`.
 _MADE = _AWAITS | frozenset(["NOP", "COPY", "DUP_TOP", "SWAP", "EXTENDED_ARG", "LOAD_SPECIAL"])
 _MATCHES = frozenset(["CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"])

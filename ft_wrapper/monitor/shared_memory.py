@@ -17,10 +17,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
-from ft_wrapper.exception import TimeoutError
-from ft_wrapper.monitor import libc
+from ..exception import TimeoutError
+from . import libc
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +47,32 @@ class _Life(enum.IntEnum):
     RELEASED = 2
 
 
+class _Stamp:
+    """A field of seconds of ``time.monotonic()``."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, memory: RankMemory, owner: type) -> float:
+        return memory._floats[self._index]
+
+    def __set__(self, memory: RankMemory, value: float) -> None:
+        memory._floats[self._index] = value
+
+
+class _Number:
+    """A field of one whole number."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, memory: RankMemory, owner: type) -> int:
+        return memory._ints[self._index]
+
+    def __set__(self, memory: RankMemory, value: int) -> None:
+        memory._ints[self._index] = value
+
+
 class RankMemory:
     """Memory shared by a rank and the process that watches it.
 
@@ -56,15 +81,26 @@ class RankMemory:
 
     Raises:
         RuntimeError: the platform lacks ``memfd_create`` or robust mutexes.
-        OSError: no memory or no file descriptor is to be had.
+        OSError: no memory or no file descriptor is free.
     """
+
+    main_stamp = _Stamp(_MAIN)
+    """When the main thread was last seen to run bytecode."""
+    gil_stamp = _Stamp(_GIL)
+    """When a thread of the rank last had the GIL."""
+    ping_stamp = _Stamp(_PING)
+    """When the function last called ``ping``; 0.0 when not in this iteration."""
+    iteration = _Number(_ITERATION)
+    """The global restart iteration that the rank is in; -1 for none."""
+    hang_protection_disabled = _Number(_HANG_PROTECTION)
+    """How many ``disable_hang_protection`` blocks the rank is in; above 0, no timeout applies."""
 
     def __init__(self) -> None:
         libc.require()
         fd = os.memfd_create("ft_wrapper_rank", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, _SIZE)
-            # A process that maps it, an agent for one, shall not be ended by a file that has become shorter.
+            # A file that became shorter would end each process that maps it, such as the agent.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             self._map(fd)
         except BaseException:
@@ -194,7 +230,7 @@ class RankMemory:
                 self._release_if_unused()
         if life is _Life.NEVER:
             raise RuntimeError(
-                "no one holds this memory's mutex: the rank calls lock_life() before it is watched"
+                "this memory's mutex is not held: the rank must call lock_life() before it is watched"
             )
         return life is _Life.HELD
 
@@ -202,48 +238,12 @@ class RankMemory:
         # A forked child inherits the field, but not the mutex.
         return self._owner is not None and self._owner[0] == os.getpid()
 
-    # ---- stamps and fields
-
-    @property
-    def main_stamp(self) -> float:
-        """When the main thread was last seen to run bytecode, in monotonic seconds."""
-        return self._floats[_MAIN]
-
-    @main_stamp.setter
-    def main_stamp(self, value: float) -> None:
-        self._floats[_MAIN] = value
-
-    @property
-    def gil_stamp(self) -> float:
-        """When a thread of the rank last had the GIL, in monotonic seconds."""
-        return self._floats[_GIL]
-
-    @gil_stamp.setter
-    def gil_stamp(self, value: float) -> None:
-        self._floats[_GIL] = value
-
-    @property
-    def ping_stamp(self) -> float:
-        """When the function last called ``ping``, in monotonic seconds; 0.0 when not in this iteration."""
-        return self._floats[_PING]
-
-    @ping_stamp.setter
-    def ping_stamp(self, value: float) -> None:
-        self._floats[_PING] = value
+    # ---- fields that are more than a number
 
     @property
     def phase(self) -> Phase:
-        """Whether the stamps are to be watched. Changed with `enter_phase`."""
+        """Whether the stamps count. Changed with `enter_phase`."""
         return Phase(self._ints[_PHASE])
-
-    @property
-    def iteration(self) -> int:
-        """The global restart iteration that the rank is in; -1 for none."""
-        return self._ints[_ITERATION]
-
-    @iteration.setter
-    def iteration(self, value: int) -> None:
-        self._ints[_ITERATION] = value
 
     @property
     def rank(self) -> int | None:
@@ -263,15 +263,6 @@ class RankMemory:
     @active.setter
     def active(self, value: bool) -> None:
         self._ints[_ACTIVE] = int(value)
-
-    @property
-    def hang_protection_disabled(self) -> int:
-        """How many ``disable_hang_protection`` blocks the rank is in; above 0, no timeout applies."""
-        return self._ints[_HANG_PROTECTION]
-
-    @hang_protection_disabled.setter
-    def hang_protection_disabled(self, value: int) -> None:
-        self._ints[_HANG_PROTECTION] = value
 
     @property
     def dump(self) -> tuple[int, int] | None:
@@ -342,16 +333,6 @@ class RankMemory:
                     "closing a rank's memory while another thread holds its life: the mapping stays"
                 )
             self._release_if_unused()
-
-    def __enter__(self) -> RankMemory:
-        """Returns itself, to be closed at the end of the block."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Closes the memory."""
-        self.close()
 
     def _release_if_unused(self) -> None:
         if not self._closed or self._watchers or self._held_here():

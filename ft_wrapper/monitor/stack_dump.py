@@ -15,9 +15,9 @@ import signal
 
 import psutil
 
-from .interrupt import free_signal
+from .frames import Place, stack_in_words
 from .shared_memory import RankMemory
-from .whereabouts import Place, stack_in_words
+from .signals import free_signal
 
 _FIRST_LINE = 0.5  # seconds until the dump begins; a process in an uninterruptible wait writes none
 _NEXT_LINE = 0.05  # seconds between two of its lines: there is no mark at its end
@@ -32,7 +32,7 @@ class StackDump:
 
     Raises:
         RuntimeError: no real-time signal is free.
-        OSError: no file descriptor is to be had.
+        OSError: no file descriptor is free.
     """
 
     def __init__(self, memory: RankMemory) -> None:

@@ -1,7 +1,29 @@
-"""Which nodes take part in a job: they find each other, agree on who is in, and notice who is lost.
+"""Which nodes take part in a job: they find each other, agree on who is in, and notice which are lost.
 
-Nothing is imported here: ``torchrun`` loads `registry` while torch's own rendezvous is half imported. What
-there is: `handler` (what an agent uses), `settings` (how it is configured), `backend` and `etcd_backend`
-(where the record is kept), `overview` (the record for people); below them `state` and `operations` (all
-decisions, pure), `executor` and `register` (carry them out), `keep_alive` (who is silent).
+What agents use: `handler`, configured by `settings`, on one of the `backends`. Below: `record` (what the
+nodes agree on), `moves` and `operations` (all decisions, pure), `executor` and `register` (carry them out on
+a store), `presence` (heartbeats and watching), `workers` (the store that a round's workers use).
+
+Stock ``torchrun --rdzv-backend=ft`` finds `get_handler` by the entry point group ``torchrun.handlers``. It
+loads this while torch's own rendezvous is half imported, so nothing of that is imported here.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+
+def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What the entry point names: returns what makes a handler."""
+    return create_handler
+
+
+def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Makes a handler, see `ft_wrapper.rendezvous.handler.create_handler`."""
+    from .handler import create_handler as create
+
+    return create(parameters)

@@ -1,7 +1,7 @@
-"""What a node does next: each operation looks at the record and says the next action. Pure.
+"""What a node does next: each operation looks at the record and names the next action. Pure.
 
-Time is handed in, of the node's own clock; no time of another host is looked at. An operation is asked again
-after each action and after each change of the record, until it says `Action.FINISH` or an error.
+Time is handed in, by the node's own clock; no time of another host counts. An operation is asked again after
+each action and after each change of the record, until it answers `Action.FINISH` or an error.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import dataclasses
 import enum
 import math
 
-from .state import GROUP, RANK, SEAT, SPARE, WAITING, Node, State
+from .record import Node, Place, Record, RoundPolicy
 
 
 class Action(enum.Enum):
     """What to do next. The names are those of torch's elastic agents, and `TAKE_SEAT`."""
 
-    KEEP_ALIVE = "say that this node lives"
+    KEEP_ALIVE = "send a heartbeat"
     ADD_TO_PARTICIPANTS = "take part in the round that forms"
     ADD_TO_WAIT_LIST = "wait for the next round"
     ADD_TO_REDUNDANCY_LIST = "wait as a spare"
     REMOVE_FROM_PARTICIPANTS = "leave the round"
-    REMOVE_FROM_WAIT_LIST = "wait no more"
-    REMOVE_FROM_REDUNDANCY_LIST = "be no spare any more"
+    REMOVE_FROM_WAIT_LIST = "stop waiting for the next round"
+    REMOVE_FROM_REDUNDANCY_LIST = "stop being a spare"
     MARK_RENDEZVOUS_COMPLETE = "complete the round"
-    MARK_RENDEZVOUS_CLOSED = "end it all"
+    MARK_RENDEZVOUS_CLOSED = "close the rendezvous"
     SYNC = "wait until something changes"
     FINISH = "nothing is left to do"
-    ERROR_CLOSED = "all is over"
+    ERROR_CLOSED = "the rendezvous is closed"
     ERROR_TIMEOUT = "it took too long"
     TAKE_SEAT = "take a seat in the running job"
 
@@ -52,19 +52,19 @@ REMOVING = frozenset(
 """Actions that take it out."""
 
 _REMOVAL = {
-    SEAT: Action.REMOVE_FROM_PARTICIPANTS,
-    WAITING: Action.REMOVE_FROM_WAIT_LIST,
-    SPARE: Action.REMOVE_FROM_REDUNDANCY_LIST,
+    Place.SEAT: Action.REMOVE_FROM_PARTICIPANTS,
+    Place.WAITING: Action.REMOVE_FROM_WAIT_LIST,
+    Place.SPARE: Action.REMOVE_FROM_REDUNDANCY_LIST,
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Announced:
-    """This node has written itself into a log.
+    """This node has appended itself to a log.
 
     Args:
         epoch: which log.
-        number: how many entries the log had then, by the count. A hint.
+        number: how many admissions the log had then, by the count. A hint.
         at: when, by this node's clock.
     """
 
@@ -79,20 +79,20 @@ class Context:
 
     Args:
         node: who asks.
-        state: the record.
+        record: the record.
         now: this node's clock, in seconds.
-        deadline: when the operation has taken too long.
+        deadline: when the operation times out.
         leaving: the round that this node was in and leaves; None if it was in none.
-        announced: whether it has written itself into a log.
-        enough_since: since when it has known of enough nodes for the round; None if it does not.
+        announced: the log that it has appended itself to; None if it has not.
+        enough_since: since when it knows of enough nodes for the round; None if it does not.
         last_call: seconds that a round waits for more nodes once there are enough.
-        patience: seconds after which an announced node sees to it itself that it gets into the record.
-        last_beat: when it last said that it lives; None if never.
-        beat_interval: seconds between two such words.
+        patience: seconds after which an announced node takes the log into the record itself.
+        last_beat: when it sent the last heartbeat; None if never.
+        beat_interval: seconds between two heartbeats.
     """
 
     node: Node
-    state: State
+    record: Record
     now: float
     deadline: float = math.inf
     leaving: int | None = None
@@ -104,37 +104,39 @@ class Context:
     beat_interval: float = 5.0
 
     @property
-    def place(self) -> str | None:
-        """Where this node is in the record; None as well for the seat of a round that it leaves."""
-        place = self.state.place_of(self.node)
-        if place == SEAT and self.is_leaving:
+    def place(self) -> Place | None:
+        """Where this node is in the record; None also while it leaves the round that it has its seat in."""
+        place = self.record.place_of(self.node)
+        if place is Place.SEAT and self.is_leaving:
             return None
         return place
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the round that it leaves is still the present one."""
-        state = self.state
-        return state.policy == GROUP and state.complete and self.leaving == state.round
+        """Whether the round that it leaves is still on."""
+        record = self.record
+        return record.policy is RoundPolicy.GROUP and record.complete and self.leaving == record.round
 
     @property
     def is_announced(self) -> bool:
-        """Whether it is in the log of which the next entries are taken."""
-        return self.announced is not None and self.announced.epoch == self.state.epoch
+        """Whether it is in the current log."""
+        return self.announced is not None and self.announced.epoch == self.record.epoch
 
     @property
     def pending(self) -> int:
-        """How many entries up to its own are in the log and not yet in the record. A hint."""
+        """How many admissions, up to its own, are in the log and not in the record yet. A hint."""
         if self.announced is None or not self.is_announced or self.place is not None:
             return 0
-        return self.announced.number - self.state.folded
+        return self.announced.number - self.record.folded
 
     @property
     def has_enough(self) -> bool:
         """Whether there are enough nodes for the round, those of the log counted."""
-        state = self.state
-        takes_part = self.place == SEAT or self.is_announced
-        return not state.complete and takes_part and len(state.participants) + self.pending >= state.min_nodes
+        record = self.record
+        takes_part = self.place is Place.SEAT or self.is_announced
+        return (
+            not record.complete and takes_part and len(record.participants) + self.pending >= record.min_nodes
+        )
 
     @property
     def last_call_ends(self) -> float:
@@ -143,16 +145,16 @@ class Context:
 
     @property
     def patience_ends(self) -> float:
-        """When this node takes the log into the record, if no one does."""
+        """When this node takes the log into the record, if no other node has."""
         if self.announced is None or not self.is_announced or self.place is not None:
             return math.inf
         return self.announced.at + self.patience
 
     @property
     def next_timer(self) -> float:
-        """When the answer to `join` may be another one though the record has not changed."""
+        """When `join` may answer differently though the record has not changed."""
         times = (
-            math.inf if self.place == SPARE else self.deadline,
+            math.inf if self.place is Place.SPARE else self.deadline,
             self.last_call_ends if self.has_enough else math.inf,
             self.patience_ends,
         )
@@ -160,33 +162,33 @@ class Context:
 
 
 def join(context: Context) -> Action:
-    """Takes part in the next round; under `RANK`, in the running one."""
-    state = context.state
+    """Takes part in the next round; under policy ``rank``, in the running one."""
+    record = context.record
     place = context.place
-    if state.closed:
+    if record.closed:
         return Action.ERROR_CLOSED
-    if place == SPARE:
+    if place is Place.SPARE:
         return Action.SYNC  # for as long as it takes
-    if place == SEAT and state.complete:
+    if place is Place.SEAT and record.complete:
         return Action.FINISH
     if context.has_enough and context.now >= min(context.last_call_ends, context.deadline):
         return Action.MARK_RENDEZVOUS_COMPLETE
     if context.now >= context.deadline:
         if place is None and not context.is_announced:
             return Action.ERROR_TIMEOUT
-        return _REMOVAL[place or SEAT]
+        return _REMOVAL[place or Place.SEAT]
     if place is not None:
         return Action.SYNC
     return Action.SYNC if context.is_announced and not is_due(context) else _way_in(context)
 
 
 def _way_in(context: Context) -> Action:
-    state = context.state
-    if state.policy == RANK:
+    record = context.record
+    if record.policy is RoundPolicy.RANK:
         return Action.TAKE_SEAT
-    if not state.complete:
+    if not record.complete:
         return Action.ADD_TO_PARTICIPANTS
-    if context.is_leaving or not state.is_full:
+    if context.is_leaving or not record.is_full:
         return Action.ADD_TO_WAIT_LIST
     return Action.ADD_TO_REDUNDANCY_LIST
 
@@ -194,56 +196,56 @@ def _way_in(context: Context) -> Action:
 def is_due(context: Context) -> bool:
     """Whether it is up to this node to take the log into the record.
 
-    Where many come at once exactly one of them should. Each knows its number, so it is the one with which
-    there are enough, or which is the last; and any that has waited too long. If it is wrong, nothing but a
-    write more or a little delay comes of it.
+    Where many nodes start at once, exactly one of them should. Each knows its number: it is the node that
+    makes them enough, or the last one; and any node that has waited too long. A wrong guess costs one more
+    write or a little delay.
     """
-    state = context.state
+    record = context.record
     if context.now >= context.patience_ends:
         return True
-    if not state.complete:
-        size = len(state.participants) + context.pending
-        return size in (state.min_nodes, state.max_nodes)
-    if state.policy == RANK:
+    if not record.complete:
+        size = len(record.participants) + context.pending
+        return size in (record.min_nodes, record.max_nodes)
+    if record.policy is RoundPolicy.RANK:
         return context.pending == 1
-    # The first one is why the others will leave; the rest can wait for the last of them.
-    return context.pending == len(state.participants) or (not state.waiting and context.pending == 1)
+    # The first one makes the others leave; the rest can wait for the last of them.
+    return context.pending == len(record.participants) or (not record.waiting and context.pending == 1)
 
 
 def exit_(context: Context) -> Action:
-    """Leaves: whatever place this node has, or is about to get."""
-    place = context.state.place_of(context.node)
+    """Gives up the place that this node has or is about to get."""
+    place = context.record.place_of(context.node)
     if place is None and not context.is_announced:
         return Action.FINISH
-    return Action.ERROR_TIMEOUT if context.now >= context.deadline else _REMOVAL[place or SEAT]
+    return Action.ERROR_TIMEOUT if context.now >= context.deadline else _REMOVAL[place or Place.SEAT]
 
 
 def keep_alive(context: Context) -> Action:
-    """Says that this node lives, once in an interval."""
+    """Sends a heartbeat, once in an interval."""
     due = context.last_beat is None or context.now >= context.last_beat + context.beat_interval
     return Action.KEEP_ALIVE if due else Action.FINISH
 
 
 def close(context: Context) -> Action:
-    """Ends it all."""
-    if context.state.closed:
+    """Closes the rendezvous."""
+    if context.record.closed:
         return Action.FINISH
     return Action.ERROR_TIMEOUT if context.now >= context.deadline else Action.MARK_RENDEZVOUS_CLOSED
 
 
-def nodes_waiting(state: State, node: Node, round_number: int) -> int:
-    """How many nodes wait for the next round, as an agent wants to know it: not 0, and it has to come again.
+def nodes_waiting(record: Record, node: Node, round_number: int) -> int:
+    """How many nodes wait for the next round. If it is not 0, this node has to join again.
 
-    A node that was taken out of the round that it believes to be in counts itself.
+    A node that was taken out of its round counts itself.
 
     Args:
-        state: the record.
-        node: who asks.
-        round_number: the round that it was given.
+        record: the record.
+        node: this node.
+        round_number: the round that it joined.
     """
-    if state.closed:
+    if record.closed:
         return 0
-    waiting = len(state.waiting) if state.complete and state.policy == GROUP else 0
-    if state.round == round_number and state.complete and state.place_of(node) == SEAT:
+    waiting = len(record.waiting) if record.complete and record.policy is RoundPolicy.GROUP else 0
+    if record.round == round_number and record.complete and record.place_of(node) is Place.SEAT:
         return waiting
     return max(1, waiting)

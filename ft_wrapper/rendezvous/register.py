@@ -1,22 +1,87 @@
-"""The record in a store: read it, replace it, wait for the next one.
+"""The record in a store: the keys around it, reading it, replacing it, waiting for the next one.
 
 It is replaced by compare_set from exactly what was read. Every version has its own `writer`, so a node that
-reads its own one back knows that its change was made, also where an answer was lost and the store was asked
-again.
+reads its own one back knows that it has won, also where an answer was lost and the client asked again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
 
-from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
+from ..protocol.operations import Append, read, read_log
 from ..store import StoreOperations
-from . import keys
-from .state import Entry, State
+from .record import Admission, Record
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 KEPT_VERSIONS = 32
-"""So many keys that wake somebody stay. A wait for an older one lasts until its timeout: the key is gone."""
+"""So many keys that wake waiters stay. A wait for an older one lasts until its timeout: the key is gone."""
+
+_ROOT = "ft_wrapper/rendezvous/1"
+
+RECORD_KEY = f"{_ROOT}/state"
+"""Register: the record. Never deleted."""
+
+
+def version_key(number: int) -> str:
+    """Written once the record has this version: waiters wake and read `RECORD_KEY`."""
+    return f"{_ROOT}/version/{number}"
+
+
+def log_key(epoch: int) -> str:
+    """Log: nodes that ask to be let in."""
+    return f"{_ROOT}/log/{epoch}"
+
+
+def count_key(epoch: int) -> str:
+    """Counts the admissions of a log. A hint: the log decides."""
+    return f"{_ROOT}/count/{epoch}"
+
+
+def incarnations_key(node_id: str) -> str:
+    """Counter: how many agents have had this id."""
+    return f"{_ROOT}/incarnations/{node_id}"
+
+
+def alive_key(name: str) -> str:
+    """A node's heartbeat."""
+    return f"{_ROOT}/alive/{name}"
+
+
+def endpoint_key(round_number: int) -> str:
+    """Address of the store that the workers of a round use."""
+    return f"{_ROOT}/endpoint/{round_number}"
+
+
+def agents_prefix(round_number: int) -> str:
+    """Prefix of what the agents of a round tell each other."""
+    return f"{_ROOT}/agents/{round_number}"
+
+
+def goodbye_key(name: str) -> str:
+    """Set once a node has seen that the rendezvous is closed, and needs the store no more."""
+    return f"{_ROOT}/goodbye/{name}"
+
+
+def gone_key(name: str) -> str:
+    """Set once a node uses the store no more, where the last one removes everything."""
+    return f"{_ROOT}/gone/{name}"
+
+
+def call_back(name: str, function: Callable[[T], object] | None, argument: T) -> None:
+    """Tells the agent something. An error of its function must not end the thread that keeps the node in."""
+    try:
+        if function is not None:
+            function(argument)
+    except Exception:
+        log.exception("%s of the rendezvous failed", name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,111 +90,152 @@ class Snapshot:
 
     Args:
         text: what the store holds; empty if there is no record yet.
-        state: what that means.
+        record: what that means.
     """
 
     text: str
-    state: State
+    record: Record
 
 
 class Register:
     """The record in a store.
 
     Args:
-        store: a client of one's own.
-        initial: what the record is before anybody has written one.
+        store: a client that no one else uses.
+        initial: the record as long as none has been written.
     """
 
-    def __init__(self, store: StoreOperations, initial: State) -> None:
-        self._store = store
+    def __init__(self, store: StoreOperations, initial: Record) -> None:
+        self.store = store
         self._initial = Snapshot("", initial)
-
-    @property
-    def store(self) -> StoreOperations:
-        """The client."""
-        return self._store
 
     def read(self) -> Snapshot:
         """Reads the record."""
-        return self._snapshot(self._store.try_get(keys.STATE) or "")
+        return self._snapshot(read(self.store, RECORD_KEY) or "")
 
-    def replace(self, before: Snapshot, after: State) -> tuple[Snapshot, bool]:
-        """Replaces the record, unless somebody else has, and wakes those who wait for that.
-
-        Args:
-            before: what is replaced.
-            after: by what.
+    def replace(self, before: Snapshot, after: Record) -> tuple[Snapshot, bool]:
+        """Replaces the record, unless another node has, and wakes those that wait for that.
 
         Returns:
             The record as it is now, and whether it was replaced.
 
         Raises:
-            RendezvousStateError: there is no record any more, or what there is cannot be read.
+            RendezvousStateError: there is no record any more, or it cannot be read.
         """
-        version = before.state.version + 1
-        state = dataclasses.replace(after, version=version, writer=self._store.new_nonce())
-        desired = state.to_text()
-        held = self._store.compare_set(keys.STATE, before.text, desired).decode(errors="replace")
+        version = before.record.version + 1
+        record = dataclasses.replace(after, version=version, writer=next(self.store.nonces))
+        desired = record.to_text()
+        held = self.store.compare_set(RECORD_KEY, before.text, desired).decode(errors="replace")
         if held == desired:
-            # The one that replaced the last one may have died before it could wake anybody.
-            self._store.multi_set([keys.version(version - 1), keys.version(version)], ["", ""])
+            # The node that wrote the version before may have died before it could wake the others.
+            self.store.multi_set([version_key(version - 1), version_key(version)], ["", ""])
             if version > KEPT_VERSIONS:
-                self._store.delete_key(keys.version(version - KEPT_VERSIONS))
-            if state.epoch > max(1, before.state.epoch):
-                self._forget_log(state.epoch - 2)
-            return Snapshot(desired, state), True
+                self.store.delete_key(version_key(version - KEPT_VERSIONS))
+            if record.epoch > max(1, before.record.epoch):
+                self.store.delete_key(log_key(record.epoch - 2))
+                self.store.delete_key(count_key(record.epoch - 2))
+            return Snapshot(desired, record), True
         if held == before.text:
             raise RendezvousStateError(
-                f"store key {keys.STATE!r} is gone: the store has lost what the nodes agreed on"
+                f"store key {RECORD_KEY!r} is gone: the store has lost what the nodes agreed on"
             )
         return self._snapshot(held), False
 
     def wait(self, version: int, seconds: float) -> Snapshot | None:
         """Waits to be woken by a version newer than this one, then reads the record.
 
-        What is read is what the record is now, however long the reader was stopped before it could look. But
-        a wait that begins when the record is `KEPT_VERSIONS` further on already is woken by no one.
-
-        Args:
-            version: of the record that is known.
-            seconds: how long to wait.
+        It reads what the record is now, however long this node was stopped before it could look. But a wait
+        that begins when the record is `KEPT_VERSIONS` further on already is never woken.
 
         Returns:
             The record; None if nothing came in time: then it has to be read.
         """
-        return self.read() if self._store.wait_for(keys.version(version + 1), seconds) else None
+        return self.read() if self.store.hear(version_key(version + 1), seconds) is not None else None
 
     def pass_on(self, snapshot: Snapshot) -> None:
-        """Wakes those who wait for a version, unless that was done: who wrote it may have died before."""
-        key = keys.version(snapshot.state.version)
-        if not self._store.check([key]):
-            self._store.set(key, "")
+        """Wakes those that wait for a version, if its writer died before it could."""
+        key = version_key(snapshot.record.version)
+        if not self.store.check([key]):
+            self.store.set(key, "")
 
-    def announce(self, epoch: int, entry: Entry) -> int:
-        """Appends an entry to a log; returns how many there are, by the count."""
-        self._store.log_append(keys.log(epoch), entry.to_text())
-        return self._store.add(keys.count(epoch), 1)
+    def announce(self, epoch: int, admission: Admission) -> int:
+        """Appends an admission to a log; returns how many there are, by the count."""
+        self.store.execute([Append(log_key(epoch), admission.to_text())])
+        return self.store.add(count_key(epoch), 1)
 
-    def entries(self, epoch: int) -> list[Entry]:
+    def admissions(self, epoch: int) -> list[Admission]:
         """Reads a log.
 
         Raises:
-            RendezvousStateError: something in it cannot be read.
+            RendezvousStateError: a line of it cannot be read.
         """
-        key = keys.log(epoch)
+        key = log_key(epoch)
         try:
-            return [Entry.from_text(line) for line in self._store.log_read(key)]
+            return [Admission.from_text(line) for line in read_log(self.store, key)]
         except ValueError as error:
             raise RendezvousStateError(f"store key {key!r}: {error}") from error
-
-    def _forget_log(self, epoch: int) -> None:
-        self._store.delete_key(keys.log(epoch))
-        self._store.delete_key(keys.count(epoch))
 
     def _snapshot(self, text: str) -> Snapshot:
         if not text:
             return self._initial
         try:
-            return Snapshot(text, State.from_text(text))
+            return Snapshot(text, Record.from_text(text))
         except ValueError as error:
-            raise RendezvousStateError(f"store key {keys.STATE!r}: {error}") from error
+            raise RendezvousStateError(f"store key {RECORD_KEY!r}: {error}") from error
+
+
+class Board:
+    """The newest record that this process knows. For all of its threads.
+
+    A thread that waits here, unlike one that waits in a TCPStore, is interrupted by signals.
+
+    Args:
+        on_lost: told, once, that the store is lost.
+    """
+
+    def __init__(self, on_lost: Callable[[Exception], None] | None = None) -> None:
+        self._on_lost = on_lost
+        self._changed = threading.Condition()
+        self._latest: Snapshot | None = None
+        self._lost: Exception | None = None
+
+    def latest(self) -> Snapshot | None:
+        """The newest record; None if none is known yet."""
+        return self._latest
+
+    def learn(self, snapshot: Snapshot) -> None:
+        """Takes note of a record, if it is newer."""
+        with self._changed:
+            if self._latest is None or snapshot.record.version > self._latest.record.version:
+                self._latest = snapshot
+                self._changed.notify_all()
+
+    def lose(self, error: Exception) -> None:
+        """The store is lost: no change will be seen any more."""
+        with self._changed:
+            is_first = self._lost is None
+            self._lost = self._lost or error
+            self._changed.notify_all()
+        if is_first:
+            call_back("on_lost", self._on_lost, error)
+
+    def check(self) -> None:
+        """Raises RendezvousConnectionError if the store is lost."""
+        if self._lost is not None:
+            raise RendezvousConnectionError(f"the rendezvous store is lost: {self._lost}") from self._lost
+
+    def wait(self, version: int, seconds: float) -> Snapshot | None:
+        """Waits for a record newer than this version; None if none came in time.
+
+        Raises:
+            RendezvousConnectionError: the store is lost.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None or self._newer(version), seconds)
+            if self._newer(version):
+                return self._latest
+        self.check()
+        return None
+
+    def _newer(self, version: int) -> bool:
+        return self._latest is not None and self._latest.record.version > version

@@ -15,15 +15,15 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from ..store.etcd_address import DEFAULT_PREFIX, DEFAULT_TTL, EtcdAddress, login, tls_files
+from ..store.address import DEFAULT_PREFIX, DEFAULT_TTL, EtcdAddress, etcd_login, etcd_tls_files
 
 NAME = "ft"
 ETCD_NAMES = ("etcd", "ft-etcd")
-"""The first one is taken under torchrun, by a handler for a version of etcd that is gone."""
+"""Under torchrun the first one is taken: a handler for a version of etcd that is gone has it."""
 ETCD_PORT = 2379
 
-# What torchrun hands over whatever was asked for, its own handler's option that has no meaning here, and what
-# programs say of any backend though it is about a TCPStore.
+# What torchrun always passes, an option of its own handler that has no meaning here, and what programs pass
+# to any backend though it is about a TCPStore.
 _IGNORED = frozenset({"timeout", "heartbeat_timeout", "rank", "is_host"})
 
 
@@ -33,15 +33,15 @@ class Settings:
 
     Args:
         run_id: the job. Nodes of another one at the same endpoint are refused.
-        min_nodes: fewer nodes do not begin.
-        max_nodes: with so many it begins at once; more are spares.
-        join_timeout: seconds within which enough nodes have to come.
-        last_call_timeout: seconds for which those who are enough wait for more.
+        min_nodes: a round needs that many nodes.
+        max_nodes: with that many it begins at once; more are spares.
+        join_timeout: seconds within which enough nodes have to join.
+        last_call_timeout: seconds to wait for more nodes once there are enough.
         close_timeout: seconds within which closing and leaving have to be done.
-        keep_alive_interval: seconds between two signs of life.
-        keep_alive_max_attempt: so many of them missing, and a node is lost.
-        patience: seconds after which a node that has come sees to it itself that it is noted.
-        agreed: further options of the agents that have to be the same on all nodes, by name.
+        keep_alive_interval: seconds between two heartbeats.
+        keep_alive_max_attempt: a node is lost once it has missed that many heartbeats.
+        patience: seconds after which a node that has joined writes itself into the record.
+        agreed: further options of the agents that must be the same on all nodes, by name.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -79,11 +79,11 @@ class Settings:
 
     @property
     def keep_alive_timeout(self) -> float:
-        """Seconds of silence after which a node is lost."""
+        """Seconds without a heartbeat after which a node is lost."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
 
     def options(self) -> dict[str, str]:
-        """What all nodes have to agree on."""
+        """What must be the same on all nodes."""
         return {
             "run_id": self.run_id,
             "nnodes": f"{self.min_nodes}:{self.max_nodes}",
@@ -95,11 +95,11 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Who this node is, as far as it was told.
+    """This node, as far as it was told.
 
     Args:
-        node_id: its id; one that no one else has when None.
-        address: how the others reach it; found out when empty.
+        node_id: its id; a unique one is made when None.
+        address: where the others reach it; found out when empty.
         nproc: ranks that it starts.
         role: what they do.
     """
@@ -215,11 +215,11 @@ def _etcd_address(parameters: RendezvousParameters, config: Mapping[str, Any]) -
     prefix = str(config.get("etcd_prefix", DEFAULT_PREFIX)).strip("/")
     if not prefix:
         raise ValueError("--rdzv-conf etcd_prefix is empty; leave it out, or name what all keys begin with")
-    files = tls_files()
+    files = etcd_tls_files()
     for option, name in (("cacert", "ca"), ("cert", "cert"), ("key", "key")):
         if option in config:
             files[name] = str(config[option])
-    login()  # says what is wrong, before anything is done
+    etcd_login()  # says what is wrong, before anything is done
     ttl = _whole("ttl", config.get("ttl", DEFAULT_TTL))
     if ttl < 10:
         raise ValueError(f"--rdzv-conf ttl={ttl}: must be at least 10 seconds")

@@ -2,17 +2,17 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .address import connect, connector, is_etcd
-from .barrier import BarrierError, BarrierOverflow, BarrierTimeout
+from ..protocol.entering import BarrierError, BarrierOverflow, BarrierTimeout
+from ..protocol.evidence import CounterObserver, HeartbeatObserver, beat_lasts
+from ..protocol.joining import Entry
+from ..protocol.operations import Operations as StoreOperations
+from ..protocol.records import Decision, Fault, Head, Member, View
+from .address import is_etcd
 from .file import FileStore
-from .heartbeat import CounterObserver, HeartbeatObserver, beat_lasts
 from .holding import HoldingStore
-from .joining import Entry, JoinTerms
 from .mixin import StoreMixin
-from .operations import StoreOperations
-from .plan import StorePlan, announced_plan, plan_store, without_secrets
+from .plan import StorePlan, announced_plan, connect, connector, plan_store, without_secrets
 from .prefix import PrefixStore
-from .records import Decision, Fault, Head, Member, Outcome, View
 from .tcp import TCPStore, TCPStoreServer, serve
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ __all__ = [
     "Head",
     "HeartbeatObserver",
     "HoldingStore",
-    "JoinTerms",
     "Member",
-    "Outcome",
     "PrefixStore",
     "StoreMixin",
     "StoreOperations",

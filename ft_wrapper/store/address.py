@@ -1,41 +1,318 @@
-"""A store's address as text: ``HOST:PORT`` of a TCPStore, or ``etcd://…``."""
+"""Addresses as text: of hosts and ports, of a TCPStore, of keys in etcd; and how this host is reached.
+
+An address of keys in etcd never holds a password. The user and the files for TLS come from where ``etcdctl``
+takes them: ``ETCDCTL_USER``, ``ETCDCTL_PASSWORD``, ``ETCDCTL_CACERT``, ``ETCDCTL_CERT`` and ``ETCDCTL_KEY``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
+import contextlib
+import dataclasses
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from .._addresses import split_host_port
-from .etcd_address import SCHEME, EtcdAddress
-from .mixin import StoreMixin
-from .tcp import TCPStore, tcp_address
+ETCD_SCHEME = "etcd"
+DEFAULT_PREFIX = "ft_wrapper"
+DEFAULT_TTL = 600
+"""Seconds for which the keys of a job stay in etcd when no process keeps them alive."""
+
+_ANY_PORT = 9  # nothing is sent there
+
+
+# Hosts and ports ---------------------------------------------------------------------------------------
+
+
+def host_port(host: str, port: int) -> str:
+    """Host and port as text: ``HOST:PORT``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_host_port(text: str) -> tuple[str, str]:
+    """The host, without brackets, and the text after the last colon; empty where there is none."""
+    host, _, port = text.rpartition(":")
+    return without_brackets(host), port
+
+
+def without_brackets(host: str) -> str:
+    """An IPv6 address as system calls want it."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means this machine on every machine.
+
+    A name to which a hosts file gives a loopback address does not: it is the name of one machine, and other
+    machines reach it by that name.
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.partition(".")[0] == "localhost"
+
+
+def loopback() -> str:
+    """The address by which only this host reaches itself: IPv4's, unless the host has IPv6 only."""
+    return "127.0.0.1" if is_this_host("127.0.0.1") else "::1"
+
+
+def is_this_host(host: str) -> bool:
+    """Whether a name, if it can be looked up, or an address leads to this host."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_is_own(family, address) for family, _, _, _, address in found)
+
+
+def listening_address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """Where a server listens that is published under a name or address of this host.
+
+    Only on the published address, where that can be found out. On all addresses if the name has several here;
+    if it has a loopback address here, as in Debian's hosts file, while other hosts know another one; or if it
+    leads to this host through a proxy or a service.
+
+    Args:
+        host: name or address under which this host is published.
+        port: to listen on.
+
+    Returns:
+        IPv4, unless the host has IPv6 addresses only; and the address, as `socket.socket.bind` takes it.
+
+    Raises:
+        OSError: the host is unknown.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    families = {info[0] for info in found}
+    family = socket.AF_INET if socket.AF_INET in families else found[0][0]
+    addresses = {info[4] for info in found if info[0] == family}
+    if len(addresses) == 1:
+        (address,) = addresses
+        is_hidden = is_loopback(str(address[0])) and not is_loopback(host)
+        if not is_hidden and _is_own(family, address):
+            return family, address
+    return family, ("", port)
+
+
+def own_address(towards: str) -> str:
+    """This host's address, as hosts see it that reach another host; its name, if there is no route there.
+
+    Args:
+        towards: that other host. It may be this one.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(towards, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as way:
+            way.connect(address)  # chooses the route, sends nothing
+            own = str(way.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+    if is_loopback(own) and not is_loopback(towards):
+        # This host's own name, to which Debian's hosts file gives 127.0.1.1. Other hosts know better.
+        return towards
+    return own
+
+
+def address_of_this_node(host_name: str) -> str:
+    """How other nodes reach this one: by its name, if the name can be looked up.
+
+    Args:
+        host_name: of a host that all nodes reach.
+    """
+    if is_loopback(host_name):
+        return "localhost"  # then all nodes are on this machine
+    name = socket.getfqdn()
+    if not is_loopback(name):
+        with contextlib.suppress(OSError):
+            socket.getaddrinfo(name, None)
+            return name
+    return own_address(host_name)
+
+
+def _is_own(family: int, address: tuple[Any, ...]) -> bool:
+    """Whether an address belongs to an interface of this host."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True
+
+
+# A TCPStore --------------------------------------------------------------------------------------------
+
+
+def tcp_address(host_name: str | None, port: int | None) -> tuple[str, int]:
+    """Completes an address from MASTER_ADDR and MASTER_PORT + 1.
+
+    Raises:
+        ValueError: a variable that is needed is missing or malformed; names it, its value and what to do.
+    """
+    if host_name is None:
+        host_name = without_brackets(os.environ.get("MASTER_ADDR", ""))
+        if not host_name:
+            raise ValueError(
+                "environment variable MASTER_ADDR is not set; start the script with ftrun or torchrun, "
+                "which set it, or pass store_kwargs={'host_name': ...}"
+            )
+    if port is None:
+        port = master_port() + 1
+    if not isinstance(port, int) or not 0 < port < 65536:
+        raise ValueError(f"port={port!r} of the store must lie in 1..65535")
+    return host_name, port
+
+
+def master_port() -> int:
+    """Reads MASTER_PORT.
+
+    Raises:
+        ValueError: it is missing or no port.
+    """
+    text = os.environ.get("MASTER_PORT")
+    if text is None:
+        raise ValueError(
+            "environment variable MASTER_PORT is not set; start the script with ftrun or torchrun, "
+            "which set it, or pass store_kwargs={'port': ...}"
+        )
+    if not text.isdigit() or not 0 < int(text) < 65535:
+        raise ValueError(
+            f"environment variable MASTER_PORT={text!r} must be an integer in 1..65534; "
+            "start the script with ftrun or torchrun, which set it"
+        )
+    return int(text)
+
+
+# etcd --------------------------------------------------------------------------------------------------
 
 
 def is_etcd(address: str) -> bool:
     """Whether the keys are in etcd, where no node has to live for them."""
-    return address.startswith(f"{SCHEME}://")
+    return address.startswith(f"{ETCD_SCHEME}://")
 
 
-def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
-    """What makes a client.
+@dataclasses.dataclass(frozen=True)
+class EtcdAddress:
+    """A place for keys: ``etcd://HOST:PORT,HOST:PORT/PREFIX?namespace=…``.
 
     Args:
-        address: of the store.
-        timeout: how long a store that does not answer is tried again.
+        endpoints: the members: ``host:port,host:port``, each perhaps with ``https://`` in front.
+        prefix: in front of all keys of the job; they share one lease.
+        namespace: in front of the keys of this address, behind the prefix.
+        ca: path of the certificates of those who may sign the members', PEM; makes it TLS.
+        cert: path of a certificate to show, PEM.
+        key: path of its key, PEM.
+        ttl: seconds for which the keys stay when no process keeps them alive.
+    """
+
+    endpoints: str
+    prefix: str
+    namespace: str = ""
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    ttl: int = DEFAULT_TTL
+
+    def within(self, namespace: str) -> EtcdAddress:
+        """Another place of the same job."""
+        return dataclasses.replace(self, namespace=self.namespace + namespace)
+
+    def __str__(self) -> str:
+        given = dataclasses.asdict(self)
+        options = {name: given[name] for name in ("namespace", "ca", "cert", "key") if given[name]}
+        if self.ttl != DEFAULT_TTL:
+            options["ttl"] = self.ttl
+        query = f"?{urlencode(options, safe='/')}" if options else ""
+        # https:// has slashes of its own, and urlsplit takes no bracket behind another name.
+        members = quote(self.endpoints, safe=":,")
+        return f"{ETCD_SCHEME}://{members}/{quote(self.prefix.strip('/'))}{query}"
+
+    @classmethod
+    def parse(cls, text: str) -> EtcdAddress:
+        """Reads an address.
+
+        Raises:
+            ValueError: the text is none.
+        """
+        parts = urlsplit(text)
+        options = dict(parse_qsl(parts.query))
+        unknown = options.keys() - {"namespace", "ca", "cert", "key", "ttl"}
+        prefix = unquote(parts.path.strip("/"))
+        ttl = options.pop("ttl", str(DEFAULT_TTL))
+        if not is_etcd(text) or not parts.netloc or not prefix or unknown or not ttl.isdecimal():
+            raise ValueError(
+                f"{text!r} must look like {ETCD_SCHEME}://HOST:PORT,HOST:PORT/PREFIX?namespace=NAME/"
+            )
+        return cls(unquote(parts.netloc), prefix, ttl=int(ttl), **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """Where a member of etcd answers its clients."""
+
+    host: str
+    port: int
+    tls: bool
+
+    def __str__(self) -> str:
+        return host_port(self.host, self.port)
+
+
+def parse_endpoints(endpoints: str | Sequence[str], tls: bool = False) -> list[Endpoint]:
+    """Returns the members of etcd that a text or a list names.
+
+    Args:
+        endpoints: ``host:port,host:port``, or a list of these; with or without a scheme.
+        tls: whether those without a scheme speak TLS.
 
     Raises:
-        ValueError: it is no address.
+        ValueError: it cannot be right.
     """
-    if is_etcd(address):
-        return partial(EtcdAddress.parse(address).connect, timeout)
-    host, port = split_host_port(address)
-    if not host or not port.isdigit():
-        raise ValueError(f"{address!r} must be host:port, or {SCHEME}://host:port/prefix")
-    host, number = tcp_address(host, int(port))
-    return partial(TCPStore, host, number, timeout=timeout)
+    parts = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
+    found = [_parse_endpoint(part.strip(), tls) for part in parts if part.strip()]
+    if not found:
+        raise ValueError("endpoints of etcd are empty; pass 'host:port,host:port,…'")
+    return found
 
 
-def connect(address: str, timeout: timedelta) -> StoreMixin:
-    """A client. Arguments and errors as for `connector`; and StoreError: it does not answer."""
-    return connector(address, timeout)()
+def _parse_endpoint(text: str, tls: bool) -> Endpoint:
+    url = urlsplit(text if "://" in text else f"{'https' if tls else 'http'}://{text}")
+    if url.username is not None or url.password is not None:
+        raise ValueError("an endpoint of etcd holds a password; pass user and password on their own")
+    try:
+        host, port = url.hostname, url.port
+    except ValueError:
+        host = port = None
+    if url.scheme not in ("http", "https") or not host or port is None or url.path.strip("/"):
+        raise ValueError(
+            f"endpoint {text!r} of etcd must be host:port, http://host:port or https://host:port"
+        )
+    if tls and url.scheme == "http":
+        raise ValueError(f"endpoint {text!r} of etcd is plain http, though there are certificates for TLS")
+    return Endpoint(host, port, url.scheme == "https")
+
+
+def etcd_login(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """User and password, as arguments of `EtcdStore`; none without a user.
+
+    Raises:
+        ValueError: there is a user without a password.
+    """
+    user, colon, password = environment.get("ETCDCTL_USER", "").partition(":")
+    if not user:
+        return {}
+    password = password if colon else environment.get("ETCDCTL_PASSWORD", "")
+    if not password:
+        raise ValueError(
+            f"ETCDCTL_USER={user} comes without a password: write it as user:password, or set "
+            "ETCDCTL_PASSWORD"
+        )
+    return {"user": user, "password": password}
+
+
+def etcd_tls_files(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The paths of certificates and key, as arguments of `EtcdAddress`."""
+    names = {"ca": "ETCDCTL_CACERT", "cert": "ETCDCTL_CERT", "key": "ETCDCTL_KEY"}
+    return {name: environment[variable] for name, variable in names.items() if environment.get(variable)}

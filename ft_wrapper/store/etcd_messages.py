@@ -1,280 +1,290 @@
-"""What is asked of etcd's v3 JSON gateway and what it answers, and how that is written.
+"""What etcd's JSON gateway is asked, as JSON, and what its answers mean. No input or output.
 
-In its JSON bytes are in base 64, numbers of 64 bits are text, and what is 0 or empty is left out.
+In the gateway's JSON bytes are in base 64, 64-bit numbers are text, and what is 0 or empty is left out.
 """
 
 from __future__ import annotations
 
 import base64
-import dataclasses
-from typing import Any
+import http.client
+import json
+import ssl
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..exception import StoreError
+from .address import Endpoint
+
+LARGEST_REQUEST = 1_500_000
+"""The most bytes that etcd takes in a request, about, by default."""
+MOST_OPERATIONS = 128
+"""The most operations that etcd takes in a transaction, by default."""
+
+_NOT_FOUND, _UNAUTHENTICATED = 5, 16  # gRPC's codes, as the gateway gives them
+_PASSING = {1, 2, 4, 10, 14}  # canceled, unknown, deadline exceeded, aborted, unavailable
+_LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old", "invalid auth", "user name is empty")
 
 
-@dataclasses.dataclass(frozen=True)
-class KeyValue:
-    """A key with what it holds, and the revisions at which it was created and written last."""
+class EtcdRefused(StoreError):
+    """etcd answered that it will not. The message says what, and why.
 
-    key: bytes
-    value: bytes
-    create_revision: int
-    mod_revision: int
-    version: int
-    lease: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """A key, or all keys from one up to another one.
-
-    Args:
-        key: the key, or the first one.
-        end: the first key that is not in it; only ``key`` is when None.
+    Attributes:
+        code: gRPC's number of the reason.
+        reason: etcd's words.
     """
+
+    def __init__(self, message: str, code: int, reason: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+
+    @property
+    def is_not_found(self) -> bool:
+        """Whether there is no such thing."""
+        return self.code == _NOT_FOUND
+
+    @property
+    def wants_login(self) -> bool:
+        """Whether the request came without a valid token."""
+        return self.code == _UNAUTHENTICATED or any(words in self.reason for words in _LOGIN_AGAIN)
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the request was too large, for etcd or for its gateway."""
+        return "too large" in self.reason or "larger than max" in self.reason
+
+
+class EtcdCompacted(StoreError):
+    """The revision asked for lies before etcd's last compaction: read again, and go on from there.
+
+    Attributes:
+        revision: the oldest revision that is kept; 0 where etcd does not say.
+    """
+
+    def __init__(self, message: str, revision: int = 0) -> None:
+        super().__init__(message)
+        self.revision = revision
+
+
+class NoAnswer(Exception):
+    """A member did not answer, or cannot right now: another try may do better."""
+
+
+class Span(NamedTuple):
+    """A key; or all keys from one up to, and without, ``end``."""
 
     key: bytes
     end: bytes | None = None
 
     @classmethod
     def prefix(cls, start: bytes) -> Span:
-        """All keys that begin so.
-
-        Args:
-            start: what they begin with; not empty, and not only bytes 255.
-        """
+        """All keys that begin with some bytes, not all of which are 255."""
         kept = start.rstrip(b"\xff")
         return cls(start, kept[:-1] + bytes([kept[-1] + 1]))
 
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """Reads a span.
-
-    Args:
-        span: which keys.
-        keys_only: without what they hold.
-        by_creation: in the order in which they were created rather than by name.
-        revision: as it was at that revision; 0: as it is now.
-        count_only: only how many keys there are.
-    """
-
-    span: Span
-    keys_only: bool = False
-    by_creation: bool = False
-    revision: int = 0
-    count_only: bool = False
+    @property
+    def json(self) -> dict[str, str]:
+        """As a request names it."""
+        named = {"key": _to_base64(self.key)}
+        return named if self.end is None else {**named, "range_end": _to_base64(self.end)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Put:
-    """Writes a key, which goes with its lease if that is not 0."""
+class KeyValue(NamedTuple):
+    """A key with its value, and the store's revisions at which it was created and last written."""
 
     key: bytes
     value: bytes
-    lease: int = 0
+    create_revision: int
+    mod_revision: int
+    lease: int
+
+    @classmethod
+    def parse(cls, kv: dict[str, Any]) -> KeyValue:
+        """Reads one of an answer."""
+        return cls(
+            base64.b64decode(kv["key"]),
+            base64.b64decode(kv.get("value", "")),
+            *(int(kv.get(number, 0)) for number in ("create_revision", "mod_revision", "lease")),
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class Delete:
-    """Deletes a span."""
-
-    span: Span
-
-
-@dataclasses.dataclass(frozen=True)
-class Compare:
-    """What must hold of a key, or of every key of a span, for a transaction to do what it is for.
-
-    Args:
-        span: the key or keys. An absent key has ``version``, ``create`` and ``mod`` 0 and no ``value``.
-        target: ``value``, ``version``, ``create`` or ``mod``.
-        than: what to compare with.
-        result: ``equal``, ``less``, ``greater`` or ``not_equal``.
-    """
-
-    span: Span
-    target: str
-    than: bytes | int
-    result: str = "equal"
-
-
-@dataclasses.dataclass(frozen=True)
-class Branch:
-    """A transaction within a transaction.
+class Answer(NamedTuple):
+    """The answer to one operation.
 
     Args:
-        compare: what must hold.
-        success: what to do then.
-        failure: what to do otherwise.
+        keys: that `get` read, in the order in which they were created.
+        number: how many keys `get` found, or `delete` deleted.
+        succeeded: whether the comparisons of a `branch` held.
+        answers: to the operations that a `branch` carried out.
     """
 
-    compare: tuple[Compare, ...]
-    success: tuple[Operation, ...]
-    failure: tuple[Operation, ...] = ()
+    keys: tuple[KeyValue, ...]
+    number: int
+    succeeded: bool
+    answers: list[Answer]
+
+    @classmethod
+    def parse(cls, reply: dict[str, Any]) -> Answer:
+        """Reads one."""
+        return cls(
+            tuple(KeyValue.parse(kv) for kv in reply.get("kvs", [])),
+            int(reply.get("count", reply.get("deleted", 0))),
+            bool(reply.get("succeeded")),
+            [cls.parse(next(iter(one.values()), {})) for one in reply.get("responses", [])],
+        )
 
 
-Operation = Range | Put | Delete | Branch
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What one operation gave.
-
-    Args:
-        keys: what a range read; empty for others.
-        number: how many keys a range found, or a deletion deleted.
-        succeeded: whether the comparisons of a branch held.
-        answers: of the operations that a branch carried out.
-    """
-
-    keys: tuple[KeyValue, ...] = ()
-    number: int = 0
-    succeeded: bool = False
-    answers: tuple[Answer, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Transaction:
-    """What a transaction gave.
+class Transaction(NamedTuple):
+    """The answer to a transaction.
 
     Args:
         succeeded: whether all comparisons held.
+        answers: to the operations that were carried out, in order.
         revision: of the store after it.
-        answers: of the operations that were carried out, in order.
         repeated: whether it was sent more than once: an earlier one may still be on its way.
     """
 
     succeeded: bool
+    answers: list[Answer]
     revision: int
-    answers: tuple[Answer, ...]
     repeated: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """A write that a watch saw, or a deletion.
+Comparison = dict[str, str]
+"""What must hold of some keys, as JSON: made by `compare`."""
+Operation = dict[str, dict[str, Any]]
+"""An operation of a transaction, as JSON: made by `get`, `put`, `delete` or `branch`."""
+
+
+def get(span: Span, *, keys_only: bool = False, count_only: bool = False) -> Operation:
+    """Reads keys."""
+    request = {**span.json, "sort_target": "CREATE", "sort_order": "ASCEND"}
+    return {"request_range": request | {"keys_only": keys_only, "count_only": count_only}}
+
+
+def put(key: bytes, value: bytes, lease: int = 0) -> Operation:
+    """Writes a key, which goes with its lease if that is not 0."""
+    return {"request_put": {"key": _to_base64(key), "value": _to_base64(value), "lease": str(lease)}}
+
+
+def delete(span: Span) -> Operation:
+    """Deletes keys."""
+    return {"request_delete_range": span.json}
+
+
+def branch(
+    compare: Sequence[Comparison], success: Sequence[Operation], failure: Sequence[Operation] = ()
+) -> Operation:
+    """A transaction within a transaction. Arguments as for `EtcdClient.transaction`."""
+    return {"request_txn": {"compare": [*compare], "success": [*success], "failure": [*failure]}}
+
+
+def compare(span: Span, target: str, than: bytes | int, result: str = "equal") -> Comparison:
+    """What must hold of each key of a span.
 
     Args:
-        key: the key.
-        value: what it holds; None if it was deleted.
-        revision: of the store by this write.
+        span: the keys. An absent key has ``version``, ``create`` and ``mod`` 0 and no ``value``.
+        target: ``value``, ``version``, ``create`` or ``mod``.
+        than: what to compare with.
+        result: ``equal``, ``less`` or ``greater``.
     """
+    field = target if target in ("value", "version") else f"{target}_revision"
+    text = _to_base64(than) if isinstance(than, bytes) else str(than)
+    return {**span.json, "target": target.upper(), "result": result.upper(), field: text}
 
-    key: bytes
-    value: bytes | None
-    revision: int
 
-
-@dataclasses.dataclass(frozen=True)
-class Watched:
-    """A span to watch.
+def read_answer(what: str, endpoint: Endpoint, status: int, data: bytes) -> dict[str, Any]:
+    """Returns an answer as JSON.
 
     Args:
-        span: which keys.
-        start: the first revision of interest.
-        puts: whether writes are of interest.
-        deletes: whether deletions are.
+        what: the request, for messages.
+        endpoint: who answers.
+        status: of HTTP.
+        data: the answer.
+
+    Raises:
+        NoAnswer: the member cannot answer now.
+        EtcdCompacted: the revision is not kept any more.
+        EtcdRefused: etcd refuses.
+        StoreError: it is no etcd.
     """
+    try:
+        reply = json.loads(data)
+    except ValueError:
+        reply = None
+    if status == 200 and isinstance(reply, dict):
+        inner = reply.get("error")
+        if isinstance(inner, dict):  # of a stream
+            raise refusal(what, endpoint, int(inner.get("grpc_code", 2)), str(inner.get("message")))
+        return reply
+    if isinstance(reply, dict) and "code" in reply:
+        raise refusal(what, endpoint, int(reply["code"]), str(reply.get("error")))
+    if status >= 500:
+        raise NoAnswer(f"{endpoint} answers HTTP {status}")
+    raise StoreError(
+        f"{endpoint} does not answer {what} as etcd's v3 gateway does, but HTTP {status} "
+        f"{data[:100]!r}; see whether it is an etcd of version 3.4 or later, and whether it wants https"
+    )
 
-    span: Span
-    start: int
-    puts: bool = True
-    deletes: bool = True
+
+def refusal(what: str, endpoint: Endpoint, code: int, reason: str) -> Exception:
+    """What a member's refusal means.
+
+    Args:
+        what: the request, for messages.
+        endpoint: who refuses it.
+        code: gRPC's number of the reason.
+        reason: etcd's words.
+    """
+    if "compacted" in reason:
+        return EtcdCompacted(f"{endpoint}: {what}: {reason}")
+    if "too many requests" in reason or (code in _PASSING and "invalid" not in reason):
+        return NoAnswer(f"{endpoint}: {reason}")
+    hint = ""
+    if "too large" in reason:
+        hint = f"; etcd takes no more than about {LARGEST_REQUEST} bytes a request"
+    elif "space exceeded" in reason:
+        hint = "; compact and defragment it, and disarm its alarm"
+    elif "user name is empty" in reason:
+        hint = "; it wants a user and a password"
+    return EtcdRefused(f"{endpoint} refuses {what}: {reason}{hint}", code, reason)
 
 
-def to_base64(data: bytes) -> str:
-    """Bytes."""
+def meaning_of(what: str, endpoint: Endpoint, error: Exception) -> Exception:
+    """What an error of the HTTP library means.
+
+    Args:
+        what: the request, for messages.
+        endpoint: who was asked.
+        error: the library's.
+    """
+    cause: BaseException | None = error
+    hint = ""
+    while cause is not None:
+        # A server hangs up on TLS that it does not speak, and on plain text where it speaks TLS; so does one
+        # that is killed.
+        if isinstance(cause, ssl.SSLEOFError | ConnectionResetError):
+            hint = f"; see whether it {'speaks TLS' if endpoint.tls else 'wants https'}"
+        if isinstance(cause, ssl.SSLError) and _is_final(cause):
+            return StoreError(
+                f"{endpoint}: {what}: no TLS connection: {cause.reason or cause}; see whether the "
+                "certificates on both sides are right, and whether it speaks TLS at all"
+            )
+        if isinstance(cause, http.client.BadStatusLine) and not isinstance(
+            cause, http.client.RemoteDisconnected
+        ):
+            return StoreError(f"{endpoint} does not speak HTTP: it is no etcd, or one that wants https")
+        following = cause.__cause__ or cause.__context__
+        cause = following or next((a for a in cause.args if isinstance(a, BaseException)), None)
+    # The HTTP library puts an object in front of its words.
+    return NoAnswer(f"{endpoint}: {str(error).rpartition('>: ')[2] or repr(error)}{hint}")
+
+
+def _is_final(error: ssl.SSLError) -> bool:
+    """Whether another try does no better: the two sides do not accept each other's certificates."""
+    reason = error.reason or ""
+    return isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in reason or "WRONG_VERSION" in reason
+
+
+def _to_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def span_json(span: Span) -> dict[str, Any]:
-    """A key or keys."""
-    named = {"key": to_base64(span.key)}
-    if span.end is not None:
-        named["range_end"] = to_base64(span.end)
-    return named
-
-
-def operation_json(operation: Operation) -> dict[str, dict[str, Any]]:
-    """An operation of a transaction: its kind, and its request."""
-    if isinstance(operation, Put):
-        put = {
-            "key": to_base64(operation.key),
-            "value": to_base64(operation.value),
-            "lease": str(operation.lease),
-        }
-        return {"request_put": put}
-    if isinstance(operation, Delete):
-        return {"request_delete_range": span_json(operation.span)}
-    if isinstance(operation, Branch):
-        return {"request_txn": transaction_json(operation)}
-    request: dict[str, Any] = span_json(operation.span)
-    if operation.keys_only:
-        request["keys_only"] = True
-    if operation.by_creation:
-        request |= {"sort_target": "CREATE", "sort_order": "ASCEND"}
-    if operation.count_only:
-        request["count_only"] = True
-    if operation.revision:
-        request["revision"] = str(operation.revision)
-    return {"request_range": request}
-
-
-def transaction_json(branch: Branch) -> dict[str, Any]:
-    """A transaction."""
-    return {
-        "compare": [comparison_json(one) for one in branch.compare],
-        "success": [operation_json(one) for one in branch.success],
-        "failure": [operation_json(one) for one in branch.failure],
-    }
-
-
-def comparison_json(compare: Compare) -> dict[str, Any]:
-    """A comparison of a transaction."""
-    field = compare.target if compare.target in ("value", "version") else f"{compare.target}_revision"
-    than = to_base64(compare.than) if isinstance(compare.than, bytes) else str(compare.than)
-    return {
-        **span_json(compare.span),
-        "target": compare.target.upper(),
-        "result": compare.result.upper(),
-        field: than,
-    }
-
-
-def watch_json(watched: Watched) -> dict[str, Any]:
-    """The request that begins a watch."""
-    request = {**span_json(watched.span), "start_revision": str(watched.start)}
-    without = [*([] if watched.puts else ["NOPUT"]), *([] if watched.deletes else ["NODELETE"])]
-    return {"create_request": {**request, "filters": without} if without else request}
-
-
-def parse_key_value(kv: dict[str, Any]) -> KeyValue:
-    """A key and what it holds."""
-    return KeyValue(
-        key=base64.b64decode(kv["key"]),
-        value=base64.b64decode(kv.get("value", "")),
-        create_revision=int(kv.get("create_revision", 0)),
-        mod_revision=int(kv.get("mod_revision", 0)),
-        version=int(kv.get("version", 0)),
-        lease=int(kv.get("lease", 0)),
-    )
-
-
-def parse_answer(reply: dict[str, Any]) -> Answer:
-    """What an operation gave."""
-    number = reply.get("count", reply.get("deleted", 0))
-    return Answer(
-        keys=tuple(parse_key_value(kv) for kv in reply.get("kvs", [])),
-        number=int(number),
-        succeeded=bool(reply.get("succeeded")),
-        answers=parse_answers(reply),
-    )
-
-
-def parse_answers(reply: dict[str, Any]) -> tuple[Answer, ...]:
-    """What the operations of a transaction gave."""
-    return tuple(parse_answer(next(iter(one.values()), {})) for one in reply.get("responses", []))
-
-
-def parse_revision(reply: dict[str, Any]) -> int:
-    """The store's revision, from the answer's header."""
-    return int(reply.get("header", {}).get("revision", 0))

@@ -1,54 +1,92 @@
-"""Follows the writes of a span of keys on etcd."""
+"""Watches of keys in etcd: one stands, for keys that wake somebody; a thread that waits has one for others.
+
+A watch that begins at a revision that is past by the time it arrives is served by etcd's own next look, up to
+100 ms later. So keys that are waited for again and again are followed all the time: see `StandingWatch`.
+
+Each watch has a connection of its own: the gateway may lose all requests of a connection but the first,
+because its HTTP server throws away what it has not read when the answer begins.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import http.client
 import json
 import logging
+import math
+import queue
 import socket
 import threading
-from collections.abc import Generator, Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import urllib3
 
-from .etcd_answers import EtcdCompacted, EtcdRefused, NoAnswer, meaning_of, read_answer, refusal
-from .etcd_endpoints import Endpoint
-from .etcd_http import EtcdHttp, headers
-from .etcd_messages import Event, Watched, parse_key_value, watch_json
+from .address import Endpoint
+from .etcd_client import EtcdClient
+from .etcd_messages import (
+    EtcdCompacted,
+    EtcdRefused,
+    KeyValue,
+    NoAnswer,
+    Span,
+    meaning_of,
+    read_answer,
+    refusal,
+)
 
 log = logging.getLogger(__name__)
+
+LOOK_AGAIN = 10.0
+"""Seconds; bounds how late a write is noticed whose wake was missed."""
+
+_CLOSED_WITHIN = 2.0  # seconds for a thread that was told to end, and has only to notice
+
+
+class Event(NamedTuple):
+    """A write that a watch saw; a deletion, where the value is None. The revision is the store's by it."""
+
+    key: bytes
+    value: bytes | None
+    revision: int
 
 
 class Watch:
     """Writes of a span, as they come, each once and in order.
 
-    It goes on with another member when one is lost, and with the revision after the last one seen. A member
-    that has lost the majority says so and is left. While nothing is written there is no traffic.
+    When a member is lost it goes on with another one, after the last revision that was seen. A member that
+    has lost the majority says so and is left. While nothing is written there is no traffic.
 
     Args:
-        etcd: the client.
-        watched: what to watch, and from which revision on.
+        client: of etcd.
+        span: the keys.
+        start: the first revision of interest.
+        puts: whether writes are of interest.
+        deletes: whether deletions are.
     """
 
-    def __init__(self, etcd: EtcdHttp, watched: Watched) -> None:
-        self._etcd = etcd
-        self._watched = watched
+    def __init__(
+        self, client: EtcdClient, span: Span, start: int, *, puts: bool = True, deletes: bool = True
+    ) -> None:
+        self._client = client
+        self._span = span
+        self._start = start
+        self._without = [*([] if puts else ["NOPUT"]), *([] if deletes else ["NODELETE"])]
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._endpoint: Endpoint | None = None
         self._closed = threading.Event()
+        self._deadline = math.inf
 
     def close(self) -> None:
-        """Ends the iteration, from any thread."""
+        """Ends it, from any thread."""
         with self._lock:
             self._closed.set()
             self._shut()
 
-    def leave(self, endpoint: object) -> None:
-        """Goes on with another member, if this is the one that it is with; from any thread."""
+    def _leave(self, endpoint: Endpoint) -> None:
+        """Goes on with another member, if this is the one that it is with; called in any thread."""
         with self._lock:
             if self._endpoint == endpoint:
                 self._shut()
@@ -59,6 +97,20 @@ class Watch:
                 # Under TLS, the plain one: that of ssl is not for other threads.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
+    def _left(self) -> float:
+        return 0.0 if self._closed.is_set() else self._deadline - time.monotonic()
+
+    def first(self, seconds: float) -> Event | None:
+        """Waits for the first event, in this thread; None if there is none in time, or the watch was closed.
+
+        Raises:
+            EtcdCompacted: some of the revisions are not kept any more.
+            StoreError: no member will ever serve it.
+        """
+        self._deadline = time.monotonic() + seconds
+        with contextlib.closing(self.events()) as events:
+            return next(events, None)
+
     def events(self) -> Generator[Event, None, None]:
         """Yields events until it is closed.
 
@@ -66,39 +118,43 @@ class Watch:
             EtcdCompacted: writes since the last event are not kept any more: read, and watch again.
             StoreError: no member will ever serve it: wrong password, no such right, no etcd.
         """
-        etcd, failures = self._etcd, 0
-        etcd.leaving.add(self.leave)
+        client, failures = self._client, 0
+        client.leaving.add(self._leave)
         try:
-            while not self._closed.is_set():
+            while self._left() > 0:
                 try:
-                    for event in self._one_stream(etcd.try_lasts(failures + 1)):
+                    for event in self._one_stream(
+                        min(client.try_lasts(failures + 1), max(self._left(), 0.05))
+                    ):
                         failures = 0
                         yield event
                 except NoAnswer as error:
                     failures += 1
-                    if not self._closed.is_set():
-                        log.debug("%r: watch: %s; trying again", etcd, error)
-                        self._closed.wait(etcd.pause_after(failures))
+                    if self._left() > 0:
+                        log.debug("%r: watch: %s; trying again", client, error)
+                        self._closed.wait(min(client.pause_after(failures), self._left()))
         finally:
-            etcd.leaving.discard(self.leave)
+            client.leaving.discard(self._leave)
 
     def _one_stream(self, patience: float) -> Iterator[Event]:
-        etcd = self._etcd
-        endpoint = etcd.current
-        token = etcd.token(patience)
-        connection = etcd.connection(endpoint, patience)
+        client = self._client
+        endpoint = client.current
+        token = client.token(patience)
+        connection = client.connection(endpoint, patience)
         try:
             for message in self._messages(connection, endpoint, token):
                 yield from self._events(message, endpoint)
             raise NoAnswer(f"{endpoint} ended a watch")
         except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError) as error:
-            etcd.leave(endpoint)
-            raise meaning_of("watch", endpoint, error) from None
+            if self._left() > 0:  # else it is the end that ended the connection
+                client.leave(endpoint)
+                raise meaning_of("watch", endpoint, error) from None
         except NoAnswer:
-            etcd.leave(endpoint)
+            if self._left() > 0:
+                client.leave(endpoint)
             raise
         except EtcdRefused as error:
-            if not etcd.forget(token, error):
+            if not client.forget(token, error):
                 raise
             raise NoAnswer(f"{endpoint}: {error.reason}") from None
         finally:
@@ -114,16 +170,17 @@ class Watch:
             if self._closed.is_set():
                 return
             self._socket, self._endpoint = connection.sock, endpoint
-        # One only: the gateway reads others while its answer has begun, and may lose them.
-        body = json.dumps(watch_json(self._watched))
+        request = {**self._span.json, "start_revision": str(self._start), "filters": self._without}
         # A member without a leader says so, rather than nothing.
-        has_leader = {**headers(token), "Grpc-Metadata-hasleader": "true"}
-        connection.request("POST", "/v3/watch", body=body.encode(), headers=has_leader, preload_content=False)
+        headers = {**self._client.headers(token), "Grpc-Metadata-hasleader": "true"}
+        body = json.dumps({"create_request": request}).encode()
+        connection.request("POST", "/v3/watch", body=body, headers=headers, preload_content=False)
         response = connection.getresponse()
         if response.status != 200:
             read_answer("watch", endpoint, response.status, response.read())
         if connection.sock is not None:
-            connection.sock.settimeout(None)
+            left = self._left()
+            connection.sock.settimeout(None if math.isinf(left) else max(left, 0.001))
         buffer = b""
         for chunk in response.read_chunked(decode_content=False):
             *lines, buffer = (buffer + chunk).split(b"\n")
@@ -139,11 +196,207 @@ class Watch:
                 raise EtcdCompacted(f"{endpoint}: watch: revisions before {compacted} are gone", compacted)
             reason = str(result.get("cancel_reason", "canceled"))
             raise refusal("watch", endpoint, 7 if "permission" in reason else 2, reason)
+        kv = None
         for event in result.get("events", []):
-            kv = parse_key_value(event["kv"])
-            deleted = event.get("type") == "DELETE"
-            yield Event(kv.key, None if deleted else kv.value, kv.mod_revision)
-        if result.get("events"):
-            # All writes of a revision come in one message.
-            last = parse_key_value(result["events"][-1]["kv"]).mod_revision
-            self._watched = dataclasses.replace(self._watched, start=last + 1)
+            kv = KeyValue.parse(event["kv"])
+            yield Event(kv.key, None if event.get("type") == "DELETE" else kv.value, kv.mod_revision)
+        if kv is not None:  # all writes of a revision come in one message
+            self._start = kv.mod_revision + 1
+
+
+# What a thread that listens is told: a write; None if it has to look again; an error to raise.
+_Listener = queue.SimpleQueue[Event | None | Exception]
+
+
+class StandingWatch:
+    """Follows the keys that wake somebody, and the life of the job, for all threads of a process.
+
+    It knows which of the keys are there, so that a thread that waits need not look.
+
+    Args:
+        client: of etcd.
+        keys: which keys.
+        present: those that are there.
+        life: the key that goes when the job ends; that ends the watch.
+        revision: as of which these are there.
+    """
+
+    def __init__(
+        self, client: EtcdClient, keys: Span, present: Iterable[KeyValue], life: Span, revision: int
+    ) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._present = {kv.key: Event(kv.key, kv.value, kv.mod_revision) for kv in present}
+        self._listeners: dict[_Listener, frozenset[bytes]] = {}
+        self.ended = False
+        """Whether it follows nothing any more: those who waited were told to look again, with another one."""
+        self._why: Exception | None = None
+        wakes = Watch(client, keys, revision + 1)
+        end = Watch(client, life, revision + 1, puts=False)
+        self._watches = {wakes, end}
+        self._threads = [
+            threading.Thread(target=self._run, args=(watch, tell), name="ft_wrapper-etcd-watch", daemon=True)
+            for watch, tell in ((wakes, self._tell), (end, lambda _: self._end(None)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @contextlib.contextmanager
+    def listening(self, keys: Iterable[bytes]) -> Iterator[_Listener]:
+        """A block in which a thread is told which of some keys are there, or are written.
+
+        Yields:
+            A queue of writes; None if one has to look again to know; or an error to raise.
+        """
+        listener: _Listener = queue.SimpleQueue()
+        with self._lock:
+            self._listeners[listener] = wanted = frozenset(keys)
+            for key in wanted & self._present.keys():
+                listener.put(self._present[key])
+            if self.ended:
+                listener.put(self._why)
+        try:
+            yield listener
+        finally:
+            with self._lock:
+                del self._listeners[listener]
+
+    def await_write(self, span: Span, start: int, seconds: float) -> bool:
+        """Waits, in this thread, until another key is written from a revision on.
+
+        Returns:
+            Whether it was; if not, the time is over, or the job, or this watch.
+
+        Raises:
+            EtcdCompacted: some of the revisions are not kept any more.
+            StoreError: no member will serve it.
+        """
+        watch = Watch(self._client, span, start, deletes=False)
+        with self._lock:
+            self._watches.add(watch)
+            if self.ended:
+                watch.close()
+        try:
+            written = watch.first(seconds) is not None
+        finally:
+            with self._lock:
+                self._watches.discard(watch)
+        if not written and self._why is not None:
+            raise self._why
+        return written
+
+    def close(self) -> None:
+        """Ends it, with its threads; those who wait are told to look again."""
+        self._end(None)
+        for thread in self._threads:
+            thread.join(_CLOSED_WITHIN)
+
+    def _run(self, watch: Watch, tell: Callable[[Event], None]) -> None:
+        try:
+            for event in watch.events():
+                tell(event)
+        except EtcdCompacted:
+            self._end(None)
+        except Exception as error:  # whatever it is, no one may wait for ever
+            self._end(error)
+
+    def _tell(self, event: Event) -> None:
+        with self._lock:
+            if event.value is None:
+                self._present.pop(event.key, None)
+                return
+            self._present[event.key] = event
+            for listener, keys in self._listeners.items():
+                if event.key in keys:
+                    listener.put(event)
+
+    def _end(self, how: Exception | None) -> None:
+        with self._lock:
+            self.ended, self._why = True, self._why or how
+            for listener in self._listeners:
+                listener.put(how)
+            watches = [*self._watches]
+        for watch in watches:
+            watch.close()
+
+
+class Waiting:
+    """Waits of one thread for keys; see `StandingWatch` for those that wake somebody.
+
+    Args:
+        client: of etcd.
+        standing: the standing watch; None where there is none any more.
+        look: reads keys that may be there: the revision as of which it did so, and what those hold that are.
+        deadline: as `time.monotonic` gives it, until when to wait.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        standing: Callable[[], StandingWatch | None],
+        look: Callable[[Sequence[Span]], tuple[int, dict[Span, bytes]]],
+        deadline: float,
+    ) -> None:
+        self._client = client
+        self._standing = standing
+        self._look = look
+        self._deadline = deadline
+
+    def for_wakes(self, spans: Iterable[Span]) -> tuple[dict[Span, bytes], set[Span]]:
+        """Waits for keys that are written to wake somebody.
+
+        Returns:
+            What those hold that were seen, and which ones were not written in time.
+        """
+        missing, said = set(spans), dict[Span, bytes]()
+        while missing and (standing := self._standing()) is not None:
+            places = {span.key: span for span in missing}
+            with standing.listening(places) as listener:
+                while missing:
+                    remaining = self._deadline - time.monotonic()
+                    try:
+                        woken = listener.get(timeout=max(0.0, min(remaining, LOOK_AGAIN)))
+                    except queue.Empty:
+                        # What was written just now may not have been told yet.
+                        said |= self._look([*missing])[1]
+                        missing -= said.keys()
+                        if remaining <= LOOK_AGAIN:
+                            return said, missing
+                        continue
+                    if woken is None:
+                        break
+                    if isinstance(woken, Exception):
+                        raise woken
+                    said[places[woken.key]] = woken.value or b""
+                    missing.discard(places[woken.key])
+        return said, self.for_each(missing)
+
+    def for_each(self, spans: Iterable[Span]) -> set[Span]:
+        """Waits for keys, one after the other; returns those that were not written in time.
+
+        Each is watched from the first look on: one that is written and deleted meanwhile has been there.
+        """
+        missing, since = set(spans), dict[Span, int]()
+        while missing:
+            revision, found = self._look([*missing])
+            missing -= found.keys()
+            remaining = self._deadline - time.monotonic()
+            if not missing or remaining <= 0:
+                break
+            for span in missing:
+                since.setdefault(span, revision + 1)
+            span = min(missing)
+            try:
+                if self._is_written(span, since[span], min(remaining, LOOK_AGAIN)):
+                    missing.discard(span)
+                else:
+                    del since[span]
+            except EtcdCompacted:
+                since.clear()
+        return missing
+
+    def _is_written(self, span: Span, start: int, seconds: float) -> bool:
+        standing = self._standing()
+        if standing is not None:
+            return standing.await_write(span, start, seconds)
+        return Watch(self._client, span, start, deletes=False).first(seconds) is not None

@@ -62,7 +62,7 @@ class FileStore(HoldingStore):
     def append(self, key: str, value: str | bytes) -> None:
         text = value.decode() if isinstance(value, bytes) else value
         while True:
-            before = self.try_get(key) or ""
+            before = self._read(key) or ""
             # The reply tells what the key holds now, and two appenders may write the same line: a tag of
             # one's own would be needed to know whose it is. Entries are sets, so a line twice does no harm.
             if self.compare_set(key, before, before + text).decode() == before + text:

@@ -7,13 +7,16 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .._addresses import host_port
 from ..exception import StoreError
-from .address import connector, is_etcd
+from ..protocol.operations import Operations
+from .address import EtcdAddress, etcd_login, host_port, is_etcd, master_port, split_host_port, tcp_address
 from .mixin import StoreMixin
-from .tcp import TCPStore, TCPStoreServer, master_port, tcp_address
+from .tcp import TCPStore, TCPStoreServer
+
+if TYPE_CHECKING:
+    from .etcd import EtcdStore
 
 ANNOUNCED = "FT_WRAPPER_STORE"
 _PROBE = timedelta(seconds=5)  # for a store to answer that has the port already
@@ -57,7 +60,7 @@ class StorePlan:
         assert self.port is not None
         return TCPStoreServer(self.port, self.host, by_rank=True, ranks=self.ranks)
 
-    def is_hosted_by_rank(self, store: StoreMixin) -> bool:
+    def is_hosted_by_rank(self, store: Operations) -> bool:
         """Whether a rank of the job does host the store; it closes its port after the last goodbye.
 
         Args:
@@ -85,6 +88,49 @@ class StorePlan:
             return by_rank if client.is_hosted_by_rank() else self.chosen
         finally:
             client.close()
+
+
+def connect(address: str, timeout: timedelta) -> StoreMixin:
+    """A client. Arguments and errors as for `connector`; and StoreError: the store does not answer."""
+    return connector(address, timeout)()
+
+
+def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
+    """What makes a client.
+
+    Args:
+        address: of the store: ``HOST:PORT`` of a TCPStore, or ``etcd://…``.
+        timeout: how long a store that does not answer is tried again.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    if is_etcd(address):
+        return functools.partial(connect_etcd, EtcdAddress.parse(address), timeout)
+    host, port = split_host_port(address)
+    if not host or not port.isdigit():
+        raise ValueError(f"{address!r} must be host:port, or etcd://host:port/prefix")
+    host, number = tcp_address(host, int(port))
+    return functools.partial(TCPStore, host, number, timeout=timeout)
+
+
+def connect_etcd(address: EtcdAddress, timeout: timedelta, *, begins: bool = False) -> EtcdStore:
+    """A client of a job's keys in etcd, which keeps them alive until it is closed.
+
+    Args:
+        address: of the keys. User and password come from where ``etcdctl`` takes them.
+        timeout: how long to try to reach etcd, now and later, and to wait in operations that wait.
+        begins: whether to begin the job if there is none.
+
+    Raises:
+        StoreError: etcd cannot be reached, or refuses, or there is no such job; says why.
+        ImportError: a library is missing; says which.
+    """
+    from .etcd import EtcdStore  # only now: it needs a library that comes with an extra
+
+    login = etcd_login()
+    given = dataclasses.asdict(address) | {"timeout": timeout, "ttl": timedelta(seconds=address.ttl)}
+    return EtcdStore(**given, user=login.get("user"), password=login.get("password"), begins=begins)
 
 
 def plan_store(

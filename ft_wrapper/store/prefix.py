@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
 from torch.distributed import DistStoreError
 
 from ..exception import RankShouldRestart
-from . import keys as names
-from .coordinator import CoordinatorMixin
+from ..protocol import keys as names
+from ..protocol.by_hand import ByHand
+from ..protocol.evidence import Ends
+from ..protocol.operations import Operations, Step, under
+from ..protocol.records import FAULT
 from .holding import HoldingStore
 from .mixin import StoreMixin
-from .records import FAULT
 
 _FIRST_LOOK = 0.5  # seconds of waiting until the first look whether the iteration has ended
 _LONGEST_LOOK = 4.0
@@ -33,7 +36,7 @@ class PrefixStore(TorchPrefixStore, StoreMixin):
     # torch's Store has had a method of this name and another meaning since 2.12.
     barrier = StoreMixin.barrier
 
-    def __init__(self, iteration: int, store: StoreMixin) -> None:
+    def __init__(self, iteration: int, store: Operations) -> None:
         self._iteration = iteration
         self._inner = store
         self._prefix = names.iteration_prefix(iteration)
@@ -46,11 +49,11 @@ class PrefixStore(TorchPrefixStore, StoreMixin):
 
     def is_over(self) -> bool:
         """Whether a fault has ended the iteration. One that is done has had all whom it needed."""
-        return self._inner.outcome_of(self._iteration) == FAULT
+        return Ends(self._inner).outcome_of(self._iteration) == FAULT
 
     @property
-    def _job(self) -> CoordinatorMixin:
-        return self._inner._job
+    def _job(self) -> ByHand:
+        return cast(ByHand, self._inner)._job
 
     def now(self) -> float:
         return self._inner.now()
@@ -68,31 +71,11 @@ class PrefixStore(TorchPrefixStore, StoreMixin):
     def add(self, key: str, amount: int) -> int:
         return self._inner.add(self._full(key), amount)
 
-    def beat(self, key: str, lasts: float) -> None:
-        self._inner.beat(self._full(key), lasts)
-
-    def beats(self, key: str) -> int:
-        return self._inner.beats(self._full(key))
-
     def append(self, key: str, value: str | bytes) -> None:
         self._inner.append(self._full(key), value)
 
-    # As the store itself does these: where each is a single request, and in no one's way.
-
-    def try_get(self, key: str) -> str | None:
-        return self._inner.try_get(self._full(key))
-
-    def log_append(self, key: str, entry: str) -> None:
-        self._inner.log_append(self._full(key), entry)
-
-    def log_read(self, key: str) -> list[str]:
-        return self._inner.log_read(self._full(key))
-
-    def count(self, key: str) -> int:
-        return self._inner.count(self._full(key))
-
-    def log_append_counted(self, key: str, entry: str, count_key: str) -> int:
-        return self._inner.log_append_counted(self._full(key), entry, self._full(count_key))
+    def execute(self, steps: Sequence[Step]) -> list[str | None]:
+        return self._inner.execute([under(self._full(""), step) for step in steps])
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return self._inner.compare_set(self._full(key), expected, desired)

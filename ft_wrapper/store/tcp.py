@@ -6,10 +6,8 @@ import dataclasses
 import errno
 import logging
 import os
-import queue
 import resource
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,12 +18,13 @@ from torch._C._distributed_c10d import Store
 from torch._C._distributed_c10d import TCPStore as TorchTCPStore
 from torch.distributed import DistError, DistNetworkError
 
-from .._addresses import host_port, listening_address, without_brackets
 from .._files import check_open_files
-from ..exception import StoreError
+from ..exception import StoreError, TimeoutError
+from ..protocol.keys import LIFE
+from ..protocol.operations import to_text
+from .address import host_port, listening_address, tcp_address
+from .bounded import call_in_thread
 from .holding import HoldingStore
-from .keys import LIFE
-from .operations import to_text
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +88,10 @@ class TCPStore(HoldingStore):
         namespace: str = "",
     ) -> None:
         self.host_name, self.port = tcp_address(host_name, port)
-        self._patience = timeout.total_seconds()
+        self.patience = timeout.total_seconds()
         self._unanswered: list[Callable[[Store], None]] = []
         self._loss = _Loss()
-        wait_for_port(self.host_name, self.port, self._patience)
+        wait_for_port(self.host_name, self.port, self.patience)
 
         def connect() -> None:
             for attempt in self._retrying().copy(reraise=True):
@@ -102,14 +101,15 @@ class TCPStore(HoldingStore):
                     self._life = self._read_life(client)
 
         try:
-            answered = _ends_within(self._patience + _LAST_WORDS, connect)
+            # torch's client reads without a timeout while it connects.
+            call_in_thread(connect, f"connecting to {self._where}", self.patience + _LAST_WORDS)
         except DistError as error:
             raise StoreError(f"no TCPStore answers at {self._where}: {error}") from error
-        if not answered:
+        except TimeoutError:
             raise StoreError(
-                f"no TCPStore answers at {self._where} within {self._patience:g} s, though "
+                f"no TCPStore answers at {self._where} within {self.patience:g} s, though "
                 "somebody listens there; see whether another program has the port"
-            )
+            ) from None
 
     @property
     def _where(self) -> str:
@@ -122,13 +122,10 @@ class TCPStore(HoldingStore):
         """Whether a rank of the job hosts the server (see `TCPStoreServer`), and not somebody else."""
         return self._do(f"check {_HOSTED_BY_RANK}", lambda store: store.check([_HOSTED_BY_RANK]))
 
-    def set_patience(self, seconds: float) -> None:
-        self._patience = seconds
-
     def clone(self) -> TCPStore:
         other = TCPStore.__new__(TCPStore)
         other.host_name, other.port = self.host_name, self.port
-        other._patience, other._life = self._patience, self._life
+        other.patience, other._life = self.patience, self._life
         other._unanswered = []
         other._loss = self._loss
         other.namespace = self.namespace
@@ -136,7 +133,7 @@ class TCPStore(HoldingStore):
         other._store = self._store.clone()  # type: ignore[attr-defined]
         return other
 
-    def try_get(self, key: str) -> str | None:
+    def _read(self, key: str) -> str | None:
         # One round trip; check and get take three. A comparison that fails changes nothing and answers with
         # what the key holds, or with the expected value where there is no key.
         value = self.compare_set(key, _NEVER, _NEVER)
@@ -181,7 +178,7 @@ class TCPStore(HoldingStore):
             self._look_again()
         log.warning("%r: lost during %s, trying again: %s", self, what, error)
         # Where a clone has waited for long enough meanwhile, this one need not.
-        too_long = tenacity.stop_after_delay(self._patience)
+        too_long = tenacity.stop_after_delay(self.patience)
         retrying = self._retrying().copy(stop=lambda tried: bool(self._loss.noted) or too_long(tried))
         try:
             for attempt in retrying:
@@ -190,7 +187,7 @@ class TCPStore(HoldingStore):
             return result
         except tenacity.RetryError as failure:
             self._loss.noted = self._loss.noted or (
-                f"store at {self._where} is lost: {what} failed for {self._patience:g} s; "
+                f"store at {self._where} is lost: {what} failed for {self.patience:g} s; "
                 "see whether the process that hosts it still runs"
             )
             raise StoreError(self._loss.noted) from failure.last_attempt.exception()
@@ -215,7 +212,7 @@ class TCPStore(HoldingStore):
     def _retrying(self) -> tenacity.Retrying:
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(DistNetworkError),
-            stop=tenacity.stop_after_delay(self._patience),
+            stop=tenacity.stop_after_delay(self.patience),
             wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
         )
 
@@ -227,7 +224,7 @@ class TCPStore(HoldingStore):
             tried: which attempt in a row it is, and since when.
         """
         longer = _FIRST_ATTEMPT * 2 ** min(tried.attempt_number - 1, 10)
-        left = self._patience - (time.monotonic() - tried.start_time)
+        left = self.patience - (time.monotonic() - tried.start_time)
         seconds = min(longer, _LONGEST_ATTEMPT, max(left, 0.1))
         try:
             wait_for_port(self.host_name, self.port, seconds)
@@ -376,46 +373,6 @@ def _report_capacity(connections: int, ranks: int | None) -> None:
         log.info(text, limit, carried, connections)
 
 
-def tcp_address(host_name: str | None, port: int | None) -> tuple[str, int]:
-    """Completes an address from MASTER_ADDR and MASTER_PORT + 1.
-
-    Raises:
-        ValueError: a variable that is needed is missing or malformed; names it, its value and what to do.
-    """
-    if host_name is None:
-        host_name = without_brackets(os.environ.get("MASTER_ADDR", ""))
-        if not host_name:
-            raise ValueError(
-                "environment variable MASTER_ADDR is not set; start the script with ftrun or torchrun, "
-                "which set it, or pass store_kwargs={'host_name': ...}"
-            )
-    if port is None:
-        port = master_port() + 1
-    if not isinstance(port, int) or not 0 < port < 65536:
-        raise ValueError(f"port={port!r} of the store must lie in 1..65535")
-    return host_name, port
-
-
-def master_port() -> int:
-    """Reads MASTER_PORT.
-
-    Raises:
-        ValueError: it is missing or no port.
-    """
-    text = os.environ.get("MASTER_PORT")
-    if text is None:
-        raise ValueError(
-            "environment variable MASTER_PORT is not set; start the script with ftrun or torchrun, "
-            "which set it, or pass store_kwargs={'port': ...}"
-        )
-    if not text.isdigit() or not 0 < int(text) < 65535:
-        raise ValueError(
-            f"environment variable MASTER_PORT={text!r} must be an integer in 1..65534; "
-            "start the script with ftrun or torchrun, which set it"
-        )
-    return int(text)
-
-
 def wait_for_port(host_name: str, port: int, seconds: float) -> None:
     """Waits until somebody listens at an address.
 
@@ -451,28 +408,3 @@ def _may_pass(error: BaseException) -> bool:
 
 def _probe(host_name: str, port: int, seconds: float) -> None:
     socket.create_connection((host_name, port), timeout=seconds).close()
-
-
-def _ends_within(seconds: float, function: Callable[[], None]) -> bool:
-    """Runs a function that may block for good; False if it does.
-
-    torch's client reads without a timeout while it connects. A thread that is stuck so stays behind.
-    """
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            ended.put(error)
-        else:
-            ended.put(None)
-
-    threading.Thread(target=run, name="ft_wrapper-connect", daemon=True).start()
-    try:
-        error = ended.get(timeout=seconds)
-    except queue.Empty:
-        return False
-    if error is not None:
-        raise error
-    return True

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from .clock import Clock
 from .fake_store import FakeStore
-from .scheduler import Deadlock, Scheduler, SchedulerError, Task, TooLong
+from .scheduler import Deadlock, Scheduler, SchedulerError, TooLong
+from .tasks import Task
 
 if TYPE_CHECKING:
     from .etcd_server import EtcdServer

@@ -92,10 +92,18 @@ class Clock:
         """Comes before each operation of a store. Does nothing here; a scheduler lets others go first."""
 
     def observe(self, result: Any) -> None:
-        """Comes after each operation of a store. Does nothing here; a scheduler notes what was learned."""
+        """Comes after each operation of a store. Does nothing here; a scheduler notes it in the trace."""
+
+    # For a search that goes into each state once: what follows from here on must follow from these.
 
     def add_state(self, state: Callable[[], object]) -> None:
-        """Says what a store holds. Does nothing here; a scheduler tells states apart by it."""
+        """Says what tells one state from another: something hashable that tasks share. Does nothing here."""
+
+    def learn(self, value: Any) -> None:
+        """Says what the current task has learned otherwise than from the store. Does nothing here."""
+
+    def forget(self, task: Any, known: Any) -> None:
+        """Says that only ``known`` counts of what a task has learned so far. Does nothing here."""
 
     def block(self, waiter: Waiter, deadline: float) -> bool:
         """Blocks until the waiter is woken; False if its deadline passed first.

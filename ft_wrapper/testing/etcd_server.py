@@ -21,8 +21,8 @@ from typing import Any
 import tenacity
 from typing_extensions import Self
 
-from ..agent.processes import start as start_process
-from ..store.etcd_gateway import EtcdGateway
+from ..agent.process import start as start_process
+from ..store.etcd_client import EtcdClient
 from .ports import free_port
 
 BINARY_VARIABLES = ("FT_WRAPPER_ETCD", "TORCHELASTIC_ETCD_BINARY_PATH")
@@ -171,7 +171,7 @@ class EtcdServer:
         """The first member's address for clients."""
         return self._endpoint(self._members[0])
 
-    def get_client(self, timeout: float = 30.0) -> EtcdGateway:
+    def get_client(self, timeout: float = 30.0) -> EtcdClient:
         """A client of all members; with TLS it shows the server's own certificate.
 
         Args:
@@ -179,8 +179,8 @@ class EtcdServer:
         """
         tls = self._tls
         if tls is None:
-            return EtcdGateway(self.endpoints, timeout=timeout)
-        return EtcdGateway(self.endpoints, timeout=timeout, ca=tls.ca, cert=tls.cert, key=tls.key)
+            return EtcdClient(self.endpoints, timeout=timeout)
+        return EtcdClient(self.endpoints, timeout=timeout, ca=tls.ca, cert=tls.cert, key=tls.key)
 
     def start(self, timeout: float = 60.0) -> None:
         """Starts all members and waits until each says that it is healthy.

@@ -3,7 +3,6 @@
 For example::
 
     python -m ft_wrapper.testing.explore --random 100000 --processes 2
-    python -m ft_wrapper.testing.explore --exhaustive
     python -m ft_wrapper.testing.explore --replay 4711
 
 ``--stores package.module:name`` takes other stores, ``--rank-assignment package.module:name`` another rank
@@ -19,14 +18,12 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from .exhaustive import Count
-from .explorer import EXHAUSTIVE, Explorer, new_seed, without_logging
+from .explorer import Explorer, new_seed, without_logging
 from .failure import Failure
 from .policies import RandomPolicy
 from .scenario import Scenario
-from .seen import MOST_LEFT
 
 _TRACE_LINES = 60
 _REPORT_EVERY = 10.0
@@ -42,27 +39,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if options.replay is not None:
         return _replay(explorer, options.replay, options.shrink)
-    good = True
-    if options.exhaustive:
-        good = _exhaustively(explorer, options)
-    if options.random and good:
-        good = _at_random(explorer, options)
-    return 0 if good else 1
+    return _at_random(explorer, options)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.random is None and options.replay is None and not options.exhaustive:
-        parser.error("nothing to do: give --random, --exhaustive or --replay")
+    if options.random is None and options.replay is None:
+        parser.error("nothing to do: give --random or --replay")
     if options.seconds <= 0:
         parser.error(f"--seconds {options.seconds:g}: must be positive")
-    for name, least in (("random", 1), ("members", 2), ("faults", 0), ("departures", 0), ("processes", 1)):
+    for name, least in (("random", 1), ("members", 2), ("faults", 0), ("processes", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
             parser.error(f"--{name} {value}: must be at least {least}")
-    if options.departures > MOST_LEFT:
-        parser.error(f"--departures {options.departures}: must be at most {MOST_LEFT}")
     return options
 
 
@@ -79,20 +69,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--as-found", action="store_true", help="do not make smaller what goes wrong")
     parser.add_argument("--members", type=int, default=8, help="ranks at the most (default: %(default)s)")
     parser.add_argument("--faults", type=int, default=3, help="faults at the most (default: %(default)s)")
-    parser.add_argument("--exhaustive", action="store_true", help="make every run of a small job in a bound")
-    parser.add_argument(
-        "--departures", type=int, default=0, help="the bound: switches beside the default order (%(default)s)"
-    )
     parser.add_argument(
         "--replay", type=int, metavar="SEED", help="run the job of a seed and show who did what"
     )
     parser.add_argument("--shrink", action="store_true", help="make it smaller first, if it goes wrong")
     parser.add_argument("--processes", type=int, default=1, help="share the work (default: %(default)s)")
+    add_what_is_tested(parser)
+    return parser
+
+
+def add_what_is_tested(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that name a store and a rank assignment of one's own."""
     parser.add_argument("--stores", type=_named, metavar="MODULE:NAME", help="other stores")
     parser.add_argument(
         "--rank-assignment", type=_named, metavar="MODULE:NAME", help="makes another rank assignment"
     )
-    return parser
 
 
 def _named(text: str) -> Any:
@@ -103,56 +94,34 @@ def _named(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} must be MODULE:NAME of something: {error}") from None
 
 
-def _at_random(explorer: Explorer, options: argparse.Namespace) -> bool:
+def _at_random(explorer: Explorer, options: argparse.Namespace) -> int:
     seed = new_seed() if options.seed is None else options.seed
     last = seed + options.random - 1
     what = f"2 to {options.members} ranks, up to {options.faults} faults, seeds {seed} to {last}"
     print(f"at random: {what}", flush=True)
     report = explorer.at_random(
-        options.random, seed, options.processes, _Progress(options.random), options.seconds
+        options.random, seed, options.processes, Progress(options.random), options.seconds
     )
     count = report.count
     if report.failure is not None:
         print(f"seed {report.seed} goes wrong: replay it with --replay {report.seed}")
         if options.as_found:
             print(f"{report.failure.what}\nafter {count.schedules + 1:,} schedules\n{report.failure}")
-            return False
-        _show(explorer, report.failure, shrink=True)
-        return False
+        else:
+            print_failure(_smaller(explorer, report.failure))
+        return 1
     print(
         f"at random: {count.schedules:,} schedules ({what}), {count.steps:,} steps in {report.seconds:.0f} s "
         f"on {options.processes} processes: no violation"
     )
-    return True
-
-
-def _exhaustively(explorer: Explorer, options: argparse.Namespace) -> bool:
-    orders = "the order in which everyone runs on until it has to wait"
-    if options.departures:
-        orders = f"every order that departs from that of running on in at most {options.departures} places"
-    what = (
-        f"{EXHAUSTIVE.members} ranks, at most one crash before any step of any process, after which "
-        f"anybody goes on, at most one start of another process for any slot at any step; {orders}"
-    )
-    print(f"exhaustively: {what}", flush=True)
-    report = explorer.exhaustively(options.departures, options.processes, progress=_Progress())
-    if report.failure is not None:
-        _show(explorer, report.failure, shrink=False)
-        return False
-    count = report.count
-    print(
-        f"exhaustively: {count.schedules:,} schedules, {count.complete:,} of them to their end, the others "
-        f"to a state that was gone into before; {count.states:,} states, {count.steps:,} steps in "
-        f"{report.seconds:.0f} s on {options.processes} processes: no violation"
-    )
-    return True
+    return 0
 
 
 def _replay(explorer: Explorer, seed: int, shrink: bool) -> int:
     print(f"seed {seed}: {explorer.scenario(seed)}")
     failure = explorer.replay(seed)
     if failure is not None:
-        _show(explorer, failure, shrink=shrink, lines=None)
+        print_failure(_smaller(explorer, failure) if shrink else failure, trace_lines=None)
         return 1
     with without_logging():
         simulation = explorer.simulation(explorer.scenario(seed), RandomPolicy(seed))
@@ -163,23 +132,34 @@ def _replay(explorer: Explorer, seed: int, shrink: bool) -> int:
     return 0
 
 
-def _show(explorer: Explorer, failure: Failure, *, shrink: bool, lines: int | None = _TRACE_LINES) -> None:
-    if shrink:
-        print(f"{failure.what}\nmaking it smaller ...", flush=True)
-        failure = explorer.shrink(failure)
+def _smaller(explorer: Explorer, failure: Failure) -> Failure:
+    print(f"{failure.what}\nmaking it smaller ...", flush=True)
+    return explorer.shrink(failure)
+
+
+def print_failure(failure: Failure, trace_lines: int | None = _TRACE_LINES) -> None:
+    """Prints the last lines of a failure's trace, all when None, and then what happened."""
     trace = failure.trace.splitlines()
-    print("\n".join(trace if lines is None else trace[-lines:]))
+    print("\n".join(trace if trace_lines is None else trace[-trace_lines:]))
     print(f"\n{failure}")
 
 
-class _Progress:
-    """Says from time to time, on a terminal's other stream, how far it is."""
+class _Counted(Protocol):
+    schedules: int
+
+
+class Progress:
+    """Prints every 10 seconds, to the standard error, how far it is.
+
+    Args:
+        of: how many schedules there will be, if that is known.
+    """
 
     def __init__(self, of: int = 0) -> None:
         self._of = f" of {of:,}" if of else ""
         self._start = self._said = time.monotonic()
 
-    def __call__(self, count: Count) -> None:
+    def __call__(self, count: _Counted) -> None:
         now = time.monotonic()
         if now - self._said < _REPORT_EVERY:
             return

@@ -1,39 +1,53 @@
-"""Explores simulated jobs: at random from seeds, or every schedule within a bound."""
+"""Explores simulated jobs at random: from seeds, on any number of processes."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
-import functools
+import itertools
 import logging
 import math
+import multiprocessing
+import os
 import random
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypeVar
 
 from ..rank_assignment import RankAssignment
-from .exhaustive import Branch, Count, Search
 from .failure import Failure, attempt
-from .policies import Policy, RandomPolicy, ReplayPolicy, RunOnPolicy
-from .process import SimulatedProcess
+from .policies import Policy, RandomPolicy
 from .scenario import Scenario
-from .scheduler import Event, SchedulerError
-from .seen import MOST_LEFT, Seen, SeenByAll
+from .scheduler import SchedulerError
 from .shrink import Shrinker
-from .simulation import Simulation, StoreFactory
-from .workers import share
+from .simulated_store import StoreFactory
+from .simulation import Simulation
 
 CHUNK = 50
+"""Jobs that a process runs before it says how they went."""
 
-# Room for the states of `EXHAUSTIVE`, and for those that each departure adds.
-_ROOM = 2**22
-_MORE_ROOM = 8
+T = TypeVar("T")
 
-EXHAUSTIVE = Scenario(
-    members=3, active=2, steps=1, on_join="now", heartbeat_interval=20.0, heartbeat_timeout=70.0
-)
-"""The job of `exhaustively`. Its monitors beat seldom: what they do comes on top only where ranks wait."""
+
+@dataclasses.dataclass
+class Count:
+    """How much was tried.
+
+    Args:
+        schedules: jobs that were run.
+        steps: store operations and sleeps in all of them.
+    """
+
+    schedules: int = 0
+    steps: int = 0
+
+    def __iadd__(self, other: Count) -> Count:
+        self.schedules += other.schedules
+        self.steps += other.steps
+        return self
 
 
 @dataclasses.dataclass
@@ -43,7 +57,7 @@ class Report:
     Args:
         count: how much was tried.
         seconds: how long it took.
-        seed: of the failure, if the exploration was at random.
+        seed: of the failure.
         failure: the first run that went wrong; None if there was none.
     """
 
@@ -60,7 +74,7 @@ class Explorer:
     Args:
         stores: see `Simulation`.
         rank_assignment: see `Simulation`.
-        scenario: from a seed to a scenario, for what is done at random.
+        scenario: from a seed to a scenario.
     """
 
     stores: StoreFactory | None = None
@@ -70,8 +84,6 @@ class Explorer:
     def simulation(self, scenario: Scenario, policy: Policy) -> Simulation:
         """One job."""
         return Simulation(scenario, policy=policy, stores=self.stores, rank_assignment=self.rank_assignment)
-
-    # At random -------------------------------------------------------------------------------------------
 
     def at_random(
         self,
@@ -87,8 +99,8 @@ class Explorer:
             count: how many.
             seed: the first seed; a new one when None.
             processes: how many processes share the work.
-            progress: told from time to time how far it has come.
-            seconds: after which no further jobs are begun.
+            progress: called with what was tried so far, after every few jobs.
+            seconds: starts no further jobs after that long.
         """
         first = new_seed() if seed is None else seed
         report, start = Report(Count()), time.monotonic()
@@ -96,22 +108,21 @@ class Explorer:
         def work(part: int) -> tuple[Count, int | None]:
             return self._chunk(range(first + part * CHUNK, first + min(count, (part + 1) * CHUNK)))
 
-        results = share(work, -(-count // CHUNK), processes)
-        for done, failed in results:
-            report.count += done
-            if progress is not None:
-                progress(report.count)
-            if failed is not None:
-                results.close()
-                report.seed, report.failure = failed, self.replay(failed)
-                break
-            if time.monotonic() - start >= seconds:
-                results.close()
-                break
+        with contextlib.closing(share(work, -(-count // CHUNK), processes)) as results:
+            for done, failed in results:
+                report.count += done
+                if progress is not None:
+                    progress(report.count)
+                if failed is not None:
+                    report.seed, report.failure = failed, self.replay(failed)
+                    break
+                if time.monotonic() - start >= seconds:
+                    break
         report.seconds = time.monotonic() - start
         return report
 
     def _chunk(self, seeds: range) -> tuple[Count, int | None]:
+        """Runs some jobs; returns how many went well, and the seed of the first that did not."""
         count = Count()
         with without_logging():
             for seed in seeds:
@@ -120,7 +131,7 @@ class Explorer:
                     simulation.run()
                 except SchedulerError:
                     return count, seed
-                count += Count(1, 1, 0, simulation.scheduler.steps)
+                count += Count(1, simulation.scheduler.steps)
         return count, None
 
     def replay(self, seed: int) -> Failure | None:
@@ -133,134 +144,9 @@ class Explorer:
         with without_logging():
             return Shrinker(self.simulation, failure).shrink()
 
-    # Exhaustively ----------------------------------------------------------------------------------------
-
-    def exhaustively(
-        self,
-        departures: int = 0,
-        processes: int = 1,
-        scenario: Scenario = EXHAUSTIVE,
-        progress: Callable[[Count], None] | None = None,
-    ) -> Report:
-        """Makes every run within a bound of one job in which one process crashes and one is started.
-
-        Any process may crash just before any of its steps, and while all wait; a process may be started for
-        any slot between any two steps, whether the slot's first one lives or not. Neither has to happen.
-
-        Args:
-            departures: at how many places a schedule may depart from that in which everyone runs on, beside
-                the crash and the start.
-            processes: how many processes share the work.
-            scenario: the job.
-            progress: told from time to time how far it has come.
-        """
-        if not 0 <= departures <= MOST_LEFT:
-            raise ValueError(f"departures={departures} must lie in 0..{MOST_LEFT}")
-        report, start = Report(Count()), time.monotonic()
-        # Made before there are other processes: they all use it.
-        seen = SeenByAll(_ROOM * _MORE_ROOM**departures)
-
-        def whole(slot: int) -> _Part:
-            return self._search(scenario, slot, departures, seen, None)
-
-        def rest(number: int) -> _Part:
-            slot, branches = parts[number]
-            return self._search(scenario, slot, departures, seen, branches)
-
-        parts: list[tuple[int, list[Branch]]] = []
-        good = self._put_together(share(whole, scenario.members, processes), report, parts, progress)
-        if good:
-            parts.sort(key=lambda part: len(part[1]), reverse=True)  # the long ones first
-            self._put_together(share(rest, len(parts), processes), report, [], progress)
-        report.seconds = time.monotonic() - start
-        return report
-
-    def _put_together(
-        self,
-        results: Generator[_Part, None, None],
-        report: Report,
-        parts: list[tuple[int, list[Branch]]],
-        progress: Callable[[Count], None] | None,
-    ) -> bool:
-        for part in results:
-            report.count += part.count
-            parts += [(part.slot, branches) for branches in part.put_aside]
-            if progress is not None:
-                progress(report.count)
-            if part.failure is not None:
-                results.close()
-                report.failure = part.failure
-                return False
-        return True
-
-    def _search(
-        self, scenario: Scenario, slot: int, departures: int, seen: Seen, start: list[Branch] | None
-    ) -> _Part:
-        """One part: all that comes before a crash, what follows one at each place put aside; or that."""
-        search = Search(
-            functools.partial(self._crash_and_start, scenario, slot),
-            departures,
-            split_at=_place_of_crash if start is None else None,
-            from_first=True,
-            seen=seen,
-        )
-        failure = None
-        with without_logging():
-            try:
-                search.run(start)
-            except SchedulerError as error:
-                replay = ReplayPolicy(search.choices, RunOnPolicy())
-                failure = attempt(
-                    lambda scenario, policy: self._crash_and_start(scenario, slot, policy), scenario, replay
-                )
-                if failure is None:
-                    raise RuntimeError(f"a run cannot be repeated: {error.what}") from error
-        return _Part(slot, search.count, list(search.parts.values()), failure)
-
-    def _crash_and_start(self, scenario: Scenario, slot: int, policy: Policy) -> Simulation:
-        simulation = self.simulation(scenario, policy)
-        scheduler = simulation.scheduler
-        crashed: list[SimulatedProcess] = []
-
-        def add_crash(process: SimulatedProcess) -> None:
-            task = process.task
-            assert task is not None
-
-            def crash() -> None:
-                crashed.append(process)
-                simulation.crash(process)
-
-            scheduler.add_event(
-                f"crash of {process.name}",
-                crash,
-                lambda: not crashed and not task.done,
-                task,
-            )
-
-        def begin() -> None:
-            add_crash(simulation.start(slot))
-
-        for process in simulation.processes:
-            add_crash(process)
-        another = scheduler.add_event(f"start of another rank {slot}", begin)
-        scheduler.add_state(lambda: (another.name if another in scheduler.events else "", bool(crashed)))
-        return simulation
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    slot: int
-    count: Count
-    put_aside: list[list[Branch]]
-    failure: Failure | None
-
-
-def _place_of_crash(event: Event) -> str | None:
-    return None if event.task is None else f"{event.name} {event.task.steps}"
-
 
 def new_seed() -> int:
-    """A seed that no one has chosen."""
+    """A seed by chance."""
     return random.SystemRandom().randrange(10**9)
 
 
@@ -275,3 +161,63 @@ def without_logging() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+# Sharing work among processes ------------------------------------------------------------------------------
+
+
+def share(work: Callable[[int], T], parts: int, processes: int) -> Generator[T, None, None]:
+    """Carries out the parts of some work in several processes, and yields the results as they come.
+
+    Closing the iterator starts no further parts and waits for those that run.
+
+    Args:
+        work: carries out a part, from 0. It runs in a fork of this process, so it need not be importable; its
+            result must be.
+        parts: how many parts there are.
+        processes: among how many processes they are shared; 1 does everything in this one.
+
+    Raises:
+        BrokenProcessPool: one of the processes died.
+        Exception: what a part raised.
+    """
+    if processes <= 1 or parts <= 1:
+        yield from map(work, range(parts))
+        return
+    fork = multiprocessing.get_context("fork")
+    following = iter(range(parts))
+    with concurrent.futures.ProcessPoolExecutor(processes, fork, _begin, (work,)) as pool:
+        # There may be very many parts: only so many wait for a process to become free.
+        running = {pool.submit(_carry_out, part) for part in itertools.islice(following, 2 * processes)}
+        try:
+            while running:
+                done, running = concurrent.futures.wait(
+                    running, return_when=concurrent.futures.FIRST_COMPLETED
+                )
+                running |= {pool.submit(_carry_out, part) for part in itertools.islice(following, len(done))}
+                for future in done:
+                    yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_work: Callable[[int], Any]
+
+
+def _begin(work: Callable[[int], Any]) -> None:
+    """Hands a process the work: that cannot be pickled, but comes with the fork."""
+    global _work
+    _work = work
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _carry_out(part: int) -> Any:
+    return _work(part)
+
+
+def _end_with_parent() -> None:
+    """A part may last long, and a process that was killed cannot end those that work for it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -27,6 +27,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ft_wrapper import events
@@ -246,7 +247,7 @@ class Injector:
 
     def __init__(self, specs: Iterable[FaultSpec], fired_dir: str | os.PathLike[str] | None = None) -> None:
         self.specs = tuple(specs)
-        self._fired_dir = None if fired_dir is None else os.fspath(fired_dir)
+        self._fired_dir = None if fired_dir is None else Path(fired_dir)
         self._fired: set[int] = set()
 
     @classmethod
@@ -287,17 +288,10 @@ class Injector:
             where = Where(where)
         except ValueError:
             raise ValueError(f"where={where!r} is not one of {_names(Where)}") from None
+        place = {"rank": rank, "slot": slot, "iteration": iteration, "step": step}
         for index, spec in enumerate(self.specs):
-            if spec.matches(where, rank, slot, iteration, step) and self._claim(index):
-                events.emit(
-                    "inject",
-                    kind=spec.kind.value,
-                    where=where.value,
-                    rank=rank,
-                    slot=slot,
-                    iteration=iteration,
-                    step=step,
-                )
+            if spec.matches(where, **place) and self._claim(index):
+                events.emit("inject", kind=spec.kind.value, where=where.value, **place)
                 inject_fault(spec.kind)
 
     def _claim(self, index: int) -> bool:
@@ -307,16 +301,11 @@ class Injector:
         self._fired.add(index)
         if self._fired_dir is None:
             return True
-        os.makedirs(self._fired_dir, exist_ok=True)
+        self._fired_dir.mkdir(parents=True, exist_ok=True)
         try:
-            fd = os.open(
-                os.path.join(self._fired_dir, f"{index}-{self.specs[index]}"),
-                os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC,
-                0o644,
-            )
+            (self._fired_dir / f"{index}-{self.specs[index]}").touch(exist_ok=False)
         except FileExistsError:
             return False
-        os.close(fd)
         return True
 
 
@@ -372,30 +361,27 @@ def inject_fault(kind: Fault, duration: float | None = None) -> None:
         RuntimeError: the kind is ``COLLECTIVE`` and its group was aborted, or the duration is over.
     """
     seconds = _FOREVER if duration is None else duration
-    if kind is Fault.EXCEPTION:
-        raise InjectedFault("injected fault: exception")
-    if kind is Fault.EXIT:
-        os._exit(1)
-    elif kind is Fault.SIGKILL:
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind is Fault.SIGTERM:
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif kind is Fault.SIGSTOP:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind is Fault.SEGFAULT:
-        _no_core_dump()
-        ctypes.string_at(0)
-    elif kind is Fault.ABORT:
-        _no_core_dump()
-        os.abort()
-    elif kind is Fault.SLEEP:
-        time.sleep(seconds)
-    elif kind is Fault.GIL:
-        _hold_gil(seconds)
-    elif kind is Fault.COLLECTIVE:
-        _wait_in_collective(seconds)
-    else:
-        raise TypeError(f"kind={kind!r} must be a Fault, one of {_names(Fault)}")
+    match kind:
+        case Fault.EXCEPTION:
+            raise InjectedFault("injected fault: exception")
+        case Fault.EXIT:
+            os._exit(1)
+        case Fault.SIGKILL | Fault.SIGTERM | Fault.SIGSTOP:
+            os.kill(os.getpid(), signal.Signals[kind.name])
+        case Fault.SEGFAULT:
+            _no_core_dump()
+            ctypes.string_at(0)
+        case Fault.ABORT:
+            _no_core_dump()
+            os.abort()
+        case Fault.SLEEP:
+            time.sleep(seconds)
+        case Fault.GIL:
+            _hold_gil(seconds)
+        case Fault.COLLECTIVE:
+            _wait_in_collective(seconds)
+        case _:
+            raise TypeError(f"kind={kind!r} must be a Fault, one of {_names(Fault)}")
 
 
 class _TimeSpec(ctypes.Structure):

@@ -6,7 +6,7 @@ import time
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..rendezvous.backend import Backend
+from ..rendezvous.backends import Backend
 from ..store import StoreMixin
 from .clock import Clock, Waiter
 from .fake_store import FakeStore

@@ -6,12 +6,9 @@ import collections
 import dataclasses
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from .trace import describe
-
-if TYPE_CHECKING:
-    from .scheduler import Event, Task
+from .tasks import Event, Task, describe
 
 
 class Policy(Protocol):
@@ -112,14 +109,6 @@ class Switch:
     to: str
     choice: int = 0
     before: str = dataclasses.field(default="", compare=False)
-
-    def __str__(self) -> str:
-        if not self.task:
-            return f"{self.to} begins"
-        place = (
-            f"before its step {self.step + 1}, {self.before}" if self.before else f"after step {self.step}"
-        )
-        return f"{self.to} goes on while {self.task} is {place}"
 
 
 class _Places:

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
 from ..attribution import Interruption
-from ..exception import InternalError, RankShouldRestart, RestartError, StoreUnavailable
-from ..job import Job, Patience
-from ..monitor.death import report_death
-from ..monitor.heart import HeartBeat
-from ..monitor.settings import MonitorSettings
-from ..rank_assignment import RankAssignmentCtx, RankDiscarded
+from ..exception import InternalError, RestartError
+from ..protocol import keys
+from ..protocol.agreement import Agreement
+from ..protocol.deaths import report_death
+from ..protocol.heart import HeartBeat
+from ..protocol.housekeeping import note_wanted
+from ..rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
+from ..restart.loop import (
+    Action,
+    Assign,
+    Complete,
+    Gone,
+    Know,
+    Leave,
+    Left,
+    Run,
+    Serve,
+    Settle,
+    Take,
+    carry_out,
+)
+from ..settings import Limits
 from ..state import Mode, State
-from ..store import BarrierTimeout, Fault, Member, PrefixStore, StoreMixin, View, keys
-from ..store.records import DONE, FAULT
-from .scenario import Scenario, process_name
-from .scheduler import Task
+from ..store import Fault, Member, PrefixStore, View
+from .scenario import process_name
+from .simulated_job import SimulatedJob
+from .tasks import Task
 
 if TYPE_CHECKING:
     from .simulation import Simulation
 
-LONG = 10_000.0
 _GAP_OF_LATE = 20.0
-GRACE = 5.0
-"""The wrapper's termination_grace_time, in virtual seconds."""
+GRACE = Limits.termination_grace_time
 
 
-class Leave(BaseException):
+class CtrlC(BaseException):
     """Ctrl-C, or SIGTERM: the process leaves the job in order."""
 
 
@@ -61,43 +74,6 @@ class _WatchedRank:
     def note_left_out(self, left_out: bool) -> None:
         """See `RankMonitor`."""
         self._process.note_left_out(left_out)
-
-
-def _settings(scenario: Scenario) -> MonitorSettings:
-    return MonitorSettings(
-        soft_timeout=LONG,
-        hard_timeout=LONG,
-        termination_grace_time=GRACE,
-        interval=scenario.heartbeat_interval,
-        watchdog_interval=LONG,
-        heartbeat_interval=scenario.heartbeat_interval,
-        heartbeat_timeout=scenario.heartbeat_timeout,
-        barrier_timeout=scenario.barrier_timeout,
-        join_window=scenario.join_window,
-        replaced=scenario.replaced,
-    )
-
-
-class SimulatedJob(Job):
-    """Says, before a process does so, that it publishes a fault or gives up."""
-
-    process: SimulatedProcess
-
-    def wall_clock(self) -> float:
-        """Always the same: what is in the store depends on the seed alone."""
-        return 0.0
-
-    def publish(self, rank: int | None, error: BaseException) -> None:
-        """See `Job`."""
-        self.process.simulation.invariants.publishes(self.view.n)
-        super().publish(rank, error)
-
-    def _withdraw(self, error: BaseException) -> None:
-        task = self.process.task
-        if isinstance(error, AssertionError) or (task is not None and task.crashed):
-            return
-        self.process.simulation.invariants.leaves(self.process)
-        super()._withdraw(error)
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,6 +114,7 @@ class SimulatedProcess:
         wants_since: when it took its incarnation, in order to join.
         entered: number of iterations that it entered.
         completed: the iterations that it returned from.
+        broken: whether it has found an invariant broken.
     """
 
     simulation: Simulation
@@ -171,10 +148,13 @@ class SimulatedProcess:
     wants_since: float = 0.0
     entered: int = 0
     completed: list[int] = dataclasses.field(default_factory=list)
+    broken: bool = False
     _monitors: int = 0
     _left_out_at: float = math.inf
 
     def __post_init__(self) -> None:
+        self._job: SimulatedJob
+        self._rank_assignment: RankAssignment
         self.name = process_name(self.slot, self.life)
         self.started_at = self.simulation.scheduler.now()
 
@@ -200,17 +180,17 @@ class SimulatedProcess:
         Args:
             after: virtual seconds until it begins.
         """
-        store = self.simulation.connect(self.name, self.slot)
+        agreement = self.simulation.agreement(self.name, self.slot)
         try:
             if after > 0:
                 self.simulation.scheduler.sleep(after)
             self.started_at = self.simulation.scheduler.now()
-            self._all_calls(store)
+            self._all_calls(agreement)
         except InternalError:
             raise  # a defect
         except RankDiscarded as error:
             self._ends("out", error)
-        except Leave as error:
+        except CtrlC as error:
             self._ends("left", error)
         except RestartError as error:
             self._ends("failed", error)
@@ -225,13 +205,13 @@ class SimulatedProcess:
         if self.between:
             self.simulation.report(self, Interruption.TERMINATED)
 
-    def _all_calls(self, store: StoreMixin) -> None:
+    def _all_calls(self, agreement: Agreement) -> None:
         simulation, scenario = self.simulation, self.simulation.scenario
-        last: Job | None = None
+        last: SimulatedJob | None = None
         state = State(0, 1)
         for call in range(scenario.calls):
-            job = SimulatedJob(store, self.slot, list(range(scenario.members)), self._patience(), call)
-            job.process = self
+            job = SimulatedJob(agreement, self.slot, list(range(scenario.members)), scenario.limits, call)
+            job.process, self._job = self, job
             job.host, job.pid = "host", self.slot  # every run is the same, in whatever process it is made
             job.on_member = self._on_member
             self.called_at, self.away = simulation.scheduler.now(), False
@@ -239,23 +219,17 @@ class SimulatedProcess:
                 job.register()
                 if self.slot >= scenario.members and scenario.extra_is_early:
                     # As by hand, or from an older version: one that is not expected asks before the first.
-                    store.ask_to_join(keys.BEFORE_FIRST, job.member, 0)
+                    agreement.iterations.ask_to_join(keys.BEFORE_FIRST, job.member, 0)
                 if not job.join():
                     self._between_calls(call)
                     continue
-                state = self._first_state(job)
+                state = State(0, 1, initial_rank=self.slot, initial_world_size=scenario.members)
             else:
-                # The store outlived the last call: its members go on to the next one's first iteration.
-                job.check_terms()
-                job.member, job.view = last.member, last.view
-                self._begin_monitor()
-                try:
-                    self._go_on(job, state)
-                except BaseException as error:
-                    self._leave(job, state, error, ends=False)
-                    raise
-            state = self._call(job, state)
-            last = job
+                self._go_on(job, last, state)
+            self._rank_assignment = simulation.rank_assignment()
+            loop = simulation.restart_loop(job, state)
+            carry_out(simulation.course(loop), self.perform)
+            state, last = loop.base, job
             if call < scenario.calls - 1:
                 if simulation.quits(self, call):
                     self.between = True
@@ -263,6 +237,20 @@ class SimulatedProcess:
                     return
                 self._between_calls(call)
         self._ends("late" if last is None else "done")
+
+    def _go_on(self, job: SimulatedJob, last: SimulatedJob, state: State) -> None:
+        """The store outlived the last call: its members go on to the next one's first iteration."""
+        job.check_terms()
+        job.member, job.view = last.member, last.view
+        self._begin_monitor()
+        assert state.rank is not None
+        try:
+            job.go_on(state.rank, state.world_size)
+        except BaseException as error:
+            if self._leaves():
+                job.leave(state.rank, Interruption.BASE_EXCEPTION, error, ends=False)
+                self.told = True
+            raise
 
     def _between_calls(self, call: int) -> None:
         """The program does something else; the monitor goes on, if it had one."""
@@ -273,20 +261,6 @@ class SimulatedProcess:
         gap = gap if self.last >= 0 else min(gap, _GAP_OF_LATE)  # many that come late would take for ever
         if gap > 0:
             self.simulation.scheduler.sleep(gap)
-
-    def _patience(self) -> Patience:
-        scenario = self.simulation.scenario
-        return Patience(
-            barrier=scenario.barrier_timeout,
-            heartbeat=scenario.heartbeat_timeout,
-            completion=scenario.completion_timeout,
-            min_world_size=scenario.min_world_size,
-            on_join=scenario.on_join,
-            join_window=scenario.join_window,
-            rejoin_wait=scenario.rejoin_wait,
-            replaced=scenario.replaced,
-            hard=scenario.heartbeat_timeout,  # for a log line alone: a simulated hang is ended by its fault
-        )
 
     def _on_member(self, member: Member) -> None:
         """The rank tells its monitor who it is, through a socket that both share."""
@@ -308,115 +282,88 @@ class SimulatedProcess:
         self.heart.upcoming = ("sleep", (simulation.scenario.heartbeat_interval,))  # so it begins
         simulation.heart_began(self)
 
-    def _first_state(self, job: Job) -> State:
-        members = self.simulation.scenario.members
-        world_size = job.decision.world_size
-        rank = job.decision.rank_of(job.member, None)
-        return State(rank, world_size, initial_rank=self.slot, initial_world_size=members)
+    def perform(self, action: Action[Any]) -> Any:
+        """Carries out what the restart loop asks for."""
+        simulation, scenario = self.simulation, self.simulation.scenario
+        match action:
+            case Know(view):
+                self.view, self.rank, self.active = view, None, True
+            case Assign(state, decision):
+                return self._assign(state, set(decision.ranks))
+            case Take(state):
+                self.rank, self.active = state.rank, state.mode == Mode.ACTIVE
+                return False
+            case Serve():
+                return ("host", 1) if scenario.endpoint else None
+            case Run(view, state):
+                simulation.invariants.entered(self, view, state)
+                self.entered += 1
+                return self._run(state)
+            case Settle():
+                if self.inside is not None:  # its own fault has ended the iteration: so it is heard
+                    self._job.agreement.store.hear(keys.wake_end(self.inside), scenario.step_seconds)
+                    self.inside = None
+                    self._job.await_completion(None, 0)
+            case Complete():
+                simulation.invariants.completed(self, self._job.view)
+            case Leave():
+                return Interruption.BASE_EXCEPTION if self._leaves() else None
+            case Gone():
+                self.told = not self._is_silent()
+        return None
 
-    def _go_on(self, job: Job, state: State) -> None:
-        """From the rank in the iteration that ended to the one in the widened world of the next."""
-        assert state.rank is not None
-        job.go_on(state.rank, state.world_size)
-        state.rank = job.decision.rank_of(job.member, state.rank)
-        state.world_size = job.decision.world_size
-        if job.decision.joined:
-            state.active_world_size = None  # there may be more active ranks again
-
-    def _call(self, job: Job, base: State) -> State:
-        """One wrapped call."""
-        assign = self.simulation.rank_assignment()
-        while True:
-            try:
-                outcome, base = self._iterate(job, base, assign)
-                self.inside = None
-                if outcome == DONE:
-                    self.simulation.invariants.completed(self, job.view)
-                    return base
-                self._go_on(job, base)
-            except BaseException as error:
-                self._leave(job, base, error, ends=self.active and not isinstance(error, RankDiscarded))
-                raise
-
-    def _iterate(self, job: Job, base: State, assign: Any) -> tuple[str, State]:
-        """One iteration: how it ended, and the ranks in it."""
-        simulation, scenario, store = self.simulation, self.simulation.scenario, job.store
-        n = job.view.n
+    def _assign(self, state: State, terminated: set[int]) -> State:
+        simulation, job = self.simulation, self._job
         if simulation.forgets and self.task is not None:
-            known = (job.call, job.member, job.view, job.decision, base.rank, base.world_size)
+            known = (job.call, job.member, job.view, job.decision, state.rank, state.world_size)
             simulation.scheduler.forget(self.task, (*known, self.entered, tuple(self.completed)))
-        fresh = copy.copy(base)
-        fresh.iteration = n
-        context = RankAssignmentCtx(fresh, PrefixStore(n, store), set(job.decision.ranks))
-        self.view, self.rank, self.active = job.view, None, True  # before others wait for this rank
+        context = RankAssignmentCtx(state, PrefixStore(job.view.n, job.agreement.store), terminated)
         try:
-            state: State = assign(context).state
-        except Exception as error:
-            if not self._is_others_fault(job, base, error):
-                raise
-            return FAULT, base
-        except RankShouldRestart:
-            return FAULT, base
-        self.rank, self.active = state.rank, state.mode == Mode.ACTIVE
-        active_rank, active = state.active_rank, state.active_world_size or 0
-        endpoint = ("host", 1) if scenario.endpoint and active_rank == 0 else None
-        store.check_assignment(n, job.member, active_rank, state.world_size, active, endpoint=endpoint)
-        if scenario.endpoint and job.await_endpoint(state.rank, 1.0) is None:
-            return FAULT, state
-        simulation.invariants.entered(self, job.view, state)
-        self.entered += 1
-        if active_rank is None:
-            return self._await_completion(job, None, 0), state
-        if active_rank == 0:
-            store.note_wanted(n)
+            assigned: State = self._rank_assignment(context).state
+        except AssertionError:  # an invariant does not hold
+            self.broken = True
+            raise
+        return assigned
+
+    def _run(self, state: State) -> Left:
+        simulation, scenario, store = self.simulation, self.simulation.scenario, self._job.agreement.store
+        n = self._job.view.n
+        if state.active_rank is None:
+            return Left(has_returned=True)
+        if state.active_rank == 0:
+            note_wanted(store, n)
         raises = simulation.raises(self)
         for step in range(scenario.steps):
             if raises and step == scenario.steps - 1:
                 simulation.raised(self)
-                job.publish(state.rank, RuntimeError("simulated"))
+                return Left(error=RuntimeError("simulated"))
             # The wrapper waits in another thread, which interrupts this one.
-            if store.wait_for(keys.wake_end(n), scenario.step_seconds):
+            if store.hear(keys.wake_end(n), scenario.step_seconds) is not None:
                 self.inside = None
-                return self._await_completion(job, None, 0), state
+                self._job.await_completion(None, 0)
+                return Left()
         self.inside = None
-        simulation.invariants.returned(n, active_rank)
-        return self._await_completion(job, active_rank, active), state
+        simulation.invariants.returned(n, state.active_rank)
+        return Left(has_returned=True)
 
-    def _await_completion(self, job: Job, active_rank: int | None, active: int) -> str:
-        outcome = job.await_completion(active_rank, active)
-        self.simulation.invariants.heard_of_end(self, job.view.n)
-        self.heard = job.view.n
-        self.simulation.left(self)
-        return outcome
+    def _is_silent(self) -> bool:
+        """Whether it tells no one how it ends: it was killed, or an invariant is broken."""
+        return self.broken or (self.task is not None and self.task.crashed)
 
-    def _is_others_fault(self, job: Job, base: State, error: Exception) -> bool:
-        """As the wrapper tells whether a rank assignment failed because of another rank."""
-        if isinstance(error, BarrierTimeout):
-            job.publish(base.rank, error)
-            return True
-        if isinstance(error, AssertionError):
-            return False  # an invariant does not hold
-        return not isinstance(error, StoreUnavailable) and job.store.outcome_of(job.view.n) == FAULT
-
-    def _leave(self, job: Job, state: State, error: BaseException, *, ends: bool) -> None:
-        """As the wrapper leaves the job on any error."""
-        if self.task is not None and self.task.crashed:
-            return
-        if isinstance(error, AssertionError):
-            return  # an invariant does not hold
+    def _leaves(self) -> bool:
+        """Whether it is to tell the others that it leaves."""
+        if self._is_silent():
+            return False
         self.inside, self.died_at = None, self.simulation.scheduler.now()
         self.simulation.invariants.leaves(self)
-        job.leave(state.rank, Interruption.BASE_EXCEPTION, error, ends=ends)
-        if ends and self.rank == 0:
-            job.await_others()
-        self.told = True  # unless it was told to leave once more meanwhile
+        return True
 
     # Its monitor -------------------------------------------------------------------------------------------
 
     def _beat(self, name: str, number: int) -> None:
         """The monitor's heartbeat thread: as long as the rank lives, also between two calls."""
         simulation, scenario = self.simulation, self.simulation.scenario
-        store = simulation.connect(name, self.slot)
+        agreement = simulation.agreement(name, self.slot)
         member: Member | None = None
         due = simulation.scheduler.now()
         while True:
@@ -427,23 +374,23 @@ class SimulatedProcess:
             if member is None or self._observed(self.member) != member:
                 assert self.member is not None
                 member = self.member
-                heart = HeartBeat(self._with_lost_beats(store), member, _settings(scenario))
-                heart.watch = simulation.watch(store, member)
+                heart = HeartBeat(self._with_lost_beats(agreement), member, scenario.limits)
+                heart.watch = simulation.watch(agreement, member)
             self._observed((self.view, self.rank, self.between))
             heart.tick([_WatchedRank(self, member)])
             if self.between:
                 self._left_out_at = math.inf  # no one looks, until the rank finds out itself
             elif simulation.scheduler.now() - self._left_out_at >= GRACE:
                 simulation.invariants.ended_as_left_out(self)
-                simulation.end_left_out(self)
+                simulation.give_up(self)
             rest = due + scenario.heartbeat_interval - simulation.scheduler.now()
             heart.watch.leave_out_suspects(rest, _Stop(self, number))
 
-    def _with_lost_beats(self, store: StoreMixin) -> StoreMixin:
+    def _with_lost_beats(self, agreement: Agreement) -> Agreement:
         """A client whose heartbeats are lost at times."""
-        beat, client = store.beat_heart, cast(Any, store)
-        client.beat_heart = lambda *how: None if self.simulation.is_mute(self) else beat(*how)
-        return store
+        beat, hearts = agreement.heartbeats.beat_heart, cast(Any, agreement.heartbeats)
+        hearts.beat_heart = lambda *how: None if self.simulation.is_mute(self) else beat(*how)
+        return agreement
 
     def _is_watched_by(self, number: int) -> bool:
         return self.alive and self.monitored and self._monitors == number
@@ -461,7 +408,7 @@ class SimulatedProcess:
     def report(self, name: str, interruption: Interruption) -> None:
         """The monitor after its rank's death."""
         simulation, scenario = self.simulation, self.simulation.scenario
-        store = simulation.connect(name, self.slot)
+        agreement = simulation.agreement(name, self.slot)
         assert self.member is not None
         fault: Fault | None = Fault(self.member, self.rank, interruption, "simulated", "h", self.slot)
         self._observed((self.view, self.member, self.active, self.between))
@@ -471,5 +418,11 @@ class SimulatedProcess:
         elif not active and self.view is not None:
             self.reported_as_spare_in = self.view.n
         report_death(
-            store, self.view, self.member, fault, active=active, timeout=timeout, returns=scenario.replaced
+            agreement,
+            self.view,
+            self.member,
+            fault,
+            active=active,
+            timeout=timeout,
+            returns=scenario.replaced,
         )

@@ -6,6 +6,8 @@ import dataclasses
 import random
 from collections.abc import Iterator
 
+from ..settings import Limits, OnJoin
+
 KINDS: dict[str, str] = {
     "crash": "the process dies; its monitor reports it",
     "host": "the process and its monitor are lost: only silence tells",
@@ -31,6 +33,10 @@ KINDS: dict[str, str] = {
 }
 """What can happen to a process."""
 
+LOOPS = 40
+"""How often a slot is taken again in a ``loop``."""
+HARD_TIMEOUT = 25.0
+"""Virtual seconds after which a ``hang`` is ended."""
 _LASTING = ("pause", "freeze", "deaf", "mute", "outage", "respawn", "loop", "node", "flap")
 
 
@@ -58,6 +64,12 @@ class Disturbance:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
+
+    def lasts(self) -> float:
+        """Virtual seconds until it is over."""
+        if self.kind in ("flap", "node"):
+            return 0.0
+        return {"hang": 2 * HARD_TIMEOUT, "loop": self.seconds * LOOPS}.get(self.kind, self.seconds)
 
     def __str__(self) -> str:
         whose = process_name(self.slot, self.life)
@@ -139,6 +151,24 @@ class Scenario:
             ):
                 parts.append(f"{field.name}={value}")
         return ", ".join([*parts, *map(str, self.disturbances)])
+
+    @property
+    def limits(self) -> Limits:
+        """The settings of each rank."""
+        return Limits(
+            heartbeat_interval=self.heartbeat_interval,
+            heartbeat_timeout=self.heartbeat_timeout,
+            hard_timeout=self.heartbeat_timeout,  # for a log line alone: a fault ends a simulated hang
+            barrier_timeout=self.barrier_timeout,
+            completion_timeout=self.completion_timeout,
+            join_window=self.join_window,
+            rejoin_wait=self.rejoin_wait,
+            min_world_size=self.min_world_size,
+            on_join=OnJoin(self.on_join),
+            use_global_iteration=True,
+            max_same_faults=None,
+            replaced=self.replaced,
+        )
 
     def of(self, *kinds: str) -> Iterator[Disturbance]:
         """The disturbances of some kinds."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import heapq
 import math
 import operator
@@ -26,7 +25,7 @@ from typing import Any
 
 from .clock import Clock, Waiter
 from .policies import Policy, RandomPolicy, ReplayPolicy
-from .trace import Step, describe, show
+from .tasks import Event, Killed, Step, Task, describe, show
 
 try:
     import greenlet
@@ -39,11 +38,7 @@ _NOTHING: tuple[Any, ...] = ()
 
 
 class SchedulerError(AssertionError):
-    """A run went wrong. The message tells the seed, who did what, and how to replay it.
-
-    Attributes:
-        what: what went wrong, one line.
-    """
+    """A run went wrong. The message has the last steps and how to replay it; `what` is its first line."""
 
     def __init__(self, what: str, report: str = "") -> None:
         super().__init__(report or what)
@@ -58,85 +53,8 @@ class TooLong(SchedulerError):
     """The run took more steps or more virtual time than allowed."""
 
 
-class Killed(BaseException):
-    """Ends a crashed task. Never raised where anything it does could still be seen by others."""
-
-
-@dataclasses.dataclass(eq=False)
-class Task:
-    """One simulated process. Made by `Scheduler.spawn`.
-
-    Args:
-        name: shown in the trace.
-        daemon: whether a run ends without waiting for it.
-        number: how many were spawned before it.
-        steps: steps taken so far: store operations and sleeps.
-        upcoming: operation and arguments of the step that it is about to take, if it has come to one.
-        ready: whether it can run.
-        done: whether it has returned, failed or crashed.
-        crashed: whether it was killed.
-        result: what its function returned.
-        delay: virtual seconds that each of its steps takes.
-    """
-
-    name: str
-    daemon: bool
-    number: int
-    steps: int = 0
-    upcoming: tuple[str, Sequence[Any]] | None = None
-    ready: bool = True
-    done: bool = False
-    crashed: bool = False
-    result: Any = None
-    delay: float = 0.0
-    _greenlet: Any = None
-    _waiter: Waiter | None = None
-    _deadline: float = math.inf
-    _paused_until: float = 0.0
-    _plan: dict[int, list[Callable[[], None]]] = dataclasses.field(default_factory=dict)
-    _step: Step | None = None
-    _history: int = 0
-
-    def wakes_at(self, now: float) -> float:
-        """The time from which it can run, as things stand."""
-        ready = now if self._waiter is None or self._waiter.woken else self._deadline
-        return max(ready, self._paused_until)
-
-    def is_paused(self, now: float) -> bool:
-        """Whether it stands still at a time, or has not gone on since."""
-        return self._paused_until > now
-
-    @property
-    def has_only_waited(self) -> bool:
-        """Whether it goes on to its next step whatever others do: what it waited for came, or it begins."""
-        if self._waiter is None:
-            return self.steps == 0
-        came = self._waiter.woken or not self._waiter.missing
-        return came and self._step is not None and self._step.what in ("wait", "sleep")
-
-    def state(self) -> tuple[object, ...]:
-        """All that decides what it does from here on, together with what tasks share."""
-        waits = None if self._waiter is None else (self._waiter.woken, self._deadline)
-        planned = self.steps if self._plan else None
-        is_at_step = self.upcoming is not None and bool(self._greenlet)
-        return self.name, self._history, self.ready, is_at_step, waits, self._paused_until, planned
-
-
-@dataclasses.dataclass(eq=False)
-class Event:
-    """Something that may happen between any two steps, once. Made by `Scheduler.add_event`.
-
-    Args:
-        name: shown in the trace.
-        action: what happens.
-        allowed: whether it may happen now.
-        task: whom it is about.
-    """
-
-    name: str
-    action: Callable[[], None]
-    allowed: Callable[[], bool]
-    task: Task | None = None
+class Stop(BaseException):
+    """Ends a run early without an error: raised by a policy that has seen enough."""
 
 
 _NUMBER = operator.attrgetter("number")
@@ -147,22 +65,20 @@ class Scheduler(Clock):
 
     Args:
         seed: what the order is chosen from.
-        choices: the first choices, as `choices` of an earlier run told them; then the policy goes on. A
-            choice is an index among the tasks that can run, in the order of spawning.
+        choices: the first choices, as `choices` of an earlier run told them; then the policy goes on.
         policy: who goes on; at random, from the seed, when None.
         max_steps: more steps than this are an error.
         max_time: more virtual seconds than this are an error.
 
     Attributes:
-        choices: the choices made so far, where there was more than one possibility.
+        choices: the choices made so far, where there was more than one possibility: an index among the tasks
+            that can run, in the order of spawning.
         options: among how many each of them was made, for tests that try all of them.
         tasks: all tasks, in the order of spawning.
         current: the task that runs, or ran last.
         steps: the steps taken so far, by all tasks.
-        waited_at: how many steps had been taken when time passed last; -1 before it ever did.
         trace_steps: these steps, one by one.
         last_step: the step since the last check; None if there was none.
-        tells_states_apart: whether `state` will be asked for; without that a run is faster.
 
     Raises:
         ImportError: greenlet is not installed.
@@ -180,14 +96,12 @@ class Scheduler(Clock):
         if greenlet is None:
             raise ImportError("Scheduler needs greenlet: pip install 'ft-wrapper[testing]'")
         super().__init__()
-        self.tells_states_apart = True
         self.seed = seed
         self.choices: list[int] = []
         self.options: list[int] = []
         self.tasks: list[Task] = []
         self.current: Task | None = None
         self.steps = 0
-        self.waited_at = -1
         self.trace_steps: list[Step] = []
         self.last_step: Step | None = None
         self._policy = policy or RandomPolicy(seed)
@@ -198,7 +112,6 @@ class Scheduler(Clock):
         self._checks: list[Callable[[], None]] = []
         self._last_checks: list[Callable[[], None]] = []
         self.events: list[Event] = []
-        self._states: list[Callable[[], object]] = []
         self._ready: list[Task] = []
         self._wakes: list[tuple[float, int, Task]] = []
         self._required = 0  # tasks that are left and are no daemons
@@ -260,13 +173,7 @@ class Scheduler(Clock):
         self._unready(task)
 
     def at_step(self, task: Task, step: int, action: Callable[[], None]) -> None:
-        """Plans something for just before a task's step.
-
-        Args:
-            task: whose step.
-            step: which, from 1.
-            action: what to do: crash or pause a task, make the store fail ...
-        """
+        """Calls an action just before a task's step of this number, from 1: a crash, a failing store ..."""
         task._plan.setdefault(step, []).append(action)
 
     def crash_at(self, task: Task, step: int) -> None:
@@ -281,7 +188,7 @@ class Scheduler(Clock):
         self,
         name: str,
         action: Callable[[], None],
-        allowed: Callable[[], bool] | None = None,
+        allowed: Callable[[], bool] = lambda: True,
         task: Task | None = None,
     ) -> Event:
         """Offers the policy something that may happen between any two steps, once.
@@ -289,10 +196,10 @@ class Scheduler(Clock):
         Args:
             name: shown in the trace.
             action: what happens: crash or pause a task, spawn one, make the store fail ...
-            allowed: whether it may happen now; always when None.
-            task: whom it is about.
+            allowed: whether it may happen now.
+            task: the task that it is about, if any.
         """
-        event = Event(name, action, allowed or _always, task)
+        event = Event(name, action, allowed, task)
         self.events.append(event)
         return event
 
@@ -306,11 +213,6 @@ class Scheduler(Clock):
     def at_end(self, check: Callable[[], None]) -> None:
         """Calls a check once the run is over, before daemons are killed."""
         self._last_checks.append(check)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no task can run: time is about to pass."""
-        return not self._ready
 
     # Running -----------------------------------------------------------------------------------------------
 
@@ -327,14 +229,14 @@ class Scheduler(Clock):
             task._greenlet.parent = self._hub
         try:
             while (chosen := self._next()) is not None:
-                chosen._greenlet.switch()  # comes back when a task has ended
+                chosen._greenlet.switch()  # returns when a task has ended
             self.current = None
             for check in self._last_checks:
                 check()
-        except (SchedulerError, KeyboardInterrupt):
-            raise
         except Stop:
             pass
+        except (SchedulerError, KeyboardInterrupt):
+            raise
         except BaseException as error:
             who = "" if self.current is None else f" in {self.current.name!r}"
             what = f"{type(error).__name__}{who}: {error}"
@@ -390,25 +292,6 @@ class Scheduler(Clock):
             return
         if task._step is not None:
             task._step.result = result
-        if self.tells_states_apart:
-            self._learn(task, result)
-
-    def learn(self, value: Any) -> None:
-        """Says what the current task has learned otherwise than from the store.
-
-        What a task does next follows from what it has learned so far. So this tells states apart, for a
-        search that goes into each of them once: one that lets tasks share more than the store has to call it
-        with what a task reads there.
-        """
-        task = self.current
-        if task is not None and not self._aside and self.tells_states_apart:
-            self._learn(task, value)
-
-    def _learn(self, task: Task, value: Any) -> None:
-        try:
-            task._history = hash((task._history, self._now, value))
-        except TypeError:
-            task._history = hash((task._history, self._now, repr(value)))
 
     def block(self, waiter: Waiter, deadline: float) -> bool:
         """Waits until the waiter is woken; False if its deadline passed first."""
@@ -444,34 +327,6 @@ class Scheduler(Clock):
     def advance(self, seconds: float) -> None:
         """Not to be turned by hand: time passes when no one can run."""
         raise RuntimeError("a scheduler turns its clock itself; use sleep() in a task")
-
-    # States ------------------------------------------------------------------------------------------------
-
-    def forget(self, task: Task, known: Any) -> None:
-        """Says that from here on nothing counts of what a task has learned so far but this.
-
-        Args:
-            task: the task.
-            known: everything that decides what the task does from here on.
-        """
-        if self.tells_states_apart:
-            task._history = hash(known)
-
-    def add_state(self, state: Callable[[], object]) -> None:
-        """Adds to what tells one state from another: something hashable of all that tasks share."""
-        self._states.append(state)
-
-    def state(self, without: Task | None = None) -> int:
-        """A hash of everything that decides what can happen from here on.
-
-        That is what each task has learned so far (`observe`, `learn`), who can run, what the tasks share
-        (`add_state`; a `FakeStore` says itself what it holds), and the time.
-        """
-        learned = 0
-        for task in self.tasks:
-            if not task.done and task is not without:
-                learned ^= hash(task.state())
-        return hash((self._now, learned, *(state() for state in self._states)))
 
     # Steps -------------------------------------------------------------------------------------------------
 
@@ -545,7 +400,6 @@ class Scheduler(Clock):
                     self._make_ready(task)
             if self._ready:
                 self._now = time
-                self.waited_at = self.steps
                 return
         what = f"deadlock: no one can run; {self._who_waits()}"
         raise Deadlock(what, self._report(what))
@@ -591,11 +445,3 @@ class Scheduler(Clock):
             f"{what}\n{self.trace(_TRACE_LINES)}\n{what}\n"
             f"replay: Scheduler(seed={self.seed}), or Scheduler(choices={self.choices})"
         )
-
-
-class Stop(BaseException):
-    """Ends a run early without an error: raised by a policy that has seen enough."""
-
-
-def _always() -> bool:
-    return True

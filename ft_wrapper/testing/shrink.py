@@ -6,16 +6,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .exhaustive import Branch, Search
 from .failure import Failure, Make, attempt
-from .policies import Policy, RandomPolicy, ReplayPolicy, RunOnPolicy, Switch, SwitchPolicy
+from .policies import Policy, RandomPolicy, Switch, SwitchPolicy
 from .scenario import Scenario
-from .scheduler import SchedulerError
 
 SEEDS = 20
 """With how many seeds a smaller scenario is tried before it is given up."""
 MOST_RUNS = 3_000
-_MOST_DEPARTURES = 3
 _LAST_STEP = 50
 
 
@@ -45,17 +42,14 @@ class Shrinker:
     ) -> None:
         self.failure = failure
         self.runs = 0
-        self._make = make
-        self._most_runs = most_runs
-        self._same = same or (lambda found: found.kind == failure.kind)
+        self.make = make
+        self.most_runs = most_runs
+        self.same = same or (lambda found: found.kind == failure.kind)
 
     def shrink(self) -> Failure:
         """The smallest failure that was found."""
         self._simplify(fewer, self._any_order)
-        self._drop_switches()
-        for departures in range(min(len(self.failure.switches), _MOST_DEPARTURES)):
-            if self._needs_only(departures):
-                break
+        self.drop_switches()
         self._simplify(less, self._same_order)
         return self.failure
 
@@ -86,13 +80,13 @@ class Shrinker:
         return found is not None
 
     def _attempt(self, scenario: Scenario, policy: Callable[[], Policy]) -> Failure | None:
-        if self.runs >= self._most_runs:
+        if self.runs >= self.most_runs:
             return None
         self.runs += 1
-        found = attempt(self._make, scenario, policy())
-        return found if found is not None and self._same(found) else None
+        found = attempt(self.make, scenario, policy())
+        return found if found is not None and self.same(found) else None
 
-    def _drop_switches(self) -> None:
+    def drop_switches(self) -> None:
         """Leaves out whatever is not needed: halves first, then quarters, and single ones last."""
         size = max(1, len(self.failure.switches) // 2)
         while True:
@@ -103,7 +97,7 @@ class Shrinker:
             )
             if dropped:
                 continue
-            if size == 1 or self.runs >= self._most_runs:
+            if size == 1 or self.runs >= self.most_runs:
                 return
             size = max(1, size // 2)
 
@@ -114,29 +108,6 @@ class Shrinker:
             return False
         self.failure = found
         return True
-
-    def _needs_only(self, departures: int) -> bool:
-        """Whether so few switches will do, perhaps with one of the faults at another step."""
-        return any(self._search(scenario, departures) for scenario in elsewhere(self.failure.scenario))
-
-    def _search(self, scenario: Scenario, departures: int) -> bool:
-        search = Search(functools.partial(self._make, scenario), departures)
-        start: list[Branch] | None = None
-        before = self.runs
-        while self.runs < self._most_runs:
-            try:
-                search.run(start, most=self._most_runs - before)
-            except SchedulerError:
-                found = attempt(self._make, scenario, ReplayPolicy(search.choices, RunOnPolicy()))
-                if found is not None and self._same(found):
-                    self.failure = found
-                    return True
-                start = search.pending  # another way of going wrong
-            else:
-                return False
-            finally:
-                self.runs = before + search.count.schedules
-        return False
 
 
 def fewer(scenario: Scenario) -> Iterator[Scenario]:

@@ -1,122 +1,47 @@
 """A job of simulated processes on the real store code, which runs a scenario and checks the invariants.
 
-Each process is a task that does what the wrapper does: register, join, enter, leave, arrive, go on, complete.
-Beside it is its monitor: a task that sends heartbeats and watches the next members, and, once the process has
-died, a task that reports the death. Every client has a clock of its own, hours apart from the others'.
+Each process is a task that runs the wrapper's own restart loop. Beside it is its monitor: a task that sends
+heartbeats and watches the next members, and, once the process has died, a task that reports the death. Every
+client has a clock of its own, hours apart from the others'.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import re
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
-from ..agent.deaths import _tell, holders
 from ..attribution import Interruption
-from ..compose import Compose
 from ..exception import StoreError
-from ..monitor.neighbours import NeighbourWatch
+from ..protocol.agreement import Agreement
+from ..protocol.deaths import holders, report_lost
+from ..protocol.neighbours import NeighbourWatch
 from ..rank_assignment import (
-    FilterCountGroupedByKey,
-    Layer,
-    LayerFlag,
-    MaxActiveWorldSize,
     RankAssignment,
-    RankAssignmentCtx,
-    ShiftRanks,
-    Tree,
 )
+from ..restart.loop import Course, RestartLoop
 from ..state import State
 from ..store import Fault, Member, StoreMixin
-from ..store.steps import Append, Beats, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
+from .assignments import default_assignment
 from .fake_store import FakeStore
-from .invariants import Invariants, Violation
-from .policies import Policy, RandomPolicy
-from .process import Leave, SimulatedProcess
-from .scenario import Disturbance, Scenario
-from .scheduler import Deadlock, Scheduler, Task, TooLong
+from .invariants import Invariants
+from .policies import Policy
+from .process import CtrlC, SimulatedProcess
+from .scenario import HARD_TIMEOUT, LOOPS, Disturbance, Scenario
+from .scheduler import Deadlock, Scheduler, TooLong
+from .simulated_job import SimulatedJob
+from .simulated_store import StoreFactory, simulated_stores
+from .tasks import Task
 
-Connect = Callable[[str], StoreMixin]
-StoreFactory = Callable[[Scheduler, Scenario], Connect]
-"""Makes the shared contents for one run, and returns what connects a client, by its name, to them."""
-
-LOOPS = 40
 MAX_STEPS = 60_000
 MAX_TIME = 4_000.0
-_EXCHANGE_TIMEOUT = timedelta(seconds=20)
 _FLAPS = 6
 _SOFT_TIMEOUT = 15.0
-_HARD_TIMEOUT = 25.0
 _MOST_LIVES = 3
 # What keeps somebody from acting for a while is bad luck, for which all are excused; less than that is none.
 _HARMLESS = 4.0
 _OUTAGE_SPREAD = 0.2  # of heartbeat_timeout: within that all clients reach the store again
-
-
-# Read as sets: no one tells the order of their entries.
-_LOG = re.compile(r"ft_wrapper/1/(?:(?:arrived|dead|join|finished|faults)/|goodbyes)")
-
-
-class SimulatedStore(FakeStore):
-    """A client that reads as `TCPStore` does: in one step."""
-
-    def essence(self, key: str, value: Any) -> Any:
-        if isinstance(value, bytes) and _LOG.match(key):
-            return frozenset(value.split(b"\n"))
-        return value
-
-    def try_get(self, key: str) -> str | None:
-        # With libuv this wakes those who wait for an absent key.
-        if not self._contents.use_libuv:
-            return super().try_get(key)
-        value = self.compare_set(key, "never", "never").decode()
-        return None if value == "never" else value
-
-
-class TransactionStore(SimulatedStore):
-    """One that carries out several operations as one, as etcd does; a lost answer repeats all of them."""
-
-    def carry_out(self, steps: Sequence[Step]) -> list[str | None]:
-        touched = [key for step in steps for key in _keys_of(step)]
-        given: list[str | None] = self._at_once("carry_out", touched, steps, super().carry_out)
-        return given
-
-    def log_append_counted(self, key: str, entry: str, count_key: str) -> int:
-        steps = [Append(key, entry), Count(count_key)]
-        *_, count = self._at_once("carry_out", [key, count_key], steps, super().carry_out)
-        return int(count or 0)
-
-    def _at_once(
-        self, operation: str, keys: list[str], steps: Any, act: Callable[[Any], list[str | None]]
-    ) -> list[str | None]:
-        scheduler: Any = self.clock
-
-        def all_of_it() -> Any:
-            before, scheduler._aside = scheduler._aside, True
-            try:
-                return act(steps)
-            finally:
-                scheduler._aside = before
-
-        given: list[str | None] = self._operate(operation, keys, (keys, steps), all_of_it)
-        return given
-
-
-def _keys_of(step: Step) -> list[str]:
-    match step:
-        case Write(values):
-            return [*values]
-        case Read() | ReadLog() | Beats() | Wake() | Append() | Count() | Claim() | Move():
-            return [step.key]
-
-
-def simulated_stores(scheduler: Scheduler, scenario: Scenario) -> Connect:
-    """The usual stores of a simulation."""
-    kind = TransactionStore if scenario.transactions else SimulatedStore
-    return kind(scheduler, use_libuv=scenario.use_libuv).clone
 
 
 class Simulation:
@@ -136,8 +61,7 @@ class Simulation:
         scheduler: runs it.
         invariants: what is checked.
         processes: all processes that were started.
-        knows_store: whether the store is a `FakeStore`: what it asks for an operation, and how
-            it keeps a log, is known.
+        knows_store: whether the store is a `FakeStore`, whose operations are known.
         forgets: whether nothing but the last decision counts for a process that is in.
     """
 
@@ -152,8 +76,7 @@ class Simulation:
         rank_assignment: Callable[[], RankAssignment] | None = None,
     ) -> None:
         self.scenario = scenario
-        self.scheduler = Scheduler(seed, choices, policy=policy, max_steps=MAX_STEPS, max_time=MAX_TIME)
-        self.scheduler.tells_states_apart = policy is not None and not isinstance(policy, RandomPolicy)
+        self.scheduler = self.schedulers(seed, choices, policy=policy, max_steps=MAX_STEPS, max_time=MAX_TIME)
         # Another one may remember something.
         self.forgets = rank_assignment is None and scenario.exchange != "tree"
         self.rank_assignment = rank_assignment or functools.partial(
@@ -162,14 +85,15 @@ class Simulation:
         self.knows_store = stores is None  # another store may take many for one
         self._connect = (stores or self.stores)(self.scheduler, scenario)
         self.processes: list[SimulatedProcess] = []
-        self.invariants = Invariants(self, self._connect("invariants"), slot_order=self.forgets)
+        self.invariants = Invariants(
+            self, Agreement(self._connect("invariants"), self.parts), slot_order=self.forgets
+        )
         self.scheduler.add_state(self.known)
         self.scheduler.after_each_step(self.invariants.check)
         self.scheduler.at_end(self.invariants.check_end)
         self.stops: list[tuple[float, float]] = []  # of paused processes: from when to when
-        self.troubles: list[
-            tuple[float, float, str]
-        ] = []  # of all that happened: from when to when, and what
+        # Of all that happened: from when to when, and what.
+        self.troubles: list[tuple[float, float, str]] = []
         self._when_raised: dict[str, list[tuple[Disturbance, Callable[[], None]]]] = {}
         self._in_a_restart: dict[str, list[tuple[Disturbance, Callable[[], None]]]] = {}
         self._flapping: dict[int, tuple[int, float]] = {}
@@ -183,6 +107,9 @@ class Simulation:
             self.start(slot, slot * scenario.stagger)
 
     stores: StoreFactory = staticmethod(simulated_stores)
+    parts: ClassVar[Mapping[type, Any]] = {}
+    """Parts of the protocol that take the place of others."""
+    schedulers: type[Scheduler] = Scheduler
 
     def run(self) -> Simulation:
         """Runs it to its end.
@@ -212,14 +139,25 @@ class Simulation:
         skew = 5_000.0 * (slot * 7 % 5 - 2)
         scheduler = self.scheduler
         store.now = lambda: scheduler.now() + skew
-        nonces = itertools.count()
-        store.new_nonce = lambda: f"{name}-{next(nonces)}".replace(" ", "")
+        store.nonces = (f"{name}-{number}".replace(" ", "") for number in itertools.count())
         client: StoreMixin = store
         return client
 
-    def watch(self, store: StoreMixin, member: Member) -> NeighbourWatch:
+    def agreement(self, name: str, slot: int) -> Agreement:
+        """What the ranks agree on, seen by such a client."""
+        return Agreement(self.connect(name, slot), self.parts)
+
+    def watch(self, agreement: Agreement, member: Member) -> NeighbourWatch:
         """Who watches the neighbours for a member's monitor."""
-        return NeighbourWatch(store, member, self.scenario.heartbeat_timeout)
+        return NeighbourWatch(agreement, member, self.scenario.heartbeat_timeout)
+
+    def restart_loop(self, member: SimulatedJob, base: State) -> RestartLoop:
+        """What a process does in one wrapped call."""
+        return RestartLoop(member, base, self.scenario.limits)
+
+    def course(self, loop: RestartLoop) -> Course[object]:
+        """The actions of a loop, as they are carried out."""
+        return loop.course()
 
     def quits(self, process: SimulatedProcess, call: int) -> bool:
         """Whether a process ends after a call, numbered from 0, and makes no other one."""
@@ -254,7 +192,7 @@ class Simulation:
             slot: the slot.
             after: virtual seconds until it begins.
         """
-        life = sum(1 for process in self.processes if process.slot == slot)
+        life = self._lives(slot)
         process = SimulatedProcess(self, slot, life)
         self.processes.append(process)
 
@@ -341,10 +279,6 @@ class Simulation:
             if process.task is not None:
                 self.scheduler.at_step(process.task, process.task.steps + disturbance.step, happen)
 
-    def end_left_out(self, process: SimulatedProcess) -> None:
-        """The monitor ends a process that does not leave though the others have gone on without it."""
-        self.give_up(process)
-
     def is_mute(self, process: SimulatedProcess) -> bool:
         """Whether a process's heartbeats are lost at present."""
         now = self.scheduler.now()
@@ -392,7 +326,7 @@ class Simulation:
             action = actions[kind]
 
             def happen() -> None:
-                self._note_trouble(kind, _lasts(disturbance))
+                self._note_trouble(kind, disturbance.lasts())
                 action()
 
             if disturbance.since_end < 0:
@@ -432,14 +366,14 @@ class Simulation:
         name = f"hang {process.name[5:]}"
 
         def watch() -> None:
-            store = self.connect(name, process.slot)
+            agreement = self.agreement(name, process.slot)
             self.scheduler.sleep(_SOFT_TIMEOUT)
             view, member = process.view, process.member
             if view is not None and member is not None and not process.between and process.alive:
                 fault = Fault(member, process.rank, Interruption.SOFT_TIMEOUT, "simulated", "h", process.slot)
                 self.invariants.publishes(view.n)
-                store.report_fault(view.n, fault)
-            self.scheduler.sleep(_HARD_TIMEOUT - _SOFT_TIMEOUT)
+                agreement.ends.report_fault(view.n, fault)
+            self.scheduler.sleep(HARD_TIMEOUT - _SOFT_TIMEOUT)
             if process.between or not process.monitored:
                 self.crash(process)
             else:
@@ -447,7 +381,7 @@ class Simulation:
 
         self.scheduler.spawn(name, watch)
         assert process.task is not None
-        self._stop(process.task, 2 * _HARD_TIMEOUT)
+        self._stop(process.task, 2 * HARD_TIMEOUT)
 
     def _lose_node(self, process: SimulatedProcess, seconds: float) -> None:
         """A node is lost, and after a while another one's agent has evidence of that."""
@@ -456,15 +390,19 @@ class Simulation:
         name = f"agent {self._agents}"
 
         def tell() -> None:
-            store = self.connect(name, process.slot)
+            agreement = self.agreement(name, process.slot)
             if seconds > 0:
                 self.scheduler.sleep(seconds)
             # Those who take the slots elsewhere come later than this, in a job with agents.
-            for member in [member for member in holders(store, node) if member in lost]:
+            for member in [member for member in holders(agreement, node) if member in lost]:
                 teller = f"{name} of {member.slot}.{member.incarnation}"
-                client = self.connect(teller, process.slot)
+                client = self.agreement(teller, process.slot)
                 self.scheduler.spawn(
-                    teller, _tell, client, member, "its node was lost", self.scenario.replaced
+                    teller,
+                    functools.partial(report_lost, returns=self.scenario.replaced),
+                    client,
+                    member,
+                    "its node was lost",
                 )
             if self.scenario.replaced:
                 for slot in node:
@@ -479,7 +417,7 @@ class Simulation:
             self.crash(other, host=True)
 
     def _lives(self, slot: int) -> int:
-        return sum(1 for process in self.processes if process.slot == slot)
+        return sum(process.slot == slot for process in self.processes)
 
     def _flap(self, process: SimulatedProcess, seconds: float) -> None:
         """The process dies, and so do those that come after it, as soon as they are in."""
@@ -491,10 +429,10 @@ class Simulation:
         name = f"again {process.name[5:]}"
 
         def again() -> None:
-            store = self.connect(name, process.slot)
+            agreement = self.agreement(name, process.slot)
             for _ in range(LOOPS):
                 self.scheduler.sleep(seconds)
-                store.register(process.slot, "{}")
+                agreement.joining.register(process.slot, "{}")
 
         self.scheduler.spawn(name, again)
         self.crash(process, host=True)
@@ -517,60 +455,6 @@ class Simulation:
             self.scheduler.pause(task, seconds + spread * (task.number * 7 % 5) / 4)
 
 
-def _lasts(disturbance: Disturbance) -> float:
-    if disturbance.kind == "hang":
-        return 2 * _HARD_TIMEOUT
-    if disturbance.kind == "loop":
-        return disturbance.seconds * LOOPS
-    if disturbance.kind == "flap":
-        return 0.0
-    return 0.0 if disturbance.kind == "node" else disturbance.seconds
-
-
 def _leave(process: SimulatedProcess) -> None:
     if process.alive:
-        raise Leave
-
-
-def default_assignment(active: int, exchange: str, node_size: int) -> RankAssignment:
-    """The first ranks are active, and all move up.
-
-    Args:
-        active: the most active ranks.
-        exchange: how the ranks talk to each other as well; see `Scenario`.
-        node_size: how many ranks in a row are on one node.
-    """
-    if exchange == "tree":
-        key = functools.partial(_node_key, node_size)
-        layers = [Layer(1, active, flag=LayerFlag.RESERVE), Layer(1, key_or_fn=key, flag=LayerFlag.RESERVE)]
-        return Tree(layers)
-    parts: list[RankAssignment] = [MaxActiveWorldSize(active), ShiftRanks()]
-    if exchange == "plain":
-        parts.append(Exchange())
-    if exchange == "filter":
-        key = functools.partial(_node_key, node_size)
-        parts.append(FilterCountGroupedByKey(key, _at_least_one, _EXCHANGE_TIMEOUT))
-    made: RankAssignment = Compose(*parts)
-    return made
-
-
-def _node_key(node_size: int, state: State) -> str:
-    return str((state.initial_rank or 0) // node_size)
-
-
-def _at_least_one(count: int) -> bool:
-    return count >= 1
-
-
-class Exchange(RankAssignment):
-    """Changes nothing, but lets all ranks wait for each other."""
-
-    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Exchanges ranks; see `RankAssignment`."""
-        mine = str(ctx.state.rank)
-        count = ctx.state.world_size - len(ctx.terminated_ranks)
-        assert ctx.state.rank is not None
-        got = ctx.store.compute_once("exchange", ctx.state.rank, mine, count, dict, _EXCHANGE_TIMEOUT)
-        if got != mine:
-            raise Violation(f"compute_once gave rank {mine} the result of another: {got}")
-        return ctx
+        raise CtrlC

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from abort_ranks import TIMEOUT, Rank, run_ranks
 from torch._C._distributed_c10d import PrefixStore
 
-from ft_wrapper._gloo_sockets import shut_down_gloo_sockets
 from ft_wrapper.abort import AbortTorchDistributed, close_aborted_sockets, wait_for_released_groups
 from ft_wrapper.state import FrozenState
+from ft_wrapper.torch_groups.gloo import shut_down_gloo_sockets
 
 CYCLES = int(os.environ.get("FT_WRAPPER_TEST_ABORTS", "0"))
 MAY_BE_LOST = 1 + CYCLES // 500

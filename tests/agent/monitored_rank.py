@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import socket
@@ -11,21 +12,19 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ft_wrapper.monitor import wire
-from ft_wrapper.monitor.line import MonitorLine, line_to_agent
-from ft_wrapper.monitor.process import MonitorProcess
-from ft_wrapper.monitor.process_main import MonitorFiles
-from ft_wrapper.monitor.settings import MonitorSettings
+from ft_wrapper.monitor.line import AGENT_ENV, MonitorLine, ask_agent, receive
+from ft_wrapper.monitor.process import MonitorFiles, fork_monitor
 from ft_wrapper.monitor.shared_memory import RankMemory
+from ft_wrapper.settings import Limits
 from ft_wrapper.store import Member, announced_plan
 
 TIMEOUT = 120.0
-SETTINGS = MonitorSettings(
+SETTINGS = Limits(
     soft_timeout=100.0,
     hard_timeout=100.0,
     termination_grace_time=0.3,
-    interval=10.0,
-    watchdog_interval=1.0,
+    monitor_process_interval=10.0,
+    progress_watchdog_interval=1.0,
     heartbeat_interval=0.1,
     heartbeat_timeout=100.0,
     barrier_timeout=20.0,
@@ -34,7 +33,7 @@ SETTINGS = MonitorSettings(
 
 def obey(orders: Connection, agent: str, store: str) -> None:
     """What runs in the process: carries out orders, and answers them, until it is killed."""
-    os.environ[wire.AGENT_ENV] = agent
+    os.environ[AGENT_ENV] = agent
     plan = announced_plan(store, 20.0)
     lost = threading.Event()
     calls: list[tuple[RankMemory, MonitorLine]] = []
@@ -46,12 +45,10 @@ def obey(orders: Connection, agent: str, store: str) -> None:
             memory.lock_life()
             line: MonitorLine | None
             if order == "begin":
-                line = line_to_agent(SETTINGS, plan, memory, lost.set)
+                line = ask_agent(SETTINGS, plan, memory, lost.set).line
             else:
                 files = MonitorFiles(*arguments)
-                line = MonitorProcess(
-                    SETTINGS, plan, hosts=False, memory=memory, files=files, on_lost=lost.set
-                )
+                line = fork_monitor(SETTINGS, plan, hosts=False, memory=memory, files=files, on_lost=lost.set)
             answer = line is not None
             if line is not None:
                 calls.append((memory, line))
@@ -69,6 +66,12 @@ def obey(orders: Connection, agent: str, store: str) -> None:
             memory.close()
         elif order == "heart":
             answer = calls[-1][1].heart
+        elif order == "replaced":
+            answer = calls[-1][1].replaced
+        elif order == "ask":
+            with contextlib.closing(RankMemory()) as memory:
+                limits = dataclasses.replace(SETTINGS, use_global_iteration=arguments[0])
+                answer = ask_agent(limits, plan, memory, lost.set, watch=arguments[1])
         elif order == "what is left":
             answer = threading.active_count() - 1, calls[-1][1].pid
         elif order == "end the earlier":
@@ -97,14 +100,14 @@ def say_hello(agent: str, hello: bytes, with_memory: bool) -> str | None:
     """Connects and says something; returns why it was refused, or None for a line that waits for more."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(f"\0{agent}")
-    with RankMemory() as memory, contextlib.suppress(BrokenPipeError):
+    with contextlib.closing(RankMemory()) as memory, contextlib.suppress(BrokenPipeError):
         socket.send_fds(line, [hello], [memory.fd] if with_memory else [])
     if not hello.endswith(b"\n"):
         _kept.append(line)
         return None
     with line:
         line.settimeout(TIMEOUT)
-        return str(wire.receive(line)["refused"])
+        return str(receive(line)["refused"])
 
 
 class Rank:

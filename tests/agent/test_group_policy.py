@@ -1,7 +1,7 @@
 """The policy ``group``: a script without the wrapper finds what it finds under torchrun.
 
-Most of these cases are run three times: by ftrun with its own rendezvous, by ftrun on torch's, and by
-torchrun, which says what is expected. Where torchrun does something else, the test says what.
+Most of these cases are run three times: by ftrun with its own rendezvous and, nightly, by ftrun on torch's
+and by torchrun, which says what is expected. Where torchrun does something else, the test says what.
 
 The scripts import nothing, so that a case costs little more than the start of its agents. The test hosts the
 rendezvous store: any agent may go.
@@ -24,7 +24,8 @@ from agent_job import FTRUN, TORCHRUN, FtRun, await_that, lose
 from ft_wrapper.store import TCPStoreServer
 
 OURS, OURS_ON_TORCHS, TORCHS = "ftrun", "ftrun-c10d", "torchrun"
-LAUNCHERS = (OURS, OURS_ON_TORCHS, TORCHS)
+NIGHTLY = [pytest.mark.nightly("ftrun with its own rendezvous runs always")]
+LAUNCHERS = [OURS, *(pytest.param(launcher, marks=NIGHTLY) for launcher in (OURS_ON_TORCHS, TORCHS))]
 NPROC = 2
 
 # Each rank says who it is, and runs until it is told its exit code.
@@ -61,7 +62,7 @@ class Job:
 
     Args:
         folder: for its files.
-        launcher: one of `LAUNCHERS`.
+        launcher: one of those of `LAUNCHERS`.
         nnodes: how many agents.
         options: for all of them.
         silent_after: seconds until ours takes a node for lost.
@@ -322,6 +323,7 @@ def test_after_a_node_has_finished_the_loss_of_another_does_not_scale_the_job_do
     assert "is lost" in done.said
 
 
+@pytest.mark.alone("a rank has half a second to fail in")
 def test_nobody_waits_longer_than_the_exit_barrier(tmp_path: Path) -> None:
     """Nor is anybody ended then; but for a restart it is too late."""
     with Job(tmp_path, OURS, "1:2", "--exit-barrier-timeout", "0.5", "--max-restarts", "1") as job:
@@ -351,7 +353,7 @@ def test_the_loss_of_a_node_is_no_restart(tmp_path: Path) -> None:
     assert restarts(left) == {"a": {0}}
 
 
-@pytest.mark.parametrize("launcher", [OURS, TORCHS])
+@pytest.mark.parametrize("launcher", [OURS, pytest.param(TORCHS, marks=NIGHTLY)])
 def test_a_node_that_leaves_and_comes_back_at_once_is_a_restart_for_ours_alone(
     tmp_path: Path, launcher: str
 ) -> None:

@@ -14,8 +14,8 @@ from agent_job import FtRun, await_that
 from test_network import PORT, Network, _ip, made
 from test_nodes import CONF, WRAPPED
 
-from ft_wrapper.agent import meeting
 from ft_wrapper.agent.options import parse_args
+from ft_wrapper.run import meet
 
 ALONE = """
     import os, time
@@ -61,7 +61,7 @@ def test_a_node_alone_is_where_the_user_says(
 ) -> None:
     script = tmp_path / "x.py"
     script.touch()
-    with contextlib.closing(meeting.meet(parse_args(["--master-addr", given, str(script)]))) as nodes:
+    with contextlib.closing(meet(parse_args(["--master-addr", given, str(script)]))) as nodes:
         address = nodes.next_round().address
         host, _, port = address.rpartition(":")
         assert host == used

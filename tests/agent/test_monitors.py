@@ -24,13 +24,16 @@ import pytest
 from agent_job import FtRun, await_that
 from monitored_rank import SETTINGS, TIMEOUT, Rank
 
-from ft_wrapper.agent import monitors as module
-from ft_wrapper.agent.monitors import Monitors
 from ft_wrapper.exception import StoreError
-from ft_wrapper.monitor import rank_monitor, wire
-from ft_wrapper.monitor.death import report_death
-from ft_wrapper.store import Member, StoreMixin, TCPStore, TCPStoreServer, View, keys
-from ft_wrapper.store.keys import BEFORE_FIRST
+from ft_wrapper.monitor import rank_monitor
+from ft_wrapper.monitor import service as module
+from ft_wrapper.monitor.line import VERSION, receive
+from ft_wrapper.monitor.service import MonitorService
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.deaths import report_death
+from ft_wrapper.protocol.keys import BEFORE_FIRST
+from ft_wrapper.store import Member, TCPStore, TCPStoreServer, View
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,8 +61,8 @@ def store() -> Iterator[TCPStore]:
 
 
 @pytest.fixture
-def monitors() -> Iterator[Monitors]:
-    with Monitors("job") as monitors:
+def monitors() -> Iterator[MonitorService]:
+    with MonitorService("job") as monitors:
         yield monitors
 
 
@@ -67,7 +70,7 @@ Start = Callable[[], Rank]
 
 
 @pytest.fixture
-def start(monitors: Monitors, store: TCPStore) -> Iterator[Start]:
+def start(monitors: MonitorService, store: TCPStore) -> Iterator[Start]:
     """Starts a process that is a rank's in the monitors' eyes."""
     with contextlib.ExitStack() as ranks:
 
@@ -82,7 +85,7 @@ def start(monitors: Monitors, store: TCPStore) -> Iterator[Start]:
 
 def join(rank: Rank, store: TCPStore, slot: int) -> Member:
     """Has a rank begin a call and say who it is, in a job that nobody else is in."""
-    member = store.register(slot, "{}")
+    member = Agreement(store).joining.register(slot, "{}")
     assert rank.tell("begin")
     rank.tell("join", member.slot, member.incarnation)
     return member
@@ -90,7 +93,7 @@ def join(rank: Rank, store: TCPStore, slot: int) -> Member:
 
 def await_death(store: TCPStore, member: Member) -> None:
     deadline = time.monotonic() + TIMEOUT
-    while member not in store.deaths_of(BEFORE_FIRST):
+    while member not in Agreement(store).ends.deaths_of(BEFORE_FIRST):
         assert time.monotonic() < deadline, f"nobody has said that {member} died"
         time.sleep(0.005)
 
@@ -111,7 +114,9 @@ def await_level(measure: Callable[[], int], level: int) -> None:
         time.sleep(0.01)
 
 
-def test_deaths_are_told_and_nothing_piles_up(monitors: Monitors, start: Start, store: TCPStore) -> None:
+def test_deaths_are_told_and_nothing_piles_up(
+    monitors: MonitorService, start: Start, store: TCPStore
+) -> None:
     """Every other rank dies in its call; the others leave in order, and have a second call."""
     dead = set()
     idle = threads()
@@ -134,7 +139,7 @@ def test_deaths_are_told_and_nothing_piles_up(monitors: Monitors, start: Start, 
             level = descriptors()
     await_level(threads, idle)
     await_level(descriptors, level)
-    assert store.deaths_of(BEFORE_FIRST) == dead
+    assert Agreement(store).ends.deaths_of(BEFORE_FIRST) == dead
 
 
 def test_one_monitor_at_a_time_for_each_process(start: Start) -> None:
@@ -146,6 +151,19 @@ def test_one_monitor_at_a_time_for_each_process(start: Start) -> None:
     assert rank.tell("begin")
 
 
+def test_hello_is_answered_with_who_is_replaced(monitors: MonitorService, start: Start) -> None:
+    """Also to a rank that gets no monitor; one that could not join is left out for good."""
+    rank = start()
+    monitors.add(rank.pid, replaced=True)
+    assert rank.tell("ask", True, False) == (None, True)
+    assert rank.tell("ask", False, False) == (None, False)
+    assert rank.tell("begin")
+    assert not rank.tell("replaced")  # for want of use_global_iteration
+    assert rank.tell("ask", True, True) == (None, True)  # it has a monitor already
+    assert start().tell("ask", True, False) == (None, False)
+    rank.tell("end")
+
+
 # ---- one heart for all
 
 
@@ -153,13 +171,13 @@ def join_with_heart(rank: Rank, store: TCPStore, slot: int) -> tuple[Member, str
     """Has a rank begin a call and say who it is; the name of its heart."""
     assert rank.tell("begin")
     heart: str = rank.tell("heart")
-    member = store.register(slot, json.dumps({"heart": heart}))
+    member = Agreement(store).joining.register(slot, json.dumps({"heart": heart}))
     rank.tell("join", member.slot, member.incarnation)
     return member, heart
 
 
 def test_the_ranks_of_an_agent_share_a_heart_that_beats_as_long_as_one_lives(
-    monitors: Monitors, start: Start, store: TCPStore
+    monitors: MonitorService, start: Start, store: TCPStore
 ) -> None:
     idle = threads()
     ranks = [start(), start(), start()]
@@ -177,7 +195,7 @@ def test_the_ranks_of_an_agent_share_a_heart_that_beats_as_long_as_one_lives(
     await_beat(store, members[2])
     ranks[2].tell("end")
     await_level(threads, idle)
-    with Monitors("job") as others:
+    with MonitorService("job") as others:
         rank = Rank(others.name, f"127.0.0.1:{store.port}")
         with contextlib.closing(rank):
             others.add(rank.pid)
@@ -191,11 +209,11 @@ def test_a_death_is_told_again_as_long_as_the_hearts_beat_would_hide_it(
 ) -> None:
     tries: list[Member] = []
 
-    def report(store: StoreMixin, view: View | None, member: Member, *arguments: Any, **more: Any) -> None:
+    def report(agreement: Agreement, view: View | None, member: Member, *arguments: Any, **more: Any) -> None:
         tries.append(member)
         if len(tries) % 3:
             raise StoreError("out of reach")
-        report_death(store, view, member, *arguments, **more)
+        report_death(agreement, view, member, *arguments, **more)
 
     monkeypatch.setattr(rank_monitor, "report_death", report)
     idle = threads()
@@ -207,7 +225,7 @@ def test_a_death_is_told_again_as_long_as_the_hearts_beat_would_hide_it(
     dies.kill()
     await_death(store, member)
     assert tries == [member] * 3
-    assert not store.faults_of(BEFORE_FIRST) or not between
+    assert not Agreement(store).ends.faults_of(BEFORE_FIRST) or not between
     lives.kill()  # its heart is silent now, and it is tried once
     await_level(threads, idle)
     assert tries == [*[member] * 3, other]
@@ -220,8 +238,8 @@ SIDES = pytest.mark.parametrize("begin", ["begin", "begin with a process"])
 
 def await_beat(store: TCPStore, member: Member) -> None:
     """Waits until a member that has been heard is heard again."""
-    before, deadline = store.get_heartbeat(member), time.monotonic() + TIMEOUT
-    while store.get_heartbeat(member) == before:
+    before, deadline = Agreement(store).heartbeats.get_heartbeat(member), time.monotonic() + TIMEOUT
+    while Agreement(store).heartbeats.get_heartbeat(member) == before:
         assert time.monotonic() < deadline, f"{member} is not heard"
         time.sleep(0.005)
 
@@ -231,10 +249,13 @@ def in_a_call(rank: Rank, store: TCPStore, begin: str, log: Path) -> tuple[View,
     assert rank.tell(begin, *([str(log)] if begin != "begin" else []))
     heart = rank.tell("heart")
     assert (heart is None) == (begin != "begin")
-    members = [store.register(slot, json.dumps({"heart": heart} if heart else {})) for slot in (0, 1)]
+    members = [
+        Agreement(store).joining.register(slot, json.dumps({"heart": heart} if heart else {}))
+        for slot in (0, 1)
+    ]
     for member in members:
-        store.join_first(member, [0, 1])
-    current = store.read_current()
+        Agreement(store).joining.join_first(member, [0, 1])
+    current = Agreement(store).iterations.read_current()
     assert current is not None
     member = members[0]
     rank.tell("join", member.slot, member.incarnation)
@@ -250,7 +271,7 @@ def test_a_rank_between_two_calls_is_heard_and_its_death_noticed(
     log = tmp_path / "log"
     rank = start()
     view, member = in_a_call(rank, store, begin, log)
-    store.end_iteration(view.n, "done")
+    Agreement(store).ends.end_iteration(view.n, "done")
     assert rank.tell("between")
     for _ in range(3):
         await_beat(store, member)
@@ -258,11 +279,14 @@ def test_a_rank_between_two_calls_is_heard_and_its_death_noticed(
     assert threads == 0
     rank.kill()
     deadline = time.monotonic() + TIMEOUT
-    while member not in store.deaths_of(view.n) or member not in store.goodbyes():
+    while (
+        member not in Agreement(store).ends.deaths_of(view.n)
+        or member not in Agreement(store).ends.goodbyes()
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    assert store.outcome_of(view.n) == "done"
-    assert store.faults_of(view.n) == []
+    assert Agreement(store).ends.outcome_of(view.n) == "done"
+    assert Agreement(store).ends.faults_of(view.n) == []
     if begin != "begin":
         await_end(monitor)
         assert "ft_wrapper" not in log.read_text()
@@ -281,13 +305,13 @@ def await_end(pid: int) -> None:
 
 @SIDES
 def test_the_next_calls_monitor_takes_over(
-    monitors: Monitors, start: Start, store: TCPStore, begin: str, tmp_path: Path
+    monitors: MonitorService, start: Start, store: TCPStore, begin: str, tmp_path: Path
 ) -> None:
     """The earlier one goes on until the other one has joined."""
     rank = start()
     level = threads()
     view, member = in_a_call(rank, store, begin, tmp_path / "log")
-    store.end_iteration(view.n, "done")
+    Agreement(store).ends.end_iteration(view.n, "done")
     for _ in range(3):
         assert rank.tell("between")
         _, earlier = rank.tell("what is left")
@@ -299,7 +323,7 @@ def test_the_next_calls_monitor_takes_over(
         if begin != "begin":
             await_end(earlier)
         await_beat(store, member)
-    assert not store.deaths_of(view.n)
+    assert not Agreement(store).ends.deaths_of(view.n)
     rank.tell("end")
     await_level(threads, level)
     monitors.remove(rank.pid)
@@ -307,7 +331,7 @@ def test_the_next_calls_monitor_takes_over(
 
 @SIDES
 def test_a_job_that_has_ended_is_told_of_nothing(
-    monitors: Monitors,
+    monitors: MonitorService,
     begin: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -320,7 +344,7 @@ def test_a_job_that_has_ended_is_told_of_nothing(
     with contextlib.closing(Rank(monitors.name, f"127.0.0.1:{server.port}")) as rank:
         monitors.add(rank.pid)
         view, member = in_a_call(rank, store, begin, log)
-        store.end_iteration(view.n, "done")
+        Agreement(store).ends.end_iteration(view.n, "done")
         assert rank.tell("between")
         _, monitor = rank.tell("what is left")
         await_beat(store, member)
@@ -338,13 +362,13 @@ def test_a_job_that_has_ended_is_told_of_nothing(
 
 
 def test_who_is_no_rank_is_refused(
-    monitors: Monitors, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+    monitors: MonitorService, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused() -> str:
         with socket.socket(socket.AF_UNIX) as line:
             line.settimeout(TIMEOUT)
             line.connect(f"\0{monitors.name}")
-            return str(wire.receive(line)["refused"])
+            return str(receive(line)["refused"])
 
     # This process is not below itself.
     assert refused() == f"process {os.getpid()} is no rank's"
@@ -368,7 +392,7 @@ def test_who_is_no_rank_is_refused(
 
 
 def test_a_process_is_waited_for_that_is_at_work_before_it_is_known(
-    monitors: Monitors, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+    monitors: MonitorService, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_KNOWN_WITHIN", TIMEOUT)
     with contextlib.closing(Rank(monitors.name, f"127.0.0.1:{store.port}")) as rank:
@@ -386,13 +410,13 @@ def test_a_process_is_waited_for_that_is_at_work_before_it_is_known(
 
 
 def hello(**changes: object) -> bytes:
-    settings = dataclasses.asdict(SETTINGS)
-    whole = {"version": wire.VERSION, "settings": settings, "store": {"address": "a:1", "timeout": 1.0}}
+    settings, store = dataclasses.asdict(SETTINGS), {"address": "a:1", "timeout": 1.0}
+    whole = {"version": VERSION, "settings": settings, "store": store, "watch": True}
     return json.dumps({**whole, **changes}).encode() + b"\n"
 
 
 def test_what_one_rank_says_harms_no_other(
-    monitors: Monitors, start: Start, store: TCPStore, caplog: pytest.LogCaptureFixture
+    monitors: MonitorService, start: Start, store: TCPStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched, odd = start(), start()
     member = join(watched, store, 0)
@@ -411,10 +435,10 @@ def test_what_one_rank_says_harms_no_other(
     join(odd, store, 1)
     odd.tell("say", b"garbage\n")
     assert odd.tell("await loss")
-    assert "a monitor has failed: its rank leaves its job" in caplog.text
+    assert f"the monitor of process {odd.pid} failed, so the rank leaves the job" in caplog.text
     watched.kill()
     await_death(store, member)
-    assert store.deaths_of(BEFORE_FIRST) == {member}
+    assert Agreement(store).ends.deaths_of(BEFORE_FIRST) == {member}
     odd.tell("end")
     caplog.clear()
     monitors.close()
@@ -422,7 +446,7 @@ def test_what_one_rank_says_harms_no_other(
 
 
 def test_the_end_waits_for_nobody_for_ever(
-    monitors: Monitors, start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    monitors: MonitorService, start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that lives yet, and lets go of nothing, is left without its monitor, and sees that."""
     monkeypatch.setattr(module, "CLOSE_TIMEOUT", 0.1)
@@ -430,7 +454,7 @@ def test_the_end_waits_for_nobody_for_ever(
     rank = start()
     assert rank.tell("begin")
     monitors.close()
-    assert "1 monitors are not through after 0.1 s" in caplog.text
+    assert "1 ranks still hold their monitors after 0.1 s" in caplog.text
     assert rank.tell("await loss")
     assert not rank.tell("begin")
     rank.tell("end")
@@ -463,8 +487,9 @@ JOB = """
 """
 
 
-def test_no_process_is_needed_beside_a_rank(tmp_path: Path) -> None:
+def test_no_process_is_needed_beside_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens: a rank is killed, one is stopped past its timeout, another call begins."""
+    monkeypatch.setattr(FtRun, "warm_process", None)  # a rank's import of torch reads how much c10d says
     script, folder = tmp_path / "script.py", tmp_path / "job"
     script.write_text(textwrap.dedent(JOB))
     with FtRun(folder, "--nproc-per-node", "3", str(script)) as job:
@@ -541,9 +566,9 @@ def test_a_job_that_was_paused_as_a_whole_goes_on_where_it_was(tmp_path: Path) -
 
 
 BELOW_A_SHELL = """
-    import os, psutil
+    import contextlib, os, psutil
     from ft_wrapper import Wrapper
-    from ft_wrapper.monitor.line import line_to_agent
+    from ft_wrapper.monitor.line import ask_agent
     from ft_wrapper.monitor.shared_memory import RankMemory
     from ft_wrapper.store import announced_plan
 
@@ -552,10 +577,10 @@ BELOW_A_SHELL = """
         return len(psutil.Process().children())
 
     beside = [train()]
-    with RankMemory() as memory:
+    with contextlib.closing(RankMemory()) as memory:
         memory.lock_life()
         plan = announced_plan(os.environ["FT_WRAPPER_STORE"], 20.0)
-        line = line_to_agent(Wrapper().monitor_settings(), plan, memory, lambda: None)
+        line, _ = ask_agent(Wrapper().settings.limits, plan, memory, lambda: None)
         beside.append(train())
         line.close(20.0)
     beside.append(train())

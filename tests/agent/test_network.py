@@ -201,6 +201,7 @@ def training(
         yield cluster
 
 
+@pytest.mark.nightly("the same on a TCPStore runs always")
 def test_a_machine_that_is_cut_off_has_no_part_in_the_training_until_it_is_back(
     training: EtcdHosts, network: Network
 ) -> None:

@@ -10,14 +10,16 @@ import socket
 import textwrap
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
 
-from ft_wrapper import status
-from ft_wrapper.store import TCPStoreServer
+from ft_wrapper.rendezvous.register import version_key
+from ft_wrapper.report import status
+from ft_wrapper.store import TCPStoreServer, connect
 from ft_wrapper.testing.ports import free_port
 
 # Silence of five seconds: on a busy machine nobody who lives is silent for so long.
@@ -121,6 +123,12 @@ class Cluster:
             self._endpoint = found[1]
         return node
 
+    def await_first(self) -> None:
+        """Waits until the first node has said which options are the job's: others are compared with these."""
+        store = connect(self._endpoint, timedelta(seconds=TIMEOUT))
+        assert store.hear(version_key(1), TIMEOUT) is not None
+        store.close()
+
     def inside(self, world_size: int, iteration: int | None = None) -> list[dict[str, Any]]:
         """What the ranks found that are in an iteration of so many ranks, once all of them are, by slot."""
         by_iteration: dict[int, list[Path]] = {}
@@ -204,7 +212,7 @@ def test_a_lost_node_comes_back_and_nobody_else_is_disturbed(tmp_path: Path) -> 
     assert [rank["pid"] for rank in after[:2]] == [rank["pid"] for rank in before[:2]]
     assert [rank["RANK"] for rank in after] == ["0", "1", "2", "3"]
     assert [len(pids) for pids in pids_of(stays).values()] == [1, 1]
-    assert "no sign of life from node 1 (localhost)" in stays.said
+    assert "no heartbeat from node 1 (localhost)" in stays.said
 
 
 def places(
@@ -252,6 +260,7 @@ def test_a_late_node_enlarges_the_job_and_a_spare_steps_in(
     assert pids_of(unneeded) == {}
 
 
+@pytest.mark.nightly("a spare node steps in in test_a_late_node_enlarges_the_job_and_a_spare_steps_in")
 def test_a_fifth_node_steps_in_for_one_of_four(tmp_path: Path) -> None:
     with Cluster(tmp_path, WRAPPED, nnodes="1:4") as cluster:
         last_call = ("--rdzv-conf", CONF.replace("last_call_timeout=0.2", "last_call_timeout=60"))
@@ -326,7 +335,7 @@ def test_a_node_that_is_ended_leaves_and_the_others_go_on(tmp_path: Path) -> Non
         assert all_gone(family, TIMEOUT) == []
         left = cluster.await_inside(1, stays)
         assert left[0]["pid"] == before[0]["pid"]
-        assert "no sign of life" not in stays.said
+        assert "no heartbeat" not in stays.said
         cluster.finish(stays)
 
 
@@ -413,6 +422,7 @@ def test_the_port_belongs_to_another_program(tmp_path: Path) -> None:
 def test_other_options_than_the_jobs(tmp_path: Path, options: list[str], word: str) -> None:
     with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
         first = cluster.start("0")
+        cluster.await_first()
         stranger = cluster.start("1", *options)
         assert stranger.end() == 2
         (line,) = [line for line in stranger.said.splitlines() if "error" in line]

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from ft_wrapper.agent.orphans import adopted
+from ft_wrapper.agent.process import adopted
 
 TIMEOUT = 120.0
 

@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from ft_wrapper.agent.budget import LONGEST_DELAY, SETTLED, RankBudget
-from ft_wrapper.agent.policy import Action, Policy, RestartPolicy
+from ft_wrapper.agent.policy import LONGEST_DELAY, SETTLED, Policy, RankBudget, Remedy, RestartPolicy
 
 
 @dataclasses.dataclass
@@ -27,11 +26,17 @@ class FakeJob:
     def has_given_up(self, rank: int, pid: int) -> bool:
         return pid == self.given_up
 
+    def ended_by(self, slot: int, pid: int) -> str:
+        return ""
+
+    def finished_with(self) -> dict[int, int | None] | None:
+        return None
+
 
 def decide(
     policy: RestartPolicy, job: FakeJob, rank: int = 0, lived: float = 0.0, first: bool = True
-) -> Action:
-    return policy.decide(rank, 7, lived, job, is_first=first).action
+) -> Remedy:
+    return policy.decide(rank, 7, lived, job, is_first=first).remedy
 
 
 def test_the_first_replacement_comes_at_once_and_a_crash_loop_slows_down() -> None:
@@ -52,49 +57,49 @@ def test_who_lived_for_a_while_was_in_no_crash_loop() -> None:
 
 def test_auto_is_group_until_a_job_has_formed_and_rank_from_then_on() -> None:
     policy, job = RestartPolicy(Policy.AUTO, 1, 5), FakeJob(formed=False)
-    assert decide(policy, job) is Action.RESTART_GROUP
-    assert decide(policy, job) is Action.END_GROUP
+    assert decide(policy, job) is Remedy.RESTART_GROUP
+    assert decide(policy, job) is Remedy.END_GROUP
     job.formed = True
-    assert decide(policy, job) is Action.REPLACE
+    assert decide(policy, job) is Remedy.REPLACE
     # Its store does not answer for a moment: no reason to end what goes on in the ranks.
     job.formed = False
-    assert decide(policy, job) is Action.REPLACE
+    assert decide(policy, job) is Remedy.REPLACE
 
 
 def test_each_rank_has_a_budget_of_its_own() -> None:
     policy, job = RestartPolicy(Policy.RANK, 0, 1), FakeJob()
     assert policy.replaces(1)
-    assert decide(policy, job, rank=1) is Action.REPLACE
+    assert decide(policy, job, rank=1) is Remedy.REPLACE
     assert not policy.replaces(1)
-    assert decide(policy, job, rank=1, first=False) is Action.LEAVE_OUT
-    assert decide(policy, job, rank=2) is Action.REPLACE
+    assert decide(policy, job, rank=1, first=False) is Remedy.LEAVE_OUT
+    assert decide(policy, job, rank=2) is Remedy.REPLACE
 
 
 def test_rank_replaces_alone_before_a_job_has_formed_too() -> None:
-    assert decide(RestartPolicy(Policy.RANK, 0, 1), FakeJob(formed=False, open=False)) is Action.REPLACE
+    assert decide(RestartPolicy(Policy.RANK, 0, 1), FakeJob(formed=False, open=False)) is Remedy.REPLACE
 
 
 @pytest.mark.parametrize("policy", [Policy.AUTO, Policy.RANK])
 def test_nobody_is_started_who_could_not_join(policy: Policy) -> None:
     deciding = RestartPolicy(policy, 3, 3)
     verdict = deciding.decide(0, 7, 0.0, FakeJob(open=False), is_first=True)
-    assert verdict.action is Action.LEAVE_OUT
+    assert verdict.remedy is Remedy.LEAVE_OUT
     assert "use_global_iteration=True" in verdict.why
     assert deciding.replaces(0), "it costs nothing"
 
 
 def test_who_has_given_up_is_left_alone() -> None:
     policy = RestartPolicy(Policy.AUTO, 0, 3)
-    assert decide(policy, FakeJob(given_up=7)) is Action.LEAVE_OUT
-    assert decide(policy, FakeJob(given_up=8)) is Action.REPLACE
+    assert decide(policy, FakeJob(given_up=7)) is Remedy.LEAVE_OUT
+    assert decide(policy, FakeJob(given_up=8)) is Remedy.REPLACE
 
 
 def test_group_never_replaces_alone() -> None:
     policy = RestartPolicy(Policy.GROUP, 2, 5)
     assert [decide(policy, FakeJob()) for _ in range(3)] == [
-        Action.RESTART_GROUP,
-        Action.RESTART_GROUP,
-        Action.END_GROUP,
+        Remedy.RESTART_GROUP,
+        Remedy.RESTART_GROUP,
+        Remedy.END_GROUP,
     ]
     assert policy.restarts == 2
     assert not policy.replaces(0)

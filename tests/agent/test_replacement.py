@@ -50,6 +50,7 @@ def test_the_others_wait_for_a_replacement(tmp_path: Path) -> None:
         """
         import os, signal, time
         from ft_wrapper import CallWrapper, Wrapper
+        from ft_wrapper.protocol.agreement import Agreement
         from ft_wrapper.store import TCPStore
 
         @Wrapper(use_global_iteration=True, rejoin_wait=60, min_world_size=1)
@@ -61,7 +62,7 @@ def test_the_others_wait_for_a_replacement(tmp_path: Path) -> None:
             if os.environ["RANK"] == "1":
                 host, _, port = os.environ["FT_WRAPPER_STORE"].rpartition(":")
                 store = TCPStore(host, int(port))
-                while store.wanted() < 2:  # until then it is not known that two are wanted
+                while Agreement(store).iterations.wanted() < 2:  # until then two are not known to be wanted
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             while True:
@@ -124,7 +125,7 @@ def test_who_aborts_the_restarts_is_not_started_again(tmp_path: Path) -> None:
 CRASHES = """
     import os, sys
     incarnation = int(os.environ["FT_WRAPPER_INCARNATION"])
-    print("incarnation", incarnation, os.environ["FT_WRAPPER_REPLACED"], file=sys.stderr)
+    print("incarnation", incarnation, file=sys.stderr)
     if os.environ["RANK"] == "1" and incarnation < int(sys.argv[1]):
         sys.exit(1 + incarnation)
 """
@@ -144,16 +145,39 @@ def test_a_budget_that_is_used_up(tmp_path: Path) -> None:
         assert [line.split()[0] for line in table[2:5]] == ["1", "1", "1"]
         assert table[4].endswith("/1/incarnation_2/stderr.log")
     (folder,) = logs.glob("*/attempt_0/1")
-    assert (folder / "stderr.log").read_text() == "incarnation 0 1\n"
-    assert (folder / "incarnation_2" / "stderr.log").read_text() == "incarnation 2 0\n"
+    assert (folder / "stderr.log").read_text() == "incarnation 0\n"
+    assert (folder / "incarnation_2" / "stderr.log").read_text() == "incarnation 2\n"
 
 
 def test_a_replacement_that_succeeds_heals(tmp_path: Path) -> None:
     options = ["--nproc-per-node", "2", "--no-standby", *ALONE, "-t", "2"]
     with FtRun(tmp_path / "job", *options, script(tmp_path, CRASHES), "1") as job:
         assert job.end() == 0, job.said
-        assert "[default1]:incarnation 1 1" in job.said
+        assert "[default1]:incarnation 1\n" in job.said
         assert "ranks failed" not in job.said
+
+
+ASKS = """
+    import os, sys
+    from ft_wrapper import Wrapper
+    from ft_wrapper.monitor.line import ask_agent
+    from ft_wrapper.monitor.shared_memory import RankMemory
+    from ft_wrapper.store import announced_plan
+
+    limits = Wrapper(use_global_iteration=True).settings.limits
+    plan = announced_plan(os.environ["FT_WRAPPER_STORE"], 20.0)
+    _, replaced = ask_agent(limits, plan, RankMemory(), print, watch=False)
+    print("replaced:", replaced, flush=True)
+    sys.exit(replaced)
+"""
+
+
+def test_the_last_process_that_the_budget_allows_is_said_not_to_be_replaced(tmp_path: Path) -> None:
+    options = ["--nproc-per-node", "1", "--no-standby", *ALONE, "--max-rank-restarts", "1", "-t", "3"]
+    with FtRun(tmp_path / "job", *options, script(tmp_path, ASKS)) as job:
+        assert job.end() == 0, job.said
+        said = [line.partition("replaced: ")[2] for line in job.said.splitlines() if "replaced: " in line]
+        assert said == ["True", "False"], job.said
 
 
 GROUP = """

@@ -7,25 +7,17 @@ import select
 
 from torch.distributed import HashStore
 
+from ft_wrapper.agent.buried import log_deaths
 from ft_wrapper.agent.classic_nodes import exchange
-from ft_wrapper.agent.deaths import holders, log_deaths
-from ft_wrapper.agent.environment import Job
 from ft_wrapper.agent.ft_nodes import round_of, what_follows
 from ft_wrapper.agent.nodes import Inbox, News, What
-from ft_wrapper.rendezvous.state import (
-    RANK,
-    Entry,
-    Node,
-    State,
-    adopt_rank_policy,
-    close,
-    complete,
-    digest,
-    fold,
-    remove,
-)
+from ft_wrapper.agent.process import Job
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.deaths import holders
+from ft_wrapper.protocol.records import FAULT
+from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete, fold, remove
+from ft_wrapper.rendezvous.record import Admission, Node, Record, RoundPolicy, digest
 from ft_wrapper.store import Member, TCPStore, TCPStoreServer
-from ft_wrapper.store.interruption import FAULT
 
 TIMEOUT = 120.0
 
@@ -34,13 +26,13 @@ def node(name: str, nproc: int = 1, role: str = "default") -> Node:
     return Node(name, 0, "host", nproc, role)
 
 
-def come(state: State, *nodes: Node, leaves: int | None = None) -> State:
-    old = [Entry(node("old"))] * state.folded
-    return fold(state, [*old, *(Entry(one, leaves, digest(state.options)) for one in nodes)])
+def come(state: Record, *nodes: Node, leaves: int | None = None) -> Record:
+    old = [Admission(node("old"))] * state.folded
+    return fold(state, [*old, *(Admission(one, leaves, digest(state.options)) for one in nodes)])
 
 
-def begun(*nodes: Node, high: int | None = None) -> State:
-    return complete(come(State(1, high or len(nodes)), *nodes))
+def begun(*nodes: Node, high: int | None = None) -> Record:
+    return complete(come(Record(1, high or len(nodes)), *nodes))
 
 
 def test_nothing_follows_while_all_are_there() -> None:
@@ -66,7 +58,7 @@ def test_a_lost_or_a_late_node_calls_all_together_unless_the_others_go_on() -> N
 
 def test_who_was_taken_out_comes_again() -> None:
     state = remove(adopt_rank_policy(begun(node("a"), node("b"))), [node("b")])[0]
-    assert state.policy == RANK
+    assert state.policy is RoundPolicy.RANK
     news = what_follows(state, node("b"), 0)
     assert news is not None
     assert news.what is What.COME
@@ -136,15 +128,15 @@ def test_news_of_another_round_do_not_count() -> None:
 def test_exactly_those_are_declared_dead_that_held_the_slots() -> None:
     server = TCPStoreServer()
     store = TCPStore("127.0.0.1", server.port)
-    old = [store.register(slot, "{}") for slot in (0, 1)]
-    dead = holders(store, range(3))
+    old = [Agreement(store).joining.register(slot, "{}") for slot in (0, 1)]
+    dead = holders(Agreement(store), range(3))
     assert dead == old, "nobody has held slot 2"
-    store.register(1, "{}")  # a new one, started by whoever got the seat
+    Agreement(store).joining.register(1, "{}")  # a new one, started by whoever got the seat
     for thread in log_deaths(store, dead, "its node was lost", return_=False):
         thread.join(TIMEOUT)
         assert not thread.is_alive()
-    assert store.deaths_of(-1) == set(old)
-    assert {fault.message for fault in store.faults_of(-1)} == {"its node was lost"}
+    assert Agreement(store).ends.deaths_of(-1) == set(old)
+    assert {fault.message for fault in Agreement(store).ends.faults_of(-1)} == {"its node was lost"}
     store.close()
     server.close()
 
@@ -152,22 +144,22 @@ def test_exactly_those_are_declared_dead_that_held_the_slots() -> None:
 def test_the_loss_of_a_node_of_spares_ends_nothing() -> None:
     server = TCPStoreServer()
     store = TCPStore("127.0.0.1", server.port)
-    active, spare, _ = members = [store.register(slot, "{}") for slot in range(3)]
+    active, spare, _ = members = [Agreement(store).joining.register(slot, "{}") for slot in range(3)]
     for member in members:
-        store.join_first(member, range(3))
-    current = store.read_current()
+        Agreement(store).joining.join_first(member, range(3))
+    current = Agreement(store).iterations.read_current()
     assert current is not None
     view = current[0]
-    store.check_assignment(view.n, active, 0, 3, 1)
+    Agreement(store).entering.check_assignment(view.n, active, 0, 3, 1)
 
     def lose(member: Member) -> str | None:
         for thread in log_deaths(store, [member], "its node was lost", return_=False):
             thread.join(TIMEOUT)
             assert not thread.is_alive()
-        return store.outcome_of(view.n)
+        return Agreement(store).ends.outcome_of(view.n)
 
     assert lose(spare) is None
-    assert store.deaths_of(view.n) == {spare}
+    assert Agreement(store).ends.deaths_of(view.n) == {spare}
     assert lose(active) == FAULT
     store.close()
     server.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_wrapper.agent.tail import Tail
+from ft_wrapper.agent.outputs import Tail
 
 TIMEOUT = 60.0
 

@@ -13,6 +13,8 @@ from test_nodes import CONF, WRAPPED, Cluster
 WITHIN = 10.0
 """Seconds within which all that an agent has started is gone; the shutdown timeout is half of that."""
 
+ON_ONE_NODE = [pytest.mark.nightly("test_nothing_is_left has this signal on one node")]
+
 JOB = """
     import os, time
     from ft_wrapper import CallWrapper, Wrapper
@@ -90,7 +92,14 @@ STUCK_ON_ONE = WRAPPED.replace(
 )
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("SIGINT", marks=ON_ONE_NODE),
+        pytest.param("SIGTERM", marks=ON_ONE_NODE),
+        "SIGKILL",
+    ],
+)
 def test_nothing_is_left_on_one_of_two_nodes_and_the_other_goes_on(tmp_path: Path, name: str) -> None:
     signum = signal.Signals[name]
     with Cluster(tmp_path, STUCK_ON_ONE, nnodes="1:2", nproc=2) as cluster:

@@ -11,19 +11,14 @@ HERE = Path(__file__).parent
 # The rank processes' harness is that of the wrapper's other tests.
 sys.path.insert(0, str(HERE.parent / "wrapper"))
 
-from job_stores import job_on, leave_out, parametrize  # noqa: E402
+from job_stores import job_on, nightly_on_etcd, parametrize  # noqa: E402
 from rank_harness import Job, Template  # noqa: E402
 
-LEFT_OUT_ON_ETCD = (
-    # They mostly wait for timeouts, of which the store has no part; one of each file runs.
-    "test_the_survivors_finish[[]etcd-sleep-*",
-    "test_the_survivors_finish[[]etcd-gil-*",
-    "test_the_survivors_finish[[]etcd-collective-*",
-    "test_the_survivors_finish[[]etcd-sigstop-two*",
-    "test_a_rank_that_is_restarting[[]etcd-sigstop-a*",
-    "test_a_rank_that_hangs_while_it_is_restarting[[]etcd-*",
-    "test_a_rank_assignment_that_hangs[[]etcd-*",
-    "test_a_waiting_spare_is_lost[[]etcd-*19]",
+# One of each kind runs on etcd always.
+ALWAYS_ON_ETCD = (
+    "test_the_survivors_finish[[]etcd-sigkill-middle step]",
+    "test_a_rank_that_is_restarting[[]etcd-sigkill-decided-0]",
+    "test_a_waiting_spare_is_lost[[]etcd-sigkill*-9]",
 )
 
 
@@ -31,8 +26,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrize(metafunc)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    leave_out(config, items, HERE, LEFT_OUT_ON_ETCD)
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    nightly_on_etcd(items, HERE, ALWAYS_ON_ETCD)
 
 
 @pytest.fixture(scope="package")

@@ -13,13 +13,15 @@ from typing import Any
 from fault_job import ACTIVE, Trainer
 from rank_harness import Rank
 
-from ft_wrapper import CallWrapper, FrozenState, Wrapper, job
+from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.compose import Compose
 from ft_wrapper.initialize import Initialize
 from ft_wrapper.monitor import rank_monitor
+from ft_wrapper.protocol import membership, operations
+from ft_wrapper.protocol.global_iteration import GlobalIteration
 from ft_wrapper.rank_assignment import MaxActiveWorldSize, RankAssignment, RankAssignmentCtx, ShiftRanks
-from ft_wrapper.store import StoreMixin, TCPStore, View, global_iteration
+from ft_wrapper.store import TCPStore, View
 from ft_wrapper.testing.inject_fault import Fault, inject_fault
 
 OPERATIONS = (
@@ -91,9 +93,9 @@ def trains_through_a_bad_restart(
     elif point == "assignment":
         plugins.update(active_world_size=None, rank_assignment=InAssignment(let_happen))
     elif point == "arrived":
-        arrive = StoreMixin.arrive
+        arrive = GlobalIteration.arrive
 
-        def arrive_first(self: StoreMixin, view: View, *args: Any) -> None:
+        def arrive_first(self: GlobalIteration, view: View, *args: Any) -> None:
             if view.n == 0 and not here:
                 rank.hear()
             arrive(self, view, *args)
@@ -101,15 +103,15 @@ def trains_through_a_bad_restart(
                 rank.say("arrived")
                 let_happen()
 
-        StoreMixin.arrive = arrive_first  # type: ignore[method-assign]
+        GlobalIteration.arrive = arrive_first  # type: ignore[method-assign]
     elif point == "decided":
-        go_on = job.Job.go_on
+        await_next = membership.Membership.await_next
 
-        def then_happen(self: job.Job, *args: Any) -> None:
-            go_on(self, *args)
+        def then_happen(self: membership.Membership, *args: Any) -> None:
+            await_next(self, *args)
             let_happen()
 
-        job.Job.go_on = then_happen  # type: ignore[method-assign]
+        membership.Membership.await_next = then_happen  # type: ignore[method-assign]
 
     @Wrapper(**plugins)
     def train(call: CallWrapper) -> int:
@@ -169,19 +171,19 @@ def trains_though_the_proposer_dies(rank: Rank, k: int, folder: str) -> int | No
     trainer = Trainer(rank, "exception:rank=1:step=1", folder)
     if rank.slot == 2:
         bomb = Bomb(k, folder)
-        StoreMixin.advance = bomb.around(  # type: ignore[method-assign]
-            StoreMixin.advance, lambda self, view, proposer, **_: view.n == 0 and proposer is not None
+        GlobalIteration.advance = bomb.around(  # type: ignore[method-assign]
+            GlobalIteration.advance, lambda self, view, proposer, **_: view.n == 0 and proposer is not None
         )
-    global_iteration._FIRST_LOOK = 2.0  # none of the others comes forward before it
-    arrive = StoreMixin.arrive
+    operations._FIRST_LOOK = 2.0  # none of the others comes forward before it
+    arrive = GlobalIteration.arrive
 
-    def arrive_last(self: StoreMixin, view: View, *args: Any) -> None:
+    def arrive_last(self: GlobalIteration, view: View, *args: Any) -> None:
         if view.n == 0 and rank.slot == 2:
             rank.hear()
         arrive(self, view, *args)
         rank.say("arrived")
 
-    StoreMixin.arrive = arrive_last  # type: ignore[method-assign]
+    GlobalIteration.arrive = arrive_last  # type: ignore[method-assign]
 
     @Wrapper(**trainer.settings())
     def train(call: CallWrapper) -> int:

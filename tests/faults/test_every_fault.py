@@ -1,13 +1,11 @@
 """Every kind of fault in every place, on 4 ranks of which 1 is a spare: the survivors finish.
 
-All of them take minutes: they run when the environment variable FT_WRAPPER_FULL_MATRIX is 1 (`make matrix`).
-Otherwise every kind runs in one place and every place with one kind, and those beyond where the kind and the
-place together decide what happens.
+All of them take minutes, so most are nightly; `make matrix` runs nothing else. Every run has each kind in one
+place, each place with one kind, and those where the kind and the place together decide what happens.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,12 +44,18 @@ ALWAYS = {
     (Fault.COLLECTIVE, "initialize of a restart"),
     (Fault.SIGTERM, "initialize"),
 }
-FULL = os.environ.get("FT_WRAPPER_FULL_MATRIX") == "1"
+
+
+def _when(kind: Fault, place: str) -> list[pytest.MarkDecorator]:
+    if place == "middle step" or kind is Fault.SIGKILL or (kind, place) in ALWAYS:
+        return []
+    return [pytest.mark.nightly("the kind runs in another place, and the place with another kind")]
+
+
 MATRIX = [
-    pytest.param(kind, place, id=f"{kind.value}-{place}")
+    pytest.param(kind, place, id=f"{kind.value}-{place}", marks=_when(kind, place))
     for kind in Fault
     for place in PLACES
-    if FULL or place == "middle step" or kind is Fault.SIGKILL or (kind, place) in ALWAYS
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
@@ -18,18 +17,17 @@ from rank_harness import Job, Template, await_end, running
 
 from ft_wrapper.store import TCPStoreServer
 
-FULL = os.environ.get("FT_WRAPPER_FULL_MATRIX") == "1"
 POINTS = ("abort", "arrived", "decided", "assignment")
+NIGHTLY = [pytest.mark.nightly("another rank is lost there in every run")]
 
 
 @pytest.mark.parametrize(
     ("kind", "point", "victim"),
     [
-        (kind, point, victim)
+        pytest.param(kind, point, victim, marks=[] if kind == "sigkill" or victim == 0 else NIGHTLY)
         for kind in ("sigkill", "sigstop")
         for point in POINTS
         for victim in (0, 2, SPARE)
-        if FULL or kind == "sigkill" or victim == 0
     ],
 )
 def test_a_rank_that_is_restarting(job: Job, tmp_path: Path, kind: str, point: str, victim: int) -> None:
@@ -78,7 +76,7 @@ def test_the_proposer_dies_at_any_step(template: Template, tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("victim", [0, 1] if FULL else [0])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=NIGHTLY)])
 def test_the_monitor_dies_with_its_rank_at_any_step(template: Template, tmp_path: Path, victim: int) -> None:
     for k in range(100):
         folder = tmp_path / str(k)

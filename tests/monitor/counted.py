@@ -10,9 +10,9 @@ from ft_wrapper.testing import FakeStore
 
 
 class CountedStore(FakeStore):
-    """A store in memory that needs one request for a register, as a TCPStore does (see its `try_get`)."""
+    """A store in memory that needs one request for a register, as a TCPStore does (see its `_read`)."""
 
-    def try_get(self, key: str) -> str | None:
+    def _read(self, key: str) -> str | None:
         value = self.compare_set(key, "\0", "\0")
         return None if value == b"\0" else value.decode()
 

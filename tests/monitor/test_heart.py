@@ -7,23 +7,27 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from counted import CountedStore
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.monitor.heart import Heart, HeartBeat
-from ft_wrapper.monitor.settings import MonitorSettings
-from ft_wrapper.store import Member, StoreMixin, View, keys
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.heart import Heart, HeartBeat
+from ft_wrapper.protocol.operations import Beat, Step
+from ft_wrapper.settings import Limits
+from ft_wrapper.store import Member, StoreMixin, View
 from ft_wrapper.testing import FakeStore
 
 TIMEOUT = 60.0
-SETTINGS = MonitorSettings(
-    interval=1.0,
+SETTINGS = Limits(
+    monitor_process_interval=1.0,
     soft_timeout=100.0,
     hard_timeout=200.0,
-    watchdog_interval=1.0,
+    progress_watchdog_interval=1.0,
     termination_grace_time=1.0,
     heartbeat_interval=1.0,
     heartbeat_timeout=30.0,
@@ -49,20 +53,23 @@ def formed(store: StoreMixin, number: int, heart: Callable[[int], str | None] = 
     """A job that has just formed, each slot with its heart."""
     for slot in range(number):
         name = heart(slot)
-        store.join_first(store.register(slot, json.dumps({"heart": name} if name else {})), range(number))
-    current = store.read_current()
+        Agreement(store).joining.join_first(
+            Agreement(store).joining.register(slot, json.dumps({"heart": name} if name else {})),
+            range(number),
+        )
+    current = Agreement(store).iterations.read_current()
     assert current is not None
     return current[0]
 
 
 def go_on(store: StoreMixin, view: View, *slots: int) -> View:
     """Ends an iteration, and only these slots go on."""
-    store.end_iteration(view.n, "fault")
+    Agreement(store).ends.end_iteration(view.n, "fault")
     for slot in slots:
-        store.arrive(view, Member(slot, 0), slot, len(view.members))
+        Agreement(store).iterations.arrive(view, Member(slot, 0), slot, len(view.members))
     silent = frozenset(view.members) - {Member(slot, 0) for slot in slots}
-    store.advance(view, Member(slots[0], 0), silent=silent)
-    current = store.read_current()
+    Agreement(store).iterations.advance(view, Member(slots[0], 0), silent=silent)
+    current = Agreement(store).iterations.read_current()
     assert current is not None and current[0].n == view.n + 1
     return current[0]
 
@@ -72,11 +79,11 @@ def test_a_node_costs_one_request_an_interval() -> None:
     store = CountedStore()
     view = formed(store, 16, lambda slot: f"node {slot // 8}")
     ranks = [Stub(Member(slot, 0), view, slot) for slot in range(1, 8)]  # rank 0 has some more to do
-    beat = HeartBeat(store, "node 0", SETTINGS)
+    beat = HeartBeat(Agreement(store), "node 0", SETTINGS)
     for tick in range(640):
         if tick == 40:
             requests = store.requests()
-        store.beat_heart("node 1")
+        Agreement(store).heartbeats.beat_heart("node 1")
         beat.tick(ranks)
         store.clock.advance(1.0)
     theirs = requests.pop("heartbeat/node 1") - 600
@@ -90,10 +97,10 @@ def test_where_the_timeout_is_short_each_tick_does_all() -> None:
     store = CountedStore()
     view = formed(store, 2)
     settings = dataclasses.replace(SETTINGS, heartbeat_timeout=3.0)
-    beat = HeartBeat(store, Member(0, 0), settings)
+    beat = HeartBeat(Agreement(store), Member(0, 0), settings)
     requests = store.requests()
     for _ in range(10):
-        store.beat_heart("1:0")
+        Agreement(store).heartbeats.beat_heart("1:0")
         beat.tick([Stub(Member(0, 0), view)])
         store.clock.advance(1.0)
     assert requests == {"heartbeat/0:0": 10, "heartbeat/1:0": 20, "head": 10, "end/0": 10, "member/1:0": 1}
@@ -103,18 +110,18 @@ def test_where_the_timeout_is_short_each_tick_does_all() -> None:
 def test_a_silent_node_is_noticed_within_the_timeout_and_some_intervals(timeout: float) -> None:
     store = FakeStore()
     view = formed(store, 6, lambda slot: f"node {slot // 2}")
-    beat = HeartBeat(store, "node 0", dataclasses.replace(SETTINGS, heartbeat_timeout=timeout))
+    beat = HeartBeat(Agreement(store), "node 0", dataclasses.replace(SETTINGS, heartbeat_timeout=timeout))
     ranks = [Stub(Member(slot, 0), view) for slot in (0, 1)]
     for tick in range(200):
         if tick < 50:
-            store.beat_heart("node 1")
-        store.beat_heart("node 2")
+            Agreement(store).heartbeats.beat_heart("node 1")
+        Agreement(store).heartbeats.beat_heart("node 2")
         beat.tick(ranks)
-        if store.outcome_of(0) is not None:
+        if Agreement(store).ends.outcome_of(0) is not None:
             break
         store.clock.advance(1.0)
     assert tick - 50 <= timeout + 6
-    assert {fault.member.slot for fault in store.faults_of(0)} == {2, 3}
+    assert {fault.member.slot for fault in Agreement(store).ends.faults_of(0)} == {2, 3}
 
 
 def test_who_was_left_out_is_told_soon_after_a_pause_and_not_much_later_without() -> None:
@@ -122,10 +129,10 @@ def test_who_was_left_out_is_told_soon_after_a_pause_and_not_much_later_without(
         store = FakeStore()
         view = formed(store, 3)
         rank = Stub(Member(0, 0), view)
-        beat = HeartBeat(store, rank.member, SETTINGS)
+        beat = HeartBeat(Agreement(store), rank.member, SETTINGS)
         for _ in range(20):
             beat.tick([rank])
-            store.beat_heart("1:0")
+            Agreement(store).heartbeats.beat_heart("1:0")
             store.clock.advance(1.0)
         go_on(store, view, 1, 2)
         store.clock.advance(40.0 if paused else 0.0)
@@ -141,7 +148,7 @@ def test_an_outage_is_followed_by_a_look_at_all() -> None:
     store = FakeStore()
     view = formed(store, 2)
     rank = Stub(Member(0, 0), view)
-    beat = HeartBeat(store, rank.member, SETTINGS)
+    beat = HeartBeat(Agreement(store), rank.member, SETTINGS)
     for _ in range(3):
         beat.tick([rank])
         store.clock.advance(1.0)
@@ -157,12 +164,12 @@ def test_each_of_a_node_hears_whether_it_was_left_out_of_what_it_was_in() -> Non
     store = FakeStore()
     first = formed(store, 3, lambda slot: "node" if slot < 2 else None)
     behind, here = Stub(Member(0, 0), first), Stub(Member(1, 0), first)
-    beat = HeartBeat(store, "node", dataclasses.replace(SETTINGS, heartbeat_timeout=3.0))
+    beat = HeartBeat(Agreement(store), "node", dataclasses.replace(SETTINGS, heartbeat_timeout=3.0))
     beat.tick([here, behind])
     here.view = go_on(store, first, 1, 2)
     beat.tick([here, behind])
     assert (behind.left_out, here.left_out) == ([False, True], [False, False])
-    assert store.outcome_of(1) is None
+    assert Agreement(store).ends.outcome_of(1) is None
     behind.view = None
     beat.tick([here, behind])  # another incarnation of it, that is not in yet
 
@@ -179,10 +186,13 @@ class Heard(FakeStore):
         self.changed = threading.Condition()
         self.closed = 0
 
-    def beat_heart(self, heart: str, lasts: float = 0.0) -> None:
-        with self.changed:
-            self.beats_sent[heart] += 1
-            self.changed.notify_all()
+    def execute(self, steps: Sequence[Step]) -> list[str | None]:
+        match steps:
+            case [Beat(key)]:
+                with self.changed:
+                    self.beats_sent[key.rpartition("/")[2]] += 1
+                    self.changed.notify_all()
+        return super().execute(steps)
 
     def await_beats(self, heart: str, more: int) -> None:
         with self.changed:
@@ -247,14 +257,16 @@ def test_a_heart_does_not_try_to_reconnect_for_as_long_as_others_take_to_miss_it
     told = threading.Event()
 
     class Store(FakeStore):
-        def set_patience(self, seconds: float) -> None:
-            patience.append(seconds)
-            told.set()
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "patience":
+                patience.append(value)
+                told.set()
 
     store = Store()
     heart = Heart(lambda: store, Member(0, 0), SETTINGS)
     try:
-        heart.add(Stub(store.register(0, "{}")))
+        heart.add(Stub(Agreement(store).joining.register(0, "{}")))
         assert told.wait(TIMEOUT)
     finally:
         heart.close()
@@ -269,14 +281,14 @@ def test_a_job_that_ends_while_a_heart_beats_alarms_no_one(
     rank, tried = Stub(Member(0, 0)), threading.Semaphore(0)
 
     class Store(FakeStore):
-        def beat_heart(self, heart: str, lasts: float) -> None:
+        def execute(self, steps: Sequence[Step]) -> list[str | None]:
             rank.is_between = ends
             tried.release()
             raise StoreError("gone")
 
     store = Store()
     heart = Heart(lambda: store, rank.member, dataclasses.replace(SETTINGS, heartbeat_interval=0.001))
-    with caplog.at_level("DEBUG", "ft_wrapper.monitor.heart"):
+    with caplog.at_level("DEBUG", "ft_wrapper.protocol.heart"):
         try:
             heart.add(rank)
             for _ in range(3):  # by the second beat the first one's failure is in the log

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,11 +13,13 @@ import pytest
 from counted import CountedStore
 
 from ft_wrapper.exception import StoreError, StoreUnavailable
-from ft_wrapper.monitor.heart import Heart
 from ft_wrapper.monitor.rank_monitor import RankMonitor
-from ft_wrapper.monitor.settings import MonitorSettings
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.heart import Heart
+from ft_wrapper.protocol.keys import BEFORE_FIRST
+from ft_wrapper.protocol.operations import Beat, Step
+from ft_wrapper.settings import Limits
 from ft_wrapper.store import Member, StoreMixin
-from ft_wrapper.store.keys import BEFORE_FIRST
 from ft_wrapper.testing import FakeStore
 
 MEMBER = Member(0, 0)
@@ -32,21 +35,23 @@ class Unreliable(FakeStore):
         self.beats_sent = 0
         self.has_recovered = threading.Event()
 
-    def beat_heart(self, heart: str, lasts: float = 0.0) -> None:
-        self.beats_sent += 1
-        if self.beats_sent in (2, 3):
-            raise StoreUnavailable("etcd at nowhere: got no answer")
-        if self.beats_sent > 4:
-            self.has_recovered.set()
+    def execute(self, steps: Sequence[Step]) -> list[str | None]:
+        if isinstance(steps[0], Beat):
+            self.beats_sent += 1
+            if self.beats_sent in (2, 3):
+                raise StoreUnavailable("etcd at nowhere: got no answer")
+            if self.beats_sent > 4:
+                self.has_recovered.set()
+        return super().execute(steps)
 
 
 @pytest.fixture
-def settings() -> MonitorSettings:
-    return MonitorSettings(
-        interval=1.0,
+def settings() -> Limits:
+    return Limits(
+        monitor_process_interval=1.0,
         soft_timeout=10.0,
         hard_timeout=20.0,
-        watchdog_interval=1.0,
+        progress_watchdog_interval=1.0,
         termination_grace_time=1.0,
         heartbeat_interval=0.001,
         heartbeat_timeout=10.0,
@@ -56,13 +61,11 @@ def settings() -> MonitorSettings:
     )
 
 
-def monitor(connect: Any, settings: MonitorSettings) -> RankMonitor:
+def monitor(connect: Any, settings: Limits) -> RankMonitor:
     return RankMonitor(connect, MEMBER, mock.Mock(rank=None), pid=0, settings=settings)
 
 
-def test_an_outage_is_told_once_and_its_end_once(
-    settings: MonitorSettings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_outage_is_told_once_and_its_end_once(settings: Limits, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     store = Unreliable()
     watching = monitor(lambda: store, settings)
@@ -74,9 +77,7 @@ def test_an_outage_is_told_once_and_its_end_once(
     ]
 
 
-def test_a_store_that_cannot_be_reached_at_first(
-    settings: MonitorSettings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_cannot_be_reached_at_first(settings: Limits, caplog: pytest.LogCaptureFixture) -> None:
     store, tries = Unreliable(), 0
 
     def connect() -> StoreMixin:
@@ -95,17 +96,18 @@ def test_a_store_that_cannot_be_reached_at_first(
 class Leaving(CountedStore):
     """A store whose members say goodbye one after the other, each when it is waited for."""
 
-    def await_goodbye(self, member: Member, seconds: float) -> bool:
-        self.say_goodbye(member)
-        return super().await_goodbye(member, seconds)
+    def hear(self, key: str, seconds: float) -> str | None:
+        if "/goodbye/" in key:
+            Agreement(self).ends.say_goodbye(Member.parse(key.rpartition("/")[2], key))
+        return super().hear(key, seconds)
 
 
-def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings: MonitorSettings) -> None:
+def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings: Limits) -> None:
     number = 64
     store = Leaving()
     for slot in range(number):
-        store.join_first(store.register(slot, "{}"), range(number))
-    store.say_goodbye(Member(number - 1, 0))
+        Agreement(store).joining.join_first(Agreement(store).joining.register(slot, "{}"), range(number))
+    Agreement(store).ends.say_goodbye(Member(number - 1, 0))
     requests = store.requests()
     heart = Heart(lambda: store, MEMBER, dataclasses.replace(settings, heartbeat_interval=5.0))
     watching = RankMonitor(lambda: store, MEMBER, mock.Mock(rank=None), 0, settings, heart=heart)
@@ -119,7 +121,7 @@ def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings:
     assert reads["goodbyes"] == (number - 2) + 2  # said, and read
 
 
-def test_a_death_is_published_once_but_again_if_that_failed(settings: MonitorSettings) -> None:
+def test_a_death_is_published_once_but_again_if_that_failed(settings: Limits) -> None:
     store = FakeStore()
     heart = Heart(lambda: store, MEMBER, dataclasses.replace(settings, heartbeat_interval=5.0))
     memory = mock.Mock(active=True, rank=None)
@@ -132,5 +134,5 @@ def test_a_death_is_published_once_but_again_if_that_failed(settings: MonitorSet
     finally:
         watching.close()
         heart.close()
-    assert [fault.message for fault in store.faults_of(BEFORE_FIRST)] == ["died"]
-    assert store.deaths_of(BEFORE_FIRST) == {MEMBER}
+    assert [fault.message for fault in Agreement(store).ends.faults_of(BEFORE_FIRST)] == ["died"]
+    assert Agreement(store).ends.deaths_of(BEFORE_FIRST) == {MEMBER}

@@ -12,8 +12,11 @@ import pytest
 from counted import CountedStore
 from torch.distributed import DistStoreError
 
-from ft_wrapper.monitor.neighbours import NeighbourWatch, Sight
-from ft_wrapper.store import Member, View, keys
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.neighbours import NeighbourWatch, Sight
+from ft_wrapper.protocol.operations import Delete, read
+from ft_wrapper.store import Member, View
 from ft_wrapper.testing import FakeStore
 
 TIMEOUT = 10.0
@@ -46,14 +49,14 @@ def assign(store: FakeStore, n: int, *active_ranks: int | None) -> None:
     """Has the members enter an iteration, each with its active rank."""
     active = sum(rank is not None for rank in active_ranks)
     for slot, rank in enumerate(active_ranks):
-        store.check_assignment(n, Member(slot, 0), rank, len(active_ranks), active)
+        Agreement(store).entering.check_assignment(n, Member(slot, 0), rank, len(active_ranks), active)
 
 
 def formed(store: FakeStore, number: int) -> View:
     """A job that has just formed."""
     for slot in range(number):
-        store.join_first(store.register(slot, "{}"), range(number))
-    current = store.read_current()
+        Agreement(store).joining.join_first(Agreement(store).joining.register(slot, "{}"), range(number))
+    current = Agreement(store).iterations.read_current()
     assert current is not None
     return current[0]
 
@@ -65,7 +68,7 @@ def pass_time(
     silent = frozenset[Member]()
     for _ in range(int(seconds)):
         for heart in heard:
-            store.beat_heart(str(heart))
+            Agreement(store).heartbeats.beat_heart(str(heart))
         silent = watch.look(view)
         store.clock.advance(1.0)
     return silent
@@ -78,14 +81,14 @@ def requests(store: CountedStore) -> Counter[str]:
 
 
 def test_those_behind_a_silent_member_are_watched_too(store: FakeStore) -> None:
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     assert pass_time(store, watch, VIEW, MEMBERS[2]) == {MEMBERS[1]}
-    assert store.outcome_of(0) == "fault"
-    assert MEMBERS[1] in {fault.member for fault in store.faults_of(0)}
+    assert Agreement(store).ends.outcome_of(0) == "fault"
+    assert MEMBERS[1] in {fault.member for fault in Agreement(store).ends.faults_of(0)}
 
 
 def test_a_failed_look_forgets_what_was_seen(store: FakeStore) -> None:
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     assert not watch.look(VIEW)
     store.clock.advance(5.0)
     assert not watch.look(VIEW)
@@ -98,7 +101,7 @@ def test_a_failed_look_forgets_what_was_seen(store: FakeStore) -> None:
 
 
 def test_an_end_that_woke_nobody_is_passed_on(store: FakeStore) -> None:
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     watch.look(VIEW)
     assert not store.check([keys.wake_end(0)])
     store.set(keys.end(0), "fault")
@@ -109,11 +112,11 @@ def test_an_end_that_woke_nobody_is_passed_on(store: FakeStore) -> None:
 
 
 def test_a_look_at_who_lives_is_one_request(store: FakeStore, requests: Counter[str]) -> None:
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     pass_time(store, watch, VIEW, *MEMBERS)
     requests.clear()
     for _ in range(100):
-        store.beat_heart(str(MEMBERS[1]))
+        Agreement(store).heartbeats.beat_heart(str(MEMBERS[1]))
         store.clock.advance(1.0)
         # As it happens where beats and looks are not in step: every other look sees no new beat.
         watch.look(VIEW, sight=Sight.HEARTS)
@@ -125,10 +128,10 @@ def test_a_look_at_who_lives_is_one_request(store: FakeStore, requests: Counter[
 def test_many_that_are_lost_together_are_known_soon_after_the_first(store: FakeStore) -> None:
     number = 256
     view = view_of(number)
-    watch = NeighbourWatch(store, members(number)[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), members(number)[0], TIMEOUT)
     began = store.now()
     for _ in range(int(2 * TIMEOUT)):
-        store.beat_heart(str(members(number)[-1]))
+        Agreement(store).heartbeats.beat_heart(str(members(number)[-1]))
         silent = watch.look(view)
         if len(silent) == number - 2:
             break
@@ -146,16 +149,16 @@ def test_a_silent_node_makes_all_its_members_suspect_at_once(
     view = view_of(12)
     for number, heart in enumerate("abc"):
         share(store, heart, *range(4 * number, 4 * number + 4))
-    watch = NeighbourWatch(store, "a", TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), "a", TIMEOUT)
     own = members(12)[:4]
     for _ in range(int(3 * TIMEOUT)):
-        store.beat_heart("c")
+        Agreement(store).heartbeats.beat_heart("c")
         silent = watch.look(view, own)
         if silent:
             break
         store.clock.advance(1.0)
     assert silent == set(members(12)[4:8])
-    assert {fault.member for fault in store.faults_of(0)} == silent
+    assert {fault.member for fault in Agreement(store).ends.faults_of(0)} == silent
     requests.clear()
     watch.look(view, own, Sight.HEARTS)
     assert requests["heartbeat/b"] == requests["heartbeat/c"] == 1
@@ -166,22 +169,22 @@ def test_a_node_watches_behind_each_row_of_its_members(store: FakeStore) -> None
     """And passes over those of its own that are there no more: their heart goes on."""
     view = view_of(6)
     share(store, "a", 0, 1, 3)  # 1 is dead
-    watch = NeighbourWatch(store, "a", TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), "a", TIMEOUT)
     for _ in range(int(3 * TIMEOUT)):
         silent = watch.look(view, [Member(0, 0), Member(3, 0)])
-        store.beat_heart("a")
-        store.beat_heart("5:0")
+        Agreement(store).heartbeats.beat_heart("a")
+        Agreement(store).heartbeats.beat_heart("5:0")
         store.clock.advance(1.0)
     assert silent == {Member(2, 0), Member(4, 0)}
 
 
 def test_a_member_that_got_another_heart_is_not_silent(store: FakeStore) -> None:
     share(store, "a", 1)
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     assert not pass_time(store, watch, VIEW, "a", seconds=3)
     share(store, "b", 1)
     assert not pass_time(store, watch, VIEW, "b", seconds=5 * TIMEOUT)
-    assert store.outcome_of(0) is None
+    assert Agreement(store).ends.outcome_of(0) is None
     assert pass_time(store, watch, VIEW)
 
 
@@ -190,17 +193,17 @@ def test_a_rank_whose_heart_is_mute_costs_a_restart_for_each_timeout_and_not_for
 ) -> None:
     """It leaves the function and arrives each time, so the decision of who arrives last keeps it."""
     view = formed(store, 3)
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     seconds = 10 * int(TIMEOUT)
     for _ in range(seconds):
         for member in (MEMBERS[0], MEMBERS[2]):
-            store.send_heartbeat(member)
+            Agreement(store).heartbeats.send_heartbeat(member)
         watch.look(view)
         store.clock.advance(1.0)
-        if store.outcome_of(view.n) is not None:
+        if Agreement(store).ends.outcome_of(view.n) is not None:
             for rank, member in enumerate(view.members):
-                store.arrive(view, member, rank, 3)
-            current = store.read_current()
+                Agreement(store).iterations.arrive(view, member, rank, 3)
+            current = Agreement(store).iterations.read_current()
             assert current is not None
             view = current[0]
     assert view.members == MEMBERS
@@ -215,11 +218,11 @@ def test_a_silent_spare_ends_nothing(
 ) -> None:
     caplog.set_level(logging.WARNING)
     assign(store, 0, 0, None, 1)
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     assert pass_time(store, watch, VIEW, MEMBERS[2], seconds=5 * TIMEOUT) == {MEMBERS[1]}
     assert watch.suspects
-    assert store.outcome_of(0) is None
-    assert [fault.member for fault in store.faults_of(0)] == [MEMBERS[1]]  # for people
+    assert Agreement(store).ends.outcome_of(0) is None
+    assert [fault.member for fault in Agreement(store).ends.faults_of(0)] == [MEMBERS[1]]  # for people
     [record] = caplog.records
     assert record.getMessage().startswith("slot 1, a spare, has sent no heartbeat for 10 s")
     assert requests["entered/0"] == 3 + 1  # three have entered, and it was asked once who
@@ -229,28 +232,28 @@ def test_a_silent_spare_ends_nothing(
 
 def test_those_behind_a_silent_spare_are_watched(store: FakeStore) -> None:
     assign(store, 0, 0, None, 1)
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     pass_time(store, watch, VIEW, MEMBERS[2])
-    assert store.outcome_of(0) is None
+    assert Agreement(store).ends.outcome_of(0) is None
     assert pass_time(store, watch, VIEW) == set(MEMBERS[1:])
-    assert store.outcome_of(0) == "fault"
+    assert Agreement(store).ends.outcome_of(0) == "fault"
 
 
 def test_who_may_be_active_is_not_taken_for_a_spare(store: FakeStore) -> None:
-    store.check_assignment(0, MEMBERS[0], 0, 3, 2)  # the other two have not come so far
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    Agreement(store).entering.check_assignment(0, MEMBERS[0], 0, 3, 2)  # the other two have not come so far
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     pass_time(store, watch, VIEW, MEMBERS[2])
-    assert store.outcome_of(0) == "fault"
+    assert Agreement(store).ends.outcome_of(0) == "fault"
 
 
 def test_a_spare_is_judged_anew_in_the_next_iteration(store: FakeStore) -> None:
     assign(store, 0, 0, None, 1)
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     pass_time(store, watch, VIEW, MEMBERS[2])
-    assert store.outcome_of(0) is None
+    assert Agreement(store).ends.outcome_of(0) is None
     assign(store, 1, 0, 1, None)
     pass_time(store, watch, view_of(3, 1), MEMBERS[2], seconds=1)
-    assert store.outcome_of(1) == "fault"
+    assert Agreement(store).ends.outcome_of(1) == "fault"
 
 
 class Happens(threading.Event):
@@ -274,16 +277,16 @@ class Happens(threading.Event):
 def test_a_restart_does_not_wait_for_a_spare_that_was_silent_before(store: FakeStore) -> None:
     view = formed(store, 3)
     assign(store, 0, 0, None, 1)
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     pass_time(store, watch, view, MEMBERS[2])
-    store.end_iteration(0, "fault")
+    Agreement(store).ends.end_iteration(0, "fault")
     stop = Happens(
         store,
-        lambda: store.arrive(view, MEMBERS[2], 2, 3),
-        lambda: store.arrive(view, MEMBERS[0], 0, 3),
+        lambda: Agreement(store).iterations.arrive(view, MEMBERS[2], 2, 3),
+        lambda: Agreement(store).iterations.arrive(view, MEMBERS[0], 0, 3),
     )
     watch.leave_out_suspects(2.0, stop)
-    current = store.read_current()
+    current = Agreement(store).iterations.read_current()
     assert current is not None
     assert (current[0].n, current[0].members) == (1, (MEMBERS[0], MEMBERS[2]))
     assert sum(stop.waited) < 0.5
@@ -293,30 +296,30 @@ def test_a_restart_does_not_wait_for_a_spare_that_was_silent_before(store: FakeS
 def test_nobody_is_left_out_after_a_look_that_was_too_late(store: FakeStore) -> None:
     """The others have gone on; what this one takes for the iteration that is on has long been followed."""
     view = formed(store, 3)
-    watch = NeighbourWatch(store, MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
     for _ in range(12):
         watch.look(view, sight=Sight.HEARTS)
         store.clock.advance(0.5)
-    store.end_iteration(0, "fault")
+    Agreement(store).ends.end_iteration(0, "fault")
     for rank, member in enumerate(MEMBERS):
-        store.arrive(view, member, rank, 3)
-    store.delete_keys([key for key in store.list_keys() if keys.iteration_of(key) == 0])
+        Agreement(store).iterations.arrive(view, member, rank, 3)
+    store.execute([Delete(tuple([key for key in store.list_keys() if keys.iteration_of(key) == 0]))])
     for _ in range(int(4 * TIMEOUT)):
         assert not watch.look(view, sight=Sight.HEARTS)
         store.clock.advance(0.5)
     assert not watch.suspects
-    assert store.try_get(keys.end(0)) is None
+    assert read(store, keys.end(0)) is None
 
 
 def test_the_roster_is_read_once_for_each_head(store: FakeStore, requests: Counter[str]) -> None:
     view = formed(store, 3)
-    store.end_iteration(0, "fault")
+    Agreement(store).ends.end_iteration(0, "fault")
     for rank, member in enumerate(MEMBERS[:2]):
-        store.arrive(view, member, rank, 3)
-    store.advance(view, MEMBERS[0], silent=frozenset(MEMBERS[2:]))
-    head = store.read_head()
+        Agreement(store).iterations.arrive(view, member, rank, 3)
+    Agreement(store).iterations.advance(view, MEMBERS[0], silent=frozenset(MEMBERS[2:]))
+    head = Agreement(store).iterations.read_head()
     assert head is not None and head.n == 1
-    watch = NeighbourWatch(store, "a", TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), "a", TIMEOUT)
     requests.clear()
     for _ in range(10):
         assert not watch.look(view, MEMBERS)

@@ -10,18 +10,17 @@ from unittest import mock
 import pytest
 
 from ft_wrapper.monitor import rank_monitor
-from ft_wrapper.monitor.pauses import Pauses
-from ft_wrapper.monitor.rank_monitor import RankMonitor
-from ft_wrapper.monitor.settings import MonitorSettings
+from ft_wrapper.monitor.rank_monitor import Pauses, RankMonitor
 from ft_wrapper.monitor.shared_memory import Phase
+from ft_wrapper.settings import Limits
 from ft_wrapper.store import Member
 from ft_wrapper.testing import FakeStore
 
-SETTINGS = MonitorSettings(
-    interval=1.0,
+SETTINGS = Limits(
+    monitor_process_interval=1.0,
     soft_timeout=10.0,
     hard_timeout=20.0,
-    watchdog_interval=1.0,
+    progress_watchdog_interval=1.0,
     termination_grace_time=1.0,
     heartbeat_interval=0.5,
     heartbeat_timeout=10.0,
@@ -74,7 +73,7 @@ class Watched:
 
     def _end(self, pidfd: int, message: str) -> None:
         self.sent.append(signal.SIGTERM)
-        self.monitor._gone = True
+        self.monitor._death = rank_monitor._Death.NOTICED
 
     def stamp(self) -> None:
         """The rank makes progress."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 
-from ft_wrapper.monitor import progress_watchdog
-from ft_wrapper.monitor.progress_watchdog import ProgressWatchdog
+from ft_wrapper.monitor import threads
 from ft_wrapper.monitor.shared_memory import RankMemory
+from ft_wrapper.monitor.threads import ProgressWatchdog
 
 LIMIT = 30.0
 INTERVAL = 0.01
@@ -53,6 +55,15 @@ def watchdog_of(recorder: Recorder, **kwargs: Any) -> ProgressWatchdog:
     return ProgressWatchdog(cast(RankMemory, recorder), INTERVAL, **kwargs)
 
 
+@contextlib.contextmanager
+def started(watchdog: ProgressWatchdog) -> Iterator[None]:
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.stop()
+
+
 def run_python_until_main_stamps(recorder: Recorder, count: int) -> None:
     deadline = time.monotonic() + LIMIT
     while len(recorder.main) < count:
@@ -60,14 +71,14 @@ def run_python_until_main_stamps(recorder: Recorder, count: int) -> None:
 
 
 def test_running_python_is_progress(recorder: Recorder) -> None:
-    with watchdog_of(recorder):
+    with started(watchdog_of(recorder)):
         run_python_until_main_stamps(recorder, 5)
     assert len(recorder.gil) >= 4
     assert recorder.main == sorted(recorder.main) and recorder.gil == sorted(recorder.gil)
 
 
 def test_a_blocked_main_thread_is_no_progress_but_the_gil_can_be_had(recorder: Recorder) -> None:
-    with watchdog_of(recorder):
+    with started(watchdog_of(recorder)):
         recorder.wait_for_gil_stamps(2)
         stamps = len(recorder.main)
         recorder.wait_for_gil_stamps(20)
@@ -78,7 +89,7 @@ def test_a_blocked_main_thread_is_no_progress_but_the_gil_can_be_had(recorder: R
 
 def test_a_held_gil_stops_both_stamps(recorder: Recorder) -> None:
     sleep_holding_the_gil = ctypes.PyDLL(None).usleep
-    with watchdog_of(recorder):
+    with started(watchdog_of(recorder)):
         run_python_until_main_stamps(recorder, 3)
         begin = time.monotonic()
         sleep_holding_the_gil(ctypes.c_uint(200_000))
@@ -89,16 +100,16 @@ def test_a_held_gil_stops_both_stamps(recorder: Recorder) -> None:
 
 
 def test_outside_the_main_thread_both_stamps_go_together(recorder: Recorder) -> None:
-    with watchdog_of(recorder, watches_main_thread=False):
+    with started(watchdog_of(recorder, watches_main_thread=False)):
         recorder.wait_for_gil_stamps(20)
     assert len(recorder.main) >= 20
 
 
 def test_stamps_are_fresh_after_start() -> None:
-    with RankMemory() as memory:
+    with contextlib.closing(RankMemory()) as memory:
         memory.gil_stamp = memory.main_stamp = 1.0
         before = time.monotonic()
-        with ProgressWatchdog(memory, 60.0):  # and a long interval does not delay the stop
+        with started(ProgressWatchdog(memory, 60.0)):  # and a long interval does not delay the stop
             assert memory.gil_stamp >= before
             assert memory.main_stamp >= before
 
@@ -111,7 +122,7 @@ def test_at_most_one_pending_call_is_outstanding(recorder: Recorder, monkeypatch
         return 0
 
     monkeypatch.setattr(ctypes.pythonapi, "Py_AddPendingCall", accept)
-    with watchdog_of(recorder):
+    with started(watchdog_of(recorder)):
         recorder.wait_for_gil_stamps(10)
     assert len(added) == 1
 
@@ -126,7 +137,7 @@ def test_a_full_queue_of_pending_calls_is_tried_again(
         return -1
 
     monkeypatch.setattr(ctypes.pythonapi, "Py_AddPendingCall", refuse)
-    with watchdog_of(recorder):
+    with started(watchdog_of(recorder)):
         recorder.wait_for_gil_stamps(10)
     assert len(tried) >= 9
     assert len(recorder.main) == 1  # start's
@@ -134,11 +145,11 @@ def test_a_full_queue_of_pending_calls_is_tried_again(
 
 def test_stop_with_a_pending_call_outstanding(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, which a write to freed memory may end."""
-    monkeypatch.setattr(progress_watchdog, "_outstanding", [])
+    monkeypatch.setattr(threads, "_outstanding", [])
 
     def stop_while_the_main_thread_is_in_c() -> None:
         cycles = 0
-        while cycles < 50 or not progress_watchdog._outstanding:
+        while cycles < 50 or not threads._outstanding:
             cycles += 1
             memory = RankMemory()
             watchdog = ProgressWatchdog(memory, 0.001)
@@ -176,9 +187,3 @@ def test_start_and_stop(recorder: Recorder) -> None:
         watchdog.start()
     watchdog.stop()
     watchdog.stop()
-
-
-@pytest.mark.parametrize("interval", [0, -1.0, float("nan")])
-def test_an_interval_must_be_above_zero(recorder: Recorder, interval: float) -> None:
-    with pytest.raises(ValueError, match="interval="):
-        ProgressWatchdog(cast(RankMemory, recorder), interval)

@@ -23,7 +23,7 @@ LIMIT = 30.0
 
 @pytest.fixture
 def memory() -> Iterator[RankMemory]:
-    with RankMemory() as memory:
+    with contextlib.closing(RankMemory()) as memory:
         yield memory
 
 
@@ -130,7 +130,10 @@ def test_an_end_in_order_is_no_death(
 
 
 def test_the_life_can_be_locked_again_by_the_next_call() -> None:
-    with RankMemory() as memory, RankMemory.from_fd(memory.fd) as watcher:
+    with (
+        contextlib.closing(RankMemory()) as memory,
+        contextlib.closing(RankMemory.from_fd(memory.fd)) as watcher,
+    ):
         for _ in range(2):
             memory.lock_life()
             memory.unlock_life()
@@ -187,7 +190,7 @@ def test_the_end_of_the_thread_that_holds_the_life_is_a_death(memory: RankMemory
     holder = threading.Thread(target=memory.lock_life)
     holder.start()
     holder.join(LIMIT)
-    with RankMemory.from_fd(memory.fd) as watcher:
+    with contextlib.closing(RankMemory.from_fd(memory.fd)) as watcher:
         assert watcher.wait_for_death(LIMIT)
     memory._owner = None  # as in another process: this one's object remembers that it has locked
     with pytest.raises(RuntimeError, match="owner of this memory died"):
@@ -216,7 +219,10 @@ def test_life_is_refused_where_it_cannot_work(memory: RankMemory) -> None:
     other.start()
     other.join(LIMIT)
     assert refused and "thread that called lock_life" in refused[0]
-    with RankMemory.from_fd(memory.fd) as watcher, pytest.raises(TimeoutError, match=r"0\.05 s"):
+    with (
+        contextlib.closing(RankMemory.from_fd(memory.fd)) as watcher,
+        pytest.raises(TimeoutError, match=r"0\.05 s"),
+    ):
         watcher.wait_for_death(0.05)
     memory.unlock_life()
 

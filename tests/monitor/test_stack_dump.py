@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -21,7 +22,7 @@ sleep_with_gil = ctypes.PyDLL(None).sleep
 @contextmanager
 def rank(does: Callable[[], object], *, answers: bool = True) -> Iterator[tuple[RankMemory, int, int]]:
     """A child that does something for long: its memory, its process and the pidfd."""
-    with RankMemory() as memory:
+    with contextlib.closing(RankMemory()) as memory:
         ready, told = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -97,7 +98,7 @@ def test_one_that_was_stopped_says_nothing_and_is_known_as_that() -> None:
 
 
 def test_closing_gives_signal_and_descriptors_back() -> None:
-    with RankMemory() as memory:
+    with contextlib.closing(RankMemory()) as memory:
         before = set(os.listdir("/proc/self/fd"))
         dump = StackDump(memory)
         assert memory.dump is not None

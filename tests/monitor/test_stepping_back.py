@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ft_wrapper.monitor.stepping_back import may_step_forward, stepping_back
+from ft_wrapper.monitor.watch import may_step_forward, stepping_back
 
 PRIORITY = os.sched_param(0)
 
@@ -107,7 +107,7 @@ def test_who_may_not_go_back_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_process_that_ends_of_its_own_accord_steps_back_with_all_threads() -> None:
     script = (
         "import os, threading\n"
-        "from ft_wrapper.monitor.stepping_back import step_back_for_good\n"
+        "from ft_wrapper.monitor.watch import step_back_for_good\n"
         "stop = threading.Event(); thread = threading.Thread(target=stop.wait); thread.start()\n"
         "step_back_for_good()\n"
         "print(*{os.sched_getscheduler(int(tid)) for tid in os.listdir('/proc/self/task')})\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-NEIGHBOURS = "monitor/neighbours.py"
-DEATH = "monitor/death.py"
-HOUSEKEEPER = "monitor/housekeeper.py"
+NEIGHBOURS = "protocol/neighbours.py"
+DEATH = "protocol/deaths.py"
+HOUSEKEEPER = "protocol/housekeeping.py"
 
 
 def _job(name: str, file: str, old: str, new: str, why: str) -> Mutant:
@@ -24,14 +24,14 @@ MUTANTS = [
     _job(
         "end-is-not-left-to-the-left-out",
         NEIGHBOURS,
-        "        if self.left_out:\n            self._store.end_iteration(view.n, FAULT)\n",
+        "        if self.left_out:\n            self._agreement.ends.end_iteration(view.n, FAULT)\n",
         "",
         "what the others did may have been deleted before a paused rank saw it",
     ),
     _job(
         "end-is-not-passed-on",
         NEIGHBOURS,
-        "                self._store.pass_on_end(view.n)\n",
+        "                self._agreement.ends.pass_on_end(view.n)\n",
         "                pass\n",
         "who ended the iteration may have died before it woke anybody",
     ),
@@ -66,8 +66,8 @@ MUTANTS = [
     _job(
         "suspect-is-not-left-out",
         NEIGHBOURS,
-        "        while not self._store.advance(view, watcher, silent=silent):\n",
-        "        while not self._store.advance(view, watcher):\n",
+        "        while not self._agreement.iterations.advance(view, watcher, silent=silent):\n",
+        "        while not self._agreement.iterations.advance(view, watcher):\n",
         "who saw a silence goes on without the silent, once its rank has left",
     ),
     _job(
@@ -87,39 +87,39 @@ MUTANTS = [
     _job(
         "death-counted-before-it-is-logged",
         DEATH,
-        """                store.log_death(n, member, told, ends=active, returns=returns)
-                store.count_death(view)
+        """                agreement.ends.log_death(n, member, told, ends=active, returns=returns)
+                agreement.iterations.count_death(view)
 """,
-        """                store.count_death(view)
-                store.log_death(n, member, told, ends=active, returns=returns)
+        """                agreement.iterations.count_death(view)
+                agreement.ends.log_death(n, member, told, ends=active, returns=returns)
 """,
         "who makes the count full finds the death in the log",
     ),
     _job(
         "death-uncounted",
         DEATH,
-        "                store.count_death(view)\n",
+        "                agreement.iterations.count_death(view)\n",
         "",
         "who logs the last death decides at once",
     ),
     _job(
         "told-once",
         DEATH,
-        "                kept = member in store.arrivals_of(n)\n",
+        "                kept = member in agreement.iterations.arrivals_of(n)\n",
         "                kept = False\n",
         "a proposal that was under way may have kept the dead member",
     ),
     _job(
         "told-once-before-the-first",
         DEATH,
-        "            kept = member in store.joins_of(n)\n        else:",
+        "            kept = member in agreement.iterations.joins_of(n)\n        else:",
         "            kept = False\n        else:",
         "the first decision may have been under way",
     ),
     _job(
         "told-once-of-a-joiner",
         DEATH,
-        "                kept = store.outcome_of(n) is not None and member in store.joins_of(n)\n",
+        "                kept = agreement.ends.outcome_of(n) is not None and member in agreement.iterations.joins_of(n)\n",
         "                kept = False\n",
         "a proposal that was under way may let the dead joiner in",
     ),
@@ -133,14 +133,14 @@ MUTANTS = [
     _job(
         "spare-by-an-old-iteration",
         DEATH,
-        "                active = store.may_be_active(view.n, member)\n",
+        "                active = agreement.entering.may_be_active(view.n, member)\n",
         "",
         "who was a spare may be active in the next iteration",
     ),
     _job(
         "nobody-cleans-up",
         HOUSEKEEPER,
-        "                self._past = self._store.past_keys(view, names)\n",
+        "                self._past = past_keys(self._store, view, names)\n",
         "",
         "the keys of past iterations are deleted",
     ),
@@ -159,17 +159,10 @@ MUTANTS = [
         "as long as the rank is not known it may be 0",
     ),
     _job(
-        "view-is-told-after-the-assignment",
-        "testing/process.py",
-        """        self.view, self.rank, self.active = job.view, None, True  # before others wait for this rank
-        try:
-            state: State = assign(context).state
-""",
-        """        self.rank, self.active = None, True
-        try:
-            state: State = assign(context).state
-            self.view = job.view
-""",
+        "view-is-not-told",
+        "restart/loop.py",
+        "                yield from do(Know(self.member.view, self.member.decision))\n",
+        "",
         "the monitor knows the iteration before the ranks are assigned",
     ),
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-ITERATION = "store/global_iteration.py"
-INTERRUPTION = "store/interruption.py"
-JOINING = "store/joining.py"
-HOUSEKEEPING = "store/housekeeping.py"
-HEARTBEAT = "store/heartbeat.py"
-JOB = "job.py"
+LOGS = "protocol/logs.py"
+ITERATION = "protocol/global_iteration.py"
+INTERRUPTION = "protocol/evidence.py"
+JOINING = "protocol/joining.py"
+ENTERING = "protocol/entering.py"
+HOUSEKEEPING = "protocol/housekeeping.py"
+HEARTBEAT = "protocol/evidence.py"
+JOB = "protocol/membership.py"
 
 
 def _job(name: str, file: str, old: str, new: str, why: str) -> Mutant:
@@ -180,15 +182,15 @@ MUTANTS = [
     _job(
         "joins-for-the-call-that-is-over",
         ITERATION,
-        "joining = _joins_in(n, joins, _call_after(view, outcome))",
-        "joining = _joins_in(n, joins, view.call)",
+        "joining = joins_in(n, joins, _call_after(view, outcome))",
+        "joining = joins_in(n, joins, view.call)",
         "who comes for the next call is let in after this one is done",
     ),
     _job(
         "joins-for-any-call",
         ITERATION,
-        "joining = _joins_in(n, joins, _call_after(view, outcome))",
-        "joining = _joins_in(n, joins, None)",
+        "joining = joins_in(n, joins, _call_after(view, outcome))",
+        "joining = joins_in(n, joins, None)",
         "who comes for a call is not let into another one",
     ),
     _job(
@@ -206,7 +208,7 @@ MUTANTS = [
         "head-moves-from-anything",
         ITERATION,
         'Move(keys.HEAD, "" if head is None else str(head), str(proposal)),',
-        'Move(keys.HEAD, self.try_get(keys.HEAD) or "", str(proposal)),',
+        'Move(keys.HEAD, read(self.store, keys.HEAD) or "", str(proposal)),',
         "head moves only from the iteration that the proposal is about",
     ),
     _job(
@@ -226,15 +228,15 @@ MUTANTS = [
     _job(
         "last-death-does-not-decide",
         ITERATION,
-        "if self.count(keys.count_gone(view.n)) >= len(view.members):",
-        "if self.count(keys.count_gone(view.n)) > len(view.members):",
+        "if int(count or 0) >= len(view.members):",
+        "if int(count or 0) > len(view.members):",
         "who logs the last death decides at once",
     ),
     _job(
         "arrival-counted-elsewhere",
         ITERATION,
-        "gone = self.log_append_counted(keys.arrived(view.n), arrival, keys.count_gone(view.n))",
-        "gone = self.log_append_counted(keys.arrived(view.n), arrival, keys.count_gone(view.n + 1))",
+        "gone = append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))",
+        "gone = append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n + 1))",
         "arrivals and deaths of one iteration are counted together",
     ),
     _job(
@@ -281,8 +283,8 @@ MUTANTS = [
     ),
     _job(
         "endpoint-outlives-its-iteration",
-        ITERATION,
-        "            if self.outcome_of(n) == FAULT:\n                return None\n            if remaining",
+        ENTERING,
+        "            if self._ends.outcome_of(n) == FAULT:\n                return None\n            if remaining",
         "            if remaining",
         "nobody waits for the address of a rank 0 whose iteration has ended",
     ),
@@ -295,14 +297,14 @@ MUTANTS = [
     ),
     _job(
         "ranks-move-up-too-late",
-        "store/records.py",
+        "protocol/records.py",
         "before += inserted <= before",
         "before += inserted < before",
         "who stands where another one is put in moves up",
     ),
     _job(
         "guessed-place-ignores-order",
-        "store/widening.py",
+        "protocol/widening.py",
         "        return before and behind\n",
         "        return before or behind\n",
         "the place of one that died without a word is guessed from the slots' order",
@@ -311,8 +313,8 @@ MUTANTS = [
     _job(
         "death-logged-before-the-end",
         INTERRUPTION,
-        'self.carry_out([*steps, Append(keys.dead(n), f"{member} {_RETURNS}" if returns else str(member))])',
-        'self.carry_out([Append(keys.dead(n), f"{member} {_RETURNS}" if returns else str(member)), *steps])',
+        'self.store.execute([*steps, Append(keys.dead(n), f"{member} {RETURNS}" if returns else str(member))])',
+        'self.store.execute([Append(keys.dead(n), f"{member} {RETURNS}" if returns else str(member)), *steps])',
         "who logs a death and dies itself has ended the iteration before",
     ),
     _job(
@@ -345,16 +347,16 @@ MUTANTS = [
     ),
     _job(
         "announcement-is-forgotten",
-        INTERRUPTION,
-        "deaths[member] = mark == _RETURNS or deaths.get(member, False)",
+        LOGS,
+        "deaths[member] = mark == RETURNS or deaths.get(member, False)",
         "deaths[member] = False",
         "a replacement that was announced is known to be on its way",
     ),
     _job(
         "announcement-is-taken-back",
-        INTERRUPTION,
-        "deaths[member] = mark == _RETURNS or deaths.get(member, False)",
-        "deaths[member] = mark == _RETURNS",
+        LOGS,
+        "deaths[member] = mark == RETURNS or deaths.get(member, False)",
+        "deaths[member] = mark == RETURNS",
         "of two who report a death one may know that a replacement comes",
     ),
     _job(
@@ -380,20 +382,20 @@ MUTANTS = [
     ),
     _job(
         "counts-before-it-logs",
-        "store/operations.py",
-        "        self.log_append(key, entry)\n        return self.count(count_key)\n",
-        "        count = self.count(count_key)\n        self.log_append(key, entry)\n        return count\n",
+        "protocol/operations.py",
+        "store.execute([Append(key, entry), Count(count_key)])[1]",
+        "store.execute([Count(count_key), Append(key, entry)])[0]",
         "who makes the count full finds everybody in the log",
     ),
     # How a process gets in
     _job(
         "forms-reads-deaths-first",
         JOINING,
-        """        joined = self.joins_of(keys.BEFORE_FIRST)
-        dead = self.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
+        """        joined = self.iterations.joins_of(keys.BEFORE_FIRST)
+        dead = self.ends.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
 """,
-        """        dead = self.deaths_of(keys.BEFORE_FIRST)
-        joined = self.joins_of(keys.BEFORE_FIRST)
+        """        dead = self.ends.deaths_of(keys.BEFORE_FIRST)
+        joined = self.iterations.joins_of(keys.BEFORE_FIRST)
 """,
         "who logs a death before the first decision may rely on its being seen",
     ),
@@ -414,8 +416,8 @@ MUTANTS = [
     _job(
         "last-to-join-does-not-form",
         JOINING,
-        "if self.count(keys.count_gone(n)) >= len(expected):",
-        "if self.count(keys.count_gone(n)) > len(expected):",
+        "if int(count or 0) >= len(expected):",
+        "if int(count or 0) > len(expected):",
         "the last to join decides at once",
     ),
     _job(
@@ -456,32 +458,32 @@ MUTANTS = [
     _job(
         "asks-before-it-supersedes",
         JOINING,
-        """        counts = self._store.supersede(view, self._member)
-        self._store.ask_to_join(view.n, self._member, self._call)
+        """        counts = self._joining.supersede(view, self._member)
+        self._iterations.ask_to_join(view.n, self._member, self._call)
 """,
-        """        self._store.ask_to_join(view.n, self._member, self._call)
-        counts = self._store.supersede(view, self._member)
+        """        self._iterations.ask_to_join(view.n, self._member, self._call)
+        counts = self._joining.supersede(view, self._member)
 """,
         "a proposal that lets the newer one in must not keep the older one",
     ),
     _job(
         "superseded-spare-ends",
         JOINING,
-        "ends=self.may_be_active(view.n, older[0]))",
+        "ends=self.entering.may_be_active(view.n, older[0]))",
         "ends=True)",
         "a spare's death ends nothing, also where its successor notices it",
     ),
     _job(
         "superseded-rank-ends-nothing",
         JOINING,
-        "ends=self.may_be_active(view.n, older[0]))",
+        "ends=self.entering.may_be_active(view.n, older[0]))",
         "ends=False)",
         "an active rank's death ends the iteration, also where its successor notices it",
     ),
     _job(
         "supersedes-uncounted",
         JOINING,
-        "        if counts:\n            self._store.count_death(view)\n",
+        "        if counts:\n            self._iterations.count_death(view)\n",
         "",
         "the death of an older process counts towards the decision",
     ),
@@ -509,57 +511,57 @@ MUTANTS = [
     _job(
         "deserted-though-they-live",
         JOINING,
-        "if living and self._observer.stillness(living[0]) < self._terms.heartbeat_timeout / 2:",
+        "if living and self._observer.stillness(living[0]) < self._limits.heartbeat_timeout / 2:",
         "if living and self._observer.stillness(living[0]) < 0:",
         "the members are looked at one by one only if the first of them stands still",
     ),
     _job(
         "first-to-come-back-goes-alone",
         JOINING,
-        "return everybody <= back or now - max(self._asked_at, self._ended_at) >= self._terms.window",
+        "return everybody <= back or now - max(self._asked_at, self._ended_at) >= self._limits.join_window",
         "return True",
         "where no member is left the first to come back waits for the others",
     ),
     _job(
         "joiner-never-holds",
         JOINING,
-        "hold = now - self._ended_at < self._terms.rejoin_wait",
+        "hold = now - self._ended_at < self._limits.rejoin_wait",
         "hold = False",
         "a joiner's proposal waits for the replacements that were announced, too",
     ),
     _job(
         "joiner-always-holds",
         JOINING,
-        "hold = now - self._ended_at < self._terms.rejoin_wait",
+        "hold = now - self._ended_at < self._limits.rejoin_wait",
         "hold = True",
         "for no longer than rejoin_wait",
     ),
     _job(
         "window-does-not-grow",
         JOINING,
-        "again = min(max(0, self._store.restless(view.n) - 1), _LONGEST_WINDOW)",
+        "again = min(max(0, self._joining.restless(view.n) - 1), _LONGEST_WINDOW)",
         "again = 0",
         "in a crash loop joins are gathered for longer and longer",
     ),
     _job(
         "joins-are-not-gathered",
         JOINING,
-        "if (store.now() >= due and self._is_wanted(view))",
+        "if (self._store.now() >= due and self._is_wanted(view))",
         "if self._is_wanted(view)",
         "joins are gathered before one of them ends the iteration",
     ),
     _job(
         "wanted-though-nothing-is-missing",
         JOINING,
-        "return 0 < self._store.active_in(view.n) < self._store.wanted()",
-        "return 0 < self._store.active_in(view.n) <= self._store.wanted()",
+        "return 0 < self._joining.entering.active_in(view.n) < self._iterations.wanted()",
+        "return 0 < self._joining.entering.active_in(view.n) <= self._iterations.wanted()",
         "degraded: only if fewer ranks are active than wanted",
     ),
     _job(
         "wanted-though-nobody-has-entered",
         JOINING,
-        "return 0 < self._store.active_in(view.n) < self._store.wanted()",
-        "return self._store.active_in(view.n) < self._store.wanted()",
+        "return 0 < self._joining.entering.active_in(view.n) < self._iterations.wanted()",
+        "return self._joining.entering.active_in(view.n) < self._iterations.wanted()",
         "as long as nobody has entered it is not known how many are active",
     ),
     _job(
@@ -572,16 +574,16 @@ MUTANTS = [
     _job(
         "joiner-drops-who-has-not-arrived",
         JOINING,
-        "store.advance(view, None, silent=silent, hold=hold)",
-        "store.advance(view, None, silent=silent, hold=hold, drop_missing=True)",
+        "self._iterations.advance(view, None, silent=silent, hold=hold)",
+        "self._iterations.advance(view, None, silent=silent, hold=hold, drop_missing=True)",
         "a joiner does not push out members that take their time",
     ),
     # A member's part
     _job(
         "joiner-is-less-patient",
         JOB,
-        "            self._patience.barrier + self._patience.heartbeat,\n",
-        "            self._patience.barrier,\n",
+        "patience = self._limits.barrier_timeout + self._limits.heartbeat_timeout",
+        "patience = self._limits.barrier_timeout",
         "members go on without a straggler before a joiner gives up",
     ),
     _job(
@@ -601,14 +603,14 @@ MUTANTS = [
     _job(
         "gives-up-unheard",
         JOB,
-        "                self.store.give_up(keys.BEFORE_FIRST, self.member)\n",
+        "                self.agreement.ends.give_up(keys.BEFORE_FIRST, self.member)\n",
         "",
         "who waits no more for the first decision must not be in it",
     ),
     _job(
         "withdraws-without-a-word",
         JOB,
-        "            report_death(self.store, None, self.member, fault, active=True, timeout=timeout)\n",
+        "            report_death(self.agreement, None, self.member, fault, active=True, timeout=timeout)\n",
         "            pass\n",
         "who gives up before it is in is not waited for",
     ),
@@ -659,28 +661,28 @@ MUTANTS = [
     _job(
         "deletes-for-an-old-iteration",
         HOUSEKEEPING,
-        "        if head is None or Head.parse(head, keys.HEAD).n != view.n:\n            return []\n",
+        "    if head is None or Head.parse(head, keys.HEAD).n != view.n:\n        return []\n",
         "",
         "in another iteration other members may be in",
     ),
     _job(
         "deletes-members-that-are-in",
         HOUSEKEEPING,
-        "        newest.update((member.slot, member.incarnation) for member in view.members)\n",
+        "    newest.update((member.slot, member.incarnation) for member in view.members)\n",
         "",
         "a member is superseded when a newer one is in, not when one was started",
     ),
     _job(
         "nobody-has-entered-and-it-is-a-spare",
-        HOUSEKEEPING,
+        ENTERING,
         "return sizes is None or len(taken)",
         "return sizes is not None and len(taken)",
         "as long as nobody has entered anybody may be active",
     ),
     _job(
         "spare-once-anybody-has-entered",
-        HOUSEKEEPING,
-        "return sizes is None or len(taken) < _active_in(n, sizes)",
+        ENTERING,
+        "return sizes is None or len(taken) < logs.active_in(n, sizes)",
         "return sizes is None",
         "a spare is known once others have all of the active ranks",
     ),
@@ -693,7 +695,7 @@ MUTANTS = [
     ),
     _job(
         "settled-is-never-noted",
-        HOUSEKEEPING,
+        JOINING,
         "return max(0, n - last - 1)",
         "return max(0, n)",
         "after a while in one iteration a restart is none of a crash loop",
@@ -701,22 +703,22 @@ MUTANTS = [
     # What ranks exchange while they are assigned
     _job(
         "exchange-by-the-count",
-        "store/barrier.py",
-        "            if len(contributions) == count:\n",
-        "            if contributions:\n",
+        ENTERING,
+        "        if len(contributions) == count:\n",
+        "        if contributions:\n",
         "the log decides who has contributed: a lost answer may count twice",
     ),
     _job(
         "exchange-wakes-first",
-        "store/barrier.py",
-        '                self.compare_set(verdict_key, "", "computed")\n                self.set(wake_key, "1")\n',
-        '                self.set(wake_key, "1")\n                self.compare_set(verdict_key, "", "computed")\n',
+        ENTERING,
+        '            store.compare_set(verdict_key, "", "computed")\n            store.set(wake_key, "1")\n',
+        '            store.set(wake_key, "1")\n            store.compare_set(verdict_key, "", "computed")\n',
         "who is woken finds the verdict",
     ),
     _job(
         "exchange-is-not-abandoned",
-        "store/barrier.py",
-        '            self.compare_set(verdict_key, "", "abandoned")\n',
+        ENTERING,
+        '        store.compare_set(verdict_key, "", "abandoned")\n',
         "",
         "who gives up rules out that others get their result later",
     ),

@@ -38,7 +38,12 @@ def test_mistake_is_found(name: str) -> None:
 
 def test_a_finder_that_fails_itself_finds_nothing() -> None:
     broken = Mutant(
-        "broken", "job.py", "class Job:", "class Job: nothing", "job", "it is not Python any more"
+        "broken",
+        "protocol/membership.py",
+        "class Membership:",
+        "class Membership: nothing",
+        "job",
+        "it is not Python any more",
     )
     result = search(broken, broken.finder, seed=1, processes=1, seconds=SECONDS)
     assert not result.found and "the finder failed" in result.by

@@ -1,33 +1,38 @@
-"""Every mistake of DESIGN.md 5.6, put back into the real code: what the explorer must find."""
+"""Every mistake of docs/mistakes.md, put back into the real code: what the explorer must find."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 from unittest import mock
 
-from ft_wrapper.monitor.neighbours import NeighbourWatch
+from exhaustive.states import StateScheduler
+
+from ft_wrapper.protocol import joining, keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.evidence import Ends, Heartbeats
+from ft_wrapper.protocol.global_iteration import GlobalIteration, Proposed
+from ft_wrapper.protocol.joining import Joining
+from ft_wrapper.protocol.neighbours import NeighbourWatch
+from ft_wrapper.protocol.operations import Append, Operations, ReadLog, Step, read
+from ft_wrapper.protocol.records import DONE, FAULT, roster_to_json
+from ft_wrapper.settings import Limits
 from ft_wrapper.store import (
     Decision,
     Entry,
     Fault,
     Head,
     HeartbeatObserver,
-    JoinTerms,
     Member,
-    StoreMixin,
     View,
-    joining,
-    keys,
 )
-from ft_wrapper.store.global_iteration import Proposed
-from ft_wrapper.store.records import DONE, FAULT, roster_to_json
 from ft_wrapper.testing import Scheduler
 from ft_wrapper.testing.policies import Policy
 from ft_wrapper.testing.scenario import Disturbance, Scenario
-from ft_wrapper.testing.simulation import Connect, SimulatedStore, Simulation
+from ft_wrapper.testing.simulated_store import Connect, SimulatedStore
+from ft_wrapper.testing.simulation import Simulation
 
 LONG = 10_000.0
 Patches = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -36,7 +41,8 @@ Patches = Callable[[], contextlib.AbstractContextManager[Any]]
 class MistakenSimulation(Simulation):
     """The simulation, with a mistake in it."""
 
-    store_class: type[SimulatedStore] = SimulatedStore
+    schedulers = StateScheduler  # the shortest schedules are found by a search
+    store_class: ClassVar[type[SimulatedStore]] = SimulatedStore
     patches: Patches = staticmethod(contextlib.nullcontext)
 
     @classmethod
@@ -50,13 +56,13 @@ class MistakenSimulation(Simulation):
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """One row of 5.6, or a part of one.
+    """One row of docs/mistakes.md.
 
     Args:
         row: the mistake, for the table.
         effect: what happens, for the table.
         finds: a part of what the checker must say of it.
-        store: the stores with the mistake in them.
+        mistaken: the parts of the protocol, or the stores, with the mistake in them.
         scenarios: the jobs in which to look for it, in the order in which to try them, each with a seed.
         simulation: the rest of the mistake.
         patches: the rest of the mistake.
@@ -65,18 +71,19 @@ class Mistake:
     row: str
     effect: str
     finds: str
-    store: type[SimulatedStore]
+    mistaken: type
     scenarios: Callable[[], Iterable[tuple[Scenario, int]]]
     simulation: type[MistakenSimulation] = MistakenSimulation
     patches: Patches = contextlib.nullcontext
 
     def make(self, scenario: Scenario, policy: Policy) -> Simulation:
         """A simulation with the mistake in it."""
-        made = type(
-            "Mistaken",
-            (self.simulation,),
-            {"store_class": self.store, "patches": staticmethod(self.patches)},
-        )
+        attributes: dict[str, Any] = {"patches": staticmethod(self.patches)}
+        if issubclass(self.mistaken, SimulatedStore):
+            attributes["store_class"] = self.mistaken
+        else:
+            attributes["parts"] = {self.mistaken.__mro__[1]: self.mistaken}
+        made = type("Mistaken", (self.simulation,), attributes)
         simulation: Simulation = made(scenario, policy=policy)
         return simulation
 
@@ -116,17 +123,17 @@ def raises(slot: int, *entries: int) -> tuple[Disturbance, ...]:
 # Heartbeats are time.time(), compared across hosts
 
 
-class WallClockStore(SimulatedStore):
+class WallClockHearts(Heartbeats):
     def beat_heart(self, heart: str, lasts: float = 0.0) -> None:
-        self.set(keys.heartbeat(heart), str(self.now()))
+        self.store.set(keys.heartbeat(heart), str(self.store.now()))
 
-    def beats(self, key: str) -> int:
+    def count_of(self, heart: str) -> int:
         return 0  # the time is read instead
 
 
 def _stillness_by_wall_clock(observer: HeartbeatObserver, member: Member, _: Any = None) -> float:
-    store: Any = observer._store
-    text = store.try_get(keys.heartbeat(str(member)))
+    store = observer._heartbeats.store
+    text = read(store, keys.heartbeat(str(member)))
     still = store.now() - float(text or 0.0)
     return still if still >= observer._timeout else 0.0
 
@@ -140,7 +147,7 @@ class WallClock(MistakenSimulation):
 # Rank 0 always counts as active
 
 
-class RankZeroCountsStore(SimulatedStore):
+class RankZeroCounts(GlobalIteration):
     def advance(self, view: View, proposer: Member | None, **how: Any) -> Proposed | None:
         if self.read_head() == view.head and view.members[0] not in self.arrivals_of(view.n):
             return None
@@ -150,24 +157,24 @@ class RankZeroCountsStore(SimulatedStore):
 # The winner of add(...) == 1, the others fall back to the lowest rank
 
 
-class ElectedStore(SimulatedStore):
+class Elected(GlobalIteration):
     _lowest = False
 
     def advance(self, view: View, proposer: Member | None, **how: Any) -> Proposed | None:
-        here = self.arrivals_of(view.n) - self.deaths_of(view.n)
+        here = self.arrivals_of(view.n) - self.ends.deaths_of(view.n)
         self._lowest = proposer is not None and proposer == min(here, default=None)
         return super().advance(view, proposer, **how)
 
     def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         if head is None:
             return super()._decide(head, decision, members)
-        proposal = Head(decision.call, decision.n, self.new_nonce())
-        if self.add(f"elected/{decision.n}", 1) == 1 or self._lowest:
-            _write(self, proposal, decision, members)
+        proposal = Head(decision.call, decision.n, next(self.store.nonces))
+        if self.store.add(f"elected/{decision.n}", 1) == 1 or self._lowest:
+            _write(self.store, proposal, decision, members)
         return Proposed(decision, proposal, won=False)
 
 
-def _write(store: SimulatedStore, proposal: Head, decision: Decision, members: tuple[Member, ...]) -> None:
+def _write(store: Operations, proposal: Head, decision: Decision, members: tuple[Member, ...]) -> None:
     """Decides with a plain set."""
     store.multi_set(
         [keys.decision(proposal.n, proposal.nonce), keys.roster(proposal.n, proposal.nonce)],
@@ -180,28 +187,28 @@ def _write(store: SimulatedStore, proposal: Head, decision: Decision, members: t
 # Set, then get to see who won
 
 
-class SetThenGetStore(SimulatedStore):
+class SetThenGet(GlobalIteration):
     def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
-        proposal = Head(decision.call, decision.n, self.new_nonce())
+        proposal = Head(decision.call, decision.n, next(self.store.nonces))
         if self.read_head() == head:
-            _write(self, proposal, decision, members)
+            _write(self.store, proposal, decision, members)
         return Proposed(decision, proposal, won=False)
 
 
 # The arrival list is deleted and reused
 
 
-class ReusedListStore(SimulatedStore):
+class ReusedList(GlobalIteration):
     def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         decided = super()._decide(head, decision, members)
-        self.delete_key(keys.arrived(decision.n))
+        self.store.delete_key(keys.arrived(decision.n))
         return decided
 
 
 # A local number when coordination fails
 
 
-class LocalNumberStore(SimulatedStore):
+class LocalNumber(GlobalIteration):
     def await_next(self, view: View, member: Member, **how: Any) -> tuple[View, Decision] | None:
         following = super().await_next(view, member, **how)
         if following is not None:
@@ -214,40 +221,43 @@ class LocalNumberStore(SimulatedStore):
 # Decisions written from empty, old ones deleted
 
 
-class FromEmptyStore(SimulatedStore):
+class FromEmpty(GlobalIteration):
     def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
-        proposal = Head(decision.call, decision.n, self.new_nonce())
-        self.multi_set(
+        proposal = Head(decision.call, decision.n, next(self.store.nonces))
+        self.store.multi_set(
             [keys.decision(proposal.n, proposal.nonce), keys.roster(proposal.n, proposal.nonce)],
             [decision.to_json(), roster_to_json(members)],
         )
-        self.compare_set(f"decided/{decision.n}", "", str(proposal))
-        self.set(keys.HEAD, self.try_get(f"decided/{decision.n}") or str(proposal))
-        self.delete_key(f"decided/{decision.n - 2}")
-        self.set(keys.wake_head(decision.n), "1")
+        self.store.compare_set(f"decided/{decision.n}", "", str(proposal))
+        self.store.set(keys.HEAD, read(self.store, f"decided/{decision.n}") or str(proposal))
+        self.store.delete_key(f"decided/{decision.n - 2}")
+        self.store.set(keys.wake_head(decision.n), "1")
         return Proposed(decision, proposal, won=False)
 
 
 # A joiner waits only for the decision after the counter it read
 
 
-class WaitsForTheNextStore(SimulatedStore):
+class WaitsForTheNext(Joining):
     def await_entry(
-        self, member: Member, call: int, terms: JoinTerms, asked: int | None = None
+        self, member: Member, call: int, limits: Limits, patience: float, asked: int | None = None
     ) -> tuple[Entry, View, Decision]:
         view, _ = self._current()
-        attempt = joining._Attempt(self, member, call, terms, asked)
+        attempt = joining._Attempt(self, member, call, limits, patience, asked)
         attempt.look_at(view)
         attempt.ask(view)
-        self.end_iteration(view.n, FAULT)
+        self.ends.end_iteration(view.n, FAULT)
         counter = self._current()[0].n
-        while not self.wait_for(keys.wake_head(counter + 1), 10.0) and self.outcome_of(counter) != DONE:
+        while (
+            self.store.hear(keys.wake_head(counter + 1), 10.0) is None
+            and self.ends.outcome_of(counter) != DONE
+        ):
             pass
         view, decision = self._current()
         return Entry.IN if member in view.members else Entry.DONE, view, decision
 
     def _current(self) -> tuple[View, Decision]:
-        current = self.read_current()
+        current = self.iterations.read_current()
         assert current is not None
         return current
 
@@ -255,7 +265,7 @@ class WaitsForTheNextStore(SimulatedStore):
 # "In" by joiner number instead of slot:inc
 
 
-class InByNumberStore(SimulatedStore):
+class InByNumber(GlobalIteration):
     def advance(self, view: View, proposer: Member | None, **how: Any) -> Proposed | None:
         self._view = view
         return super().advance(view, proposer, **how)
@@ -268,7 +278,7 @@ class InByNumberStore(SimulatedStore):
         newcomers: tuple[Member, ...],
         arrived: dict[Member, tuple[int, int]],
     ) -> Decision:
-        everybody = tuple(sorted(self.joins_of(view.n) - self.deaths_of(view.n) - set(kept)))
+        everybody = tuple(sorted(self.joins_of(view.n) - self.ends.deaths_of(view.n) - set(kept)))
         return super()._next_decision(view, outcome, kept, everybody, arrived)
 
     def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
@@ -280,58 +290,63 @@ class InByNumberStore(SimulatedStore):
 
 
 class NumberThenRecordStore(SimulatedStore):
-    def log_append(self, key: str, entry: str) -> None:
-        if "/join/" not in key:
-            super().log_append(key, entry)
-            return
-        number = self.add(f"{key}/count", 1)
-        self.set(f"{key}/{number}", entry)
+    def execute(self, steps: Sequence[Step]) -> list[str | None]:
+        return [self._execute(step) for step in steps]
 
-    def log_read(self, key: str) -> list[str]:
-        if "/join/" not in key:
-            return super().log_read(key)
-        entries = []
-        for number in range(1, self.add(f"{key}/count", 0) + 1):
-            self.wait_for(f"{key}/{number}", LONG)
-            entries.append(self.get(f"{key}/{number}").decode())
-        return entries
+    def _execute(self, step: Step) -> str | None:
+        match step:
+            case Append(key, entry) if "/join/" in key:
+                number = self.add(f"{key}/count", 1)
+                self.set(f"{key}/{number}", entry)
+                return None
+            case ReadLog(key) if "/join/" in key:
+                entries = []
+                for number in range(1, self.add(f"{key}/count", 0) + 1):
+                    self.hear(f"{key}/{number}", LONG)
+                    entries.append(self.get(f"{key}/{number}").decode())
+                return "\n".join(entries)
+        return super().execute([step])[0]
 
 
 # Arrival in two steps, one of which may be missing; the counter as truth
 
 
-class CountAloneStore(SimulatedStore):
+class CountAlone(GlobalIteration):
     def advance(self, view: View, proposer: Member | None, **how: Any) -> Proposed | None:
-        if self.read_head() == view.head and self.add(keys.count_gone(view.n), 0) < len(view.members):
+        if self.read_head() == view.head and self.store.add(keys.count_gone(view.n), 0) < len(view.members):
             return None
         return super().advance(view, proposer, **how)
 
 
 class CounterStore(SimulatedStore):
-    def log_read(self, key: str) -> list[str]:
-        head = self.read_head() if "/arrived/" in key else None
-        if head is None or key != keys.arrived(head.n):
-            return super().log_read(key)
-        members = self.read_view(head).members
+    def execute(self, steps: Sequence[Step]) -> list[str | None]:
+        return [self._execute(step) for step in steps]
+
+    def _execute(self, step: Step) -> str | None:
+        iterations = Agreement(self).iterations
+        head = iterations.read_head() if isinstance(step, ReadLog) and "/arrived/" in step.key else None
+        if head is None or step != ReadLog(keys.arrived(head.n)):
+            return super().execute([step])[0]
+        members = iterations.read_view(head).members
         if self.add(keys.count_gone(head.n), 0) < len(members):
-            return super().log_read(key)
-        return [f"{member} {rank} {len(members)}" for rank, member in enumerate(members)]
+            return super().execute([step])[0]
+        return "\n".join(f"{member} {rank} {len(members)}" for rank, member in enumerate(members))
 
 
 # Completion without end/{n}
 
 
-class NoEndStore(SimulatedStore):
+class EndsWithoutRegister(Ends):
     _size = 0
 
     def finish(self, n: int, active_rank: int, active_world_size: int) -> None:
         self._size = active_world_size
-        self.log_append(keys.finished(n), str(active_rank))
+        self.store.execute([Append(keys.finished(n), str(active_rank))])
         if len(self.finished_in(n)) >= active_world_size:
-            self.set(keys.wake_end(n), "1")
+            self.store.set(keys.wake_end(n), "1")
 
     def wait_for_end(self, n: int, seconds: float) -> str | None:
-        self.wait_for(keys.wake_end(n), seconds)
+        self.store.hear(keys.wake_end(n), seconds)
         outcome = self.outcome_of(n)
         if outcome is None and self._size and len(self.finished_in(n)) >= self._size:
             return DONE
@@ -345,7 +360,7 @@ class NoEnd(MistakenSimulation):
         # is alone then gets on slowly.
         invariants: Any = self.invariants
         invariants.completed = lambda process, view: process.completed.append(view.n)
-        invariants._check_pace = lambda what, since: None
+        invariants.progress.check_pace = lambda what, since: None
 
 
 # Suspects in the shared log
@@ -355,42 +370,42 @@ class SuspectsLoggedWatch(NeighbourWatch):
     def look(self, view: View, *_: Any) -> frozenset[Member]:
         silent = self._silent(view, self._alone)
         for member in silent:
-            self._store.log_death(view.n, member, None, ends=True)
+            self._agreement.ends.log_death(view.n, member, None, ends=True)
         return silent
 
 
 class SuspectsLogged(MistakenSimulation):
-    def watch(self, store: StoreMixin, member: Member) -> NeighbourWatch:
-        return SuspectsLoggedWatch(store, member, self.scenario.heartbeat_timeout)
+    def watch(self, agreement: Agreement, member: Member) -> NeighbourWatch:
+        return SuspectsLoggedWatch(agreement, member, self.scenario.heartbeat_timeout)
 
 
 # An unbounded wait on a key that may be deleted
 
 
-class UnboundedStore(SimulatedStore):
+class Unbounded(GlobalIteration):
     def await_next(self, view: View, member: Member, **how: Any) -> tuple[View, Decision] | None:
-        deadline = self.now() + how["timeout"]
-        while not self.wait_for(keys.wake_head(view.n + 1), 1.0):
+        deadline = self.store.now() + how["timeout"]
+        while self.store.hear(keys.wake_head(view.n + 1), 1.0) is None:
             if self.read_head() == view.head:
-                self.advance(view, member, drop_missing=self.now() >= deadline)
+                self.advance(view, member, drop_missing=self.store.now() >= deadline)
         return super().await_next(view, member, **how)
 
     def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         if self.read_head() != head:  # a late proposal wakes no one again, either
             return Proposed(decision, Head(decision.call, decision.n, "late"), won=False)
         decided = super()._decide(head, decision, members)
-        self.delete_key(keys.wake_head(decision.n - 1))
+        self.store.delete_key(keys.wake_head(decision.n - 1))
         return decided
 
 
 # A coordinator that lives but never arrives
 
 
-class WaitedForStore(SimulatedStore):
+class WaitedFor(GlobalIteration):
     def advance(
         self, view: View, proposer: Member | None, *, silent: frozenset[Member] = frozenset(), **how: Any
     ) -> Proposed | None:
-        coordinator = min(set(view.members) - self.deaths_of(view.n) - silent, default=None)
+        coordinator = min(set(view.members) - self.ends.deaths_of(view.n) - silent, default=None)
         if self.read_head() == view.head and proposer != coordinator:
             return None
         return super().advance(view, proposer, silent=silent, **how)
@@ -399,7 +414,7 @@ class WaitedForStore(SimulatedStore):
 # Only members may propose
 
 
-class OnlyMembersStore(SimulatedStore):
+class OnlyMembers(GlobalIteration):
     def advance(self, view: View, proposer: Member | None, **how: Any) -> Proposed | None:
         return None if proposer is None else super().advance(view, proposer, **how)
 
@@ -407,11 +422,11 @@ class OnlyMembersStore(SimulatedStore):
 # A death is logged, and the logger dies before it ends the iteration
 
 
-class LoggedFirstStore(SimulatedStore):
+class LoggedFirstEnds(Ends):
     def log_death(
         self, n: int, member: Member, fault: Fault | None, *, ends: bool, returns: bool = False
     ) -> None:
-        self.log_append(keys.dead(n), str(member))
+        self.store.execute([Append(keys.dead(n), str(member))])
         if ends:
             self.end_iteration(n, FAULT)
 
@@ -424,7 +439,7 @@ MISTAKES = [
         "heartbeats are `time.time()`, compared across hosts",
         "a host whose clock is behind seems to be silent: its healthy ranks are left out",
         "I13: 0 is ended by heart",
-        WallClockStore,
+        WallClockHearts,
         one_job(step_seconds=2.0),
         simulation=WallClock,
         patches=lambda: mock.patch.multiple(HeartbeatObserver, stillness=_stillness_by_wall_clock),
@@ -433,28 +448,28 @@ MISTAKES = [
         "rank 0 always counts as active",
         "once rank 0 is dead, all wait for it, until they give up",
         "rank 1 is failed, though nothing was done to it: iteration 0 was not followed",
-        RankZeroCountsStore,
+        RankZeroCounts,
         at_each_step("crash", range(20, 45), slots=[0]),
     ),
     Mistake(
         "the winner of `add(...) == 1` decides, others fall back to the lowest rank",
         "two coordinators: one of them was only slow, and decides as well",
         "I1: head moved from",
-        ElectedStore,
+        Elected,
         at_each_step("pause", range(20, 70), also=raises(1, 1)),
     ),
     Mistake(
         "`set`, then `get` to see who won",
         "both can win: the second one overwrites what the first has decided",
         "I1: head moved from",
-        SetThenGetStore,
+        SetThenGet,
         at_each_step("pause", range(20, 45), also=raises(1, 1)),
     ),
     Mistake(
         "ready flag and arrival list are deleted and reused",
         "who is late meets the next round's: reads it, or deletes it",
         "though nothing was done to it",
-        ReusedListStore,
+        ReusedList,
         at_each_step("pause", range(20, 60), slots=[0], seconds=3.0, also=raises(1, 1, 2), members=2),
         patches=lambda: mock.patch.object(keys, "arrived", lambda n: "arrived"),
     ),
@@ -462,28 +477,28 @@ MISTAKES = [
         "fall back to a local number when coordination fails",
         "numbers repeat: who was left out enters a number that the others have given to another world",
         "InternalError",
-        LocalNumberStore,
+        LocalNumber,
         at_each_step("freeze", range(20, 60), active=3, also=raises(2, 1)),
     ),
     Mistake(
         "decisions are written from empty, old ones deleted",
         "a proposer that was paused decides an old iteration again: the number goes back",
         "I1: head moved from",
-        FromEmptyStore,
+        FromEmpty,
         at_each_step("freeze", range(25, 60), active=3, also=RESTARTS, seeds=20),
     ),
     Mistake(
         "a joiner waits only for the decision after the counter it read",
         "it was in that one: it and all others wait for ever, with no fault at all",
         "I10",
-        WaitsForTheNextStore,
+        WaitsForTheNext,
         at_each_step("respawn", range(15, 30), seconds=0.0, on_join="now", steps=10, seeds=20),
     ),
     Mistake(
         '"in" by joiner number instead of `slot:incarnation`',
         "two processes of one slot are in an iteration",
         "I2: two incarnations of a slot",
-        InByNumberStore,
+        InByNumber,
         at_each_step(
             "respawn",
             range(15, 30),
@@ -506,7 +521,7 @@ MISTAKES = [
         "arrival in two steps (key, counter), and all wait for the counter",
         "who dies before it has counted is never counted: the others wait until they give up",
         "rank 0 is failed, though nothing was done to it: iteration 0 was not followed",
-        CountAloneStore,
+        CountAlone,
         at_each_step("reporter", range(1, 15), slots=[1], also=CRASH),
     ),
     Mistake(
@@ -520,7 +535,7 @@ MISTAKES = [
         "completion without `end/{n}`",
         "one returns while another interrupts, and runs on alone",
         "I9: processes completed different iterations",
-        NoEndStore,
+        EndsWithoutRegister,
         at_each_step("crash", range(16, 36), active=3, steps=1, seeds=20),
         simulation=NoEnd,
     ),
@@ -540,21 +555,21 @@ MISTAKES = [
         "an unbounded wait on a key that may be deleted",
         "who was paused never hears that its iteration is over",
         "is out, and does not hear of it",
-        UnboundedStore,
+        Unbounded,
         at_each_step("freeze", range(20, 60), active=3, also=RESTARTS),
     ),
     Mistake(
         "all wait for a coordinator that is alive but never arrives (a held GIL, `atomic()`)",
         "its heartbeat keeps them waiting, until they give up",
         "rank 1 is failed, though nothing was done to it: iteration 0 was not followed",
-        WaitedForStore,
+        WaitedFor,
         at_each_step("pause", range(20, 45), slots=[0], also=raises(1, 1)),
     ),
     Mistake(
         "only members may propose",
         "all members are dead or superseded: no one is left who may decide",
         "is failed, though nothing was done to it: iteration 0 was not followed",
-        OnlyMembersStore,
+        OnlyMembers,
         at_each_step(
             "respawn",
             range(20, 30),
@@ -573,7 +588,7 @@ MISTAKES = [
         "a death is logged, and the logger dies before it has ended the iteration",
         "no one is interrupted: observers of silence leave the logged dead alone",
         "I10",
-        LoggedFirstStore,
+        LoggedFirstEnds,
         at_each_step("reporter", range(1, 15), slots=[1], also=CRASH),
     ),
     Mistake(

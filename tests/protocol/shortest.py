@@ -15,13 +15,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # it is run as a program, too
+
+from exhaustive.shrink import SearchingShrinker
 from mistakes import MISTAKES, Mistake
 
 from ft_wrapper.testing.explorer import without_logging
 from ft_wrapper.testing.failure import Failure, attempt
 from ft_wrapper.testing.policies import RandomPolicy, Switch, SwitchPolicy
 from ft_wrapper.testing.scenario import Disturbance, Scenario
-from ft_wrapper.testing.shrink import Shrinker
 
 DATA = Path(__file__).with_name("shortest.json")
 PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
@@ -50,7 +52,7 @@ def find(mistake: Mistake) -> Failure:
     for scenario, seed in mistake.scenarios():
         failure = attempt(mistake.make, scenario, RandomPolicy(seed))
         if failure is not None and shows(mistake, failure):
-            shrinker = Shrinker(mistake.make, failure, same=lambda smaller: shows(mistake, smaller))
+            shrinker = SearchingShrinker(mistake.make, failure, same=lambda smaller: shows(mistake, smaller))
             found.append(shrinker.shrink())
             if len(found) == STARTS:
                 break

@@ -10,6 +10,11 @@ import pytest
 from ranks import Simulated, Threads
 
 from ft_wrapper.exception import InternalError, RankShouldRestart, StoreError, TimeoutError
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.entering import compute_once
+from ft_wrapper.protocol.operations import Append
+from ft_wrapper.protocol.records import DONE, FAULT, roster_from_json
 from ft_wrapper.store import (
     BarrierOverflow,
     BarrierTimeout,
@@ -19,9 +24,7 @@ from ft_wrapper.store import (
     Member,
     PrefixStore,
     StoreMixin,
-    keys,
 )
-from ft_wrapper.store.records import DONE, FAULT, roster_from_json
 from ft_wrapper.testing import FakeStore, Scheduler
 
 SHORT = timedelta(seconds=10)
@@ -112,7 +115,7 @@ def test_barrier_of_an_iteration_that_ends(run: Run) -> None:
     def come(store: StoreMixin) -> Any:
         return outcome(lambda: PrefixStore(5, store).barrier([0], "all", 2, timedelta(hours=1)))
 
-    results = run({"rank 0": come, "other": lambda store: store.end_iteration(5, FAULT)})
+    results = run({"rank 0": come, "other": lambda store: Agreement(store).ends.end_iteration(5, FAULT)})
     assert isinstance(results["rank 0"], RankShouldRestart)
 
 
@@ -138,7 +141,7 @@ def exchange(
 
     def task(store: StoreMixin) -> Any:
         part = store if n is None else PrefixStore(n, store)
-        return outcome(lambda: part.compute_once("x", rank, f"v{rank}", count, double, timeout))
+        return outcome(lambda: compute_once(part, "x", rank, f"v{rank}", count, double, timeout))
 
     return task
 
@@ -163,7 +166,7 @@ def test_all_or_nobody_gets_a_result() -> None:
         store = FakeStore(scheduler)
         tasks = [scheduler.spawn(name, task, store.clone(name)) for name, task in names.items()]
         # The iteration ends at some step, and somebody is stopped for longer than the looks of the others.
-        ender = scheduler.spawn("ender", store.clone("ender").end_iteration, 7, FAULT)
+        ender = scheduler.spawn("ender", Agreement(store.clone("ender")).ends.end_iteration, 7, FAULT)
         scheduler.pause_at(tasks[seed % 3], seed % 13 + 1, 5.0)
         scheduler.pause_at(ender, 1, (seed % 4) * 1.0)
         scheduler.run()
@@ -178,7 +181,9 @@ def test_all_or_nobody_gets_a_result() -> None:
 
 
 def assigned(store: StoreMixin, slot: int, active_rank: int | None, world: int, active: int) -> Any:
-    return outcome(lambda: store.check_assignment(3, Member(slot, 0), active_rank, world, active))
+    return outcome(
+        lambda: Agreement(store).entering.check_assignment(3, Member(slot, 0), active_rank, world, active)
+    )
 
 
 def test_assignments_that_agree(store: StoreMixin) -> None:
@@ -215,7 +220,7 @@ def test_who_looks_once_all_is_done_still_gets_what_was_there_for_it(step: int, 
 
     def spare() -> Any:
         if not at_barrier:
-            return store.await_endpoint(1, 60.0, 1.0)
+            return Agreement(store).entering.await_endpoint(1, 60.0, 1.0)
         part.barrier([0], "all", 2, timedelta(seconds=60), timedelta(seconds=1))
         return "through"
 
@@ -224,8 +229,8 @@ def test_who_looks_once_all_is_done_still_gets_what_was_there_for_it(step: int, 
         if at_barrier:
             part.barrier([1], "all", 2, SHORT)
         else:
-            store.check_assignment(1, Member(0, 0), 0, 1, 1, endpoint=("host", 29))
-        store.end_iteration(1, DONE)
+            Agreement(store).entering.check_assignment(1, Member(0, 0), 0, 1, 1, endpoint=("host", 29))
+        Agreement(store).ends.end_iteration(1, DONE)
 
     waits = scheduler.spawn("spare", spare)
     scheduler.pause_at(waits, step, 5.0)
@@ -239,9 +244,9 @@ def test_who_looks_once_all_is_done_still_gets_what_was_there_for_it(step: int, 
 
 def join(slot: int, slots: range, timeout: float = 10.0) -> Callable[[StoreMixin], Any]:
     def task(store: StoreMixin) -> Any:
-        member = store.register(slot, "{}")
-        store.join_first(member, slots)
-        return outcome(lambda: store.await_first(member, slots, timeout))
+        member = Agreement(store).joining.register(slot, "{}")
+        Agreement(store).joining.join_first(member, slots)
+        return outcome(lambda: Agreement(store).joining.await_first(member, slots, timeout))
 
     return task
 
@@ -262,25 +267,25 @@ def test_formation_names_the_missing_ranks(run: Run) -> None:
 
 
 def test_dead_rank_is_missing_from_the_formation(store: StoreMixin) -> None:
-    dead = store.register(1, "{}")
-    store.join_first(dead, range(2))
-    store.log_death(keys.BEFORE_FIRST, dead, None, ends=False)
-    assert not store.form(frozenset(range(2)))
-    alive = store.register(0, "{}")
-    store.join_first(alive, range(2))
-    assert store.read_head() is None
-    error = outcome(lambda: store.await_first(alive, range(2), 0.0))
+    dead = Agreement(store).joining.register(1, "{}")
+    Agreement(store).joining.join_first(dead, range(2))
+    Agreement(store).ends.log_death(keys.BEFORE_FIRST, dead, None, ends=False)
+    assert not Agreement(store).joining.form(frozenset(range(2)))
+    alive = Agreement(store).joining.register(0, "{}")
+    Agreement(store).joining.join_first(alive, range(2))
+    assert Agreement(store).iterations.read_head() is None
+    error = outcome(lambda: Agreement(store).joining.await_first(alive, range(2), 0.0))
     assert isinstance(error, TimeoutError) and "ranks [1] of 2 are missing" in str(error)
 
 
 def test_slot_started_twice_joins_with_its_last_incarnation(store: StoreMixin) -> None:
     for _ in range(2):
-        store.join_first(store.register(0, "{}"), range(2))
-    store.join_first(store.register(1, "{}"), range(2))
-    head = store.read_head()
+        Agreement(store).joining.join_first(Agreement(store).joining.register(0, "{}"), range(2))
+    Agreement(store).joining.join_first(Agreement(store).joining.register(1, "{}"), range(2))
+    head = Agreement(store).iterations.read_head()
     assert head is not None
-    assert store.read_view(head).members == (Member(0, 1), Member(1, 0))
-    assert store.await_first(Member(0, 0), range(2), 1.0) is None
+    assert Agreement(store).iterations.read_view(head).members == (Member(0, 1), Member(1, 0))
+    assert Agreement(store).joining.await_first(Member(0, 0), range(2), 1.0) is None
 
 
 # Records
@@ -314,13 +319,13 @@ def test_no_roster(text: str) -> None:
 def test_errors_name_the_key_they_read(store: StoreMixin) -> None:
     store.set(keys.HEAD, "nonsense")
     with pytest.raises(StoreError, match=keys.HEAD):
-        store.read_head()
+        Agreement(store).iterations.read_head()
     store.append(keys.faults(4), "nonsense\n")
     with pytest.raises(StoreError, match=keys.faults(4)):
-        store.faults_of(4)
+        Agreement(store).ends.faults_of(4)
     store.append(keys.dead(4), "nonsense\n")
     with pytest.raises(StoreError, match=keys.dead(4)):
-        store.deaths_of(4)
+        Agreement(store).ends.deaths_of(4)
 
 
 # Deaths
@@ -329,14 +334,14 @@ def test_errors_name_the_key_they_read(store: StoreMixin) -> None:
 def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
     """The reporter logs the death, finds that the member has not arrived, and leaves it at that."""
     store = FakeStore(client="proposer")
-    members = [store.register(slot, "{}") for slot in range(2)]
+    members = [Agreement(store).joining.register(slot, "{}") for slot in range(2)]
     for member in members:
-        store.join_first(member, range(2))
-    first = store.await_first(members[0], range(2), 1.0)
+        Agreement(store).joining.join_first(member, range(2))
+    first = Agreement(store).joining.await_first(members[0], range(2), 1.0)
     assert first is not None
     view, _ = first
-    store.end_iteration(view.n, FAULT)
-    store.log_append(keys.arrived(view.n), f"{members[0]} 0 2")
+    Agreement(store).ends.end_iteration(view.n, FAULT)
+    store.execute([Append(keys.arrived(view.n), f"{members[0]} 0 2")])
     other = store.clone("other")
     read: list[str] = []
 
@@ -346,13 +351,13 @@ def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
             return
         read.append(key)
         if len(read) == 2:
-            other.log_death(view.n, members[1], None, ends=True)
-            assert members[1] not in other.arrivals_of(view.n)
-            other.log_append(keys.arrived(view.n), f"{members[1]} 1 2")
+            Agreement(other).ends.log_death(view.n, members[1], None, ends=True)
+            assert members[1] not in Agreement(other).iterations.arrivals_of(view.n)
+            other.execute([Append(keys.arrived(view.n), f"{members[1]} 1 2")])
 
     store.on_operation(between_the_two_reads)
-    assert store.advance(view, members[0])
+    assert Agreement(store).iterations.advance(view, members[0])
     assert len(read) == 2
-    head = store.read_head()
+    head = Agreement(store).iterations.read_head()
     assert head is not None
-    assert store.read_view(head).members == (members[0],)
+    assert Agreement(store).iterations.read_view(head).members == (members[0],)

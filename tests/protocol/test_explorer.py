@@ -61,12 +61,11 @@ def test_late_wake_of_an_end_that_is_deleted_does_not_keep_a_rank_busy() -> None
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("", "nothing to do: give --random, --exhaustive or --replay"),
+        ("", "nothing to do: give --random or --replay"),
         ("--random 0", "--random 0: must be at least 1"),
         ("--random 5 --processes 0", "--processes 0: must be at least 1"),
         ("--random 5 --members 1", "--members 1: must be at least 2"),
         ("--random 5 --faults -1", "--faults -1: must be at least 0"),
-        ("--exhaustive --departures 9", "--departures 9: must be at most 6"),
         ("--random 5 --stores no.such:thing", "'no.such:thing' must be MODULE:NAME"),
     ],
 )

@@ -7,11 +7,10 @@ import dataclasses
 import pytest
 from mistakes import MISTAKES, Mistake
 
-from ft_wrapper.testing.failure import Failure, attempt, kind_of
+from ft_wrapper.testing.failure import Failure, attempt, kind_of, tell
 from ft_wrapper.testing.policies import RandomPolicy, SwitchPolicy
 from ft_wrapper.testing.scenario import KINDS, Disturbance, Scenario
 from ft_wrapper.testing.shrink import Shrinker
-from ft_wrapper.testing.story import tell
 
 CRASH = Disturbance("crash", 0, 22)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import shortest
+from loop_mistakes import LOOP_MISTAKES
 from mistakes import MISTAKES, Mistake
 
 from ft_wrapper.testing.explorer import Explorer
@@ -13,7 +14,7 @@ from ft_wrapper.testing.policies import RandomPolicy, SwitchPolicy
 each_mistake = pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.row)
 
 
-@each_mistake
+@pytest.mark.parametrize("mistake", [*MISTAKES, *LOOP_MISTAKES], ids=lambda mistake: mistake.row)
 def test_explorer_finds_it(mistake: Mistake) -> None:
     for scenario, seed in mistake.scenarios():
         failure = attempt(mistake.make, scenario, RandomPolicy(seed))

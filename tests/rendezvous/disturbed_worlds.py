@@ -20,11 +20,11 @@ from ft_wrapper.agent.ft_nodes import what_follows
 from ft_wrapper.agent.nodes import What
 from ft_wrapper.exception import StoreUnavailable
 from ft_wrapper.rendezvous.executor import REFRESH, Executor
-from ft_wrapper.rendezvous.keep_alive import RECONNECTS, WATCHED
+from ft_wrapper.rendezvous.moves import adopt_rank_policy
+from ft_wrapper.rendezvous.presence import LOOK_AGAIN, RECONNECTS, WATCHED
+from ft_wrapper.rendezvous.record import Node
 from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Register
 from ft_wrapper.rendezvous.settings import Settings
-from ft_wrapper.rendezvous.state import Node, adopt_rank_policy
-from ft_wrapper.rendezvous.watch import LOOK_AGAIN
 from ft_wrapper.testing import Scheduler, Task
 
 BEGIN = 40.0

@@ -18,16 +18,18 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # it is run as a program
 
 from disturbed_worlds import disturbed_world
+from exhaustive.search import Count
+from exhaustive.seen import MOST_LEFT
 from explored_nodes import HAPPENINGS, Job, search
 from simulated_nodes import random_world
 
 from ft_wrapper.testing import SchedulerError
-from ft_wrapper.testing.exhaustive import Count
-from ft_wrapper.testing.explorer import without_logging
-from ft_wrapper.testing.seen import MOST_LEFT
-from ft_wrapper.testing.workers import share
+from ft_wrapper.testing.explorer import share, without_logging
 
 _TRACE_LINES = 60
 _AT_ONCE = 5

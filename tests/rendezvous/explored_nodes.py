@@ -8,9 +8,12 @@ threads that keep the record fresh, are left to the worlds of `simulated_nodes`,
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
-from simulated_nodes import Memory, MemoryChanges, check_change, check_record
+from exhaustive.search import Count, Search
+from exhaustive.states import StateScheduler
+from simulated_nodes import StoreBoard, check_change, check_record
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -20,18 +23,17 @@ from torch.distributed.elastic.rendezvous import (
 
 from ft_wrapper.agent.ft_nodes import what_follows
 from ft_wrapper.agent.nodes import What
-from ft_wrapper.rendezvous import keys
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.keep_alive import neighbours
+from ft_wrapper.rendezvous.moves import adopt_rank_policy
 from ft_wrapper.rendezvous.operations import nodes_waiting
-from ft_wrapper.rendezvous.register import Register, Snapshot
+from ft_wrapper.rendezvous.presence import neighbours
+from ft_wrapper.rendezvous.record import Admission, Node, Place, Record, RoundPolicy, Seat
+from ft_wrapper.rendezvous.register import RECORD_KEY, Board, Register, Snapshot, log_key
 from ft_wrapper.rendezvous.settings import Settings
-from ft_wrapper.rendezvous.state import RANK, SEAT, Entry, Node, Seat, State, adopt_rank_policy
 from ft_wrapper.store import StoreMixin
-from ft_wrapper.testing import Scheduler, Task
-from ft_wrapper.testing.exhaustive import Count, Search
+from ft_wrapper.testing import Task
 from ft_wrapper.testing.policies import Policy
-from ft_wrapper.testing.simulation import SimulatedStore
+from ft_wrapper.testing.simulated_store import SimulatedStore
 
 QUIET = 50.0
 """From then on nothing happens any more."""
@@ -78,11 +80,12 @@ class Job:
         return f"{what}, at the most {self.most} of {', '.join(self.happenings)}"
 
 
-@dataclasses.dataclass
-class NotedChanges(MemoryChanges):
+class NotedBoard(StoreBoard):
     """Says what a task learns from the memory that it shares with others of its node."""
 
-    scheduler: Scheduler
+    def __init__(self, register: Register, memory: Board, scheduler: StateScheduler) -> None:
+        super().__init__(register, memory)
+        self.scheduler = scheduler
 
     def latest(self) -> Snapshot | None:
         snapshot = super().latest()
@@ -96,12 +99,12 @@ class ExploredNode:
     def __init__(self, job: ExploredJob, node: Node) -> None:
         self.job = job
         self.node = node
-        self.memory = Memory()
+        self.memory = Board()
         self.fate = ""
         self.inside: int | None = None
         self.last_round: int | None = None
         self.leaving = False
-        self.executor, self.changes = self._make("agent")
+        self.executor, self.board = self._make("agent")
         self.agent = job.scheduler.spawn(f"agent {node.name}", self._begin, daemon=True)
         self.tasks = [self.agent]
 
@@ -112,16 +115,16 @@ class ExploredNode:
 
     def known(self) -> object:
         """All that is known of it beside what its tasks have learned."""
-        snapshot = self.memory.snapshot
+        snapshot = self.memory.latest()
         text = "" if snapshot is None else snapshot.text
         left_over = self.executor._announced, self.executor._leaving
         return self.node.name, self.fate, self.leaving, self.inside, self.last_round, text, left_over
 
-    def _make(self, what: str) -> tuple[Executor, NotedChanges]:
+    def _make(self, what: str) -> tuple[Executor, NotedBoard]:
         job = self.job
         register = Register(job.client(f"{what} {self.node.name}"), job.initial)
-        changes = NotedChanges(self.memory, register, job.scheduler)
-        return Executor(self.node, register, changes, job.settings), changes
+        board = NotedBoard(register, self.memory, job.scheduler)
+        return Executor(self.node, register, board, job.settings), board
 
     def _spawn(self, what: str, function: Callable[[], None]) -> Task:
         task = self.job.scheduler.spawn(f"{what} {self.node.name}", function, daemon=True)
@@ -157,7 +160,7 @@ class ExploredNode:
 
     def _join(self) -> None:
         leaving, self.inside = self.last_round, None
-        state = self.executor.join(leaving).state
+        state = self.executor.join(leaving).record
         self.job.check_told(self, state)
         self.inside = self.last_round = state.round
 
@@ -168,10 +171,10 @@ class ExploredNode:
             state = self._state()
             if self._has_to_come(state, self.last_round):
                 return
-            if self.changes.wait(state.version, REFRESH) is None:
+            if self.board.wait(state.version, REFRESH) is None:
                 self.executor.sweep()
 
-    def _has_to_come(self, state: State, number: int) -> bool:
+    def _has_to_come(self, state: Record, number: int) -> bool:
         if self.job.what.rank_policy:  # as our own agent sees it
             news = what_follows(state, self.node, number)
             return news is not None and news.what in (What.COME, What.GONE)
@@ -180,8 +183,8 @@ class ExploredNode:
     def _is_over(self) -> bool:
         return self._state().closed
 
-    def _state(self) -> State:
-        return self.executor.look().state
+    def _state(self) -> Record:
+        return self.executor.look().record
 
     def _end(self, fate: str) -> None:
         self.fate, self.inside = fate, None
@@ -213,17 +216,17 @@ class ExploredNode:
 
     def watch(self) -> None:
         """Begins to watch its neighbours."""
-        executor, changes = self._make("heart")
+        executor, board = self._make("heart")
 
         def beat() -> None:
             while True:
-                state = executor.look().state
+                state = executor.look().record
                 if state.closed:
                     return
                 dead = [other for other in neighbours(state, self.node) if self.job.is_dead(other)]
                 if dead:
                     executor.expel(dead)
-                changes.wait(state.version, REFRESH)
+                board.wait(state.version, REFRESH)
 
         self._spawn("heart", beat)
 
@@ -250,9 +253,9 @@ class ExploredJob:
 
     def __init__(self, what: Job, policy: Policy) -> None:
         self.what = what
-        self.scheduler = Scheduler(policy=policy, max_steps=2_000, max_time=2 * END)
+        self.scheduler = StateScheduler(policy=policy, max_steps=2_000, max_time=2 * END)
         self.settings = Settings("job", what.low, what.high, join_timeout=40.0, last_call_timeout=3.0)
-        self.initial = State(what.low, what.high, self.settings.options(), hosted=what.hosted)
+        self.initial = Record(what.low, what.high, self.settings.options(), hosted=what.hosted)
         self.store = SimulatedStore(self.scheduler)
         self.nodes: list[ExploredNode] = []
         self.record = self.initial
@@ -260,7 +263,7 @@ class ExploredJob:
         self.disturbed_at = 0.0
         self.finished = False
         self._text = ""
-        self._versions: dict[int, State] = {}
+        self._versions: dict[int, Record] = {}
         self._removed: set[str] = set()
         self._watched = False
         self.scheduler.add_state(self.known)
@@ -292,7 +295,7 @@ class ExploredJob:
     def client(self, name: str) -> SimulatedStore:
         """A client of the store that names what it writes by itself: it writes each version once at most."""
         store = self.store.clone(name)
-        store.new_nonce = lambda: name  # type: ignore[method-assign]
+        store.nonces = itertools.repeat(name)
         return store
 
     def start(self, node_id: str) -> None:
@@ -385,10 +388,10 @@ class ExploredJob:
     # What must hold ----------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        text = self.store.snapshot().get(keys.STATE, b"").decode()
+        text = self.store.snapshot().get(RECORD_KEY, b"").decode()
         if text == self._text:
             return
-        self._text, before, after = text, self.record, State.from_text(text)
+        self._text, before, after = text, self.record, Record.from_text(text)
         self.record = self._versions[after.version] = after
         check_record(after)
         check_change(before, after)
@@ -401,7 +404,7 @@ class ExploredJob:
                     self._check_seat(seat, seat.occupant, before, after)
         self._check_groups()
 
-    def _check_seat(self, seat: Seat, occupant: Node, before: State, after: State) -> None:
+    def _check_seat(self, seat: Seat, occupant: Node, before: Record, after: Record) -> None:
         """A node keeps its seat until it leaves, dies, is superseded, or was silent."""
         now = after.seat_of(occupant)
         if now is not None and after.round == before.round:
@@ -418,22 +421,22 @@ class ExploredJob:
             return
         comes_again = node.inside is None and node.last_round == before.round
         if self._has_said_that_it_leaves(occupant, before):
-            # Under `RANK` it stayed nevertheless. Since then all have to come together again, it too.
+            # Under `RoundPolicy.RANK` it stayed nevertheless. Since then all have to meet again, it too.
             self._removed.add(occupant.name)
             return
         assert superseded or comes_again or node.leaving or not node.alive, f"{occupant} has lost its seat"
 
-    def _has_said_that_it_leaves(self, node: Node, before: State) -> bool:
-        lines = self.store.snapshot().get(keys.log(before.epoch), b"").decode().splitlines()
-        entries = [Entry.from_text(line) for line in lines]
+    def _has_said_that_it_leaves(self, node: Node, before: Record) -> bool:
+        lines = self.store.snapshot().get(log_key(before.epoch), b"").decode().splitlines()
+        entries = [Admission.from_text(line) for line in lines]
         return any(entry.node == node and entry.leaves == before.round for entry in entries)
 
     @staticmethod
-    def _check_unseating(watcher: ExploredNode, before: State, after: State) -> None:
+    def _check_unseating(watcher: ExploredNode, before: Record, after: Record) -> None:
         """Who takes others out is in the record itself; with a seat, unless all are lost that have one."""
         place = before.place_of(watcher.node)
         assert place is not None, "taken out by a node that is out itself"
-        if before.policy == RANK and place != SEAT:
+        if before.policy is RoundPolicy.RANK and place is not Place.SEAT:
             left = [node for node in before.participants if after.place_of(node) is not None]
             assert not left, "taken out by a node that has no seat"
 
@@ -450,12 +453,12 @@ class ExploredJob:
             assert seat.group_rank not in ranks, "two nodes with one group rank"
             ranks.add(seat.group_rank)
 
-    def check_told(self, node: ExploredNode, state: State) -> None:
+    def check_told(self, node: ExploredNode, state: Record) -> None:
         """What a node is told was in the record."""
         assert state == self._versions[state.version]
         assert state.complete
         assert not state.closed
-        assert state.place_of(node.node) == SEAT
+        assert state.place_of(node.node) is Place.SEAT
         if self.record.seat_of(node.node) is not None:
             self._removed.discard(node.node.name)
 
@@ -479,11 +482,11 @@ class ExploredJob:
             return
         there = {node.name for node in state.nodes}
         assert there == set(live), f"live nodes are {sorted(live)}, in the record are {sorted(there)}"
-        if len(live) >= state.min_nodes or state.policy == RANK:
+        if len(live) >= state.min_nodes or state.policy is RoundPolicy.RANK:
             assert state.complete, "there are enough nodes, and they do not come together"
             assert len(state.participants) == min(state.max_nodes, len(live)), "a node could be in and is not"
         for node in live.values():
-            seated = state.complete and state.place_of(node.node) == SEAT
+            seated = state.complete and state.place_of(node.node) is Place.SEAT
             assert node.inside == (state.round if seated else None), f"{node.node} is not where it should be"
 
 

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 from simulated_nodes import SimulatedNode, World
 
+from ft_wrapper.rendezvous.moves import adopt_rank_policy
+from ft_wrapper.rendezvous.record import RoundPolicy
 from ft_wrapper.rendezvous.settings import Settings
-from ft_wrapper.rendezvous.state import GROUP, RANK, adopt_rank_policy
 from ft_wrapper.testing import Scheduler
 
 LOST_AT = 100.0
@@ -66,10 +67,10 @@ def lose(seated: int, spares: int, lost: Sequence[int], policy: str, seed: int =
         number = int(node.node.id)
         scheduler.sleep(dice.uniform(0, 5.0) if number < seated else 20.0 + 0.01 * number)
         node.join()
-        if policy == RANK:
+        if policy is RoundPolicy.RANK:
             node.executor.change(adopt_rank_policy)
         while not over:
-            node.work(scheduler.now() + 5.0, lambda: policy == GROUP and has_lost_one(node))
+            node.work(scheduler.now() + 5.0, lambda: policy is RoundPolicy.GROUP and has_lost_one(node))
 
     nodes = [world.start(str(number), plan) for number in range(seated + spares)]
     outcome: list[Outcome] = []
@@ -91,9 +92,9 @@ def lose(seated: int, spares: int, lost: Sequence[int], policy: str, seed: int =
         while dead & {node.name for node in world.record.nodes}:
             scheduler.sleep(0.5)
         seconds, changes = scheduler.now() - LOST_AT, world.record.version - version
-        while policy == GROUP and not (world.record.complete and world.record.round > number):
+        while policy is RoundPolicy.GROUP and not (world.record.complete and world.record.round > number):
             scheduler.sleep(0.5)
-        after = scheduler.now() - LOST_AT if policy == GROUP else None
+        after = scheduler.now() - LOST_AT if policy is RoundPolicy.GROUP else None
         outcome.append(Outcome(seconds, after, dict(reads), healthy, changes))
         over.append(seconds)
         for node in nodes:
@@ -121,8 +122,8 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     print(f"{'case':42} policy   out after  next round  changes  most reads  healthy")
     for name, (seated, spares, lost) in CASES.items():
-        for policy in (GROUP, RANK):
-            if policy == GROUP and len(lost) == seated and not spares:
+        for policy in (RoundPolicy.GROUP, RoundPolicy.RANK):
+            if policy is RoundPolicy.GROUP and len(lost) == seated and not spares:
                 continue
             got = lose(seated, spares, lost, policy)
             after = "stays" if got.round_after is None else f"{got.round_after:.1f} s"

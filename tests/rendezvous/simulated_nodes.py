@@ -6,59 +6,52 @@ when others wait; its watcher and its heart, which are the ones that the handler
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from ft_wrapper.rendezvous import keys
+from ft_wrapper.protocol.operations import Beat, Step
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.keep_alive import NeighbourWatch
+from ft_wrapper.rendezvous.moves import adopt_rank_policy
 from ft_wrapper.rendezvous.operations import nodes_waiting
-from ft_wrapper.rendezvous.register import Register, Snapshot
+from ft_wrapper.rendezvous.presence import Heart, Watcher
+from ft_wrapper.rendezvous.record import Node, Place, Record, RoundPolicy, Seat
+from ft_wrapper.rendezvous.register import RECORD_KEY, Board, Register, Snapshot
 from ft_wrapper.rendezvous.settings import Settings
-from ft_wrapper.rendezvous.state import RANK, SEAT, Node, Seat, State, adopt_rank_policy
-from ft_wrapper.rendezvous.watch import Board, Heart, Watcher
 from ft_wrapper.testing import Scheduler, Task
 from ft_wrapper.testing.clock import Waiter
-from ft_wrapper.testing.simulation import SimulatedStore
+from ft_wrapper.testing.simulated_store import SimulatedStore
 
 
-class Memory:
-    """What the tasks of a node share: the newest record. Each task waits with its own client."""
+class StoreBoard(Board):
+    """A board on which a task waits in the store, with its own client.
 
-    def __init__(self) -> None:
-        self.snapshot: Snapshot | None = None
+    Args:
+        register: the record.
+        memory: where the newest record is, which the tasks of a node share.
+    """
 
-    def of(self, register: Register) -> MemoryChanges:
-        return MemoryChanges(self, register)
-
-
-@dataclasses.dataclass
-class MemoryChanges:
-    """One task's view of it."""
-
-    memory: Memory
-    register: Register
+    def __init__(self, register: Register, memory: Board) -> None:
+        super().__init__()
+        self._register = register
+        self._memory = memory
 
     def latest(self) -> Snapshot | None:
-        return self.memory.snapshot
+        return self._memory.latest()
 
     def learn(self, snapshot: Snapshot) -> None:
-        known = self.memory.snapshot
-        if known is None or snapshot.state.version > known.state.version:
-            self.memory.snapshot = snapshot
+        self._memory.learn(snapshot)
 
     def wait(self, version: int, seconds: float) -> Snapshot | None:
         known = self.latest()
-        if known is not None and known.state.version > version:
+        if known is not None and known.record.version > version:
             return known
-        snapshot = self.register.wait(version, seconds)
+        snapshot = self._register.wait(version, seconds)
         if snapshot is not None:
             self.learn(snapshot)
         known = self.latest()
-        return known if known is not None and known.state.version > version else None
+        return known if known is not None and known.record.version > version else None
 
 
 class SimulatedBoard(Board):
@@ -124,11 +117,11 @@ class SimulatedNode:
         self.joins_since: float | None = None
         self.slow_to_note = 0.0
         self.excused_until = 0.0  # it was stopped, and may be called silent
-        self.joined: State | None = None
+        self.joined: Record | None = None
         self.died_at = 0.0
         self.unseated: list[Seat] = []
         self.on_begin: Callable[[], None] = lambda: None
-        self.told: State | None = None
+        self.told: Record | None = None
         self.heard_at = world.scheduler.now()
         self.began_at = world.scheduler.now()
         self.agent = world.scheduler.spawn(f"agent {node.name}", self._run, daemon=False)
@@ -139,10 +132,10 @@ class SimulatedNode:
         return not self.dead and not self.agent.done
 
     @property
-    def state(self) -> State:
+    def state(self) -> Record:
         latest = self.board.latest()
         assert latest is not None
-        return latest.state
+        return latest.record
 
     def _make(self, what: str) -> tuple[Executor, SimulatedStore]:
         store = self.world.store.clone(f"{what} {self.node.name}")
@@ -177,7 +170,7 @@ class SimulatedNode:
         store = self.world.store.clone(f"watch {self.node.name}")
         return Watcher(self.node, Register(store, self.world.initial), self.board, self._note)
 
-    def _note(self, state: State) -> None:
+    def _note(self, state: Record) -> None:
         assert self.told is None or state.version > self.told.version, "told an older record"
         self.told = state
         seconds, self.slow_to_note = self.slow_to_note, 0.0
@@ -186,39 +179,37 @@ class SimulatedNode:
 
     def _beat(self) -> None:
         executor, store = self._make("heart")
-        settings, scheduler = self.world.settings, self.world.scheduler
-        neighbours = NeighbourWatch(
-            store, self.node, settings.keep_alive_timeout, settings.keep_alive_interval
-        )
-        interval = settings.keep_alive_interval
-        heart = Heart(self.node, executor, neighbours, self.board, interval, store.close)
-        beat = store.beat
+        scheduler = self.world.scheduler
+        heart = Heart(executor, self.board, self.world.settings)
+        execute = store.execute
 
-        def note_beat(key: str, lasts: float) -> None:
-            beat(key, lasts)
-            self.heard_at = scheduler.now()
+        def note_beat(steps: Sequence[Step]) -> list[str | None]:
+            given = execute(steps)
+            if any(isinstance(step, Beat) for step in steps):
+                self.heard_at = scheduler.now()
+            return given
 
-        store.beat = note_beat  # type: ignore[method-assign]
+        store.execute = note_beat  # type: ignore[method-assign]
         heart._stopping = VirtualStop(scheduler)  # type: ignore[assignment]
-        look = neighbours.silent
+        look = heart._watch.silent
 
-        def silent(state: State) -> list[Node]:
+        def silent(state: Record) -> list[Node]:
             began = scheduler.now()
             found = look(state)
             for other in found:
                 self.world.is_silent(other, self, began)
             return found
 
-        neighbours.silent = silent  # type: ignore[method-assign]
+        heart._watch.silent = silent  # type: ignore[method-assign]
         heart.run()
 
     # What a plan does --------------------------------------------------------------------------------------
 
-    def join(self) -> State:
+    def join(self) -> Record:
         """Takes part in the next round, or the running one."""
         leaving, self.inside = self.last_round, None
         self.joins_since = self.world.scheduler.now()
-        state = self.executor.join(leaving).state
+        state = self.executor.join(leaving).record
         self.joins_since, self.joined = None, state
         seat = state.seat_of(self.node)
         assert state.complete
@@ -257,7 +248,7 @@ class World:
         self.scheduler = scheduler
         self.settings = settings
         self.store = SimulatedStore(scheduler, use_libuv=use_libuv)
-        self.initial = State(settings.min_nodes, settings.max_nodes, settings.options(), hosted=hosted)
+        self.initial = Record(settings.min_nodes, settings.max_nodes, settings.options(), hosted=hosted)
         self.nodes: list[SimulatedNode] = []
         self.disturbed_at = 0.0
         self.pauses = pauses
@@ -292,11 +283,11 @@ class World:
         for task in sorted([node.agent, *node.others], key=lambda task: task is current):
             self.scheduler.crash(task)
 
-    def entered(self, node: SimulatedNode, state: State, seat: Seat) -> None:
+    def entered(self, node: SimulatedNode, state: Record, seat: Seat) -> None:
         """A node is in the group: the same for all of them, and nobody else has its rank."""
         assert seat.group_rank is not None
         size = self.expected.setdefault(state.round, len(state.seats))
-        grows = state.policy == RANK or state.round in self.ranked
+        grows = state.policy is RoundPolicy.RANK or state.round in self.ranked
         assert grows or size == len(state.seats), "sizes of one round differ"
         group = self.groups.setdefault(state.round, {})
         other = group.get(seat.group_rank)
@@ -315,7 +306,7 @@ class World:
             f"{node} lives and is healthy, and {observer.node} calls it silent"
         )
 
-    def _check_gone(self, before: State, after: State) -> None:
+    def _check_gone(self, before: Record, after: Record) -> None:
         """Nobody is out that lives, was heard, and has not said that it goes."""
         there = {node.name for node in after.nodes}
         for node in before.nodes:
@@ -330,16 +321,16 @@ class World:
             )
 
     def _check(self) -> None:
-        text = self._contents.get(keys.STATE, b"")
+        text = self._contents.get(RECORD_KEY, b"")
         if text is self._text:
             return
-        self._text, before, after = text, self.record, State.from_text(text.decode())
+        self._text, before, after = text, self.record, Record.from_text(text.decode())
         if after == before:
             return
         self.record = after
         self.changes[after.version] = self.scheduler.now()
         self._check_gone(before, after)
-        if after.policy == RANK:
+        if after.policy is RoundPolicy.RANK:
             self.ranked.add(after.round)
         check_record(after)
         check_change(before, after)
@@ -355,7 +346,7 @@ class World:
             assert self.pauses or not late, f"two groups: {late} are still in an earlier round"
 
 
-def check_record(state: State) -> None:
+def check_record(state: Record) -> None:
     """What holds for every record."""
     ids = [node.id for node in state.nodes]
     assert len(ids) == len(set(ids)), "a node is in two places"
@@ -367,35 +358,40 @@ def check_record(state: State) -> None:
         slots = [s for seat in state.seats for s in range(seat.base_slot, seat.base_slot + seat.nproc)]
         assert sorted(slots) == list(range(state.next_slot)), "slots overlap, or have gaps"
         assert state.formation_size <= len(slots)
-        assert state.policy == RANK or state.participants or state.closed
+        assert state.policy is RoundPolicy.RANK or state.participants or state.closed
         assert len(state.seats) >= state.min_nodes
     else:
-        assert state.policy != RANK
+        assert state.policy is not RoundPolicy.RANK
         assert not state.waiting
         assert not state.spares
         assert len(state.participants) < state.max_nodes or state.closed
-    if state.policy == RANK:
+    if state.policy is RoundPolicy.RANK:
         assert not state.waiting
         assert not state.hosted or state.seats[0].occupant is not None, "the store of the workers is lost"
 
 
-def check_change(before: State, after: State) -> None:
+def check_change(before: Record, after: Record) -> None:
     """What holds for every change."""
     assert after.version == before.version + 1, "a version was passed over"
     assert not before.closed or after.closed, "closed is final"
     assert after.restarts >= before.restarts
     assert before.round <= after.round  # several entries of the log may each begin one
     assert after.hosted == before.hosted
-    if before.policy == RANK != after.policy:
+    if before.policy is RoundPolicy.RANK != after.policy:
         assert before.hosted, "nothing was lost by which the ranks go on"
         host = before.seats[0].occupant
         assert after.round > before.round or after.seats[0].occupant is None, f"{host} is there yet"
-    elif before.policy == RANK:
+    elif before.policy is RoundPolicy.RANK:
         assert (after.formation_size, after.round) == (before.formation_size, before.round)
         assert [(s.base_slot, s.nproc, s.role) for s in after.seats[: len(before.seats)]] == [
             (s.base_slot, s.nproc, s.role) for s in before.seats
         ], "a seat has moved"
-    elif before.complete and after.complete and before.round == after.round and after.policy != RANK:
+    elif (
+        before.complete
+        and after.complete
+        and before.round == after.round
+        and after.policy is not RoundPolicy.RANK
+    ):
         was = {s.group_rank: s.occupant for s in before.seats}
         now = {s.group_rank: s.occupant for s in after.seats}
         assert was.keys() == now.keys(), "the size of a complete round has changed"
@@ -479,11 +475,11 @@ def check_settled(world: World) -> None:
     assert {node.name for node in state.nodes} == live, (
         "the record still has dead nodes, or not all live ones"
     )
-    if len(live) >= state.min_nodes or state.policy == RANK:
+    if len(live) >= state.min_nodes or state.policy is RoundPolicy.RANK:
         assert state.complete
         assert len(state.participants) == min(state.max_nodes, len(live))
         assert all(
-            state.place_of(node.node) != SEAT or node.inside == state.round
+            state.place_of(node.node) is not Place.SEAT or node.inside == state.round
             for node in world.nodes
             if node.alive
         )

@@ -10,15 +10,15 @@ import logging
 from collections.abc import Callable, Iterator
 
 import pytest
+from exhaustive.search import Search
 from explored_nodes import CLOSE, CRASH, EXIT, FAILURE, LATE, SUSPECT, ExploredJob, Job, search
 
-from ft_wrapper.rendezvous import executor, keys, operations, state
+from ft_wrapper.rendezvous import executor, moves, operations
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.operations import Announced
-from ft_wrapper.rendezvous.register import Register, Snapshot
-from ft_wrapper.rendezvous.state import RANK, Entry, Seat, State
+from ft_wrapper.rendezvous.record import Admission, Record, RoundPolicy, Seat, digest
+from ft_wrapper.rendezvous.register import RECORD_KEY, Register, Snapshot, version_key
 from ft_wrapper.testing import SchedulerError
-from ft_wrapper.testing.exhaustive import Search
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +78,8 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def notes_its_entry_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
     """As it was: an agent that was interrupted in between did not take its entry back."""
 
-    def announce(self: Executor, record: State) -> None:
-        entry = Entry(self.node, self._leaving, state.digest(self._options))
+    def announce(self: Executor, record: Record) -> None:
+        entry = Admission(self.node, self._leaving, digest(self._options))
         number = self._register.announce(record.epoch, entry)
         self._announced = Announced(record.epoch, number, self._register.store.now())
 
@@ -95,9 +95,9 @@ def believes_that_it_has_left(patch: pytest.MonkeyPatch) -> None:
     """Another node has taken its entry into the record and deleted the log, since it read the record."""
 
     def leave(self: Executor, snapshot: Snapshot, announced: bool) -> Snapshot:
-        entries = self._register.entries(snapshot.state.epoch) if announced else []
-        after, _ = state.remove(state.fold(snapshot.state, entries), [self.node])
-        if after == snapshot.state:
+        entries = self._register.admissions(snapshot.record.epoch) if announced else []
+        after, _ = moves.remove(moves.fold(snapshot.record, entries), [self.node])
+        if after == snapshot.record:
             self._announced = None
             return snapshot
         snapshot, won = self._replace(snapshot, after)
@@ -109,38 +109,38 @@ def believes_that_it_has_left(patch: pytest.MonkeyPatch) -> None:
 
 
 def takes_entries_again(patch: pytest.MonkeyPatch) -> None:
-    right = state.fold
+    right = moves.fold
     patch.setattr(
         executor, "fold", lambda record, entries: right(dataclasses.replace(record, folded=0), entries)
     )
 
 
 def takes_entries_though_all_is_over(patch: pytest.MonkeyPatch) -> None:
-    def fold(record: State, entries: list[Entry]) -> State:
+    def fold(record: Record, entries: list[Admission]) -> Record:
         after = right(dataclasses.replace(record, closed=False), entries)
         return dataclasses.replace(after, closed=record.closed)
 
-    right = state.fold
+    right = moves.fold
     patch.setattr(executor, "fold", fold)
 
 
 def is_not_final(patch: pytest.MonkeyPatch) -> None:
     """Who takes the log into the record writes it as if it were not closed."""
 
-    def fold(record: State, entries: list[Entry]) -> State:
+    def fold(record: Record, entries: list[Admission]) -> Record:
         return right(dataclasses.replace(record, closed=False), entries)
 
-    right = state.fold
+    right = moves.fold
     patch.setattr(executor, "fold", fold)
 
 
 def sets_instead_of_comparing(patch: pytest.MonkeyPatch) -> None:
-    def replace(self: Register, before: Snapshot, after: State) -> tuple[Snapshot, bool]:
-        version = before.state.version + 1
-        written = dataclasses.replace(after, version=version, writer=self.store.new_nonce())
+    def replace(self: Register, before: Snapshot, after: Record) -> tuple[Snapshot, bool]:
+        version = before.record.version + 1
+        written = dataclasses.replace(after, version=version, writer=next(self.store.nonces))
         text = written.to_text()
-        self.store.set(keys.STATE, text)
-        self.store.multi_set([keys.version(version - 1), keys.version(version)], ["", text])
+        self.store.set(RECORD_KEY, text)
+        self.store.multi_set([version_key(version - 1), version_key(version)], ["", text])
         return Snapshot(text, written), True
 
     patch.setattr(Register, "replace", replace)
@@ -163,18 +163,18 @@ def takes_a_seat_that_is_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def begins_a_round_while_the_last_one_is_on(patch: pytest.MonkeyPatch) -> None:
-    def begins(record: State) -> State:
-        if record.policy != RANK and record.complete and record.waiting:
-            record = state._begin_round(record)
+    def begins(record: Record) -> Record:
+        if record.policy is not RoundPolicy.RANK and record.complete and record.waiting:
+            record = moves._begin_round(record)
         return right(record)
 
-    right = state.normalize
-    patch.setattr(state, "normalize", begins)
+    right = moves.normalize
+    patch.setattr(moves, "normalize", begins)
 
 
 def gives_ranks_by_order_only(patch: pytest.MonkeyPatch) -> None:
     """All seats of a round have rank 0."""
-    patch.setattr(state, "_ranks", lambda seats: [0] * len(seats))
+    patch.setattr(moves, "_ranks", lambda seats: [0] * len(seats))
 
 
 def waits_for_others_to_take_the_log(patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def waits_for_others_to_take_the_log(patch: pytest.MonkeyPatch) -> None:
 
 
 def lets_more_in_than_there_may_be(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(State, "is_full", property(lambda self: False))
+    patch.setattr(Record, "is_full", property(lambda self: False))
 
 
 MISTAKES: list[tuple[Patch, Job, str]] = [

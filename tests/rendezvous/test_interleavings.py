@@ -14,9 +14,10 @@ import pytest
 from simulated_nodes import SimulatedNode, World, check_settled, random_world
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from ft_wrapper.rendezvous import executor, operations, state
+from ft_wrapper.rendezvous import executor, moves, operations
+from ft_wrapper.rendezvous.moves import adopt_rank_policy
+from ft_wrapper.rendezvous.record import Admission, Record, RoundPolicy
 from ft_wrapper.rendezvous.settings import Settings
-from ft_wrapper.rendezvous.state import RANK, Entry, State, adopt_rank_policy
 from ft_wrapper.testing import Scheduler, SchedulerError
 
 END = 300.0
@@ -116,7 +117,7 @@ def test_policy_rank_keeps_the_others_where_they_are() -> None:
         world.start("1", spare)
         scheduler.sleep(20.0)
         assert [n.id for n in world.record.spares] == ["1"]
-        assert world.record.policy == RANK
+        assert world.record.policy is RoundPolicy.RANK
 
     scheduler.spawn("disaster", disaster)
     scheduler.run()
@@ -183,27 +184,27 @@ def finds(scheduler_seeds: range) -> bool:
 
 
 def test_finds_a_round_that_begins_while_the_last_one_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begins(record: State) -> State:
-        if record.policy != RANK and record.complete and record.waiting:
-            record = state._begin_round(record)
+    def begins(record: Record) -> Record:
+        if record.policy is not RoundPolicy.RANK and record.complete and record.waiting:
+            record = moves._begin_round(record)
         return right(record)
 
-    right = state.normalize
-    monkeypatch.setattr(state, "normalize", begins)
+    right = moves.normalize
+    monkeypatch.setattr(moves, "normalize", begins)
     assert finds(range(40))
 
 
 def test_finds_that_entries_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def takes_all(record: State, entries: list[Entry]) -> State:
+    def takes_all(record: Record, entries: list[Admission]) -> Record:
         return right(dataclasses.replace(record, folded=0), entries)
 
-    right = state.fold
+    right = moves.fold
     monkeypatch.setattr(executor, "fold", takes_all)
     assert finds(range(200))
 
 
 def test_finds_seats_given_beyond_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(State, "is_full", property(lambda self: False))
+    monkeypatch.setattr(Record, "is_full", property(lambda self: False))
     assert finds(range(200))
 
 

@@ -6,24 +6,25 @@ import dataclasses
 
 import pytest
 
-from ft_wrapper.rendezvous import keys
-from ft_wrapper.rendezvous.keep_alive import NeighbourWatch, neighbours
-from ft_wrapper.rendezvous.state import GROUP, RANK, Node, Seat, State, may_unseat
+from ft_wrapper.rendezvous.moves import may_unseat
+from ft_wrapper.rendezvous.presence import NodeWatch, neighbours
+from ft_wrapper.rendezvous.record import Node, Record, RoundPolicy, Seat
+from ft_wrapper.rendezvous.register import alive_key
 from ft_wrapper.testing import FakeStore
 
 NODES = [Node(str(number)) for number in range(6)]
 
 
-def record(policy: str, seated: int, spares: int, empty: tuple[int, ...] = ()) -> State:
+def record(policy: str, seated: int, spares: int, empty: tuple[int, ...] = ()) -> Record:
     seats = tuple(
         Seat(n, n, 1, "default", None if n in empty else NODES[n], NODES[n].id) for n in range(seated)
     )
-    return State(
+    return Record(
         1, 6, complete=True, policy=policy, seats=seats, spares=tuple(NODES[seated : seated + spares])
     )
 
 
-def watched(state: State) -> list[str]:
+def watched(state: Record) -> list[str]:
     """Whom each node watches, as text."""
     return ["".join(other.id for other in neighbours(state, node)) for node in state.nodes]
 
@@ -31,15 +32,15 @@ def watched(state: State) -> list[str]:
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        (record(GROUP, 4, 2), ["12", "23", "34", "45", "50", "01"]),
-        (record(GROUP, 2, 0), ["1", "0"]),
-        (record(RANK, 4, 2), ["12", "23", "3450", "4501", "01", "01"]),
-        (record(RANK, 2, 2), ["123", "230", "01", "01"]),
-        (record(RANK, 3, 1, empty=(1,)), ["23", "30", "02"]),
-        (record(RANK, 1, 1), ["1", "0"]),
+        (record(RoundPolicy.GROUP, 4, 2), ["12", "23", "34", "45", "50", "01"]),
+        (record(RoundPolicy.GROUP, 2, 0), ["1", "0"]),
+        (record(RoundPolicy.RANK, 4, 2), ["12", "23", "3450", "4501", "01", "01"]),
+        (record(RoundPolicy.RANK, 2, 2), ["123", "230", "01", "01"]),
+        (record(RoundPolicy.RANK, 3, 1, empty=(1,)), ["23", "30", "02"]),
+        (record(RoundPolicy.RANK, 1, 1), ["1", "0"]),
     ],
 )
-def test_neighbours(state: State, expected: list[str]) -> None:
+def test_neighbours(state: Record, expected: list[str]) -> None:
     assert watched(state) == expected
     assert neighbours(state, Node("other")) == []
 
@@ -47,19 +48,19 @@ def test_neighbours(state: State, expected: list[str]) -> None:
 def test_two_that_may_act_watch_each_node_under_policy_rank() -> None:
     for seated in range(1, 6):
         for spares in range(6 - seated):
-            state = record(RANK, seated, spares)
+            state = record(RoundPolicy.RANK, seated, spares)
             for node in state.nodes:
                 watchers = [other for other in state.participants if node in neighbours(state, other)]
                 assert len(watchers) >= min(2, len([p for p in state.participants if p != node])), state
 
 
 def test_who_may_take_others_out() -> None:
-    state = record(RANK, 2, 2)
+    state = record(RoundPolicy.RANK, 2, 2)
     seated, other, spare, _ = NODES[:4]
     assert may_unseat(state, seated, [other])
     assert not may_unseat(state, spare, [other])
     assert may_unseat(state, spare, [seated, other]), "nobody else is left that could"
-    assert may_unseat(dataclasses.replace(state, policy=GROUP), spare, [other])
+    assert may_unseat(dataclasses.replace(state, policy=RoundPolicy.GROUP), spare, [other])
     assert not may_unseat(state, Node("0", 1), [other]), "another incarnation has the seat"
     assert not may_unseat(state, NODES[5], [seated, other])
     assert not may_unseat(dataclasses.replace(state, closed=True), seated, [other])
@@ -81,14 +82,14 @@ class SlowStore(FakeStore):
 def test_own_pause_does_not_silence_others(pause: str) -> None:
     """This node stands still for longer than the timeout while it looks; the other one beats every 5 s."""
     store = SlowStore()
-    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
-    state = record(GROUP, 2, 0)
+    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    state = record(RoundPolicy.GROUP, 2, 0)
     assert watch.silent(state) == []
     store.clock.advance(4.9)
     setattr(store, pause, 60.0)
     assert watch.silent(state) == [], "silence of 4.9 s was taken for one of more than 15 s"
     setattr(store, pause, 0.0)
-    FakeStore.add(store, keys.alive(NODES[1].name), 1)
+    FakeStore.add(store, alive_key(NODES[1].name), 1)
     assert watch.silent(state) == []
     for seconds in (5.0, 5.0, 4.9):
         store.clock.advance(seconds)
@@ -103,10 +104,10 @@ def test_own_pause_does_not_silence_others(pause: str) -> None:
 
 def beat(store: FakeStore, *nodes: Node) -> None:
     for node in nodes:
-        store.add(keys.alive(node.name), 1)
+        store.add(alive_key(node.name), 1)
 
 
-def looks(watch: NeighbourWatch, store: FakeStore, state: State, count: int, *living: Node) -> list[Node]:
+def looks(watch: NodeWatch, store: FakeStore, state: Record, count: int, *living: Node) -> list[Node]:
     """So many looks, one every 5 s, while these live; what the last one found."""
     found: list[Node] = []
     for _ in range(count):
@@ -118,8 +119,8 @@ def looks(watch: NeighbourWatch, store: FakeStore, state: State, count: int, *li
 
 def test_all_that_were_lost_together_are_silent_at_the_same_time() -> None:
     store = FakeStore()
-    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
-    state = record(GROUP, 6, 0)
+    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    state = record(RoundPolicy.GROUP, 6, 0)
     assert looks(watch, store, state, 8, *NODES[1:]) == []
     found = [len(looks(watch, store, state, 1, NODES[5])) for _ in range(6)]
     assert found == [0, 0, 2, 2, 4, 4], "the fifth look was to find all four that were lost"
@@ -128,8 +129,8 @@ def test_all_that_were_lost_together_are_silent_at_the_same_time() -> None:
 def test_what_was_seen_stays_when_places_change() -> None:
     """A living node comes to be between this one and those that it observes."""
     store = FakeStore()
-    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
-    state = record(GROUP, 5, 0)
+    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    state = record(RoundPolicy.GROUP, 5, 0)
     looks(watch, store, state, 8, *NODES[1:])
     looks(watch, store, state, 5, NODES[4])
     places = dict(enumerate((NODES[0], NODES[4], NODES[5], NODES[2], NODES[3])))
@@ -142,9 +143,9 @@ def test_what_was_seen_stays_when_places_change() -> None:
 
 def test_a_look_reads_two_counters_while_all_live() -> None:
     store = FakeStore()
-    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
     reads: list[str] = []
-    state = record(GROUP, 6, 0)
+    state = record(RoundPolicy.GROUP, 6, 0)
     looks(watch, store, state, 4, *NODES[1:])
     store.on_operation(lambda client, operation, args: reads.append(str(args[0])) if args[1] == 0 else None)
     looks(watch, store, state, 1, NODES[2])  # the next one is a little late
@@ -156,8 +157,8 @@ def test_a_look_reads_two_counters_while_all_live() -> None:
 def test_nodes_that_reconnect_later_are_not_silent(away: float) -> None:
     """An outage of the store: the others' clients notice its end as late as their attempts let them."""
     store = SlowStore()
-    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
-    state = record(GROUP, 3, 0)
+    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    state = record(RoundPolicy.GROUP, 3, 0)
     assert looks(watch, store, state, 8, *NODES[1:3]) == []
     store.clock.advance(5.0 + away)  # its own sign of life had to wait
     assert watch.silent(state) == []
@@ -170,8 +171,8 @@ def test_nodes_that_reconnect_later_are_not_silent(away: float) -> None:
 
 def test_a_store_that_stays_slow_keeps_no_lost_node_in() -> None:
     store = FakeStore()
-    watch = NeighbourWatch(store, NODES[0], timeout=15.0, interval=5.0)
-    state, found, seconds = record(GROUP, 2, 0), list[Node](), 0.0
+    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    state, found, seconds = record(RoundPolicy.GROUP, 2, 0), list[Node](), 0.0
     while not found:
         store.clock.advance(9.0)  # each look comes late
         seconds += 9.0

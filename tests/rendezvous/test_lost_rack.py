@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from lost_rack import CASES, lose
 
-from ft_wrapper.rendezvous.state import GROUP, RANK
+from ft_wrapper.rendezvous.record import RoundPolicy
 
 WITHIN = 30.5
 """A timeout of 15 s, two looks in which one stands still, 5 s each, and a look of what time it is."""
@@ -23,7 +23,7 @@ def quiet() -> Iterator[None]:
     logging.disable(before)
 
 
-@pytest.mark.parametrize("policy", [GROUP, RANK])
+@pytest.mark.parametrize("policy", [RoundPolicy.GROUP, RoundPolicy.RANK])
 @pytest.mark.parametrize("case", list(CASES))
 def test_one_timeout_for_all(case: str, policy: str) -> None:
     seated, spares, lost = CASES[case]

@@ -7,6 +7,8 @@ import math
 
 import pytest
 
+from ft_wrapper.rendezvous.moves import adopt_rank_policy, complete, fold, remove
+from ft_wrapper.rendezvous.moves import close as closed
 from ft_wrapper.rendezvous.operations import (
     Action,
     Announced,
@@ -18,23 +20,22 @@ from ft_wrapper.rendezvous.operations import (
     keep_alive,
     nodes_waiting,
 )
-from ft_wrapper.rendezvous.state import Entry, Node, State, adopt_rank_policy, complete, digest, fold, remove
-from ft_wrapper.rendezvous.state import close as closed
+from ft_wrapper.rendezvous.record import Admission, Node, Record, digest
 
 ME = Node("me")
 A, B, C = Node("a"), Node("b"), Node("c")
 
 
-def record(low: int, high: int, *nodes: Node) -> State:
-    state = State(low, high)
-    return fold(state, [Entry(node, None, digest({})) for node in nodes])
+def record(low: int, high: int, *nodes: Node) -> Record:
+    state = Record(low, high)
+    return fold(state, [Admission(node, None, digest({})) for node in nodes])
 
 
-def context(state: State, **more: object) -> Context:
+def context(state: Record, **more: object) -> Context:
     return Context(ME, state, now=10.0, deadline=100.0, last_call=5.0, **more)  # type: ignore[arg-type]
 
 
-def announced(state: State, number: int, at: float = 10.0) -> Announced:
+def announced(state: Record, number: int, at: float = 10.0) -> Announced:
     return Announced(state.epoch, number, at)
 
 
@@ -56,7 +57,7 @@ MINE = record(2, 2, A, ME)
         (closed(TWO), Action.ERROR_CLOSED),
     ],
 )
-def test_join(state: State, action: Action) -> None:
+def test_join(state: Record, action: Action) -> None:
     assert join(context(state)) is action
 
 
@@ -72,11 +73,11 @@ def test_who_leaves_a_round_waits_for_the_next_unless_the_round_goes_on() -> Non
         (record(2, 3, A), Action.ERROR_TIMEOUT),
         (record(2, 3, ME), Action.REMOVE_FROM_PARTICIPANTS),
         (record(2, 3, A, ME), Action.MARK_RENDEZVOUS_COMPLETE),
-        (fold(ONE, [Entry(ME, None, digest({}))]), Action.REMOVE_FROM_WAIT_LIST),
+        (fold(ONE, [Admission(ME, None, digest({}))]), Action.REMOVE_FROM_WAIT_LIST),
         (record(2, 2, A, B, ME), Action.SYNC),
     ],
 )
-def test_join_too_late(state: State, action: Action) -> None:
+def test_join_too_late(state: Record, action: Action) -> None:
     enough = 100.0 if len(state.participants) >= 2 else None
     late = dataclasses.replace(context(state), now=100.0, enough_since=enough)
     assert join(late) is action
@@ -93,7 +94,7 @@ def test_own_last_call() -> None:
 
 def test_exactly_one_of_many_takes_the_log() -> None:
     """A hundred at once: the one with which there are enough, and the last one."""
-    state = State(40, 100)
+    state = Record(40, 100)
     due = [n for n in range(1, 101) if is_due(context(state, announced=announced(state, n)))]
     assert due == [40, 100]
     due = [n for n in range(1, 101) if is_due(context(ONE, announced=announced(ONE, n)))]
@@ -104,7 +105,7 @@ def test_exactly_one_of_many_takes_the_log() -> None:
 
 
 def test_who_waits_too_long_takes_the_log() -> None:
-    state = State(40, 100)
+    state = Record(40, 100)
     assert not is_due(context(state, announced=announced(state, 7, at=9.1)))
     assert is_due(context(state, announced=announced(state, 7, at=9.0)))
     assert join(context(state, announced=announced(state, 7, at=9.1))) is Action.SYNC
@@ -115,12 +116,12 @@ def test_who_waits_too_long_takes_the_log() -> None:
     ("state", "action"),
     [
         (MINE, Action.REMOVE_FROM_PARTICIPANTS),
-        (fold(ONE, [Entry(ME, None, digest({}))]), Action.REMOVE_FROM_WAIT_LIST),
+        (fold(ONE, [Admission(ME, None, digest({}))]), Action.REMOVE_FROM_WAIT_LIST),
         (record(2, 2, A, B, ME), Action.REMOVE_FROM_REDUNDANCY_LIST),
         (TWO, Action.FINISH),
     ],
 )
-def test_exit(state: State, action: Action) -> None:
+def test_exit(state: Record, action: Action) -> None:
     assert exit_(context(state)) is action
     late = Action.FINISH if action is Action.FINISH else Action.ERROR_TIMEOUT
     assert exit_(dataclasses.replace(context(state), now=100.0)) is late
@@ -143,7 +144,7 @@ def test_close() -> None:
 
 
 def test_nodes_waiting() -> None:
-    waiting = fold(complete(record(1, 3, ME)), [Entry(A, None, digest({}))])
+    waiting = fold(complete(record(1, 3, ME)), [Admission(A, None, digest({}))])
     assert nodes_waiting(waiting, ME, 0) == 1
     assert nodes_waiting(MINE, ME, 0) == 0
     assert nodes_waiting(remove(MINE, [ME])[0], ME, 0) == 1, "it was taken out: it has to come again"

@@ -9,39 +9,34 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_nodes import check_change, check_record
 
-from ft_wrapper.rendezvous.state import (
-    GROUP,
-    MOST_ENTRIES,
-    RANK,
-    Entry,
-    Node,
-    State,
+from ft_wrapper.rendezvous.moves import (
+    MOST_ADMISSIONS,
     adopt_rank_policy,
     close,
     complete,
-    digest,
     fold,
     normalize,
     remove,
 )
+from ft_wrapper.rendezvous.record import Admission, Node, Record, RoundPolicy, digest
 
 
 def node(node_id: int | str, incarnation: int = 0, nproc: int = 1, role: str = "default") -> Node:
     return Node(str(node_id), incarnation, "", nproc, role)
 
 
-def come(state: State, *nodes: Node, leaves: int | None = None) -> State:
+def come(state: Record, *nodes: Node, leaves: int | None = None) -> Record:
     """The nodes are in the log, and it is taken into the record."""
-    old = [Entry(node("old"))] * state.folded
-    return fold(state, [*old, *(Entry(one, leaves, digest(state.options)) for one in nodes)])
+    old = [Admission(node("old"))] * state.folded
+    return fold(state, [*old, *(Admission(one, leaves, digest(state.options)) for one in nodes)])
 
 
-def begun(*nodes: Node, low: int = 1, high: int | None = None) -> State:
+def begun(*nodes: Node, low: int = 1, high: int | None = None) -> Record:
     """A complete round."""
-    return complete(come(State(low, high or len(nodes)), *nodes))
+    return complete(come(Record(low, high or len(nodes)), *nodes))
 
 
-def ranks(state: State) -> dict[str, int | None]:
+def ranks(state: Record) -> dict[str, int | None]:
     return {seat.occupant.id: seat.group_rank for seat in state.seats if seat.occupant}
 
 
@@ -53,7 +48,7 @@ def ids(nodes: tuple[Node, ...]) -> list[str]:
 
 
 def test_complete_at_most_at_once_and_not_before() -> None:
-    state = come(State(1, 3), node("a"), node("b"))
+    state = come(Record(1, 3), node("a"), node("b"))
     assert not state.complete
     state = come(state, node("c"))
     assert state.complete
@@ -61,8 +56,8 @@ def test_complete_at_most_at_once_and_not_before() -> None:
 
 
 def test_complete_with_enough_only() -> None:
-    assert not complete(come(State(2, 3), node("a"))).complete
-    assert complete(come(State(2, 3), node("a"), node("b"))).complete
+    assert not complete(come(Record(2, 3), node("a"))).complete
+    assert complete(come(Record(2, 3), node("a"), node("b"))).complete
 
 
 def test_numbered_nodes_have_their_rank_others_the_order_of_coming() -> None:
@@ -77,7 +72,7 @@ def test_slots_follow_each_other() -> None:
 
 
 def test_one_too_many_is_a_spare() -> None:
-    state = come(State(1, 2), *map(node, range(3)))
+    state = come(Record(1, 2), *map(node, range(3)))
     assert (ids(state.participants), ids(state.spares)) == (["0", "1"], ["2"])
 
 
@@ -124,15 +119,15 @@ def test_entry_of_an_earlier_round_takes_nobody_out() -> None:
 
 
 def test_newer_incarnation_supersedes_older_does_not() -> None:
-    state = come(State(1, 3), node("a"), node("b"))
+    state = come(Record(1, 3), node("a"), node("b"))
     state = come(state, node("a", 1))
     assert [one.name for one in state.participants] == ["a:1", "b:0"]
     assert [one.name for one in come(state, node("a", 0)).participants] == ["a:1", "b:0"]
 
 
 def test_other_options_do_not_come_in() -> None:
-    state = State(1, 2, {"nnodes": "1:2"})
-    assert fold(state, [Entry(node("a"), None, digest({"nnodes": "1:3"}))]).participants == ()
+    state = Record(1, 2, {"nnodes": "1:2"})
+    assert fold(state, [Admission(node("a"), None, digest({"nnodes": "1:3"}))]).participants == ()
 
 
 def test_closed_is_final() -> None:
@@ -143,7 +138,7 @@ def test_closed_is_final() -> None:
 
 
 def test_long_log_begins_anew() -> None:
-    state = fold(begun(node("a")), [Entry(node("x"), None, "other")] * MOST_ENTRIES)
+    state = fold(begun(node("a")), [Admission(node("x"), None, "other")] * MOST_ADMISSIONS)
     assert (state.epoch, state.folded) == (2, 0)
 
 
@@ -180,9 +175,9 @@ def test_change_of_membership_does_not_count() -> None:
 
 def test_policy_moves_in_a_round_that_nobody_has_begun_to_leave() -> None:
     state = begun(node("a"), node("b"))
-    assert adopt_rank_policy(state).policy == RANK
-    assert adopt_rank_policy(come(state, node("a"), leaves=0)).policy == GROUP
-    assert adopt_rank_policy(State(1, 2)).policy == GROUP
+    assert adopt_rank_policy(state).policy is RoundPolicy.RANK
+    assert adopt_rank_policy(come(state, node("a"), leaves=0)).policy is RoundPolicy.GROUP
+    assert adopt_rank_policy(Record(1, 2)).policy is RoundPolicy.GROUP
 
 
 def test_those_who_waited_are_seated_when_the_policy_moves() -> None:
@@ -224,14 +219,14 @@ def test_with_the_store_of_the_workers_the_policy_is_lost() -> None:
     lost, _ = remove(state, [node("a")])
     again = come(state, node("a", 1))
     for shrunk in (lost, again):
-        assert (shrunk.policy, shrunk.round, shrunk.complete) == (GROUP, 0, True)
+        assert (shrunk.policy, shrunk.round, shrunk.complete) == (RoundPolicy.GROUP, 0, True)
         assert ranks(shrunk) == {"b": 1, "c": 2}
         assert adopt_rank_policy(shrunk) == shrunk, "its seat is empty"
         assert come(shrunk, node("b"), node("c"), leaves=0).round == 1
     assert ids(tuple(waiting.node for waiting in again.waiting)) == ["a"]
     assert again.restarts == 0, "the policy was rank"
     alone = remove(adopt_rank_policy(begun(node("a"))), [node("a")])[0]
-    assert (alone.policy, alone.round, alone.complete) == (GROUP, 1, False)
+    assert (alone.policy, alone.round, alone.complete) == (RoundPolicy.GROUP, 1, False)
 
 
 # Text ----------------------------------------------------------------------------------------------------
@@ -240,9 +235,9 @@ def test_with_the_store_of_the_workers_the_policy_is_lost() -> None:
 @pytest.mark.parametrize("text", ["garbage", "[]", "{}", '{"format": 99}', '{"format": 1, "seats": 3}'])
 def test_garbage_is_an_error_that_shows_it(text: str) -> None:
     with pytest.raises(ValueError, match="no record"):
-        State.from_text(text)
+        Record.from_text(text)
     with pytest.raises(ValueError, match="no entry"):
-        Entry.from_text(text)
+        Admission.from_text(text)
 
 
 # Whatever happens ----------------------------------------------------------------------------------------
@@ -259,7 +254,7 @@ steps = st.one_of(
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 4), st.integers(0, 3), st.lists(steps, max_size=25))
 def test_whatever_happens(low: int, more: int, script: list[tuple]) -> None:
-    state = State(low, low + more)
+    state = Record(low, low + more)
     for what, *args in script:
         before = state
         known = state.find(str(args[0])) if args else None
@@ -279,4 +274,4 @@ def test_whatever_happens(low: int, more: int, script: list[tuple]) -> None:
         check_record(state)
         check_change(before, state)
         assert normalize(state) == state, "not all was moved"
-        assert State.from_text(state.to_text()) == state
+        assert Record.from_text(state.to_text()) == state

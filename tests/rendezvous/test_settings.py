@@ -8,7 +8,7 @@ import sys
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from ft_wrapper.rendezvous.backend import TcpBackend
+from ft_wrapper.rendezvous.backends import TcpBackend
 from ft_wrapper.rendezvous.settings import (
     EtcdOptions,
     Identity,
@@ -19,7 +19,7 @@ from ft_wrapper.rendezvous.settings import (
     read_parameters,
 )
 from ft_wrapper.store import TCPStoreServer
-from ft_wrapper.store.etcd_address import EtcdAddress
+from ft_wrapper.store.address import EtcdAddress
 
 
 def parameters(**config: object) -> RendezvousParameters:
@@ -149,6 +149,6 @@ def test_endpoints_that_do_not_work() -> None:
 
 
 def test_entry_point_imports_nothing_of_torch_elastic() -> None:
-    code = "import sys, ft_wrapper.rendezvous.registry; print([m for m in sys.modules if 'elastic' in m])"
+    code = "import sys, ft_wrapper.rendezvous; print([m for m in sys.modules if 'elastic' in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr

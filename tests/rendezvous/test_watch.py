@@ -8,25 +8,24 @@ from collections.abc import Callable
 
 import pytest
 
-from ft_wrapper.rendezvous import keys
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Register
+from ft_wrapper.rendezvous.presence import LOOK_AGAIN, Watcher
+from ft_wrapper.rendezvous.record import Node, Record
+from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Board, Register, version_key
 from ft_wrapper.rendezvous.settings import Settings
-from ft_wrapper.rendezvous.state import Node, State
-from ft_wrapper.rendezvous.watch import LOOK_AGAIN, Board, Watcher
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.testing import Scheduler
-from ft_wrapper.testing.simulation import SimulatedStore
+from ft_wrapper.testing.simulated_store import SimulatedStore
 
 MANY = KEPT_VERSIONS + 8
 SETTINGS = Settings("job", 1, 1)
-INITIAL = State(1, 1)
+INITIAL = Record(1, 1)
 
 
 class Watched:
     """A watcher on simulated time, and somebody who changes the record."""
 
-    def __init__(self, on_change: Callable[[State], None] | None = None) -> None:
+    def __init__(self, on_change: Callable[[Record], None] | None = None) -> None:
         self.scheduler = Scheduler(max_time=2 * LOOK_AGAIN)
         self.store = SimulatedStore(self.scheduler)
         self.told: list[tuple[float, int]] = []
@@ -36,13 +35,13 @@ class Watched:
         self.watch = self.scheduler.spawn("watch", watcher.run, daemon=True)
         self.writer = Register(self.store.clone("writer"), INITIAL)
 
-    def note(self, state: State) -> None:
+    def note(self, state: Record) -> None:
         self.told.append((self.scheduler.now(), state.version))
 
     def touch(self, times: int) -> None:
         for _ in range(times):
             snapshot = self.writer.read()
-            assert self.writer.replace(snapshot, snapshot.state)[1]
+            assert self.writer.replace(snapshot, snapshot.record)[1]
 
     def run(self, plan: Callable[[], None]) -> None:
         self.scheduler.spawn("plan", plan)
@@ -86,7 +85,7 @@ def test_stopped_between_its_read_and_its_wait() -> None:
 def test_slow_to_take_in_a_record() -> None:
     told: list[tuple[float, int]] = []
 
-    def note(state: State) -> None:
+    def note(state: Record) -> None:
         told.append((watched.scheduler.now(), state.version))
         if len(told) == 1:
             watched.scheduler.sleep(20.0)
@@ -107,7 +106,7 @@ def test_slow_to_take_in_a_record() -> None:
 def test_told_what_another_thread_of_the_node_has_learned() -> None:
     """The heart writes a record, and puts it on the board, while the watcher tells of the one before."""
 
-    def note(state: State) -> None:
+    def note(state: Record) -> None:
         told.append(state.version)
         if len(told) == 1:
             watched.touch(1)
@@ -158,7 +157,7 @@ def test_on_a_real_store() -> None:
         board.learn(writer.read())
         held_up, go_on, seen_all = threading.Event(), threading.Event(), threading.Event()
 
-        def note(state: State) -> None:
+        def note(state: Record) -> None:
             held_up.set()
             assert go_on.wait(30.0)
             if state.version == MANY + 1:
@@ -169,15 +168,15 @@ def test_on_a_real_store() -> None:
         ahead = [0.0]
         watcher._register.store.now = lambda: now() + ahead[0]  # type: ignore[method-assign]
         watcher.start()
-        touch = [writer.replace(writer.read(), writer.read().state)[1]]
+        touch = [writer.replace(writer.read(), writer.read().record)[1]]
         assert held_up.wait(30.0)
-        touch += [writer.replace(writer.read(), writer.read().state)[1] for _ in range(MANY)]
+        touch += [writer.replace(writer.read(), writer.read().record)[1] for _ in range(MANY)]
         assert all(touch)
-        assert not store.check([keys.version(2)])
+        assert not store.check([version_key(2)])
         ahead[0] = 60.0  # it was held up for longer than it took here
         go_on.set()
         assert seen_all.wait(30.0), "it waits for a key that is gone"
         watcher.stop()
-        writer.replace(writer.read(), writer.read().state)
+        writer.replace(writer.read(), writer.read().record)
         watcher.join(30.0)
         assert not watcher.is_alive()

@@ -5,20 +5,21 @@ from __future__ import annotations
 import collections
 
 import pytest
+from simulated_nodes import StoreBoard
 
-from ft_wrapper.rendezvous.executor import Executor, StoreChanges
-from ft_wrapper.rendezvous.register import Register
+from ft_wrapper.rendezvous.executor import Executor
+from ft_wrapper.rendezvous.record import Node, Record
+from ft_wrapper.rendezvous.register import Board, Register
 from ft_wrapper.rendezvous.settings import Settings
-from ft_wrapper.rendezvous.state import Node, State
 from ft_wrapper.testing import Scheduler
-from ft_wrapper.testing.simulation import SimulatedStore
+from ft_wrapper.testing.simulated_store import SimulatedStore
 
 
 def join_at_once(size: int, seed: int, rounds: int) -> tuple[list[float], collections.Counter[str]]:
     """All nodes join at once, so many times in a row: operations a node in each round, and all by kind."""
     scheduler = Scheduler(seed, max_steps=1_000_000)
     settings = Settings("job", size, size)
-    initial = State(size, size, settings.options())
+    initial = Record(size, size, settings.options())
     store = SimulatedStore(scheduler)
     operations: collections.Counter[int] = collections.Counter()
     kinds: collections.Counter[str] = collections.Counter()
@@ -35,11 +36,11 @@ def join_at_once(size: int, seed: int, rounds: int) -> tuple[list[float], collec
         client = store.clone(str(number))
         rounds_of[client.client] = 0
         register = Register(client, initial)
-        executor = Executor(Node(str(number)), register, StoreChanges(register), settings)
+        executor = Executor(Node(str(number)), register, StoreBoard(register, Board()), settings)
         leaving = None
         for this in range(rounds):
             rounds_of[client.client] = this
-            leaving = executor.join(leaving).state.round
+            leaving = executor.join(leaving).record.round
             assert leaving == this
 
     for number in range(size):

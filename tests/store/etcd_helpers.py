@@ -9,6 +9,24 @@ import socket
 import threading
 from typing import Any
 
+from ft_wrapper.store.etcd_client import EtcdClient
+from ft_wrapper.store.etcd_messages import Span, delete, put
+
+
+def write(client: EtcdClient, key: bytes, value: bytes, lease: int = 0) -> int:
+    """Writes a key; returns the store's revision by it."""
+    return client.transaction([], [put(key, value, lease)], what="put").revision
+
+
+def erase(client: EtcdClient, span: Span) -> int:
+    """Deletes keys; returns how many."""
+    return client.transaction([], [delete(span)], what="delete").answers[0].number
+
+
+def ask(client: EtcdClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Sends a request for which the client has no method."""
+    return client.request(path, path, body)[0]
+
 
 class Relay:
     """Forwards requests to one member of etcd, and notes them.

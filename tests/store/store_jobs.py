@@ -10,6 +10,7 @@ from typing import Any
 
 from store_helpers import Background
 
+from ft_wrapper.protocol.agreement import Agreement
 from ft_wrapper.store import Decision, Member, StoreMixin, View
 from ft_wrapper.testing import Clock, FakeStore
 from ft_wrapper.testing.clock import Waiter
@@ -77,10 +78,10 @@ def formed(slots: Sequence[int]) -> tuple[FakeStore, View, list[Member]]:
 
 def formed_in(store: StoreMixin, slots: Sequence[int]) -> tuple[View, list[Member]]:
     """The same in a given store."""
-    members = [store.register(slot, "{}") for slot in slots]
+    members = [Agreement(store).joining.register(slot, "{}") for slot in slots]
     for member in members:
-        store.join_first(member, slots)
-    current = store.read_current()
+        Agreement(store).joining.join_first(member, slots)
+    current = Agreement(store).iterations.read_current()
     assert current is not None
     return current[0], members
 
@@ -89,9 +90,9 @@ def go_on(
     store: StoreMixin, view: View, members: Sequence[Member], outcome: str = "fault"
 ) -> tuple[View, Decision]:
     """Ends the iteration, and all these members leave it, each with its place among them as its rank."""
-    store.end_iteration(view.n, outcome)
+    Agreement(store).ends.end_iteration(view.n, outcome)
     for rank, member in enumerate(members):
-        store.arrive(view, member, rank, len(view.members))
-    current = store.read_current()
+        Agreement(store).iterations.arrive(view, member, rank, len(view.members))
+    current = Agreement(store).iterations.read_current()
     assert current is not None and current[0].n == view.n + 1, "they did not go on"
     return current

@@ -17,8 +17,10 @@ from store_kinds import REAL, real_store
 from torch.distributed import DistNetworkError
 
 from ft_wrapper.exception import RestartError, StoreError, TimeoutError
-from ft_wrapper.store import Member, PrefixStore, StoreMixin, keys
-from ft_wrapper.store.records import DONE, FAULT
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.records import DONE, FAULT
+from ft_wrapper.store import Member, PrefixStore, StoreMixin
 from ft_wrapper.testing import FakeStore, Scheduler, Task
 
 WORLD_SIZE = 4
@@ -82,8 +84,10 @@ class AnyJob(abc.ABC):
     def train_until_in(self, rank: int, member: Member, within: float | None = None) -> int:
         """Goes on whenever the iteration ends, until somebody else is in."""
         client, n = self.clients[rank], self.join(rank)
-        while not client.lists(member):
-            assert client.wait_for_end(n, within or self.patience), "whoever wants in ends the iteration"
+        while member not in Agreement(client).iterations.read_current()[0].members:
+            assert Agreement(client).ends.wait_for_end(n, within or self.patience), (
+                "whoever wants in ends the iteration"
+            )
             n = self.advance(rank)
         return n
 
@@ -94,7 +98,7 @@ class AnyJob(abc.ABC):
     def dies(self, rank: int) -> None:
         """The monitor's evidence of a death."""
         n = self.store.get_global_iteration()
-        self.store.log_death(n, self.member(rank), None, ends=True)
+        Agreement(self.store).ends.log_death(n, self.member(rank), None, ends=True)
 
     def member(self, rank: int) -> Member:
         """The process that holds a rank in the iteration that is on."""
@@ -102,7 +106,7 @@ class AnyJob(abc.ABC):
 
     def members(self) -> tuple[Member, ...]:
         """The processes of the iteration that is on."""
-        current = self.store.read_current()
+        current = Agreement(self.store).iterations.read_current()
         assert current is not None
         members: tuple[Member, ...] = current[0].members
         return members
@@ -170,13 +174,13 @@ class Job(AnyJob):
 
     def all_but_propose(self, ranks: Iterable[int]) -> None:
         """All ranks leave the function, and the last one is cut off before it can propose."""
-        self.store.end_iteration(self.store.get_global_iteration(), FAULT)
+        Agreement(self.store).ends.end_iteration(self.store.get_global_iteration(), FAULT)
         for rank in ranks:
-            client, current = self.clients[rank], self.store.read_current()
+            client, current = self.clients[rank], Agreement(self.store).iterations.read_current()
             assert current is not None
             self.store.fail("add", "*/count/gone/*", client=client.client)
             with pytest.raises(DistNetworkError):
-                client.arrive(current[0], self.member(rank), rank, self.world_size)
+                Agreement(client).iterations.arrive(current[0], self.member(rank), rank, self.world_size)
 
 
 class RealJob(AnyJob):
@@ -237,14 +241,14 @@ def test_number_before_and_after_the_first_decision() -> None:
     store = FakeStore()
     assert store.get_global_iteration() == 0
     assert store.increment_global_iteration() == 0  # which decides nothing
-    assert store.read_head() is None
+    assert Agreement(store).iterations.read_head() is None
     assert Job().store.get_global_iteration() == 0
 
 
 def test_number_is_heads(job: AnyJob) -> None:
     for n in (1, 2, 3):
         job.each(range(4), job.advance)
-        head = job.store.read_head()
+        head = Agreement(job.store).iterations.read_head()
         assert head is not None and job.store.get_global_iteration() == head.n == n
 
 
@@ -258,7 +262,7 @@ def test_ready_once_decided() -> None:
         return str(caught.value)
 
     rank_2 = store.clone("rank 2")
-    rank_2.join_first(rank_2.register(2, "{}"), range(WORLD_SIZE))
+    Agreement(rank_2).joining.join_first(Agreement(rank_2).joining.register(2, "{}"), range(WORLD_SIZE))
     task = scheduler.spawn("waits", wait)
     scheduler.run()
     assert "iteration 0 was not decided" in task.result and "only the ranks [2] have joined" in task.result
@@ -281,7 +285,7 @@ def test_waiting_names_who_has_not_left() -> None:
 
     assert "iteration 0 is still on" in str(job.one(0, wait))
     job.all_but_propose([0, 2])
-    job.store.log_death(0, Member(3, 0), None, ends=True)
+    Agreement(job.store).ends.log_death(0, Member(3, 0), None, ends=True)
     error = job.one(0, wait)
     assert isinstance(error, TimeoutError) and "ranks [1] have not left iteration 0" in str(error)
 
@@ -382,9 +386,9 @@ def test_all_ranks_go_on_together(job: AnyJob) -> None:
 
 
 def test_first_iteration_of_the_next_call_follows_a_good_end(job: AnyJob) -> None:
-    job.store.end_iteration(0, DONE)
+    Agreement(job.store).ends.end_iteration(0, DONE)
     assert set(job.each(range(4), job.advance).values()) == {1}
-    head = job.store.read_head()
+    head = Agreement(job.store).iterations.read_head()
     assert head is not None and head.call == 1
 
 
@@ -597,7 +601,9 @@ def test_heartbeat_is_a_count_of_the_coordinators_own(job: AnyJob) -> None:
     job.clients[1].update_coordinator_heartbeat()
     assert job.store.get_coordinator_heartbeat() == before + 2
     job.dies(0)
-    assert job.store.get_coordinator_heartbeat() == job.store.get_heartbeat(Member(1, 0))
+    assert job.store.get_coordinator_heartbeat() == Agreement(job.store).heartbeats.get_heartbeat(
+        Member(1, 0)
+    )
 
 
 def test_restarting_coordinator_keeps_no_dead_one_alive() -> None:
@@ -606,7 +612,7 @@ def test_restarting_coordinator_keeps_no_dead_one_alive() -> None:
     job.pass_time(15, alive=[1, 2, 3])
     for _ in range(4):
         process = job.store.clone()
-        process.send_heartbeat(process.register(0, "{}"))
+        Agreement(process).heartbeats.send_heartbeat(Agreement(process).joining.register(0, "{}"))
         job.pass_time(5, alive=[1, 2, 3])
     assert not job.clients[1].is_coordinator_alive()
     assert job.elect(1) == 1
@@ -690,7 +696,7 @@ def test_rank_beyond_the_first_world_comes_in_later() -> None:
         client = store.clone("rank 0")
         scheduler.sleep(10.0)
         assert client.handle_rank_restart(1, TIMEOUT, rank=0) == 0
-        client.wait_for_end(0, seconds=1000.0)
+        Agreement(client).ends.wait_for_end(0, seconds=1000.0)
         return client.coordinate_global_iteration_advance(1, TIMEOUT)
 
     first = scheduler.spawn("rank 0", begin)
@@ -705,14 +711,14 @@ def test_older_process_of_a_rank_is_out(job: AnyJob) -> None:
     job.new_process(1)
     job.start(1, job.join)
     job.each([0, 2, 3], job.advance)
-    head = job.store.read_head()
-    arrived = job.store.arrivals_of(1)
+    head = Agreement(job.store).iterations.read_head()
+    arrived = Agreement(job.store).iterations.arrivals_of(1)
     job.clients[1] = zombie
     for act in (job.advance, job.join):
         assert "went on from iteration 0 without slot 1" in str(job.one(1, act))
-    assert job.store.arrivals_of(1) == arrived == set()
-    assert job.store.outcome_of(1) is None
-    assert job.store.read_head() == head
+    assert Agreement(job.store).iterations.arrivals_of(1) == arrived == set()
+    assert Agreement(job.store).ends.outcome_of(1) is None
+    assert Agreement(job.store).iterations.read_head() == head
 
 
 @where_heartbeats_are_counted
@@ -721,9 +727,9 @@ def test_older_process_of_a_rank_sends_no_heartbeat_of_its_successor(job: AnyJob
     job.new_process(1)
     job.start(1, job.join)
     job.each([0, 2, 3], job.advance)
-    beats = job.store.get_heartbeat(Member(1, 1))
+    beats = Agreement(job.store).heartbeats.get_heartbeat(Member(1, 1))
     zombie.update_coordinator_heartbeat()
-    assert job.store.get_heartbeat(Member(1, 1)) == beats
+    assert Agreement(job.store).heartbeats.get_heartbeat(Member(1, 1)) == beats
 
 
 def test_process_whose_rank_a_newer_one_takes_while_it_waits() -> None:
@@ -777,7 +783,7 @@ def test_nothing_to_catch_up_with() -> None:
         store.catch_up_restarting_rank(TIMEOUT, rank=1)
     assert store.num_keys() == 0
     job = Job()
-    job.store.end_iteration(0, DONE)
+    Agreement(job.store).ends.end_iteration(0, DONE)
     job.new_process(1)
     error = job.one(1, job.join)
     assert isinstance(
@@ -826,7 +832,7 @@ def test_who_gave_up_while_the_job_formed_is_not_in_it() -> None:
         scheduler.run()
         for task in tasks:
             assert isinstance(task.result, TimeoutError) and f"ranks {missing} of 3 are" in str(task.result)
-    assert store.read_head() is None
+    assert Agreement(store).iterations.read_head() is None
     tasks = [joins(scheduler, client, rank) for rank, client in enumerate(clients)]
     scheduler.run()
     assert [task.result for task in tasks] == [0, 0, 0]
@@ -842,7 +848,7 @@ def test_who_fails_once_it_is_in_leaves_the_job() -> None:
     scheduler.run()
     assert [tasks[0].result, tasks[2].result] == [0, 0]
     assert isinstance(tasks[1].result, DistNetworkError)
-    assert store.outcome_of(0) == FAULT
+    assert Agreement(store).ends.outcome_of(0) == FAULT
     assert store.get_active_ranks_for_coordination(3, TIMEOUT) == {0, 2}
 
 
@@ -874,7 +880,7 @@ def test_clone_is_the_same_process(store: StoreMixin) -> None:
     assert store.coordinate_global_iteration_advance(1, TIMEOUT) == 1
     clone = store.clone()
     assert clone.handle_rank_restart(1, TIMEOUT, rank=0) == 1
-    assert store.newest_of(0) == Member(0, 0)
+    assert Agreement(store).joining.newest_of(0) == Member(0, 0)
     clone.close()
 
 
@@ -972,11 +978,14 @@ def test_store_of_an_iteration_speaks_of_the_whole_job(job: AnyJob) -> None:
 
 def test_job_of_the_wrapper_is_joined_by_the_wrapper_only() -> None:
     store = FakeStore(Scheduler())
-    store.agree_on_terms(0, {"function": "train"})
+    Agreement(store).joining.agree_on_terms(0, {"function": "train"})
     with pytest.raises(RestartError, match="the job runs under the wrapper"):
         store.handle_rank_restart(1, TIMEOUT, rank=0)
-    assert store.read_head() is None and store.newest_of(0).incarnation == -1
-    assert Job().store.agree_on_terms(0, {"function": "train"})  # nor the other way round
+    assert (
+        Agreement(store).iterations.read_head() is None
+        and Agreement(store).joining.newest_of(0).incarnation == -1
+    )
+    assert Agreement(Job().store).joining.agree_on_terms(0, {"function": "train"})  # nor the other way round
 
 
 def test_wrapped_function_cannot_join_or_leave_by_itself(job: AnyJob) -> None:

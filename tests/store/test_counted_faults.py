@@ -6,18 +6,21 @@ import pytest
 from store_jobs import formed
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.store import Decision, Member, View, keys
-from ft_wrapper.store.records import SameFault
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.operations import Append
+from ft_wrapper.protocol.records import SameFault
+from ft_wrapper.store import Decision, Member, View
 from ft_wrapper.testing import FakeStore
 
 HERE, THERE = "ValueError at train.py:4 in step", "KeyError at <string>:1 in f g"
 
 
 def go_on(store: FakeStore, view: View, *faults: str | None, outcome: str = "fault") -> tuple[View, Decision]:
-    store.end_iteration(view.n, outcome)
+    Agreement(store).ends.end_iteration(view.n, outcome)
     for rank, fault in enumerate(faults):
-        store.arrive(view, view.members[rank], rank, len(view.members), fault)
-    current = store.read_current()
+        Agreement(store).iterations.arrive(view, view.members[rank], rank, len(view.members), fault)
+    current = Agreement(store).iterations.read_current()
     assert current is not None and current[0].n == view.n + 1
     assert current[0].same_faults == current[1].same_faults
     assert current[0] == view.after(current[1], current[0].nonce)
@@ -40,8 +43,8 @@ def test_where_a_rank_is_lost_nothing_is_counted() -> None:
     """What the others raise then, they raise because of the loss."""
     store, view, members = formed([0, 1, 2])
     view, _ = go_on(store, view, HERE, HERE, HERE)
-    store.log_death(view.n, members[2], None, ends=True)
-    store.count_death(view)
+    Agreement(store).ends.log_death(view.n, members[2], None, ends=True)
+    Agreement(store).iterations.count_death(view)
     view, _ = go_on(store, view, HERE, HERE)
     assert view.same_faults == ()
 
@@ -67,6 +70,6 @@ def test_a_decision_without_any_says_nothing_of_them() -> None:
 
 def test_an_entry_that_is_none_is_named() -> None:
     store, view, _ = formed([0])
-    store.log_append(keys.arrived(view.n), f"{Member(0, 0)} 0")
+    store.execute([Append(keys.arrived(view.n), f"{Member(0, 0)} 0")])
     with pytest.raises(StoreError, match="has not 3 words"):
-        store.arrivals_of(view.n)
+        Agreement(store).iterations.arrivals_of(view.n)

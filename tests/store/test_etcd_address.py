@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_wrapper.store.etcd_address import EtcdAddress
+from ft_wrapper.store.address import EtcdAddress
 
 
 @pytest.mark.parametrize(

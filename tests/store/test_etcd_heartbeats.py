@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
-from etcd_helpers import Relay
+from etcd_helpers import Relay, ask, erase
 from store_helpers import Background
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.rendezvous import keys as rendezvous_keys
-from ft_wrapper.rendezvous.keep_alive import NeighbourWatch
-from ft_wrapper.rendezvous.state import GROUP, Node, Seat, State
-from ft_wrapper.store import CounterObserver, EtcdStore, HeartbeatObserver, Member, PrefixStore, keys
-from ft_wrapper.store.etcd_messages import Delete, Range, Span, Watched
-from ft_wrapper.store.heartbeat import beat_lasts
-from ft_wrapper.store.operations import LAPSED
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.evidence import beat_lasts
+from ft_wrapper.protocol.operations import LAPSED, Beat, beats
+from ft_wrapper.rendezvous.presence import NodeWatch
+from ft_wrapper.rendezvous.record import Node, Record, RoundPolicy, Seat
+from ft_wrapper.rendezvous.register import alive_key
+from ft_wrapper.store import CounterObserver, EtcdStore, HeartbeatObserver, Member, PrefixStore
+from ft_wrapper.store.etcd_messages import Span
+from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer, FakeStore
 
 TIMEOUT = timedelta(seconds=30)
@@ -54,7 +57,7 @@ def make(prefix: str) -> Iterator[Make]:
 
 def entries(store: EtcdStore, key: str = KEY) -> dict[bytes, int]:
     """The entries that are there for a key, with their leases."""
-    found = store._etcd.gateway.range(Range(store._spans(key).entries))
+    found = store._etcd.client.read(store._keys.entries(key))
     return {kv.key: kv.lease for kv in found}
 
 
@@ -62,13 +65,13 @@ def lapse(store: EtcdStore, key: str = KEY) -> dict[bytes, int]:
     """Lets the leases of a key run out now; returns what went with them."""
     found = entries(store, key)
     for lease in found.values():
-        assert store._etcd.gateway.revoke(lease)
+        assert store._etcd.client.revoke(lease)
     return found
 
 
 def await_lapses(store: EtcdStore, after: int, number: int = 1, key: str = KEY) -> None:
     """Waits until etcd has taken away some entries of a key."""
-    watch = store._etcd.gateway.watch(Watched(store._spans(key).entries, after + 1, puts=False))
+    watch = Watch(store._etcd.client, store._keys.entries(key), after + 1, puts=False)
     events = watch.events()
     try:
         Background(lambda: [*itertools.islice(events, number)]).join()
@@ -90,12 +93,12 @@ def test_nothing_is_written_while_hearts_beat(make: Make) -> None:
         store = make(server.endpoints)
         others = [store.clone() for _ in range(3)]
         for number, other in enumerate(others):
-            other.send_heartbeat(Member(number, 0))
+            Agreement(other).heartbeats.send_heartbeat(Member(number, 0))
         before = revision(store)
         for _ in range(20):
             for number, other in enumerate(others):
-                other.send_heartbeat(Member(number, 0))
-                assert store.get_heartbeat(Member(number, 0)) > 0
+                Agreement(other).heartbeats.send_heartbeat(Member(number, 0))
+                assert Agreement(store).heartbeats.get_heartbeat(Member(number, 0)) > 0
         assert revision(store) == before
 
 
@@ -103,16 +106,16 @@ def test_a_sign_of_life_is_one_request(relay: Relay, make: Make) -> None:
     store = make(relay.endpoint)
     relay.wait_for("lease/keepalive", 1)  # of the job's lease
     before = len(relay.requests)
-    store.beat("k", 60.0)
+    store.execute([Beat("k", 60.0)])
     assert relay.requests[before:] == ["lease/grant", "kv/txn"]
     for _ in range(3):
-        store.beat("k", 60.0)
+        store.execute([Beat("k", 60.0)])
     assert relay.requests[before + 2 :] == ["lease/keepalive"] * 3
-    store.beats("k")
+    beats(store, "k")
     assert relay.requests[before + 5 :] == ["kv/txn"]
-    store.beats("k")
-    (entry,) = store._etcd.gateway.range(Range(store._spans("k").entries))
-    assert entry.version == 1
+    beats(store, "k")
+    (entry,) = store._etcd.client.read(store._keys.entries("k"))
+    assert entry.create_revision == entry.mod_revision
 
 
 @pytest.mark.parametrize(
@@ -126,17 +129,17 @@ def test_how_long_it_lasts(timeout: float, interval: float, lasts: float) -> Non
 @pytest.mark.parametrize(("lasts", "granted"), [(0.1, 2), (2.0, 2), (7.5, 8), (600.0, 600)])
 def test_time_of_the_lease(etcd: EtcdServer, make: Make, lasts: float, granted: int) -> None:
     store = make(etcd.endpoints)
-    store.beat(KEY, lasts)
+    store.execute([Beat(KEY, lasts)])
     (lease,) = entries(store).values()
-    reply = store._etcd.gateway.call("lease/timetolive", {"ID": str(lease)})
+    reply = ask(store._etcd.client, "lease/timetolive", {"ID": str(lease)})
     assert int(reply["grantedTTL"]) == granted
 
 
 def test_another_time_makes_another_lease(etcd: EtcdServer, make: Make) -> None:
     store = make(etcd.endpoints)
-    store.beat(KEY, 60.0)
-    store.beat(KEY, 30.0)
-    store.beat(KEY, 30.0)
+    store.execute([Beat(KEY, 60.0)])
+    store.execute([Beat(KEY, 30.0)])
+    store.execute([Beat(KEY, 30.0)])
     assert len(entries(store)) == 2
 
 
@@ -145,16 +148,16 @@ def test_leases_of_those_who_come_and_go_do_not_stay(etcd: EtcdServer, make: Mak
     began = revision(store)
     clones = [store.clone() for _ in range(30)]
     for number, clone in enumerate(clones):
-        clone.beat(KEY, SHORT)
-        store.beat(f"of {number}", SHORT)
+        clone.execute([Beat(KEY, SHORT)])
+        store.execute([Beat(f"of {number}", SHORT)])
     leases = {lease.id for one in (store, *clones) for lease in one._beats._leases.values()}
     assert len(leases) == 60
     await_lapses(store, began, 30)
     for number in range(30):
         await_lapses(store, began, 1, f"of {number}")
-    listed = store._etcd.gateway.call("lease/leases", {}).get("leases", [])
+    listed = ask(store._etcd.client, "lease/leases", {}).get("leases", [])
     assert not leases & {int(lease["ID"]) for lease in listed}
-    store.beat(KEY, 60.0)
+    store.execute([Beat(KEY, 60.0)])
     assert len(store._beats._leases) == 1
     assert store.list_keys() == [KEY]
 
@@ -164,8 +167,8 @@ def test_leases_of_those_who_come_and_go_do_not_stay(etcd: EtcdServer, make: Mak
 
 def test_the_end_of_signs_of_life_is_silence(etcd: EtcdServer, make: Make) -> None:
     store, clock = make(etcd.endpoints), FakeStore().clock
-    observer = CounterObserver(store.get_heartbeat, clock.now, 10.0)
-    store.send_heartbeat(MEMBER, 60.0)
+    observer = CounterObserver(Agreement(store).heartbeats.get_heartbeat, clock.now, 10.0)
+    Agreement(store).heartbeats.send_heartbeat(MEMBER, 60.0)
     for _ in range(3):
         assert observer.stillness(MEMBER) == 0.0
         clock.advance(1000.0)  # as long as the lease is there, whatever else takes its time
@@ -179,36 +182,36 @@ def test_the_end_of_signs_of_life_is_silence(etcd: EtcdServer, make: Make) -> No
 
 def test_who_was_never_seen_is_silent_after_the_timeout(etcd: EtcdServer, make: Make) -> None:
     store, clock = make(etcd.endpoints), FakeStore().clock
-    observer = CounterObserver(store.get_heartbeat, clock.now, 10.0)
+    observer = CounterObserver(Agreement(store).heartbeats.get_heartbeat, clock.now, 10.0)
     assert observer.stillness(MEMBER) == 0.0
     clock.advance(5.0)
     assert observer.stillness(MEMBER) == 5.0
     clock.advance(5.0)
     assert observer.silent([MEMBER]) == {MEMBER}
-    store.send_heartbeat(MEMBER)
+    Agreement(store).heartbeats.send_heartbeat(MEMBER)
     assert observer.stillness(MEMBER) == 0.0
 
 
 def test_whoever_was_stopped_for_longer_comes_back(etcd: EtcdServer, make: Make) -> None:
     store, other = make(etcd.endpoints), make(etcd.endpoints)
-    store.send_heartbeat(MEMBER, 60.0)
+    Agreement(store).heartbeats.send_heartbeat(MEMBER, 60.0)
     first = lapse(other)
-    assert other.get_heartbeat(MEMBER) == LAPSED
-    store.send_heartbeat(MEMBER, 60.0)
-    assert other.get_heartbeat(MEMBER) > 0
+    assert Agreement(other).heartbeats.get_heartbeat(MEMBER) == LAPSED
+    Agreement(store).heartbeats.send_heartbeat(MEMBER, 60.0)
+    assert Agreement(other).heartbeats.get_heartbeat(MEMBER) > 0
     assert len(entries(other)) == 1 and not entries(other).keys() & first.keys()
 
 
 def test_one_of_two_who_speak_for_the_same(etcd: EtcdServer, make: Make) -> None:
     """A process and the monitor beside it: it is there as long as either says so."""
     store = make(etcd.endpoints)
-    monitor, process = store.clone(), store.clone()
+    monitor, process = (Agreement(store.clone()).heartbeats for _ in range(2))
     monitor.send_heartbeat(MEMBER, 30.0)
     before = revision(store)
     process.send_heartbeat(MEMBER, SHORT)
     monitor.send_heartbeat(MEMBER, 30.0)
     await_lapses(store, before)
-    assert store.get_heartbeat(MEMBER) > 0
+    assert Agreement(store).heartbeats.get_heartbeat(MEMBER) > 0
 
 
 def test_each_node_of_a_rendezvous(etcd: EtcdServer, make: Make) -> None:
@@ -216,14 +219,14 @@ def test_each_node_of_a_rendezvous(etcd: EtcdServer, make: Make) -> None:
     store.now = clock.now  # type: ignore[method-assign]
     nodes = [Node(str(number)) for number in range(3)]
     seats = tuple(Seat(number, number, 1, "default", node, node.id) for number, node in enumerate(nodes))
-    state = State(1, 3, complete=True, policy=GROUP, seats=seats)
-    watch = NeighbourWatch(store, nodes[0], 15.0, 2.5)
+    state = Record(1, 3, complete=True, policy=RoundPolicy.GROUP, seats=seats)
+    watch = NodeWatch(store, nodes[0], 15.0, 2.5)
     for node in nodes[1:]:
-        store.clone().beat(rendezvous_keys.alive(node.name), 60.0)
+        store.clone().execute([Beat(alive_key(node.name), 60.0)])
     for _ in range(12):  # one that has just begun judges nobody yet
         assert watch.silent(state) == []
         clock.advance(2.5)
-    lapse(store, rendezvous_keys.alive(nodes[1].name))
+    lapse(store, alive_key(nodes[1].name))
     for _ in range(3):
         assert watch.silent(state) == []
         clock.advance(2.5)
@@ -233,32 +236,32 @@ def test_each_node_of_a_rendezvous(etcd: EtcdServer, make: Make) -> None:
 def test_through_a_prefix(etcd: EtcdServer, make: Make) -> None:
     store = make(etcd.endpoints)
     part = PrefixStore(5, store)
-    assert part.beats("k") == LAPSED
-    part.beat("k", 60.0)
-    first = part.beats("k")
-    assert 0 < first < part.beats("k") and store.beats("k") == LAPSED
+    assert beats(part, "k") == LAPSED
+    part.execute([Beat("k", 60.0)])
+    first = beats(part, "k")
+    assert 0 < first < beats(part, "k") and beats(store, "k") == LAPSED
     (name,) = store.list_keys()
     assert name.endswith("/k") and part.check(["k"])
-    assert part.delete_key("k") and part.beats("k") == LAPSED and store.list_keys() == []
+    assert part.delete_key("k") and beats(part, "k") == LAPSED and store.list_keys() == []
 
 
 def test_after_a_fork(etcd: EtcdServer, make: Make) -> None:
     store = make(etcd.endpoints)
-    store.send_heartbeat(MEMBER, 60.0)
+    Agreement(store).heartbeats.send_heartbeat(MEMBER, 60.0)
     pid = os.fork()
     if pid == 0:
         try:
-            store.send_heartbeat(MEMBER, 60.0)
-            store.clone().send_heartbeat(MEMBER, 60.0)
-            store.send_heartbeat(Member(2, 0), 60.0)
-            assert store.get_heartbeat(Member(2, 0)) > 0
+            Agreement(store).heartbeats.send_heartbeat(MEMBER, 60.0)
+            Agreement(store.clone()).heartbeats.send_heartbeat(MEMBER, 60.0)
+            Agreement(store).heartbeats.send_heartbeat(Member(2, 0), 60.0)
+            assert Agreement(store).heartbeats.get_heartbeat(Member(2, 0)) > 0
             os._exit(0)
         finally:
             os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     assert len(entries(store)) == 2
-    store.send_heartbeat(MEMBER, 60.0)
-    assert len(entries(store)) == 2 and store.get_heartbeat(Member(2, 0)) > 0
+    Agreement(store).heartbeats.send_heartbeat(MEMBER, 60.0)
+    assert len(entries(store)) == 2 and Agreement(store).heartbeats.get_heartbeat(Member(2, 0)) > 0
 
 
 # When etcd fails
@@ -269,9 +272,9 @@ def test_an_outage_silences_nobody(make: Make, lost: str) -> None:
     """Leases last for their whole time again once a leader has been elected; one that lapsed is made anew."""
     with EtcdServer(3) as cluster:
         store = make(cluster.endpoints)
-        store.set_patience(0.2)
-        heart, eye = store.clone(), store.clone()
-        observer = HeartbeatObserver(eye, 10.0)
+        store.patience = 0.2
+        heart, eye = Agreement(store.clone()).heartbeats, store.clone()
+        observer = HeartbeatObserver(Agreement(eye).heartbeats, 10.0)
         stop, changed = threading.Event(), threading.Condition()
         counts = {"beats": 0, "looks": 0, "failures": 0}
         seen: list[float] = []
@@ -323,27 +326,27 @@ def test_lost_answers(relay: Relay, etcd: EtcdServer, make: Make) -> None:
     relay.wait_for("lease/keepalive", 1)
     for path in ("lease/grant", "kv/txn"):
         relay.lose_answer(path)
-    store.beat(KEY, 60.0)
+    store.execute([Beat(KEY, 60.0)])
     relay.lose_answer("lease/keepalive")
-    store.beat(KEY, 60.0)
-    assert other.beats(KEY) > 0 and len(entries(other)) == 1
+    store.execute([Beat(KEY, 60.0)])
+    assert beats(other, KEY) > 0 and len(entries(other)) == 1
 
 
 def test_a_lease_that_runs_out_before_it_is_used(etcd: EtcdServer, make: Make) -> None:
     store = make(etcd.endpoints)
-    gateway, grant = store._etcd.gateway, store._etcd.gateway.grant
+    client, grant = store._etcd.client, store._etcd.client.grant
 
     def grant_too_late(ttl: int, timeout: float | None = None) -> int:
         lease = grant(ttl, timeout)
-        gateway.revoke(lease)
+        client.revoke(lease)
         return lease
 
-    gateway.grant = grant_too_late  # type: ignore[method-assign]
+    client.grant = grant_too_late  # type: ignore[method-assign]
     with pytest.raises(StoreError, match=r"beat of .*lease not found"):
-        store.beat(KEY, 60.0)
-    gateway.grant = grant  # type: ignore[method-assign]
-    store.beat(KEY, 60.0)
-    assert store.beats(KEY) > 0
+        store.execute([Beat(KEY, 60.0)])
+    client.grant = grant  # type: ignore[method-assign]
+    store.execute([Beat(KEY, 60.0)])
+    assert beats(store, KEY) > 0
 
 
 # The end of a job
@@ -352,21 +355,24 @@ def test_a_lease_that_runs_out_before_it_is_used(etcd: EtcdServer, make: Make) -
 def test_nothing_is_left_of_a_job(relay: Relay, etcd: EtcdServer, make: Make) -> None:
     store, other = make(relay.endpoint), make(etcd.endpoints)
     relay.hold("kv/txn")
-    store.send_heartbeat(MEMBER, 60.0)
+    Agreement(store).heartbeats.send_heartbeat(MEMBER, 60.0)
     store.set("k", "1")
     assert other.remove() is True
-    everything = Range(Span.prefix(store._etcd.prefix))
-    gateway = other._etcd.gateway
-    assert gateway.range(everything) == ()
-    store.send_heartbeat(MEMBER, 60.0)  # its lease is there still
+    everything = Span.prefix(store._etcd.prefix)
+    client = other._etcd.client
+    assert client.read(everything) == ()
+    Agreement(store).heartbeats.send_heartbeat(MEMBER, 60.0)  # its lease is there still
     relay.release()  # what comes late
-    assert gateway.range(everything) == ()
-    for beat in (lambda: store.send_heartbeat(Member(2, 0)), lambda: store.clone().send_heartbeat(MEMBER)):
+    assert client.read(everything) == ()
+    for beat in (
+        lambda: Agreement(store).heartbeats.send_heartbeat(Member(2, 0)),
+        lambda: Agreement(store.clone()).heartbeats.send_heartbeat(MEMBER),
+    ):
         with pytest.raises(StoreError, match="the job's keys are gone"):
             beat()
     with pytest.raises(StoreError, match="the job's keys are gone"):
-        store.get_heartbeat(MEMBER)
-    assert gateway.range(everything) == ()
+        Agreement(store).heartbeats.get_heartbeat(MEMBER)
+    assert client.read(everything) == ()
     assert other.remove() is False
 
 
@@ -374,18 +380,18 @@ def test_a_job_below_another_one_stays(etcd: EtcdServer, make: Make, prefix: str
     outer, inner = make(etcd.endpoints), make(etcd.endpoints, prefix=f"{prefix}/inner")
     for store in (outer, inner):
         store.set("k", "1")
-        store.send_heartbeat(MEMBER, 60.0)
+        Agreement(store).heartbeats.send_heartbeat(MEMBER, 60.0)
     assert outer.remove()
-    assert inner.get("k") == b"1" and inner.get_heartbeat(MEMBER) > 0
+    assert inner.get("k") == b"1" and Agreement(inner).heartbeats.get_heartbeat(MEMBER) > 0
     assert inner.remove()
 
 
 def test_signs_of_life_of_an_earlier_job_are_none(etcd: EtcdServer, make: Make) -> None:
     """Its members had the same names, and one of its processes may not have noticed that it is over."""
     old = make(etcd.endpoints)
-    old.send_heartbeat(MEMBER, 60.0)
-    old._etcd.gateway.delete(Delete(Span(old._etcd.prefix + b"life")))
+    Agreement(old).heartbeats.send_heartbeat(MEMBER, 60.0)
+    erase(old._etcd.client, Span(old._etcd.prefix + b"life"))
     new = make(etcd.endpoints)
-    assert entries(new) and new.get_heartbeat(MEMBER) == LAPSED
-    new.send_heartbeat(MEMBER, 60.0)
-    assert new.get_heartbeat(MEMBER) > 0
+    assert entries(new) and Agreement(new).heartbeats.get_heartbeat(MEMBER) == LAPSED
+    Agreement(new).heartbeats.send_heartbeat(MEMBER, 60.0)
+    assert Agreement(new).heartbeats.get_heartbeat(MEMBER) > 0

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from etcd_helpers import write
 
-from ft_wrapper.store.etcd_gateway import EtcdGateway
-from ft_wrapper.store.etcd_messages import Put, Range, Span
+from ft_wrapper.store.etcd_client import EtcdClient
+from ft_wrapper.store.etcd_messages import Span
 from ft_wrapper.testing import EtcdServer
 from ft_wrapper.testing.etcd_server import BINARY_VARIABLES, EtcdHost, EtcdNotFound, EtcdTLS, find_etcd
 
@@ -21,15 +22,15 @@ def cluster(etcd: EtcdServer) -> Iterator[EtcdServer]:
         yield server
 
 
-def read(client: EtcdGateway, key: bytes) -> bytes:
-    return client.range(Range(Span(key)))[0].value
+def read(client: EtcdClient, key: bytes) -> bytes:
+    return client.read(Span(key))[0].value
 
 
 def test_one_member(etcd: EtcdServer) -> None:
     with EtcdServer() as server:
         assert server.endpoints == server.get_endpoint()
         client = server.get_client()
-        client.put(Put(b"k", b"v"))
+        write(client, b"k", b"v")
         assert read(client, b"k") == b"v"
         client.close()
         with pytest.raises(RuntimeError, match="started already"):
@@ -39,7 +40,7 @@ def test_one_member(etcd: EtcdServer) -> None:
 
 def test_a_member_that_was_killed_comes_back_with_its_data(cluster: EtcdServer) -> None:
     client = cluster.get_client()
-    client.put(Put(b"k", b"v"))
+    write(client, b"k", b"v")
     leader = cluster.leader()
     cluster.kill(leader)
     assert cluster.leader() != leader
@@ -60,7 +61,7 @@ def test_a_paused_leader_is_replaced(cluster: EtcdServer) -> None:
     leader = cluster.leader()
     cluster.pause(leader)
     client = cluster.get_client()
-    client.put(Put(b"k", b"v"))  # whoever leads now has taken it
+    write(client, b"k", b"v")  # whoever leads now has taken it
     assert cluster.leader() != leader
     cluster.resume(leader)
     client.close()
@@ -70,8 +71,8 @@ def test_data_stays_where_it_was_asked_to(etcd: EtcdServer, tmp_path: Path) -> N
     for expected in (0, 1):
         with EtcdServer(data_dir=str(tmp_path)) as server:
             client = server.get_client()
-            assert len(client.range(Range(Span(b"k")))) == expected
-            client.put(Put(b"k", b"v"))
+            assert len(client.read(Span(b"k"))) == expected
+            write(client, b"k", b"v")
             client.close()
 
 
@@ -94,7 +95,7 @@ def test_members_behind_a_command(etcd: EtcdServer) -> None:
         assert server.leader() != leader
         server.restart(leader)
         client = server.get_client()
-        client.put(Put(b"k", b"v"))
+        write(client, b"k", b"v")
         client.close()
 
 

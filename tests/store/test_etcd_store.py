@@ -8,21 +8,24 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed
-from etcd_helpers import Relay
+from etcd_helpers import Relay, ask, write
 from store_helpers import Background
 from torch.distributed import DistStoreError
 
 from ft_wrapper import Wrapper
 from ft_wrapper.exception import StoreError
+from ft_wrapper.protocol import keys as names
+from ft_wrapper.protocol.operations import append_counted, read, read_log
 from ft_wrapper.store import EtcdStore, PrefixStore, StoreMixin, plan_store
-from ft_wrapper.store import keys as names
-from ft_wrapper.store.etcd_messages import Put, Range, Span, Watched
+from ft_wrapper.store.etcd_messages import Span
+from ft_wrapper.store.etcd_watch import Waiting, Watch
 from ft_wrapper.testing import EtcdServer
 
 TIMEOUT = timedelta(seconds=30)
@@ -117,14 +120,14 @@ def test_more_keys_than_a_transaction_takes(etcd: EtcdServer, make: Make) -> Non
 
 def test_value_that_is_too_large(etcd: EtcdServer, make: Make) -> None:
     store, size = make(etcd.endpoints), 2_000_000
-    for write in (
+    for attempt in (
         lambda: store.set("the key", bytes(size)),
         lambda: store.append("the key", bytes(size)),
         lambda: store.multi_set(["a", "the key"], ["1", bytes(size)]),
         lambda: store.compare_set("the key", b"", bytes(size)),
     ):
         with pytest.raises(StoreError, match=f"the value of key 'the key' is too large: {size} bytes"):
-            write()
+            attempt()
     assert not store.check(["the key"])
     store.set("the key", "1")
 
@@ -138,7 +141,7 @@ def _append_at_once(stores: list[StoreMixin]) -> list[int]:
 
     def append(number: int) -> int:
         together.wait(60.0)
-        return stores[number].log_append_counted("log", f"entry {number}", "count")
+        return append_counted(stores[number], "log", f"entry {number}", "count")
 
     appending = [Background(functools.partial(append, number)) for number in range(len(stores))]
     return [one.join() for one in appending]
@@ -157,7 +160,7 @@ def test_counted_appends_at_once_are_one_request_each(
     counts = _append_at_once(stores)
     # Where the machine is so slow that one is sent twice, there is one more: but none grows with the others.
     assert relay.requests.count("kv/txn") - before < 2 * len(stores)
-    assert sorted(store.log_read("log")) == sorted(f"entry {number}" for number in range(len(stores)))
+    assert sorted(read_log(store, "log")) == sorted(f"entry {number}" for number in range(len(stores)))
     assert max(counts) == len(stores)
 
 
@@ -186,11 +189,11 @@ def test_lost_answer_of_a_counted_append(relay: Relay, etcd: EtcdServer, make: M
         relay.lose_answer(times=2)
     else:
         relay.hold()
-    assert store.log_append_counted("log", "mine", "count") == 1
-    assert other.log_append_counted("log", "another", "count") == 2
+    assert append_counted(store, "log", "mine", "count") == 1
+    assert append_counted(other, "log", "another", "count") == 2
     relay.release()
-    assert sorted(other.log_read("log")) == ["another", "mine"]
-    assert other.log_append_counted("log", "last", "count") == 3
+    assert sorted(read_log(other, "log")) == ["another", "mine"]
+    assert append_counted(other, "log", "last", "count") == 3
 
 
 # Lost answers and late tries
@@ -230,7 +233,7 @@ def test_late_try(relay: Relay, etcd: EtcdServer, make: Make, what: str) -> None
         else:
             other.set("k", later)
         relay.release()
-        assert other.try_get("k") == later
+        assert read(other, "k") == later
 
 
 def test_lost_answer_of_a_deletion(relay: Relay, etcd: EtcdServer, make: Make) -> None:
@@ -250,6 +253,41 @@ def test_lost_answer_of_a_deletion(relay: Relay, etcd: EtcdServer, make: Make) -
     assert other.get("k") == b"3"
 
 
+def test_lost_answer_of_an_addition(relay: Relay, etcd: EtcdServer, make: Make) -> None:
+    store, other = make(relay.endpoint), make(etcd.endpoints)
+    held = store._held("n")
+    store._held = lambda key: held  # type: ignore[method-assign]  # so that only what writes is lost
+    relay.lose_answer(times=2)
+    assert store.add("n", 1) == 1
+    assert other.get("n") == b"1"
+
+
+CHANGES: dict[str, Callable[[EtcdStore], object]] = {
+    "set": lambda store: store.set("k", "6"),
+    "appended": lambda store: store.append("k", "0"),
+    "deleted": lambda store: store.delete_key("k"),
+    "deleted and set": lambda store: (store.delete_key("k"), store.set("k", "6")),
+    "deleted and appended": lambda store: (store.delete_key("k"), store.append("k", "6")),
+}
+
+
+@pytest.mark.parametrize("first", ["set", "append"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_of_what_somebody_else_has_changed(
+    etcd: EtcdServer, make: Make, first: str, change: str
+) -> None:
+    """What was read before counts no more: nothing is lost of what was written since."""
+    store, other = make(etcd.endpoints), make(etcd.endpoints)
+    getattr(other, first)("k", "5")
+    held = store._held("k")
+    CHANGES[change](other)
+    value = int(other.get("k") if other.check(["k"]) else b"0")
+    store._held = lambda key: held  # type: ignore[method-assign]
+    assert store.compare_set("k", "5", "7") == (str(value).encode() if value else b"5")
+    assert store.add("k", 1) == value + 1
+    assert other.get("k") == str(value + 1).encode()
+
+
 def test_late_try_of_what_was_told_to_have_failed(relay: Relay, etcd: EtcdServer, make: Make) -> None:
     store, other = make(relay.endpoint), make(etcd.endpoints)
     other.set("k", "theirs")
@@ -264,11 +302,11 @@ def test_late_try_of_what_was_given_up(relay: Relay, etcd: EtcdServer, make: Mak
     store, other = make(relay.endpoint), make(etcd.endpoints)
     store.append("log", "1")
     relay.hold(times=1000)
-    store.set_patience(0.3)
+    store.patience = 0.3
     with pytest.raises(StoreError, match=rf"{relay.endpoint}.*append to 'log' got no answer for 0.3 s"):
         store.append("log", "2")
     relay._hold.clear()
-    store.set_patience(30.0)
+    store.patience = 30.0
     first, *others = relay._held
     relay._held = [first]
     relay.release()
@@ -298,7 +336,7 @@ def test_nothing_twice_and_nothing_lost_while_members_are_killed(cluster: EtcdSe
     results = [result for worker in workers for result in worker.join()]
     assert sorted(results) == list(range(1, 241))
     assert store.add("n", 0) == 240
-    lines = store.log_read("log")
+    lines = read_log(store, "log")
     assert sorted(lines) == sorted(f"{number}.{round_}" for number in range(4) for round_ in range(60))
     for number in range(4):
         assert [line for line in lines if line.startswith(f"{number}.")] == [
@@ -309,7 +347,7 @@ def test_nothing_twice_and_nothing_lost_while_members_are_killed(cluster: EtcdSe
 def test_no_majority(cluster: EtcdServer, make: Make) -> None:
     store = make(cluster.endpoints)
     store.add("n", 1)
-    store.set_patience(1.0)
+    store.patience = 1.0
     for index in (0, 1):
         cluster.kill(index)
     with pytest.raises(StoreError, match=r"get 'n' got no answer for 1 s.*majority"):
@@ -317,7 +355,7 @@ def test_no_majority(cluster: EtcdServer, make: Make) -> None:
     with pytest.raises(StoreError, match="majority"):
         make(cluster.endpoints, timeout=SECOND)
     cluster.restart(1)
-    store.set_patience(30.0)
+    store.patience = 30.0
     assert store.add("n", 1) == 2
 
 
@@ -331,18 +369,18 @@ def test_blocked_wait_costs_no_traffic(relay: Relay, make: Make) -> None:
     with pytest.raises(LookupError, match="'the key'") as caught:
         store.wait(["the key"], SECOND)
     assert isinstance(caught.value, DistStoreError)
-    # What was set, what was appended, and whether the job is there still.
-    assert relay.requests[before:] == ["kv/txn", *["watch"] * 3, "kv/txn"]
+    # A look, and as of when to watch; the key, what wakes ranks, and the job's end; another look.
+    assert relay.requests[before:] == [*["kv/txn"] * 2, *["watch"] * 3, "kv/txn"]
 
 
-def test_clones_share_a_watch(relay: Relay, etcd: EtcdServer, make: Make) -> None:
+def test_clones_share_the_standing_watch(relay: Relay, etcd: EtcdServer, make: Make) -> None:
     store, other = make(relay.endpoint), make(etcd.endpoints)
     waiting = Background(lambda: store.get("k"))
     relay.wait_for("watch", 3)
     clones = [store.clone() for _ in range(4)]
-    others = [Background(lambda client=client: client.wait_for("k", 0.5)) for client in clones]  # type: ignore[misc]
+    others = [Background(lambda client=client: client.hear("k", 0.5) is not None) for client in clones]  # type: ignore[misc]
     assert [one.join() for one in others] == [False] * 4
-    assert relay.requests.count("watch") == 3
+    assert relay.requests.count("watch") == 3 + len(clones)
     other.set("k", "1")
     assert waiting.join() == b"1"
 
@@ -394,23 +432,29 @@ def test_wait_goes_on_when_members_fail(cluster: EtcdServer, make: Make, how: st
         cluster.restart(index) if how == "kill" else cluster.resume(index)
 
 
-def test_wait_looks_again_when_what_it_missed_is_compacted(etcd: EtcdServer, make: Make) -> None:
+@pytest.mark.parametrize("is_standing", [True, False])
+def test_wait_looks_again_when_what_it_missed_is_compacted(
+    etcd: EtcdServer, make: Make, is_standing: bool
+) -> None:
     store = make(etcd.endpoints)
     store.set("k", "1")
     store.set("k", "2")
-    client = etcd.get_client()
-    last = client.range(Range(Span.prefix(store._etcd.prefix + b"k/")))[0].mod_revision
-    client.call("kv/compaction", {"revision": str(last)})
+    client, span = etcd.get_client(), store._keys.span("k")
+    last = client.read(span)[0].mod_revision
+    ask(client, "kv/compaction", {"revision": str(last)})
     client.close()
-    spans = [Watched(Span(store._etcd.prefix + b"k/k"), 1)]
-    assert Background(lambda: store._etcd._waiting.wait(spans, 60.0)).join() is None
+    standing = store._etcd.standing_watch(store._keys.all(names.WAKE), 30.0) if is_standing else None
+    looks = [(last, {span: b"2"}), (0, {})]  # the second one first
+    waiting = Waiting(store._etcd.client, lambda: standing, lambda _: looks.pop(), time.monotonic() + 60.0)
+    assert Background(lambda: waiting.for_each([span])).join() == set()
+    assert looks == []
 
 
 def test_threads_that_wait_to_be_woken_cost_no_traffic(
     relay: Relay, etcd: EtcdServer, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for a look in ten seconds: neither while they wait, nor when one of them is woken."""
-    monkeypatch.setattr("ft_wrapper.store.etcd._LOOK_AGAIN", 600.0)
+    monkeypatch.setattr("ft_wrapper.store.etcd_watch.LOOK_AGAIN", 600.0)
     store, other, number = make(relay.endpoint), make(etcd.endpoints), 20
     relay.wait_for("lease/keepalive", 1)
     before = relay.requests.count("kv/txn")
@@ -435,10 +479,10 @@ def test_wait_after_a_compaction_costs_no_more(relay: Relay, etcd: EtcdServer, m
     for number in range(3):
         store.set(f"{names.WAKE}{number}", "1")
     client = etcd.get_client()
-    client.call("kv/compaction", {"revision": str(store._etcd.read("revision", [], 30.0)[0])})
+    ask(client, "kv/compaction", {"revision": str(store._etcd.read("revision", [], 30.0)[0])})
     client.close()
     before = len(relay.requests)
-    assert not store.wait_for(f"{names.WAKE}k", 1.0)
+    assert store.hear(f"{names.WAKE}k", 1.0) is None
     # What is there, and as of when to watch; wakes, and the end of the job; whether it is there in the end.
     assert sorted(relay.requests[before:]) == [*["kv/txn"] * 2, *["watch"] * 2]
     other = make(etcd.endpoints)
@@ -455,11 +499,11 @@ def test_keys_go_with_the_job(etcd: EtcdServer, make: Make, prefix: str) -> None
     store.set("k", "1")
     store.append("log", "1")
     client = etcd.get_client()
-    keys = client.range(Range(Span.prefix(f"{prefix}/".encode())))
+    keys = client.read(Span.prefix(f"{prefix}/".encode()))
     assert {kv.lease for kv in keys} == {keys[0].lease} and keys[0].lease
-    assert client.time_to_live(keys[0].lease) > 500
+    assert int(ask(client, "lease/timetolive", {"ID": str(keys[0].lease)})["TTL"]) > 500
     assert store.remove() is True
-    assert client.range(Range(Span.prefix(f"{prefix}/".encode()))) == ()
+    assert client.read(Span.prefix(f"{prefix}/".encode())) == ()
     assert store.remove() is False
     client.close()
 
@@ -467,7 +511,7 @@ def test_keys_go_with_the_job(etcd: EtcdServer, make: Make, prefix: str) -> None
 OPERATIONS: dict[str, Callable[[EtcdStore], object]] = {
     **{name: write for name, (write, _, _) in WRITES.items()},
     "get": lambda store: store.get("k"),
-    "try_get": lambda store: store.try_get("k"),
+    "try_get": lambda store: read(store, "k"),
     "check": lambda store: store.check(["k"]),
     "wait": lambda store: store.wait(["k"], TIMEOUT),
     "multi_get": lambda store: store.multi_get(["k"]),
@@ -507,9 +551,9 @@ def test_lease_is_kept_alive_until_the_store_is_closed(relay: Relay, etcd: EtcdS
     relay.wait_for("lease/keepalive", 6)  # a lease of a second would have run out by now
     assert clone.add("n", 1) == 2
     client = etcd.get_client()
-    (life,) = client.range(Range(Span(store._etcd.prefix + b"life")))
+    (life,) = client.read(Span(store._etcd.prefix + b"life"))
     store.close()
-    events = client.watch(Watched(Span(life.key), life.mod_revision + 1)).events()
+    events = Watch(client, Span(life.key), life.mod_revision + 1).events()
     assert Background(lambda: next(events)).join().value is None
     events.close()
     client.close()
@@ -625,7 +669,7 @@ def test_time_to_live_that_is_none() -> None:
 
 def test_prefix_that_another_program_uses(etcd: EtcdServer, make: Make, prefix: str) -> None:
     client = etcd.get_client()
-    client.put(Put(f"{prefix}/life".encode(), b""))
+    write(client, f"{prefix}/life".encode(), b"")
     client.close()
     with pytest.raises(StoreError, match="another program uses this prefix"):
         make(etcd.endpoints)

@@ -8,7 +8,9 @@ import pytest
 from torch.distributed import DistStoreError
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.store import EtcdStore, HeartbeatObserver, Member, StoreMixin, keys
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.store import EtcdStore, HeartbeatObserver, Member, StoreMixin
 from ft_wrapper.testing import Clock, FakeStore
 
 TIMEOUT = 10.0
@@ -25,7 +27,7 @@ def clock(job_store: StoreMixin, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def observer(job_store: StoreMixin, clock: Clock) -> HeartbeatObserver:
-    observer = HeartbeatObserver(job_store, TIMEOUT)
+    observer = HeartbeatObserver(Agreement(job_store).heartbeats, TIMEOUT)
     assert not observer.silent([MEMBER])
     return observer
 
@@ -39,7 +41,7 @@ def test_a_counter_that_stands_still_for_the_timeout_is_silence(
         assert not observer.silent([])
     clock.advance(1.0)
     assert observer.silent([MEMBER]) == {MEMBER}
-    job_store.send_heartbeat(MEMBER)
+    Agreement(job_store).heartbeats.send_heartbeat(MEMBER)
     assert not observer.silent([MEMBER])
 
 
@@ -51,7 +53,7 @@ def test_a_pause_of_the_observer_silences_nobody(
     """As when all were stopped together: who is heard a moment later has not been silent."""
     clock.advance(1000.0)
     assert not observer.silent([MEMBER])
-    job_store.send_heartbeat(MEMBER)
+    Agreement(job_store).heartbeats.send_heartbeat(MEMBER)
     assert observer.stillness(MEMBER) == 0.0
     clock.advance(1000.0)
     assert not observer.silent([MEMBER])
@@ -62,22 +64,26 @@ def test_a_pause_of_the_observer_silences_nobody(
 def test_members_that_share_a_heart_are_heard_and_silent_together(
     job_store: StoreMixin, clock: Clock
 ) -> None:
-    pair = [job_store.register(slot, json.dumps({"heart": "ours"})) for slot in (5, 6)]
-    alone = job_store.register(7, "{}")
-    assert [job_store.heart_of(member) for member in (*pair, alone)] == ["ours", "ours", "7:0"]
-    observer = HeartbeatObserver(job_store, TIMEOUT)
-    job_store.beat_heart("ours", 60.0)
+    pair = [Agreement(job_store).joining.register(slot, json.dumps({"heart": "ours"})) for slot in (5, 6)]
+    alone = Agreement(job_store).joining.register(7, "{}")
+    assert [Agreement(job_store).heartbeats.heart_of(member) for member in (*pair, alone)] == [
+        "ours",
+        "ours",
+        "7:0",
+    ]
+    observer = HeartbeatObserver(Agreement(job_store).heartbeats, TIMEOUT)
+    Agreement(job_store).heartbeats.beat_heart("ours", 60.0)
     assert not observer.silent([*pair, alone])
-    before = job_store.get_heartbeat(pair[0])
-    job_store.beat_heart("ours", 60.0)
-    assert job_store.get_heartbeat(pair[1]) > before
+    before = Agreement(job_store).heartbeats.get_heartbeat(pair[0])
+    Agreement(job_store).heartbeats.beat_heart("ours", 60.0)
+    assert Agreement(job_store).heartbeats.get_heartbeat(pair[1]) > before
     if isinstance(job_store, EtcdStore):
         return  # on etcd the lease lasts, by etcd's clock
     for _ in range(3):
         clock.advance(TIMEOUT / 2)
         silent = observer.silent([*pair, alone])
     assert silent == {*pair, alone}
-    job_store.beat_heart("ours")
+    Agreement(job_store).heartbeats.beat_heart("ours")
     assert observer.silent([*pair, alone]) == {alone}
 
 
@@ -87,12 +93,12 @@ def test_a_record_that_is_garbage_is_an_error_that_names_the_key(
 ) -> None:
     job_store.set(keys.member(str(MEMBER)), garbage)
     with pytest.raises(StoreError, match=keys.member(str(MEMBER))):
-        job_store.heart_of(MEMBER)
+        Agreement(job_store).heartbeats.heart_of(MEMBER)
 
 
 def test_a_failed_look_forgets_what_was_seen() -> None:
     store = FakeStore()
-    observer = HeartbeatObserver(store, TIMEOUT)
+    observer = HeartbeatObserver(Agreement(store).heartbeats, TIMEOUT)
     assert not observer.silent([MEMBER])
     store.clock.advance(9.0)
     store.fail(error=DistStoreError("lost"))

@@ -9,38 +9,52 @@ import pytest
 from store_jobs import formed_in, go_on
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.monitor.housekeeper import SETTLES_AFTER, SLICE, Housekeeper
-from ft_wrapper.store import EtcdStore, Member, StoreMixin, keys
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.housekeeping import (
+    SETTLES_AFTER,
+    SLICE,
+    Housekeeper,
+    delete_past,
+    note_settled,
+    note_wanted,
+)
+from ft_wrapper.protocol.operations import read
+from ft_wrapper.store import EtcdStore, Member, StoreMixin
 from ft_wrapper.testing import Clock
 
 
 def test_the_wanted_size_is_the_largest_that_any_iteration_had(job_store: StoreMixin) -> None:
     store = job_store
-    assert store.wanted() == 0
-    assert not store.note_wanted(0)  # nobody has entered it
+    assert Agreement(store).iterations.wanted() == 0
+    assert not note_wanted(store, 0)  # nobody has entered it
     for n, (world, active) in enumerate([(4, 3), (3, 2), (5, 4)]):
         store.set(keys.world(n), f"{world} {active}")
-        assert store.note_wanted(n)
-    assert store.wanted() == 4
-    assert store.active_in(1) == 2
-    store.note_wanted(0)
-    assert store.wanted() == 4
+        assert note_wanted(store, n)
+    assert Agreement(store).iterations.wanted() == 4
+    assert Agreement(store).entering.active_in(1) == 2
+    note_wanted(store, 0)
+    assert Agreement(store).iterations.wanted() == 4
 
 
 def test_a_spare_is_known_once_others_have_all_active_ranks(job_store: StoreMixin) -> None:
     store = job_store
     view, (first, second, spare) = formed_in(store, [0, 1, 2])
-    assert store.may_be_active(view.n, spare), "nobody has entered yet"
-    store.check_assignment(view.n, second, 1, 3, 2)
-    assert store.may_be_active(view.n, spare), "it may be the other one"
-    store.check_assignment(view.n, first, 0, 3, 2)
-    assert [store.may_be_active(view.n, member) for member in (first, second, spare)] == [True, True, False]
+    assert Agreement(store).entering.may_be_active(view.n, spare), "nobody has entered yet"
+    Agreement(store).entering.check_assignment(view.n, second, 1, 3, 2)
+    assert Agreement(store).entering.may_be_active(view.n, spare), "it may be the other one"
+    Agreement(store).entering.check_assignment(view.n, first, 0, 3, 2)
+    assert [Agreement(store).entering.may_be_active(view.n, member) for member in (first, second, spare)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_iterations_that_ended_early_are_counted(job_store: StoreMixin) -> None:
-    assert [job_store.restless(n) for n in range(3)] == [0, 1, 2]
-    job_store.note_settled(1)
-    assert [job_store.restless(n) for n in range(1, 5)] == [0, 0, 1, 2]
+    assert [Agreement(job_store).joining.restless(n) for n in range(3)] == [0, 1, 2]
+    note_settled(job_store, 1)
+    assert [Agreement(job_store).joining.restless(n) for n in range(1, 5)] == [0, 0, 1, 2]
 
 
 def test_an_iteration_settles_after_some_join_windows(
@@ -53,12 +67,12 @@ def test_an_iteration_settles_after_some_join_windows(
     house.keep(view, 0)
     clock.advance(SETTLES_AFTER - 0.1)
     house.keep(view, 0)
-    assert store.restless(5) == 5
+    assert Agreement(store).joining.restless(5) == 5
     clock.advance(0.2)
     house.keep(view, 1)  # not rank 0's affair
-    assert store.restless(5) == 5
+    assert Agreement(store).joining.restless(5) == 5
     house.keep(view, 0)
-    assert store.restless(5) == 4
+    assert Agreement(store).joining.restless(5) == 4
 
 
 def test_what_is_past_is_deleted_a_little_at_a_time(job_store: StoreMixin) -> None:
@@ -98,16 +112,16 @@ def test_shared_hearts_that_stand_still_go_where_they_are_too_many(
         house = Housekeeper(store, join_window=1.0)
         house.keep(view, 0)
         for heart in beating:
-            store.beat_heart(heart)
+            Agreement(store).heartbeats.beat_heart(heart)
         clock.advance(SETTLES_AFTER)
         for _ in range(2):
             house.keep(view, 0)
         return {key for key in store.list_keys() if keys.is_shared_heart(key)}
 
     for heart in hearts[:2]:
-        store.beat_heart(heart)
+        Agreement(store).heartbeats.beat_heart(heart)
     assert left() == {keys.heartbeat(heart) for heart in hearts[:2]}
-    store.beat_heart(hearts[2])
+    Agreement(store).heartbeats.beat_heart(hearts[2])
     # On etcd a heart is a lease, which ends by itself.
     stay = hearts if isinstance(store, EtcdStore) else hearts[2:]
     assert left(hearts[2]) == {keys.heartbeat(heart) for heart in stay}
@@ -119,12 +133,12 @@ def test_keys_do_not_grow_with_the_iterations(store: StoreMixin) -> None:
     for _ in range(6):
         for rank in range(3):
             store.set(keys.endpoint(view.n), "host 1")
-            store.check_assignment(view.n, members[rank], rank, 3, 3)
-            store.finish(view.n, rank, 99)
+            Agreement(store).entering.check_assignment(view.n, members[rank], rank, 3, 3)
+            Agreement(store).ends.finish(view.n, rank, 99)
             store.set(keys.iteration_prefix(view.n) + "/a user's", "1")
         view, _ = go_on(store, view, members)
         if store.list_keys():
-            store.delete_past(view)
+            delete_past(store, view)
         counts.append(store.num_keys())
     if not store.list_keys():
         pytest.skip("this store cannot list its keys")
@@ -132,40 +146,40 @@ def test_keys_do_not_grow_with_the_iterations(store: StoreMixin) -> None:
     left = {keys.iteration_of(key) for key in store.list_keys()}
     # That of the present one, of the one before, whose faults people read; and the first formation.
     assert left == {None, keys.BEFORE_FIRST, view.n - 1, view.n}
-    assert store.read_current() is not None
+    assert Agreement(store).iterations.read_current() is not None
 
 
 def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin) -> None:
     store = job_store
     view, members = formed_in(store, [0, 1])
-    store.agree_on_terms(0, {})
-    newer = store.register(1, "{}")
-    assert store.register(1, "{}") == Member(1, 2)
+    Agreement(store).joining.agree_on_terms(0, {})
+    newer = Agreement(store).joining.register(1, "{}")
+    assert Agreement(store).joining.register(1, "{}") == Member(1, 2)
     for _ in range(3):
-        store.register(2, "{}")
-    store.say_goodbye(newer)
-    assert store.delete_past(dataclasses.replace(view, n=view.n - 1)) == 0  # by one who is out
-    store.delete_past(view)
+        Agreement(store).joining.register(2, "{}")
+    Agreement(store).ends.say_goodbye(newer)
+    assert delete_past(store, dataclasses.replace(view, n=view.n - 1)) == 0  # by one who is out
+    delete_past(store, view)
     # 1:0 is in the iteration, and either of the others may be in the next one; of slot 2 nobody is in.
     kept = {name for name in map(keys.member_of, store.list_keys()) if name}
     assert kept == {(0, 0), (1, 0), (1, 1), (1, 2), (2, 2)}
-    store.delete_past(dataclasses.replace(view, members=(members[0], Member(1, 2))))
+    delete_past(store, dataclasses.replace(view, members=(members[0], Member(1, 2))))
     kept = {name for name in map(keys.member_of, store.list_keys()) if name}
     assert kept == {(0, 0), (1, 2), (2, 2)}
-    assert store.try_get(keys.terms(0)) is not None
-    store.end_iteration(view.n, "done")
+    assert read(store, keys.terms(0)) is not None
+    Agreement(store).ends.end_iteration(view.n, "done")
     view, _ = go_on(store, view, members, outcome="done")
-    store.delete_past(view)
-    assert store.try_get(keys.terms(0)) is None
+    delete_past(store, view)
+    assert read(store, keys.terms(0)) is None
 
 
 @pytest.mark.parametrize(
     ("key", "read"),
     [
-        (keys.WANTED, StoreMixin.wanted),
-        (keys.world(3), lambda store: store.active_in(3)),
-        (keys.SETTLED, lambda store: store.restless(3)),
-        (keys.finished(3), lambda store: store.finished_in(3)),
+        (keys.WANTED, lambda store: Agreement(store).iterations.wanted()),
+        (keys.world(3), lambda store: Agreement(store).entering.active_in(3)),
+        (keys.SETTLED, lambda store: Agreement(store).joining.restless(3)),
+        (keys.finished(3), lambda store: Agreement(store).ends.finished_in(3)),
     ],
 )
 def test_garbage_is_an_error_that_names_the_key(

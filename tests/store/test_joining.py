@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
@@ -9,16 +10,36 @@ import pytest
 from store_jobs import Script, formed, formed_in, go_on, meanwhile
 
 from ft_wrapper.exception import StoreError, TimeoutError
-from ft_wrapper.job import Job, Patience
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.housekeeping import delete_past
+from ft_wrapper.protocol.membership import Membership
+from ft_wrapper.protocol.records import DONE, FAULT, Decision
 from ft_wrapper.rank_assignment import RankDiscarded
-from ft_wrapper.store import Entry, JoinTerms, Member, StoreMixin, View, keys
-from ft_wrapper.store.records import DONE, FAULT, Decision
+from ft_wrapper.settings import Limits, OnJoin
+from ft_wrapper.store import Entry, Member, StoreMixin, View
 from ft_wrapper.testing import FakeStore
 
-TERMS = JoinTerms("now", window=1.0, heartbeat_timeout=10.0, patience=60.0)
+LIMITS = Limits(
+    barrier_timeout=60.0, heartbeat_timeout=10.0, completion_timeout=60.0, use_global_iteration=True
+)
 
 
-NEXT = JoinTerms("next", window=1.0, heartbeat_timeout=1e6, patience=60.0)
+def terms(
+    on_join: str, join_window: float, heartbeat_timeout: float, patience: float
+) -> tuple[Limits, float]:
+    """How a process joins."""
+    limits = Limits(
+        on_join=OnJoin(on_join),
+        join_window=join_window,
+        heartbeat_timeout=heartbeat_timeout,
+        rejoin_wait=0.0,
+    )
+    return limits, patience
+
+
+TERMS = terms("now", 1.0, 10.0, 60.0)
+NEXT = terms("next", 1.0, 1e6, 60.0)
 
 
 def at(store: FakeStore, when: float, action: Callable[[], Any]) -> None:
@@ -40,10 +61,10 @@ def ends(store: FakeStore, n: int) -> list[float]:
 
 def test_who_comes_now_ends_the_iteration_after_the_window() -> None:
     store, view, members = formed([0, 1])
-    newcomer = store.register(2, "{}")
+    newcomer = Agreement(store).joining.register(2, "{}")
     ended = ends(store, 0)
     at(store, 1.5, lambda: go_on(store, view, members))
-    entry, entered, decision = store.await_entry(newcomer, 0, TERMS)
+    entry, entered, decision = Agreement(store).joining.await_entry(newcomer, 0, *TERMS)
     assert ended[0] == 1.0
     assert (entry, entered.n, decision.joined, decision.joined_ranks) == (Entry.IN, 1, (newcomer,), (2,))
 
@@ -55,8 +76,10 @@ def test_who_comes_degraded_ends_it_only_if_ranks_lack(active: int, lacks: bool)
     store.set(keys.world(0), f"3 {active}")
     ended = ends(store, 0)
     at(store, 50.0, lambda: go_on(store, view, members))
-    newcomer = store.register(3, "{}")
-    assert store.await_entry(newcomer, 0, JoinTerms("degraded", 1.0, 1e6, 60.0))[0] is Entry.IN
+    newcomer = Agreement(store).joining.register(3, "{}")
+    assert (
+        Agreement(store).joining.await_entry(newcomer, 0, *terms("degraded", 1.0, 1e6, 60.0))[0] is Entry.IN
+    )
     assert ended[0] == (1.0 if lacks else 50.0)
 
 
@@ -64,51 +87,56 @@ def test_the_window_grows_in_a_crash_loop() -> None:
     store, view, members = formed([0, 1])
     for _ in range(4):
         view, _ = go_on(store, view, members)
-    newcomer = store.register(2, "{}")
+    newcomer = Agreement(store).joining.register(2, "{}")
     ended = ends(store, 4)
     at(store, 50.0, lambda: go_on(store, view, members))
-    store.await_entry(newcomer, 0, JoinTerms("now", 1.0, 1e6, 60.0))
+    Agreement(store).joining.await_entry(newcomer, 0, *terms("now", 1.0, 1e6, 60.0))
     assert ended[0] == 8.0
 
 
 def test_a_joiner_takes_its_predecessors_place_at_once_and_ends_the_iteration(job_store: StoreMixin) -> None:
     view, members = formed_in(job_store, [0, 1])
-    newer = job_store.register(0, "{}")
+    newer = Agreement(job_store).joining.register(0, "{}")
 
     def look(store: StoreMixin) -> None:
-        assert store.deaths_of(0) == {members[0]}
-        assert store.outcome_of(0) == "fault"
-        [fault] = store.faults_of(0)
+        assert Agreement(store).ends.deaths_of(0) == {members[0]}
+        assert Agreement(store).ends.outcome_of(0) == "fault"
+        [fault] = Agreement(store).ends.faults_of(0)
         assert fault.message == "gave way to a newer process"
-        store.arrive(view, members[0], 0, 2)  # the older one still runs, and is not believed
-        store.arrive(view, members[1], 1, 2)
+        Agreement(store).iterations.arrive(
+            view, members[0], 0, 2
+        )  # the older one still runs, and is not believed
+        Agreement(store).iterations.arrive(view, members[1], 1, 2)
 
     with meanwhile(job_store, keys.join(0), look):
-        entry, entered, decision = job_store.await_entry(newer, 0, NEXT)
+        entry, entered, decision = Agreement(job_store).joining.await_entry(newer, 0, *NEXT)
     assert (entry, entered.members) == (Entry.IN, (newer, members[1]))
     assert (decision.removed, decision.joined_ranks, decision.world_size) == ((members[0],), (0,), 2)
 
 
 def test_an_older_process_of_the_slot_is_told(job_store: StoreMixin) -> None:
     formed_in(job_store, [0, 1])
-    older, newer = job_store.register(2, "{}"), job_store.register(2, "{}")
-    assert job_store.await_entry(older, 0, TERMS)[0] is Entry.TAKEN_OVER
-    assert job_store.newest_of(2) == newer
+    older, newer = (
+        Agreement(job_store).joining.register(2, "{}"),
+        Agreement(job_store).joining.register(2, "{}"),
+    )
+    assert Agreement(job_store).joining.await_entry(older, 0, *TERMS)[0] is Entry.TAKEN_OVER
+    assert Agreement(job_store).joining.newest_of(2) == newer
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_completed_call_lets_nobody_in(job_store: StoreMixin, late: bool) -> None:
     view, members = formed_in(job_store, [0, 1])
-    newcomer = job_store.register(2, "{}")
+    newcomer = Agreement(job_store).joining.register(2, "{}")
     if late:
         go_on(job_store, view, members, outcome="done")
-        assert job_store.await_entry(newcomer, 0, TERMS)[0] is Entry.DONE
+        assert Agreement(job_store).joining.await_entry(newcomer, 0, *TERMS)[0] is Entry.DONE
     else:
         # It asks in time, the call completes nevertheless: the next one is not the one that it asked for.
         with meanwhile(job_store, keys.join(0), lambda store: go_on(store, view, members, outcome="done")):
-            entry, current, decision = job_store.await_entry(newcomer, 0, NEXT)
+            entry, current, decision = Agreement(job_store).joining.await_entry(newcomer, 0, *NEXT)
         assert entry is Entry.DONE
-        assert newcomer in job_store.joins_of(0)
+        assert newcomer in Agreement(job_store).iterations.joins_of(0)
         # On a real store it may see the end before there is a next call.
         assert current.call == 1 or not isinstance(job_store, FakeStore)
         if current.call == 1:
@@ -117,10 +145,10 @@ def test_a_completed_call_lets_nobody_in(job_store: StoreMixin, late: bool) -> N
 
 def test_who_comes_for_the_next_call_is_in_it(job_store: StoreMixin) -> None:
     view, members = formed_in(job_store, [0, 1])
-    job_store.end_iteration(0, "done")
-    newcomer = job_store.register(2, "{}")
+    Agreement(job_store).ends.end_iteration(0, "done")
+    newcomer = Agreement(job_store).joining.register(2, "{}")
     with meanwhile(job_store, keys.join(0), lambda store: go_on(store, view, members, outcome="done")):
-        entry, current, decision = job_store.await_entry(newcomer, 1, TERMS)
+        entry, current, decision = Agreement(job_store).joining.await_entry(newcomer, 1, *TERMS)
     assert (entry, decision.joined) == (Entry.IN, (newcomer,))
     assert (current.call, current.first) == (1, 1)
 
@@ -130,17 +158,17 @@ def test_a_member_that_is_heard_may_take_its_time_between_calls(
     waits: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, view, members = formed([0, 1])
-    store.end_iteration(0, "done")
+    Agreement(store).ends.end_iteration(0, "done")
     for second in range(700):
-        at(store, second, lambda: store.send_heartbeat(members[1]))
-    at(store, 600.0, lambda: store.arrive(view, members[1], 1, 2))
+        at(store, second, lambda: Agreement(store).heartbeats.send_heartbeat(members[1]))
+    at(store, 600.0, lambda: Agreement(store).iterations.arrive(view, members[1], 1, 2))
     if waits == "member":
         step = await_next(store, view, members[0], timeout=60.0)
         assert step is not None and step[0].members == tuple(members)
     else:
-        store.log_death(0, members[0], None, ends=False)
-        newcomer = store.register(0, "{}")
-        entry, entered, _ = store.await_entry(newcomer, 1, TERMS)
+        Agreement(store).ends.log_death(0, members[0], None, ends=False)
+        newcomer = Agreement(store).joining.register(0, "{}")
+        entry, entered, _ = Agreement(store).joining.await_entry(newcomer, 1, *TERMS)
         assert (entry, entered.members) == (Entry.IN, (newcomer, members[1]))
     assert 600.0 <= store.now() < 620.0
     told = [record.message for record in caplog.records if "waits for slots [1]" in record.message]
@@ -150,10 +178,10 @@ def test_a_member_that_is_heard_may_take_its_time_between_calls(
 @pytest.mark.parametrize("comes_after", [0.9, 5.0])
 def test_one_who_waits_says_once_for_whom(comes_after: float) -> None:
     store, view, members = formed([0, 1, 2, 3])
-    store.end_iteration(0, "fault")
-    store.log_death(0, members[0], None, ends=False)
-    store.arrive(view, members[1], 1, 4)
-    at(store, comes_after, lambda: store.arrive(view, members[3], 3, 4))
+    Agreement(store).ends.end_iteration(0, "fault")
+    Agreement(store).ends.log_death(0, members[0], None, ends=False)
+    Agreement(store).iterations.arrive(view, members[1], 1, 4)
+    at(store, comes_after, lambda: Agreement(store).iterations.arrive(view, members[3], 3, 4))
     said: list[tuple[list[Member], float]] = []
 
     def say(missing: Sequence[Member], waited: float) -> None:
@@ -163,10 +191,10 @@ def test_one_who_waits_says_once_for_whom(comes_after: float) -> None:
     assert step is not None
     assert said == []  # the first of those who are here does: not the dead one, and not this one
     store, view, members = formed([0, 1, 2, 3])
-    store.end_iteration(0, "fault")
-    store.log_death(0, members[0], None, ends=False)
-    store.arrive(view, members[2], 2, 4)
-    at(store, comes_after, lambda: store.arrive(view, members[3], 3, 4))
+    Agreement(store).ends.end_iteration(0, "fault")
+    Agreement(store).ends.log_death(0, members[0], None, ends=False)
+    Agreement(store).iterations.arrive(view, members[2], 2, 4)
+    at(store, comes_after, lambda: Agreement(store).iterations.arrive(view, members[3], 3, 4))
     step = await_next(store, view, members[1], timeout=60.0, on_missing=say)
     assert step is not None
     if comes_after < 1.0:
@@ -178,8 +206,8 @@ def test_one_who_waits_says_once_for_whom(comes_after: float) -> None:
 
 def test_a_wait_between_two_calls_is_no_restart() -> None:
     store, view, members = formed([0, 1])
-    store.end_iteration(0, "done")
-    at(store, 5.0, lambda: store.arrive(view, members[1], 1, 2))
+    Agreement(store).ends.end_iteration(0, "done")
+    at(store, 5.0, lambda: Agreement(store).iterations.arrive(view, members[1], 1, 2))
     said: list[Sequence[Member]] = []
     await_next(store, view, members[0], timeout=60.0, on_missing=lambda missing, _: said.append(missing))
     assert said == []
@@ -188,47 +216,49 @@ def test_a_wait_between_two_calls_is_no_restart() -> None:
 @pytest.mark.parametrize("heard_for", [0, 200])
 def test_a_member_that_falls_silent_between_calls_is_gone_on_without(heard_for: int) -> None:
     store, view, members = formed([0, 1])
-    store.end_iteration(0, "done")
+    Agreement(store).ends.end_iteration(0, "done")
     for second in range(heard_for):
-        at(store, second, lambda: store.send_heartbeat(members[1]))
+        at(store, second, lambda: Agreement(store).heartbeats.send_heartbeat(members[1]))
     step = await_next(store, view, members[0], timeout=60.0)
     assert step is not None and step[0].members == (members[0],)
     assert heard_for + 10.0 <= store.now() < heard_for + 30.0  # heartbeat_timeout, and the next looks
 
 
 def await_next(store: StoreMixin, view: View, member: Member, **how: Any) -> Any:
-    store.arrive(view, member, view.members.index(member), len(view.members))
-    return store.await_next(view, member, heartbeat_timeout=10.0, **how)
+    Agreement(store).iterations.arrive(view, member, view.members.index(member), len(view.members))
+    return Agreement(store).iterations.await_next(view, member, heartbeat_timeout=10.0, **how)
 
 
 def test_who_was_passed_over_needs_a_new_incarnation() -> None:
     store, view, members = formed([0, 1])
-    newcomer = store.register(2, "{}")
+    newcomer = Agreement(store).joining.register(2, "{}")
 
     def two_decisions() -> None:
         # It sleeps meanwhile; in the first one it is in, and is found dead.
         current, _ = go_on(store, view, members)
         assert current.members == (*members, newcomer)
-        store.log_death(1, newcomer, None, ends=True)
-        store.count_death(current)
+        Agreement(store).ends.log_death(1, newcomer, None, ends=True)
+        Agreement(store).iterations.count_death(current)
         go_on(store, current, members)
 
     at(store, 0.1, two_decisions)
-    entry, current, _ = store.await_entry(newcomer, 0, NEXT)
+    entry, current, _ = Agreement(store).joining.await_entry(newcomer, 0, *NEXT)
     assert (entry, current.n) == (Entry.PASSED, 2)
 
 
 def test_a_job_whose_members_all_died_goes_on_with_those_who_come_back(job_store: StoreMixin) -> None:
     _, members = formed_in(job_store, [0, 1])
     for member in members:
-        job_store.log_death(0, member, None, ends=True)
-    back = [job_store.register(slot, "{}") for slot in (0, 1)]
-    terms = JoinTerms("degraded", 30.0, 1e6, 60.0)
+        Agreement(job_store).ends.log_death(0, member, None, ends=True)
+    back = [Agreement(job_store).joining.register(slot, "{}") for slot in (0, 1)]
+    degraded = terms("degraded", 30.0, 1e6, 60.0)
     entries = []
     with meanwhile(
-        job_store, keys.join(0), lambda store: entries.append(store.await_entry(back[1], 0, terms))
+        job_store,
+        keys.join(0),
+        lambda store: entries.append(Agreement(store).joining.await_entry(back[1], 0, *degraded)),
     ):
-        entries.append(job_store.await_entry(back[0], 0, terms))
+        entries.append(Agreement(job_store).joining.await_entry(back[0], 0, *degraded))
     for entry, view, _ in entries:
         assert (entry, view.n, view.members) == (Entry.IN, 1, tuple(back))
     if isinstance(job_store, FakeStore):
@@ -238,9 +268,9 @@ def test_a_job_whose_members_all_died_goes_on_with_those_who_come_back(job_store
 def test_who_comes_back_alone_waits_for_the_others_and_goes_on_then() -> None:
     store, _, members = formed([0, 1])
     for member in members:
-        store.log_death(0, member, None, ends=True)
-    back = store.register(0, "{}")
-    entry, view, _ = store.await_entry(back, 0, JoinTerms("degraded", 5.0, 1e6, 60.0))
+        Agreement(store).ends.log_death(0, member, None, ends=True)
+    back = Agreement(store).joining.register(0, "{}")
+    entry, view, _ = Agreement(store).joining.await_entry(back, 0, *terms("degraded", 5.0, 1e6, 60.0))
     assert (entry, view.members) == (Entry.IN, (back,))
     assert store.now() >= 5.0
 
@@ -248,15 +278,15 @@ def test_who_comes_back_alone_waits_for_the_others_and_goes_on_then() -> None:
 @pytest.mark.parametrize("beats", [False, True])
 def test_members_that_fell_silent_all_together_are_given_up_by_who_wants_in(beats: bool) -> None:
     store, view, members = formed([0, 1, 2])
-    store.log_death(0, members[1], None, ends=False)  # a spare
-    store.count_death(view)
-    newcomer = store.register(3, "{}")
+    Agreement(store).ends.log_death(0, members[1], None, ends=False)  # a spare
+    Agreement(store).iterations.count_death(view)
+    newcomer = Agreement(store).joining.register(3, "{}")
     ended = ends(store, 0)
     if beats:
         for second in range(100):
-            at(store, second, lambda: store.send_heartbeat(members[2]))
+            at(store, second, lambda: Agreement(store).heartbeats.send_heartbeat(members[2]))
         at(store, 80.0, lambda: go_on(store, view, [members[0], members[2]]))
-    entry, view, _ = store.await_entry(newcomer, 0, JoinTerms("next", 1.0, 10.0, 100.0))
+    entry, view, _ = Agreement(store).joining.await_entry(newcomer, 0, *terms("next", 1.0, 10.0, 100.0))
     assert entry is Entry.IN
     assert ended[0] == 80.0 if beats else 10.0 <= ended[0] <= 40.0
     assert beats or view.members == (newcomer,)
@@ -269,15 +299,17 @@ def dies_and_returns(store: StoreMixin) -> tuple[View, list[Member]]:
     """A job of two, the second of which has died, and is to come back."""
     view, members = formed_in(store, [0, 1])
     store.set(keys.WANTED, "2")
-    store.log_death(0, members[1], None, ends=True, returns=True)
+    Agreement(store).ends.log_death(0, members[1], None, ends=True, returns=True)
     store.add(keys.count_gone(0), 1)
     return view, members
 
 
 def test_a_restart_waits_for_an_announced_replacement(job_store: StoreMixin) -> None:
     view, members = dies_and_returns(job_store)
-    back = job_store.register(1, "{}")
-    with meanwhile(job_store, keys.arrived(0), lambda store: store.await_entry(back, 0, TERMS)):
+    back = Agreement(job_store).joining.register(1, "{}")
+    with meanwhile(
+        job_store, keys.arrived(0), lambda store: Agreement(store).joining.await_entry(back, 0, *TERMS)
+    ):
         step = await_next(job_store, view, members[0], timeout=100.0, rejoin_wait=30.0)
     assert step is not None and step[0].members == (members[0], back)
     if isinstance(job_store, FakeStore):
@@ -287,7 +319,7 @@ def test_a_restart_waits_for_an_announced_replacement(job_store: StoreMixin) -> 
 def test_a_restart_does_not_wait_for_long_for_an_announced_replacement() -> None:
     store = FakeStore(Script())
     view, members = dies_and_returns(store)
-    store.register(1, "{}")
+    Agreement(store).joining.register(1, "{}")
     step = await_next(store, view, members[0], timeout=100.0, rejoin_wait=2.0)
     assert step is not None and step[0].members == (members[0],)
     assert store.now() == 2.0
@@ -296,8 +328,8 @@ def test_a_restart_does_not_wait_for_long_for_an_announced_replacement() -> None
 def test_no_restart_waits_for_a_replacement_that_nobody_lacks(job_store: StoreMixin) -> None:
     view, members = formed_in(job_store, [0, 1, 2])
     job_store.set(keys.WANTED, "2")  # and a spare
-    job_store.log_death(0, members[1], None, ends=True, returns=True)
-    job_store.count_death(view)
+    Agreement(job_store).ends.log_death(0, members[1], None, ends=True, returns=True)
+    Agreement(job_store).iterations.count_death(view)
     current, _ = go_on(job_store, view, [members[0], members[2]])
     assert current.members == (members[0], members[2])
 
@@ -306,18 +338,18 @@ def test_no_restart_waits_for_a_replacement_that_nobody_lacks(job_store: StoreMi
 
 
 def test_terms_that_differ_are_named(job_store: StoreMixin) -> None:
-    assert job_store.agree_on_terms(0, {"function": "f", "size": 3}) == {}
-    assert job_store.agree_on_terms(0, {"function": "f", "size": 3}) == {}
-    assert job_store.agree_on_terms(0, {"function": "f", "size": 4}) == {"size": (4, 3)}
-    assert job_store.agree_on_terms(0, {"function": "f"}) == {"size": (None, 3)}
-    assert job_store.agree_on_terms(1, {"function": "g"}) == {}
+    assert Agreement(job_store).joining.agree_on_terms(0, {"function": "f", "size": 3}) == {}
+    assert Agreement(job_store).joining.agree_on_terms(0, {"function": "f", "size": 3}) == {}
+    assert Agreement(job_store).joining.agree_on_terms(0, {"function": "f", "size": 4}) == {"size": (4, 3)}
+    assert Agreement(job_store).joining.agree_on_terms(0, {"function": "f"}) == {"size": (None, 3)}
+    assert Agreement(job_store).joining.agree_on_terms(1, {"function": "g"}) == {}
 
 
 def test_another_version_is_refused(job_store: StoreMixin) -> None:
     job_store.set(keys.VERSION, "0")
     before = job_store.list_keys()
     with pytest.raises(StoreError, match="version 0 of the keys, this process version 1"):
-        job_store.register(0, "{}")
+        Agreement(job_store).joining.register(0, "{}")
     assert job_store.list_keys() == before
 
 
@@ -326,15 +358,24 @@ def _decision_key(view: View) -> str:
 
 
 GARBAGE: dict[str, tuple[Callable[[View], str], Callable[[StoreMixin, View], Any]]] = {
-    "head": (lambda view: keys.HEAD, lambda store, view: store.read_head()),
-    "decision": (_decision_key, lambda store, view: store.read_decision(view.head)),
-    "roster": (lambda view: keys.roster(view.n, view.nonce), lambda store, view: store.read_view(view.head)),
-    "end": (lambda view: keys.end(0), lambda store, view: store.outcome_of(0)),
-    "member": (lambda view: keys.member("0:0"), lambda store, view: store.record_of(Member(0, 0))),
-    "terms": (lambda view: keys.terms(0), lambda store, view: store.agree_on_terms(0, {})),
-    "joins": (lambda view: keys.join(0), lambda store, view: store.joins_of(0)),
-    "deaths": (lambda view: keys.dead(0), lambda store, view: store.deaths_of(0)),
-    "arrivals": (lambda view: keys.arrived(0), lambda store, view: store.arrivals_of(0)),
+    "head": (lambda view: keys.HEAD, lambda store, view: Agreement(store).iterations.read_head()),
+    "decision": (_decision_key, lambda store, view: Agreement(store).iterations.read_decision(view.head)),
+    "roster": (
+        lambda view: keys.roster(view.n, view.nonce),
+        lambda store, view: Agreement(store).iterations.read_view(view.head),
+    ),
+    "end": (lambda view: keys.end(0), lambda store, view: Agreement(store).ends.outcome_of(0)),
+    "member": (
+        lambda view: keys.member("0:0"),
+        lambda store, view: Agreement(store).joining.record_of(Member(0, 0)),
+    ),
+    "terms": (lambda view: keys.terms(0), lambda store, view: Agreement(store).joining.agree_on_terms(0, {})),
+    "joins": (lambda view: keys.join(0), lambda store, view: Agreement(store).iterations.joins_of(0)),
+    "deaths": (lambda view: keys.dead(0), lambda store, view: Agreement(store).ends.deaths_of(0)),
+    "arrivals": (
+        lambda view: keys.arrived(0),
+        lambda store, view: Agreement(store).iterations.arrivals_of(0),
+    ),
 }
 
 
@@ -353,12 +394,12 @@ def test_garbage_is_an_error_that_names_the_key(job_store: StoreMixin, what: str
 def test_nobody_goes_on_over_garbage(job_store: StoreMixin, what: str) -> None:
     store = job_store
     view, members = formed_in(store, [0, 1])
-    store.end_iteration(0, "fault")
+    Agreement(store).ends.end_iteration(0, "fault")
     store.append(GARBAGE[what][0](view), "garbage\n")
     with pytest.raises(StoreError, match="garbage"):
         for rank, member in enumerate(members):
-            store.arrive(view, member, rank, 2)
-    assert store.read_head() == view.head
+            Agreement(store).iterations.arrive(view, member, rank, 2)
+    assert Agreement(store).iterations.read_head() == view.head
 
 
 def test_a_decision_on_another_iteration_is_none(job_store: StoreMixin) -> None:
@@ -367,7 +408,7 @@ def test_a_decision_on_another_iteration_is_none(job_store: StoreMixin) -> None:
     other, _ = go_on(store, view, members)
     store.set(_decision_key(other), store.get(_decision_key(view)))
     with pytest.raises(StoreError, match="holds a decision on iteration 0"):
-        store.read_decision(other.head)
+        Agreement(store).iterations.read_decision(other.head)
 
 
 # ---- a member that was paused
@@ -379,20 +420,20 @@ def test_who_wakes_in_an_iteration_whose_keys_are_gone_is_told_nothing_of_it(
 ) -> None:
     store = job_store
     view, members = formed_in(store, [0, 1])
-    job = Job(store, 0, [0, 1], Patience(60.0, 10.0, 60.0, 1, hard=90.0))
+    job = Membership(Agreement(store), 0, [0, 1], LIMITS)
     job.member, job.view = members[0], view
-    store.log_death(0, members[0], None, ends=True)
-    store.count_death(view)
-    store.arrive(view, members[1], 1, 2)
+    Agreement(store).ends.log_death(0, members[0], None, ends=True)
+    Agreement(store).iterations.count_death(view)
+    Agreement(store).iterations.arrive(view, members[1], 1, 2)
     for _ in range(2):
-        current = store.read_current()
+        current = Agreement(store).iterations.read_current()
         assert current is not None
         view, _ = go_on(store, current[0], [members[1]])
-    store.delete_past(view)
+    delete_past(store, view)
 
     def act(others: StoreMixin) -> None:
         if active_rank is None:
-            others.end_iteration(0, "fault")  # as its monitor does
+            Agreement(others).ends.end_iteration(0, "fault")  # as its monitor does
 
     # It is the only active rank that it knows of: all have finished.
     with (
@@ -407,15 +448,15 @@ def test_who_wakes_in_an_iteration_whose_keys_are_gone_is_told_nothing_of_it(
 
 def test_a_rank_that_always_takes_longer_than_completion_timeout_is_waited_for() -> None:
     store, view, members = formed([0, 1])
-    job = Job(store, 0, [0, 1], Patience(90.0, 10.0, 60.0, 1, hard=90.0))
+    job = Membership(Agreement(store), 0, [0, 1], dataclasses.replace(LIMITS, barrier_timeout=90.0))
     job.member, job.view = members[0], view
     assert job.await_completion(0, 2) == FAULT
     assert store.now() == 60.0
-    assert [fault.message for fault in store.faults_of(0)] == [
+    assert [fault.message for fault in Agreement(store).ends.faults_of(0)] == [
         "raised ft_wrapper.exception.RestartError: ranks [1] did not finish within completion_timeout=60 s"
     ]
     job.view, _ = go_on(store, view, members)
-    at(store, 300.0, lambda: store.finish(1, 1, 2))
+    at(store, 300.0, lambda: Agreement(store).ends.finish(1, 1, 2))
     assert job.await_completion(0, 2) == DONE, "a restart has not helped, and would not help again"
     assert store.now() == 300.0
 
@@ -427,23 +468,29 @@ def test_one_that_gives_up_tells_the_others_until_they_go_on_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, view, members = formed([0, 1])
-    job = Job(store, 2, [0, 1], Patience(60.0, 10.0, 60.0, 1, hard=90.0))
+    job = Membership(Agreement(store), 2, [0, 1], LIMITS)
     job.register()
 
     def gives_up(*_: object) -> NoReturn:
         # It has asked to be let in. A proposal is under way that has read the deaths, and not yet decided.
-        store.ask_to_join(0, job.member, 0)
-        store.end_iteration(0, FAULT)
+        Agreement(store).iterations.ask_to_join(0, job.member, 0)
+        Agreement(store).ends.end_iteration(0, FAULT)
         decision = Decision(0, 1, 0, (), (), (job.member,), (2,), (2,), 3)
-        at(store, 5.0, lambda: store._decide(view.head, decision, (*members, job.member)))
+        at(
+            store,
+            5.0,
+            lambda: Agreement(store).iterations._decide(view.head, decision, (*members, job.member)),
+        )
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store, "await_entry", gives_up)
+    monkeypatch.setattr(job.agreement.joining, "await_entry", gives_up)
     with pytest.raises(KeyboardInterrupt):
         job.join()
-    current = store.read_current()
+    current = Agreement(store).iterations.read_current()
     assert current is not None and job.member in current[0].members
-    assert store.deaths_of(1) == {job.member}, "else the others wait for it until it counts as silent"
+    assert Agreement(store).ends.deaths_of(1) == {job.member}, (
+        "else the others wait for it until it counts as silent"
+    )
 
 
 # ---- a job that does not form
@@ -458,56 +505,58 @@ def test_a_few_look_for_all_whether_a_job_can_form(slot: int, looks_for_others: 
         if args and keys.join(keys.BEFORE_FIRST) in args[0] and operation != "append":
             reads.append(store.now())
 
-    member = store.register(slot, "{}")
-    store.join_first(member, range(64))
+    member = Agreement(store).joining.register(slot, "{}")
+    Agreement(store).joining.join_first(member, range(64))
     store.on_operation(note)
     with pytest.raises(TimeoutError, match="are missing"):
-        store.await_first(member, range(64), 60.0)
+        Agreement(store).joining.await_first(member, range(64), 60.0)
     assert (min(reads) < 60.0) == looks_for_others, "but to say who is missing"
 
 
 def test_nobody_forms_a_job_with_those_who_gave_up(job_store: StoreMixin) -> None:
     store = job_store
-    early, late = (store.register(slot, "{}") for slot in (0, 1))
-    store.join_first(early, [0, 1])
-    store.give_up(keys.BEFORE_FIRST, early)
-    store.join_first(late, [0, 1])
-    assert store.read_head() is None
+    early, late = (Agreement(store).joining.register(slot, "{}") for slot in (0, 1))
+    Agreement(store).joining.join_first(early, [0, 1])
+    Agreement(store).ends.give_up(keys.BEFORE_FIRST, early)
+    Agreement(store).joining.join_first(late, [0, 1])
+    assert Agreement(store).iterations.read_head() is None
     with pytest.raises(TimeoutError, match=r"ranks \[0\] of 2 are missing"):
-        store.await_first(late, [0, 1], 0.0)
+        Agreement(store).joining.await_first(late, [0, 1], 0.0)
 
 
 def test_who_gave_up_is_not_the_reason_for_it(job_store: StoreMixin) -> None:
     store = job_store
-    for member in [store.register(slot, "{}") for slot in (0, 2)]:
-        store.join_first(member, [0, 1, 2])
-    store.give_up(keys.BEFORE_FIRST, Member(0, 0))
+    for member in [Agreement(store).joining.register(slot, "{}") for slot in (0, 2)]:
+        Agreement(store).joining.join_first(member, [0, 1, 2])
+    Agreement(store).ends.give_up(keys.BEFORE_FIRST, Member(0, 0))
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of 3 are missing"):
-        store.await_first(Member(2, 0), [0, 1, 2], 0.0)
+        Agreement(store).joining.await_first(Member(2, 0), [0, 1, 2], 0.0)
 
 
 def test_a_slot_that_is_not_expected_takes_no_expected_ones_place(
     job_store: StoreMixin,
 ) -> None:
     store = job_store
-    stranger, early, late = (store.register(slot, "{}") for slot in (7, 0, 1))
-    store.ask_to_join(keys.BEFORE_FIRST, stranger, 0)
-    store.join_first(early, [0, 1])
-    assert not store.form(frozenset([0, 1])), "slot 1 is not there yet"
-    store.join_first(late, [0, 1])
-    current = store.read_current()
+    stranger, early, late = (Agreement(store).joining.register(slot, "{}") for slot in (7, 0, 1))
+    Agreement(store).iterations.ask_to_join(keys.BEFORE_FIRST, stranger, 0)
+    Agreement(store).joining.join_first(early, [0, 1])
+    assert not Agreement(store).joining.form(frozenset([0, 1])), "slot 1 is not there yet"
+    Agreement(store).joining.join_first(late, [0, 1])
+    current = Agreement(store).iterations.read_current()
     assert current is not None and {early, late} <= set(current[0].members)
 
 
 def test_ranks_of_which_some_were_assigned_and_some_were_not_go_on_by_slot(job_store: StoreMixin) -> None:
     store = job_store
     view, members = formed_in(store, [0, 1, 2])
-    store.end_iteration(0, "fault")
-    store.log_death(0, members[0], None, ends=True)
-    store.count_death(view)
-    store.arrive(view, members[1], 0, 2)  # its rank assignment was through: two ranks are left
-    store.arrive(view, members[2], 2, 3)  # this one's was cut short
-    current = store.read_current()
+    Agreement(store).ends.end_iteration(0, "fault")
+    Agreement(store).ends.log_death(0, members[0], None, ends=True)
+    Agreement(store).iterations.count_death(view)
+    Agreement(store).iterations.arrive(
+        view, members[1], 0, 2
+    )  # its rank assignment was through: two ranks are left
+    Agreement(store).iterations.arrive(view, members[2], 2, 3)  # this one's was cut short
+    current = Agreement(store).iterations.read_current()
     assert current is not None
     view, decision = current
     assert view.members == tuple(members[1:])

@@ -11,6 +11,8 @@ import torch.distributed
 from store_helpers import Background
 from torch.distributed import DistStoreError
 
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.operations import Append, read, read_log
 from ft_wrapper.store import FileStore, PrefixStore, StoreMixin
 from ft_wrapper.testing import FakeStore
 
@@ -121,11 +123,11 @@ def test_wait_in_vain(store: StoreMixin) -> None:
     assert "the key" in str(error)
 
 
-def test_wait_for_tells_whether_it_came(store: StoreMixin) -> None:
-    assert store.wait_for("k", 0.0) is False
+def test_who_waits_hears_whether_it_came(store: StoreMixin) -> None:
+    assert store.hear("k", 0.0) is None
     store.set("k", "1")
-    assert store.wait_for("k", 0.0) is True
-    assert store.wait_for("k", 5.0) is True
+    assert store.hear("k", 0.0) is not None
+    assert store.hear("k", 5.0) is not None
 
 
 def test_clone_sees_the_same_and_can_wait_meanwhile(store: StoreMixin) -> None:
@@ -138,16 +140,16 @@ def test_clone_sees_the_same_and_can_wait_meanwhile(store: StoreMixin) -> None:
 
 
 def test_logs(store: StoreMixin) -> None:
-    assert store.log_read("log") == []
-    store.log_append("log", "one")
-    store.log_append("log", "two")
-    assert store.log_read("log") == ["one", "two"]
+    assert read_log(store, "log") == []
+    store.execute([Append("log", "one")])
+    store.execute([Append("log", "two")])
+    assert read_log(store, "log") == ["one", "two"]
 
 
 def test_try_get(store: StoreMixin) -> None:
-    assert store.try_get("k") is None
+    assert read(store, "k") is None
     store.set("k", "v")
-    assert store.try_get("k") == "v"
+    assert read(store, "k") == "v"
 
 
 def test_threads_lose_nothing(store: StoreMixin) -> None:
@@ -158,12 +160,14 @@ def test_threads_lose_nothing(store: StoreMixin) -> None:
         start.wait(20.0)
         for round_ in range(10):
             clients[number].add("n", 1)
-            clients[number].log_append("log", f"{number}.{round_}")
+            clients[number].execute([Append("log", f"{number}.{round_}")])
 
     for worker in [Background(lambda number=number: work(number)) for number in range(4)]:  # type: ignore[misc]
         worker.join()
     assert store.add("n", 0) == 40
-    assert set(store.log_read("log")) == {f"{number}.{round_}" for number in range(4) for round_ in range(10)}
+    assert set(read_log(store, "log")) == {
+        f"{number}.{round_}" for number in range(4) for round_ in range(10)
+    }
 
 
 def test_only_one_compare_set_wins(store: StoreMixin) -> None:
@@ -181,16 +185,18 @@ def test_protocol_on_every_store(store: StoreMixin) -> None:
     first, second = store, store.clone()
 
     def live(client: StoreMixin, slot: int) -> tuple[int, int]:
-        member = client.register(slot, "{}")
-        client.join_first(member, range(2))
-        first = client.await_first(member, range(2), 20.0)
+        member = Agreement(client).joining.register(slot, "{}")
+        Agreement(client).joining.join_first(member, range(2))
+        first = Agreement(client).joining.await_first(member, range(2), 20.0)
         assert first is not None
         view, _ = first
         if slot == 0:
-            client.end_iteration(view.n, "fault")
-        assert client.wait_for_end(view.n, 20.0) == "fault"
-        client.arrive(view, member, slot, 2)
-        following = client.await_next(view, member, timeout=20.0, heartbeat_timeout=10.0)
+            Agreement(client).ends.end_iteration(view.n, "fault")
+        assert Agreement(client).ends.wait_for_end(view.n, 20.0) == "fault"
+        Agreement(client).iterations.arrive(view, member, slot, 2)
+        following = Agreement(client).iterations.await_next(
+            view, member, timeout=20.0, heartbeat_timeout=10.0
+        )
         assert following is not None
         return following[0].n, len(following[0].members)
 
@@ -215,9 +221,9 @@ def test_prefix_store_is_over_with_its_iteration(job_store: StoreMixin) -> None:
     store = job_store
     part = PrefixStore(1, store)
     assert not part.is_over()
-    store.end_iteration(1, "fault")
+    Agreement(store).ends.end_iteration(1, "fault")
     assert part.is_over() and not PrefixStore(2, store).is_over() and not store.is_over()
-    store.end_iteration(2, "done")
+    Agreement(store).ends.end_iteration(2, "done")
     assert not PrefixStore(2, store).is_over()
 
 

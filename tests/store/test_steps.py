@@ -10,9 +10,24 @@ from datetime import timedelta
 import pytest
 from etcd_helpers import Relay
 
-from ft_wrapper.store import EtcdStore, StoreMixin, keys
-from ft_wrapper.store.operations import LAPSED
-from ft_wrapper.store.steps import Append, Beats, Claim, Count, Move, Read, ReadLog, Step, Wake, Write
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.operations import (
+    LAPSED,
+    Append,
+    Beat,
+    Beats,
+    Claim,
+    Count,
+    Delete,
+    Move,
+    Read,
+    ReadLog,
+    Step,
+    Wake,
+    Write,
+    read_log,
+)
+from ft_wrapper.store import EtcdStore, StoreMixin
 from ft_wrapper.testing import EtcdServer
 
 TIMEOUT = timedelta(seconds=20)
@@ -20,7 +35,7 @@ TIMEOUT = timedelta(seconds=20)
 
 def test_each_gives_what_it_gives_alone(store: StoreMixin) -> None:
     store.set("held", "value")
-    given = store.carry_out(
+    given = store.execute(
         [
             Read("absent"),
             Read("held"),
@@ -39,19 +54,18 @@ def test_each_gives_what_it_gives_alone(store: StoreMixin) -> None:
     assert given == [None, "value", None, None, None, None, "1", None, "mine", "one"]
     assert int(nobody or "") in (0, LAPSED)
     assert store.multi_get(["a", "b", "c", "register", "head"]) == [b"1", b"2", b"3", b"mine", b"one"]
-    assert store.log_read("log") == ["first", "second"]
-    assert store.count("number") == 2
+    assert read_log(store, "log") == ["first", "second"]
+    assert store.execute([Count("number")]) == ["2"]
     assert store.get("wake") == b"up"
-    assert store.carry_out([Wake("wake", "up"), Wake("other", "1")]) == [None, None]
+    assert store.execute([Wake("wake", "up"), Wake("other", "1")]) == [None, None]
     assert store.get("wake") == b"up"
 
 
 def test_signs_of_life_beside_what_is_read(store: StoreMixin) -> None:
     seen = []
     for _ in range(2):
-        store.beat("somebody", 10.0)
-        head, beats = store.carry_out([Read("head"), Beats("somebody")])
-        assert head is None
+        beaten, head, beats = store.execute([Beat("somebody", 10.0), Read("head"), Beats("somebody")])
+        assert beaten is head is None
         seen.append(int(beats or ""))
     assert 0 < seen[0] < seen[1]
 
@@ -65,25 +79,25 @@ def test_registers_that_somebody_else_wrote(store: StoreMixin) -> None:
         Move("head", "two", "four"),
         Read("head"),
     ]
-    assert store.carry_out(steps) == ["theirs", "two", "four", "four"]
+    assert store.execute(steps) == ["theirs", "two", "four", "four"]
     assert store.get("register") == b"theirs"
 
 
 def test_steps_see_those_before_them(store: StoreMixin) -> None:
-    assert store.carry_out([Write({"a": "1"}), Read("a"), Claim("a", "2")]) == [None, "1", "1"]
-    assert store.carry_out([Append("log", "x"), ReadLog("log"), ReadLog("none")]) == [None, "x", ""]
+    assert store.execute([Write({"a": "1"}), Read("a"), Claim("a", "2")]) == [None, "1", "1"]
+    assert store.execute([Append("log", "x"), ReadLog("log"), ReadLog("none")]) == [None, "x", ""]
 
 
 def test_what_is_too_large_for_one_transaction(store: StoreMixin) -> None:
     large = "x" * 600_000
     written: list[Step] = [Write({"a": large}), Write({"b": large}), Claim("head", "1")]
-    assert store.carry_out(written) == [None, None, "1"]
+    assert store.execute(written) == [None, None, "1"]
     assert (len(store.get("a")), len(store.get("b"))) == (600_000, 600_000)
 
 
 def test_more_keys_than_a_transaction_takes(store: StoreMixin) -> None:
     values = {f"key {number}": str(number) for number in range(200)}
-    assert store.carry_out([Write(values), Claim("head", "1")]) == [None, "1"]
+    assert store.execute([Write(values), Claim("head", "1")]) == [None, "1"]
     assert store.multi_get([*values]) == [value.encode() for value in values.values()]
 
 
@@ -98,7 +112,7 @@ def test_who_waits_hears_what_is_said(store: StoreMixin) -> None:
     assert store.hear(key, 0.0) is None
     waiter = threading.Thread(target=wait)
     waiter.start()
-    store.carry_out([Claim("head", "0:1:a"), Write({key: "0:1:a"})])
+    store.execute([Claim("head", "0:1:a"), Write({key: "0:1:a"})])
     waiter.join()
     assert heard[0] in ("", "0:1:a")
     assert store.hear(key, 0.0) in ("", "0:1:a")
@@ -110,9 +124,10 @@ def test_many_keys_are_deleted(store: StoreMixin) -> None:
     store.multi_set(names, ["x"] * 100)
     store.append(names[0], "more")
     store.set("kept", "x")
-    store.delete_keys([*names, "absent"])
+    assert store.execute([Read("kept"), Delete((*names, "absent"))]) == ["x", None]
     assert not any(store.check([name]) for name in names)
     assert store.check(["kept"])
+    assert store.execute([Delete(("kept",)), Read("kept"), Delete(())]) == [None, None, None]
 
 
 @pytest.fixture
@@ -145,15 +160,15 @@ ALL: list[Step] = [
 @pytest.mark.parametrize("steps", [ALL, [Read("a"), Read("b"), Read("c")]], ids=["writing", "reading"])
 def test_etcd_is_asked_once(relay: Relay, relayed: EtcdStore, steps: list[Step]) -> None:
     before = relay.requests.count("kv/txn")
-    relayed.carry_out(steps)
+    relayed.execute(steps)
     assert relay.requests.count("kv/txn") == before + 1
 
 
 def test_nobody_is_woken_twice(relay: Relay, relayed: EtcdStore) -> None:
     woken = Wake(keys.wake_end(1), "1")
-    relayed.carry_out([Append("log", "a"), woken])
+    relayed.execute([Append("log", "a"), woken])
     written = relayed._etcd.read("revision", [], 20.0)[0]
-    relayed.carry_out([woken])
+    relayed.execute([woken])
     assert relayed._etcd.read("revision", [], 20.0)[0] == written
 
 
@@ -161,8 +176,8 @@ def test_an_answer_is_lost(relay: Relay, relayed: EtcdStore) -> None:
     relayed.set("taken", "theirs")
     relayed.set("held", "value")
     relay.lose_answer()
-    assert relayed.carry_out(ALL) == [None, "1", "theirs", "mine", "one", None, "value"]
-    assert relayed.log_read("log") == ["entry"]
+    assert relayed.execute(ALL) == [None, "1", "theirs", "mine", "one", None, "value"]
+    assert read_log(relayed, "log") == ["entry"]
 
 
 def test_etcd_tells_what_is_said(relay: Relay, relayed: EtcdStore) -> None:

@@ -18,6 +18,7 @@ import pytest
 from store_helpers import Background, Proxy
 
 from ft_wrapper.exception import StoreError
+from ft_wrapper.protocol.operations import read_log
 from ft_wrapper.store import TCPStore, TCPStoreServer, plan_store
 from ft_wrapper.testing.ports import free_port
 
@@ -60,7 +61,7 @@ def test_nothing_written_before_a_cut_is_lost(proxy: Proxy) -> None:
     store.set("key", "value")
     store.multi_set(["a", "b"], ["1", "2"])
     assert store.add("count", 1) == 1
-    assert set(store.log_read("log")) == {"one", "two"}
+    assert set(read_log(store, "log")) == {"one", "two"}
     assert store.multi_get(["key", "a", "b"]) == [b"value", b"1", b"2"]
     store.close()
 
@@ -103,8 +104,8 @@ def test_a_loss_is_waited_for_once_by_a_client_and_its_clones(
     server = TCPStoreServer()
     client = TCPStore("localhost", server.port, timeout=timedelta(seconds=10))
     clone = client.clone()
-    client.set_patience(0.5)
-    clone.set_patience(1e6)
+    client.patience = 0.5
+    clone.patience = 1e6
     server.close()
     waiting = Background(lambda: clone.add("n", 1))  # until the other one gives up
     with pytest.raises(StoreError, match=r"add n failed for 0\.5 s"):
@@ -134,7 +135,7 @@ def test_patience_counts_also_where_connections_are_made_and_lost_at_once(proxy:
     """As to a server that is ending: torch's client would try again by itself, twice its timeout long."""
     store = TCPStore("localhost", proxy.port, timeout=timedelta(hours=1))
     store.add("n", 1)
-    store.set_patience(0.5)
+    store.patience = 0.5
     proxy.refuse()
     with pytest.raises(StoreError, match=f"localhost:{proxy.port} is lost: add n failed for 0.5 s"):
         Background(lambda: store.add("n", 1)).join()

@@ -4,28 +4,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from job_stores import job_on, leave_out, parametrize
+from job_stores import job_on, nightly_on_etcd, parametrize
 from rank_harness import Job, Template
 
 HERE = Path(__file__).parent
 
-LEFT_OUT_ON_ETCD = (
-    # They mostly wait for timeouts inside one process, in which no store has a part.
-    "test_who_stops_pinging_is_restarted[[]*",
-    "test_hang_protection_can_be_suspended[[]*",
-    "test_the_function_may_run_outside_the_main_thread[[]*",
-    "test_a_c_call_that_never_returns_is_ended[[]*",
-    "test_a_collective_behind_a_stopped_peer_is_freed_before_that_is_ended[[]*",
-    "test_no_progress_for_soft_timeout_restarts_everybody_in_their_processes[[]*collective*",
-    # One of several that ask the same of the store: the one with most deaths and joins runs.
-    "test_the_proposer_is_killed_while_it_advances_and_comes_back[[]etcd-False]",
-    "test_a_paused_host_never_comes_back_as_what_it_was[[]etcd-False-False]",
-    "test_a_paused_host_never_comes_back_as_what_it_was[[]etcd-True-False]",
-    "test_killed_ranks_come_back_after_the_others_have_gone_on[[]etcd-victims[01]]",
-    "test_killed_ranks_come_back_before_the_others_go_on[[]etcd-victims[01]]",
-    "test_rank_assignments_with_newcomers[[]etcd-FillGaps-*",
-    "test_rank_assignments_with_newcomers[[]etcd-divisible-*",
-    "test_who_differs_from_the_job_is_refused[[]etcd-trains-*",
+# What a store promises is tested on every kind of store in tests/store. Of the jobs one of each file runs
+# on etcd always: the one that asks most of the store, with deaths and joins above all.
+ALWAYS_ON_ETCD = (
+    "test_ranks_that_never_come_are_named[[]etcd]",
+    "test_the_others_go_on_without_one_that_is_gone_between_two_calls[[]etcd-kill]",
+    "test_calls_follow_each_other_without_the_lost_ranks[[]etcd-True]",
+    "test_the_others_go_on_without_a_rank_that_dies_in_a_rank_assignment[[]etcd-0-own]",
+    "test_a_dead_process_is_gone_on_without[[]etcd-sigkill-0]",
+    "test_a_spare_takes_the_place_of_rank_0_and_another_one_that_of_the_next[[]etcd]",
+    "test_the_order_and_the_states[[]etcd]",
+    "test_a_plain_init_process_group_works_in_every_iteration[[]etcd]",
+    "test_the_proposer_is_killed_while_it_advances_and_comes_back[[]etcd-True]",
+    "test_all_processes_die_and_come_back[[]etcd-True]",
+    "test_each_time_another_rank_fails[[]etcd]",
+    "test_the_status_of_a_job_from_its_begin_to_its_end[[]etcd]",
+    "test_nothing_is_kept_after_a_call[[]etcd-raises]",
+    "test_it_never_leaves_the_call[[]etcd]",
+    "test_a_spare_that_is_needed_leaves_its_warm_up[[]etcd-waits once]",
 )
 
 
@@ -33,8 +34,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrize(metafunc)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    leave_out(config, items, HERE, LEFT_OUT_ON_ETCD)
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    nightly_on_etcd(items, HERE, ALWAYS_ON_ETCD)
 
 
 @pytest.fixture(scope="package")

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer
-from ft_wrapper.store.etcd_address import EtcdAddress
+from ft_wrapper.store.address import EtcdAddress
+from ft_wrapper.store.plan import connect_etcd
 from ft_wrapper.testing.ports import free_port
 
 TIMEOUT = 120.0
@@ -426,7 +427,7 @@ class Job:
             store: StoreMixin
             if self.etcd is not None:
                 address = str(self.etcd)
-                store = self.etcd.connect(timedelta(seconds=TIMEOUT), begins=True)
+                store = connect_etcd(self.etcd, timedelta(seconds=TIMEOUT), begins=True)
             else:
                 server = TCPStoreServer(0, "127.0.0.1")
                 owned.callback(server.close)

@@ -16,7 +16,10 @@ from rank_harness import SETTINGS, TIMEOUT, Job, Process, Rank
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.initialize import Initialize
-from ft_wrapper.store import Member, StoreMixin, View, keys
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol.global_iteration import GlobalIteration
+from ft_wrapper.store import Member, StoreMixin, View
 
 MAY_BE_LATE = 4
 """So many keys of a past iteration may be written when that has been cleaned up; it has more than ten."""
@@ -85,14 +88,14 @@ def hold(rank: Rank) -> None:
     So nobody goes on before. To stop its process would do so, too; but gloo may lose a write to a peer that
     was killed meanwhile, and hang.
     """
-    arrive = StoreMixin.arrive
+    arrive = GlobalIteration.arrive
 
-    def arrives_when_told(store: StoreMixin, view: View, *args: Any) -> None:
+    def arrives_when_told(iterations: GlobalIteration, view: View, *args: Any) -> None:
         if view.n == 0:
             rank.hear()
-        arrive(store, view, *args)
+        arrive(iterations, view, *args)
 
-    StoreMixin.arrive = arrives_when_told  # type: ignore[method-assign]
+    GlobalIteration.arrive = arrives_when_told  # type: ignore[method-assign]
 
 
 def trains(rank: Rank, folder: str, settings: dict[str, Any]) -> list[int] | None:
@@ -142,20 +145,25 @@ class Training:
     def await_join(self, n: int, *slots: int) -> None:
         """Waits until new processes of the slots have asked to be let into the iteration after n."""
         self._await(
-            lambda: {*slots} <= {member.slot for member in self.store.joins_of(n)}, f"joins of {slots}"
+            lambda: {*slots} <= {member.slot for member in Agreement(self.store).iterations.joins_of(n)},
+            f"joins of {slots}",
         )
 
     def await_arrivals(self, n: int, *slots: int) -> None:
         """Waits until members of the slots have left iteration n."""
         self._await(
-            lambda: {*slots} <= {member.slot for member in self.store.arrivals_of(n)}, f"arrivals of {slots}"
+            lambda: {*slots} <= {member.slot for member in Agreement(self.store).iterations.arrivals_of(n)},
+            f"arrivals of {slots}",
         )
 
     def await_heartbeats(self, slot: int, count: int) -> None:
         """Waits until the newest process of a slot has sent some more heartbeats."""
-        member = self.store.newest_of(slot)
-        before = self.store.get_heartbeat(member)
-        self._await(lambda: self.store.get_heartbeat(member) >= before + count, f"heartbeats of {member}")
+        member = Agreement(self.store).joining.newest_of(slot)
+        before = Agreement(self.store).heartbeats.get_heartbeat(member)
+        self._await(
+            lambda: Agreement(self.store).heartbeats.get_heartbeat(member) >= before + count,
+            f"heartbeats of {member}",
+        )
 
     def await_end_of(self, process: Process) -> None:
         """Waits until a process has ended whose slot may have been started again."""
@@ -173,7 +181,7 @@ class Training:
             member = keys.member_of(key)
             if member is None:
                 return keys.iteration_of(key) not in present
-            return Member(*member) != self.store.newest_of(member[0])
+            return Member(*member) != Agreement(self.store).joining.newest_of(member[0])
 
         left: list[str] = []
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank, cpu_seconds
 
-from ft_wrapper import CallWrapper, FrozenState, Wrapper, _warm_up
+from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.initialize import Initialize
+from ft_wrapper.torch_groups import warm_up as _warm_up
 
 
 class SaysItsState(Initialize):

@@ -15,8 +15,9 @@ import psutil
 import pytest
 from rank_harness import SETTINGS, Job, Rank
 
-from ft_wrapper import CallWrapper, Wrapper, exit_watch
+from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.abort import AbortProcesses, AbortTorchDistributed
+from ft_wrapper.restart import exit_watch
 
 FORK = multiprocessing.get_context("fork")
 

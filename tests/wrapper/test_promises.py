@@ -20,9 +20,10 @@ import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank
 
 import ft_wrapper  # noqa: F401 (an annotation names it)
-from ft_wrapper import CallWrapper, Wrapper, call
+from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.exception import RankShouldRestart, RestartAbort
 from ft_wrapper.finalize import Finalize
+from ft_wrapper.restart import resources
 from ft_wrapper.state import FrozenState
 
 # ---- 1: an Exception restarts all ranks, a BaseException ends its rank and restarts the others
@@ -219,13 +220,13 @@ def test_the_variables_lead_to_a_store_of_the_iteration_and_are_restored(job: Jo
 
 
 def says_how_others_reach_it(rank: Rank) -> Any:
-    own_address = call.own_address
+    own_address = resources.own_address
 
     def asked(towards: str) -> str:
         rank.say("asked", towards=towards)
         return own_address(towards)
 
-    call.own_address = asked
+    resources.own_address = asked
 
     @Wrapper(**SETTINGS)
     def train() -> str:

@@ -14,7 +14,8 @@ import pytest
 from rank_harness import Job, Rank
 from rejoin_job import Training, hold, training, trains
 
-from ft_wrapper.store import EtcdStore, StoreMixin, TCPStore, keys
+from ft_wrapper.protocol import keys
+from ft_wrapper.store import EtcdStore, StoreMixin, TCPStore
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def dies_proposing(rank: Rank, folder: str, settings: dict[str, Any], after: boo
     if rank.slot == 2 and not has_died.exists():
         hold(rank)
         # On etcd head moves in one transaction with all that belongs to it.
-        owner, name = (EtcdStore, "carry_out") if rank.store == "etcd" else (TCPStore, "compare_set")
+        owner, name = (EtcdStore, "execute") if rank.store == "etcd" else (TCPStore, "compare_set")
         operation = getattr(owner, name)
 
         def dies(store: StoreMixin, *arguments: Any) -> Any:

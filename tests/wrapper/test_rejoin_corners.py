@@ -14,6 +14,7 @@ from rejoin_job import Trainer, Training, training, trains
 
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.compose import Compose
+from ft_wrapper.protocol import keys
 from ft_wrapper.rank_assignment import (
     ActivateAllRanks,
     ActiveWorldSizeDivisibleBy,
@@ -23,7 +24,6 @@ from ft_wrapper.rank_assignment import (
     ShiftRanks,
     Tree,
 )
-from ft_wrapper.store import keys
 
 
 @pytest.fixture

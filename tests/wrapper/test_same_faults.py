@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 import pytest
 from rank_harness import SETTINGS, Job, Rank
 
-from ft_wrapper import CallWrapper, Wrapper, call, same_faults
+from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.exception import RestartAbort
+from ft_wrapper.restart import call, loop, same_faults
 
 
 def fail(number: int) -> NoReturn:
@@ -112,8 +113,8 @@ def test_the_pause_grows() -> None:
 
 def backs_off(rank: Rank) -> Any:
     paused = []
-    pause = call.pause_before_entering
-    call.pause_before_entering = lambda count: paused.append(pause(count)) or 0.0
+    pause = loop.pause_before_entering
+    loop.pause_before_entering = lambda count: paused.append(pause(count)) or 0.0
 
     @Wrapper(**{**SETTINGS, "max_same_faults": 4})
     def train() -> None:

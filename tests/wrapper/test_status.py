@@ -11,8 +11,8 @@ import pytest
 from rank_harness import Job
 from rejoin_job import Training, training
 
-from ft_wrapper import status
-from ft_wrapper.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
+from ft_wrapper.report import status
+from ft_wrapper.report.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
 from ft_wrapper.testing import FakeStore
 
 

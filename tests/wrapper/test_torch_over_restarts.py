@@ -22,9 +22,9 @@ from ft_wrapper.abort import AbortTorchDistributed, wait_for_released_groups
 from ft_wrapper.exception import RestartAbort
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.initialize import Initialize
+from ft_wrapper.monitor.frames import checkpoint_failure
 from ft_wrapper.state import FrozenState
 from ft_wrapper.store import StoreMixin
-from ft_wrapper.tracebacks import checkpoint_failure
 
 # Importing DTensor, dynamo or a checkpoint takes seconds of CPU: of no interest here.
 PATIENT: dict[str, Any] = {"soft_timeout": 80.0, "hard_timeout": 90.0, "barrier_timeout": 100.0}
@@ -197,6 +197,9 @@ INDUCTOR: dict[str, str | None] = {
 
 
 @pytest.mark.tcp_only("what is compiled is no store's business, and inductor takes its time")
+@pytest.mark.nightly(
+    "test_compiled_code_that_asks_for_its_rank_is_compiled_again_if_that_has_moved runs always"
+)
 def test_a_compiled_ddp_model_that_asks_for_its_rank_trains_right_after_ranks_have_moved(
     job: Job, tmp_path: Path
 ) -> None:

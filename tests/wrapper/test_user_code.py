@@ -11,11 +11,13 @@ import pytest
 import torch
 from rank_harness import SETTINGS, Job, Rank
 
-from ft_wrapper import CallWrapper, FrozenState, Wrapper, call
+from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.exception import RankShouldRestart
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.health_check import HealthCheck
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, ShiftRanks
+from ft_wrapper.restart import call, loop
+from ft_wrapper.state import State
 
 # ---- RankShouldRestart, raised by the function itself
 
@@ -167,22 +169,22 @@ class SignalsItself(Finalize):
 def is_signalled(rank: Rank, place: str) -> Any:
     """A signal whose handler raises an `Exception` comes at some place of the wrapper's own."""
     if rank.slot == 1 and place == "while it gets its rank":
-        assign = call.Call._make_ready
+        take = call.Call._take
 
-        def assign_signalled(self: call.Call) -> bool:
-            if self.job.view.n == 1:
+        def take_signalled(self: call.Call, state: State) -> bool:
+            if self.own.member.view.n == 1:
                 os.kill(os.getpid(), signal.SIGCHLD)
-            return assign(self)
+            return take(self, state)
 
-        call.Call._make_ready = assign_signalled  # type: ignore[method-assign]
+        call.Call._take = take_signalled  # type: ignore[method-assign]
     if rank.slot == 1 and place == "while it waits for the others":
-        await_completion = call.Job.await_completion
+        await_completion = loop.Membership.await_completion
 
-        def signalled(self: call.Job, *args: Any) -> str:
+        def signalled(self: loop.Membership, *args: Any) -> str:
             os.kill(os.getpid(), signal.SIGCHLD)
             return await_completion(self, *args)
 
-        call.Job.await_completion = signalled  # type: ignore[method-assign]
+        loop.Membership.await_completion = signalled  # type: ignore[method-assign]
     finalize = SignalsItself() if rank.slot == 1 and place == "between two iterations" else None
     previous = signal.getsignal(signal.SIGCHLD)
 
@@ -226,13 +228,13 @@ def test_what_a_handler_raises_in_the_wrappers_own_code_throws_nobody_out(
 
 def is_interrupted(rank: Rank) -> Any:
     if rank.slot == 1:
-        await_completion = call.Job.await_completion
+        await_completion = loop.Membership.await_completion
 
-        def signalled(self: call.Job, *args: Any) -> str:
+        def signalled(self: loop.Membership, *args: Any) -> str:
             os.kill(os.getpid(), signal.SIGINT)
             return await_completion(self, *args)
 
-        call.Job.await_completion = signalled  # type: ignore[method-assign]
+        loop.Membership.await_completion = signalled  # type: ignore[method-assign]
 
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> list[Any]:

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from rank_harness import SETTINGS, TIMEOUT, Job, Rank
 
-from ft_wrapper import CallWrapper, Wrapper, _warm_up, call
+from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.restart import call
+from ft_wrapper.torch_groups import warm_up as _warm_up
 
 TWO_ACTIVE = {"active_world_size": 2}
 
@@ -276,7 +278,7 @@ def test_warming_torch_leaves_no_trace(job: Job) -> None:
 
 LEAVES_NO_VARIABLE = """
 import os, torch
-from ft_wrapper._warm_up import import_lazy_modules
+from ft_wrapper.torch_groups.warm_up import import_lazy_modules
 before = dict(os.environ)
 import_lazy_modules()
 import sys

@@ -1,0 +1,67 @@
+"""The table of the wrapper's arguments on the page "Using it", made from the fields of its settings.
+
+    python docs/settings.py
+
+writes the table again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from pathlib import Path
+
+from ft_wrapper.restart.arguments import Settings
+from ft_wrapper.settings import SECONDS, Limits, about
+
+PAGE = Path(__file__).parent / "usage.md"
+BEGIN, END = "<!-- made by docs/settings.py -->\n", "<!-- to here -->\n"
+HEAD = "| argument | default | the same on all ranks | meaning |\n| --- | --- | --- | --- |\n"
+
+
+def table() -> str:
+    """One line for each argument, the plug-ins first."""
+    known = about(Settings)
+    defaults = {one.name: one.default for one in dataclasses.fields(Settings)}
+    text = HEAD
+    for name in sorted(known, key=about(Limits).__contains__):
+        cells = (
+            f"`{name}`",
+            _shown(defaults[name], known[name].unit),
+            "yes" if known[name].is_shared else " ",
+            known[name].doc.replace("``", "`"),
+        )
+        text += f"| {' | '.join(cells)} |\n"
+    return text.replace("|   |", "| |")
+
+
+def on_page() -> str:
+    """The table as the page has it."""
+    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+
+
+def _shown(default: object, unit: str) -> str:
+    if unit == SECONDS:
+        return f"{default:g} s"
+    if isinstance(default, enum.Enum):
+        return f'`"{default.value}"`'
+    if isinstance(default, type):
+        return f"`{default.__name__}`"
+    return (
+        f"`{default!r}`" if default is None or isinstance(default, (bool, int)) else f"`{_made_of(default)}`"
+    )
+
+
+def _made_of(plug_in: object) -> str:
+    parts = ", ".join(f"{type(part).__name__}()" for part in getattr(plug_in, "parts", ()))
+    return f"Compose({parts})" if parts else f"{type(plug_in).__name__}()"
+
+
+def main() -> None:
+    """Writes the table into the page."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""What the ranks write: their log files, lines shown on the console, and how a failed rank failed.
+
+The destinations are torch's own (`LogsSpecs`), one set for each incarnation of a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import socket
+import string
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TextIO
+
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import LogsDest
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from .._files import owners_only
+from ..report import table
+from .signals import signal_name
+
+log = logging.getLogger(__name__)
+
+PREFIX_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+"""torchrun's: what comes before each line shown, a template as for ``--log-line-prefix-template``."""
+ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
+"""torch's: where a process records the exception that ends it."""
+_TAIL_INTERVAL = 0.1  # seconds between two looks at a file that is shown
+
+
+@dataclasses.dataclass(frozen=True)
+class RankFiles:
+    """Files of one incarnation of a rank.
+
+    Args:
+        stdout: where its output goes; empty for our own.
+        stderr: the same for its errors.
+        error_file: where ``torch.distributed.elastic``'s ``record`` writes its exception.
+    """
+
+    stdout: str
+    stderr: str
+    error_file: str
+
+    @property
+    def logs(self) -> tuple[str, ...]:
+        """What there is to read, stdout first."""
+        return tuple(file for file in (self.stdout, self.stderr) if file not in ("", os.devnull))
+
+
+class Logs:
+    """The files of all ranks, and the threads that show them on the console.
+
+    A context manager: leaving it shows what was written last.
+
+    Args:
+        specs: what the command line asked for.
+        role: what the ranks are called in the lines that are shown.
+        prefix: what comes before these lines, with ``${role_name}``, ``${rank}``, ``${local_rank}`` and
+            ``${hostname}`` substituted; role and rank when None.
+    """
+
+    def __init__(self, specs: LogsSpecs, role: str, prefix: str | None = None) -> None:
+        self._specs = specs
+        self._role = role
+        self._prefix = prefix
+        self._destinations: LogsDest | None = None
+        self._first_rank = 0
+        self._tails: dict[tuple[int, int], list[Tail]] = {}
+        self._ended: list[Tail] = []
+
+    def __enter__(self) -> Logs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank, incarnation in list(self._tails):
+            self.close(rank, incarnation)
+        for tail in self._ended:
+            tail.close()
+
+    def begin_round(self, environments: Mapping[int, dict[str, str]], first_rank: int = 0) -> None:
+        """Makes the directories of a round, in which all ranks start; empties them if they exist.
+
+        Args:
+            environments: by local rank; torch names directories by what it finds in them.
+            first_rank: what local rank 0 is called in the lines that are shown.
+
+        Raises:
+            OSError: they cannot be made.
+        """
+        self._first_rank = first_rank
+        self._destinations = self._specs.reify({rank: dict(env) for rank, env in environments.items()})
+
+    def open(self, rank: int, incarnation: int) -> RankFiles:
+        """Says where the streams of a process go, and starts to show those that are to be shown.
+
+        Args:
+            rank: its local rank.
+            incarnation: its number; replacements have a directory of their own below their predecessor's.
+
+        Raises:
+            OSError: the directory, or a file to be shown, cannot be made.
+        """
+        to = self._destinations
+        assert to is not None, "no round has begun"
+
+        def own(path: str) -> str:
+            if incarnation == 0 or path in ("", os.devnull):
+                return path
+            folder = os.path.join(os.path.dirname(path), f"incarnation_{incarnation}")
+            os.makedirs(folder, 0o700, exist_ok=True)
+            return os.path.join(folder, os.path.basename(path))
+
+        stdout, stderr = own(to.stdouts[rank]), own(to.stderrs[rank])
+        tails = {}
+        if rank in to.tee_stdouts:
+            tails[stdout] = sys.stdout
+        if rank in to.tee_stderrs:
+            tails[stderr] = sys.stderr
+        files = RankFiles(stdout, stderr, own(to.error_files[rank]))
+        shown = self._tails[rank, incarnation] = []
+        for path, console in tails.items():
+            shown.append(Tail(path, console, self._prefix_of(rank)))
+        return files
+
+    def _prefix_of(self, rank: int) -> str:
+        number = self._first_rank + rank
+        if not self._prefix:
+            return f"[{self._role}{number}]:"
+        words = {
+            "role_name": self._role,
+            "rank": number,
+            "local_rank": rank,
+            "hostname": socket.gethostname(),
+        }
+        return string.Template(self._prefix).safe_substitute(words)
+
+    def close(self, rank: int, incarnation: int) -> None:
+        """The process has ended: its last lines are shown, in another thread, and its tails end."""
+        self._ended = [tail for tail in self._ended if tail.is_alive]
+        for tail in self._tails.pop((rank, incarnation), ()):
+            tail.end()
+            self._ended.append(tail)
+
+
+def opened(path: str, files: ExitStack) -> int | None:
+    """Opens a file for a stream; None if the stream goes where ours goes.
+
+    Args:
+        path: the file; empty for none.
+        files: closes it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return files.enter_context(open(path, "wb", opener=owners_only)).fileno() if path else None
+
+
+class Tail:
+    """Shows what is written to a file, line by line, in a thread of its own, until `end` and once after it.
+
+    Torch's `TailLog` may end before its last look, and then loses what was written in between. Where the
+    console is a pipe it shows nothing before there are 8 KB. It cuts a line in two that is written in pieces.
+
+    Args:
+        path: the file; made if it is not there yet.
+        console: where its lines are shown.
+        prefix: what comes before each of them.
+
+    Raises:
+        OSError: the file cannot be made or read.
+    """
+
+    def __init__(self, path: str, console: TextIO, prefix: str) -> None:
+        open(path, "ab", opener=owners_only).close()
+        self._path = path
+        self._lines = open(path, errors="replace")  # noqa: SIM115
+        self._console = console
+        self._prefix = prefix
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ft_wrapper-tail", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there may be lines to show yet."""
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        """Nothing more will be written. Does not wait until the last lines are shown."""
+        self._ended.set()
+
+    def close(self) -> None:
+        """Waits until the last lines are shown."""
+        self.end()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._lines:
+            try:
+                self._show()
+            except (OSError, ValueError) as error:  # the console's reader is gone, or it is closed
+                log.warning("what is written to %s is not shown any more: %s", self._path, error)
+
+    def _show(self) -> None:
+        line, ended = "", False
+        while not ended:
+            ended = self._ended.wait(_TAIL_INTERVAL)  # before the look, which then is the last one
+            for piece in self._lines:
+                line += piece
+                if line.endswith("\n"):
+                    self._console.write(self._prefix + line)
+                    line = ""
+            self._console.flush()
+        if line:
+            self._console.write(f"{self._prefix}{line}\n")
+            self._console.flush()
+
+
+# Failures --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The end of a rank's process that did not exit with 0.
+
+    Args:
+        rank: the rank, among those of all nodes.
+        pid: its process; 0 if none could be started.
+        exitcode: its exit code, or minus the number of the signal that ended it.
+        when: seconds since the epoch: of the exception, if it was recorded, else of the end.
+        error: the first line of what was recorded; empty if nothing was.
+        file: where to read on: a log file or the error file; empty if there is none.
+        incarnation: which process in a row of the rank it was.
+        error_file: where its exception was recorded; empty if it was not.
+        ended_by: the error of another rank that ended the job, and this process with it; empty if none did.
+    """
+
+    rank: int
+    pid: int
+    exitcode: int
+    when: float
+    error: str
+    file: str
+    incarnation: int = 0
+    error_file: str = ""
+    ended_by: str = ""
+
+    def how(self) -> str:
+        """Says in words how the process ended."""
+        if self.exitcode < 0:
+            return f"killed by {signal_name(-self.exitcode)}"
+        return f"exit code {self.exitcode}"
+
+
+def read_failure(rank: int, pid: int, incarnation: int, exitcode: int, files: RankFiles) -> Failure:
+    """Puts together what is known of a failed process, right after its end.
+
+    Args:
+        rank: its rank, among those of all nodes.
+        pid: the process.
+        incarnation: which process in a row of the rank it was.
+        exitcode: its exit code, or minus the number of the signal.
+        files: its streams and its error file.
+    """
+    error, when, recorded_in, logs = "", time.time(), "", list(files.logs)
+    if os.path.isfile(files.error_file):
+        logs.insert(0, files.error_file)
+        try:
+            message, recorded = _read_record(files.error_file)
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            # Half a file, for instance: the rank died while it wrote it.
+            log.warning("rank %d: its error file %s cannot be read: %r", rank, files.error_file, problem)
+        else:
+            recorded_in = files.error_file
+            error = (message.strip().splitlines() or [""])[0]
+            if 0 < recorded < when:
+                when = recorded
+    return Failure(rank, pid, exitcode, when, error, logs[-1] if logs else "", incarnation, recorded_in)
+
+
+def _read_record(error_file: str) -> tuple[str, float]:
+    """Reads an error file as torch's and other handlers write it; returns message and time (0: none)."""
+    with open(error_file, encoding="utf-8") as file:
+        record = json.load(file)
+    message = record["message"]
+    if isinstance(message, dict):
+        return str(message["message"]), float(message["extraInfo"]["timestamp"])
+    return str(message), float(record.get("timestamp", 0))
+
+
+def write_own_error_file(cause: Failure | Exception) -> None:
+    """Writes what ended the job to this process's own error file, where a platform looks.
+
+    As torchrun: ``TORCHELASTIC_ERROR_FILE`` names the file, and it is a copy of the error file of the rank
+    that failed first, with its exit code. Nothing is written if the variable is not set, or if that rank
+    recorded nothing.
+
+    Args:
+        cause: the first failure of a rank, or an error of our own.
+    """
+    if not os.environ.get(ERROR_FILE_ENV):
+        return
+    handler = get_error_handler()
+    try:
+        if isinstance(cause, Exception):
+            handler.record_exception(cause)
+        elif cause.error_file:
+            handler.dump_error_file(cause.error_file, cause.exitcode)
+    except (OSError, ValueError) as error:
+        log.warning("%s=%s cannot be written: %s", ERROR_FILE_ENV, os.environ[ERROR_FILE_ENV], error)
+
+
+def in_order(failures: Iterable[Failure]) -> list[Failure]:
+    """Sorts failures by time, the first one first; those of the same second, as records count, stay."""
+    return sorted(failures, key=lambda failure: int(failure.when))
+
+
+def report(failures: Sequence[Failure], nproc: int, node: str = "") -> str:
+    """Says who failed, how and where to look.
+
+    Args:
+        failures: in the order of happening.
+        nproc: number of ranks of this node.
+        node: what it is called; empty if there is no other.
+
+    Returns:
+        A table of several lines.
+    """
+    rows = [("rank", "pid", "when", "how", "error", "file")]
+    for failure in failures:
+        when = time.strftime("%H:%M:%S", time.localtime(failure.when))
+        pid = str(failure.pid) if failure.pid else "-"
+        rows.append((str(failure.rank), pid, when, failure.how(), failure.error or "-", failure.file or "-"))
+    ranks = len({failure.rank for failure in failures})
+    times = f", {len(failures)} times in all" if len(failures) > ranks else ""
+    where = f" of node {node}" if node else ""
+    lines = [f"{ranks} of {nproc} ranks{where} failed{times}, the first one first:"]
+    lines += table(rows, "  ")
+    if not any(failure.error for failure in failures):
+        lines.append("  (decorate main() with torch.distributed.elastic's @record to see its error here)")
+    return "\n".join(lines)

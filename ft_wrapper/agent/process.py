@@ -1,0 +1,365 @@
+"""One process of a rank: what it runs and finds in its environment, how it is started, signalled and reaped.
+
+Torch's process contexts are not used: they end all ranks when one has failed. Nor is its `SubprocessHandler`:
+its arguments differ between torch's versions, it cannot tie a rank's life to ours, and closing its files
+sends a signal to a process that may be gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import psutil
+
+from ..settings import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
+from ..store.address import split_host_port
+from ..store.plan import ANNOUNCED
+from .nodes import Round
+from .outputs import ERROR_FILE_ENV, RankFiles
+
+INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
+TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"
+CPP_LOG_LEVEL_ENV = "TORCH_CPP_LOG_LEVEL"
+"""torch's: read once, when torch is imported."""
+LOCAL_RANK = "${local_rank}"
+"""In an argument it stands for the local rank. It alone is substituted, so that a shell's ``$$`` stays."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Looked up before any fork: between fork and exec that would not be safe.
+_libc = ctypes.CDLL(None, use_errno=True)
+_prctl = _libc.prctl
+
+
+# What a rank runs, and finds -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a rank runs.
+
+    Args:
+        command: program and arguments, for exec.
+        script: the Python script or module; None if the program is none, or another Python must run it.
+        arguments: the script's.
+        is_module: whether it is a module.
+    """
+
+    command: tuple[str, ...]
+    script: str | None = None
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def command_of(self, local_rank: int) -> list[str]:
+        """The same for one of the ranks, whose number is put into its arguments."""
+        return with_local_rank(self.command, str(local_rank))
+
+
+def python_program(
+    script: str, arguments: Iterable[str], *, is_module: bool = False, python: str | None = None
+) -> Program:
+    """A script, or a module, that Python runs; this one when None."""
+    flags = ("-u", "-m") if is_module else ("-u",)
+    command = (python or sys.executable, *flags, script, *arguments)
+    return Program(command, script, tuple(arguments), is_module)
+
+
+def program_of(entrypoint: str, arguments: list[str]) -> Program:
+    """What an entry point of torch's runs: a program, or a script that Python can run after a fork."""
+    if entrypoint.endswith(".py"):
+        return python_program(entrypoint, arguments)
+    rest = arguments[1:] if arguments[:1] == ["-u"] else arguments
+    if entrypoint == sys.executable and rest:
+        if rest[0] == "-m" and len(rest) > 1:
+            return python_program(rest[1], rest[2:], is_module=True)
+        if rest[0].endswith(".py"):
+            return python_program(rest[0], rest[1:])
+    return Program((entrypoint, *arguments))
+
+
+def with_local_rank(arguments: Iterable[str], local_rank: str) -> list[str]:
+    """Puts a rank's number into arguments, for each `LOCAL_RANK` in them."""
+    return [argument.replace(LOCAL_RANK, local_rank) for argument in arguments]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What all ranks of this node have in common.
+
+    Args:
+        nproc: number of ranks.
+        role: their name in log lines.
+        run_id: of the job on all nodes.
+        max_restarts: how often the whole group may be restarted.
+        active_world_size: so many ranks call the function of a wrapped job; None: as the wrapper says.
+        virtual_local_rank: whether each rank sees its own GPU only.
+        timer_file: the named pipe of the watchdog; empty if there is none.
+        signals: names of those that end the ranks, with commas.
+    """
+
+    nproc: int
+    role: str
+    run_id: str
+    max_restarts: int
+    active_world_size: int | None = None
+    virtual_local_rank: bool = False
+    timer_file: str = ""
+    signals: str = ""
+
+    def shared_environment(self) -> dict[str, str]:
+        """What libraries read at import: it must be there before any rank is forked."""
+        variables = {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            # Ranks that wait for another one look after it now and then. At WARNING, c10d writes two lines
+            # for each wait that ends in a look.
+            CPP_LOG_LEVEL_ENV: os.environ.get(CPP_LOG_LEVEL_ENV, "ERROR"),
+        }
+        if self.shares_processor():
+            variables["OMP_NUM_THREADS"] = "1"
+        if self.signals:
+            variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self.signals
+        if self.timer_file:
+            variables[TIMER_FILE_ENV] = self.timer_file
+        return variables
+
+    def shares_processor(self) -> bool:
+        """Whether each rank gets one thread, because there are several and the user did not say otherwise."""
+        return self.nproc > 1 and "OMP_NUM_THREADS" not in os.environ
+
+    def environment(self, local_rank: int, restarts: int, where: Round) -> dict[str, str]:
+        """What a rank finds, in all of its incarnations.
+
+        Args:
+            local_rank: which one of this node.
+            restarts: how often the group has been restarted.
+            where: the round.
+        """
+        host, port = split_host_port(where.address)
+        own: dict[str, str] = {}
+        if self.active_world_size is not None:
+            own[ACTIVE_WORLD_SIZE_ENV] = str(self.active_world_size)
+        if self.virtual_local_rank:
+            own |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _own_device(local_rank)}
+        return {
+            **self.shared_environment(),
+            ANNOUNCED: where.store,
+            FORMATION_SIZE_ENV: str(where.formation_size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            # The store is there already: no rank shall try to host it.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "RANK": str(where.rank(local_rank)),
+            "LOCAL_RANK": str(local_rank),
+            "ROLE_RANK": str(where.role_rank + local_rank),
+            "GROUP_RANK": str(where.group_rank),
+            "WORLD_SIZE": str(where.world_size),
+            "LOCAL_WORLD_SIZE": str(self.nproc),
+            "ROLE_WORLD_SIZE": str(where.role_world_size),
+            "GROUP_WORLD_SIZE": str(where.group_world_size),
+            "ROLE_NAME": self.role,
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+            **own,
+        }
+
+
+def of_incarnation(incarnation: int, error_file: str) -> dict[str, str]:
+    """What a process finds beside that.
+
+    Args:
+        incarnation: which process in a row of its rank it is.
+        error_file: where ``torch.distributed.elastic``'s ``record`` writes its exception.
+    """
+    return {
+        INCARNATION_ENV: str(incarnation),
+        ERROR_FILE_ENV: "" if error_file == os.devnull else error_file,
+    }
+
+
+def _own_device(local_rank: int) -> str:
+    """The GPU of a rank, as torchrun has it: among those that this process may see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(local_rank) if visible is None else visible.split(",")[local_rank].strip()
+
+
+# The process -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RankProcess:
+    """A process that runs, or has ended and was not reaped yet. Its pid cannot be another's until then.
+
+    Args:
+        rank: its local rank.
+        incarnation: which process in a row of this rank, in this round.
+        pid: the process, a child of ours; it leads a session and a process group of its own.
+        pidfd: becomes readable when the process has ended, and all its memory is free.
+        files: where its streams and its error go.
+        popen: what started it, if it was started by exec.
+    """
+
+    rank: int
+    incarnation: int
+    pid: int
+    pidfd: int
+    files: RankFiles
+    popen: subprocess.Popen[bytes] | None = None
+
+    def send(self, signum: int) -> None:
+        """Sends a signal to the process group."""
+        try:
+            os.killpg(self.pid, signum)
+        except ProcessLookupError:  # just forked: it has no group of its own yet
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signum)
+
+    def has_ended(self) -> bool:
+        """Whether its end has come; it may not have been reaped yet."""
+        return os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+    def reap(self) -> int:
+        """Takes note of the end, which has come; ends the helpers of a process that failed; closes the pidfd.
+
+        Returns:
+            The exit code, or minus the number of the signal that ended it.
+        """
+        status = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+        assert status is not None
+        exitcode = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        if exitcode != 0:
+            # Its helpers, data loaders for instance, would hold memory, ports and devices. Done before it is
+            # reaped, so that the number is its own still. What a successful rank leaves may stay.
+            self.send(signal.SIGKILL)
+        os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+        os.close(self.pidfd)
+        if self.popen is not None:
+            self.popen.returncode = exitcode  # there is nothing left for it to wait for
+        return exitcode
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: int | None = None,
+    stderr: int | None = None,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Starts a program in a session of its own; it is killed when this process dies, however that happens.
+
+    Args:
+        command: program and arguments.
+        environment: all of its environment.
+        stdout: where its output goes; where ours goes when None.
+        stderr: the same.
+        pass_fds: further descriptors that it inherits.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=pass_fds,
+        start_new_session=True,
+        # Nothing in it can meet a lock that another thread held at the fork: it looks nothing up, imports
+        # nothing and logs nothing.
+        preexec_fn=functools.partial(die_with, os.getpid()),
+    )
+
+
+def die_with(parent: int) -> None:
+    """This process is killed when its parent dies, also while it holds the GIL; at once if it has died.
+
+    Args:
+        parent: the process that is our parent, if it lives.
+    """
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+# Orphans ---------------------------------------------------------------------------------------------------
+
+
+def await_adoption(parent: int) -> None:
+    """Waits until this process, whose own parent is about to exit, is a child of another one.
+
+    Args:
+        parent: that other one, the nearest subreaper. It is not waited for if it has died.
+    """
+    own = os.getppid()
+    if own == parent:
+        return
+    try:
+        pidfd = os.pidfd_open(own)
+    except ProcessLookupError:
+        return
+    try:
+        # The kernel hands children over before it says that a process has ended.
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll()
+    finally:
+        os.close(pidfd)
+
+
+class Orphans:
+    """Processes whose parents have died, and which are children of the agent now. Use `adopted` to make one.
+
+    The agent makes itself a subreaper, so that the ranks which its template forks become its own children.
+    Then it also gets what the ranks leave behind, data loaders for instance, and has to wait for these.
+    """
+
+    def __init__(self) -> None:
+        # Children that something else in this process has started, and waits for.
+        self._others = {child.pid for child in psutil.Process().children()}
+
+    def reap(self, ours: Collection[int]) -> None:
+        """Waits for those that have ended. Does not block.
+
+        Args:
+            ours: children that the caller waits for itself. The first of them that has ended, and was not
+                waited for yet, hides what comes behind it: call this again then.
+        """
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None or ended.si_pid in self._others or ended.si_pid in ours:
+                return
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+@contextlib.contextmanager
+def adopted() -> Iterator[Orphans]:
+    """For a while, this process adopts what its descendants leave behind.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _set_subreaper(True)
+    try:
+        orphans = Orphans()
+        yield orphans
+        orphans.reap(())
+    finally:
+        _set_subreaper(False)
+
+
+def _set_subreaper(on: bool) -> None:
+    if _prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")

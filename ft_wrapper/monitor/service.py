@@ -1,0 +1,353 @@
+"""The service that watches this node's ranks from inside the agent: no process is needed beside a rank.
+
+A rank that enters a wrapped call connects, says hello and hands over the memory that it shares with its
+monitor. From then on it talks to a `RankWatch`, in a thread of this process, as it would to one in a process
+of its own, which it forks if it is refused. What goes wrong with one rank's monitor ends that one only: the
+rank sees the line's end.
+
+No wait here is the main thread's, but for the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+
+from ..exception import StoreError
+from ..protocol import keys
+from ..protocol.heart import Heart
+from ..settings import Limits
+from ..store import StorePlan, announced_plan
+from .line import VERSION, peer, receive_hello, send
+from .shared_memory import RankMemory
+from .watch import RankWatch, Stage
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT = 5.0
+"""Seconds at the agent's end to tell the other nodes of the last deaths."""
+# Seconds from a connection to its hello.
+_HELLO_TIMEOUT = 10.0
+# Seconds for `add`: a process may say hello before the agent has noted that it started it.
+_KNOWN_WITHIN = 5.0
+# Seconds to the next try where descriptors or threads have run out.
+_PAUSE = 1.0
+
+
+class _Refused(Exception):
+    """A process gets no monitor here; says why."""
+
+
+@dataclasses.dataclass
+class _Attended:
+    """A process that has connected.
+
+    Args:
+        line: to it.
+        pid: it; 0 before it is known.
+        watch: over it, once it has one.
+        replaced: whether another process takes its place if it ends, and can join; as far as is known.
+    """
+
+    line: socket.socket
+    pid: int = 0
+    watch: RankWatch | None = None
+    replaced: bool = False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has left a wrapped call in order, and may come to another one."""
+        return self.watch is not None and self.watch.stage is not Stage.IN_CALL
+
+    def stop(self) -> None:
+        """Ends what waits for it, unless it has died and the others have to be told."""
+        if self.watch is not None:
+            self.watch.stop()
+        else:
+            with contextlib.suppress(OSError):  # closed, or hung up
+                self.line.shutdown(socket.SHUT_RDWR)
+
+
+@dataclasses.dataclass
+class _SharedHeart:
+    """The heart of the ranks that are in the same job, with the same times to keep.
+
+    Args:
+        heart: it.
+        users: how many connections have it.
+    """
+
+    heart: Heart
+    users: int = 0
+
+
+class MonitorService:
+    """Accepts ranks, and runs a monitor for each that is one of this agent's processes, or is below one.
+
+    They share one heart. Its name is new with each agent, so that no agent keeps another one's members alive.
+
+    A killed agent leaves nothing behind: the socket's name is not a file's.
+
+    Args:
+        job: what the job is called in events.
+
+    Raises:
+        OSError: no socket can be made.
+    """
+
+    def __init__(self, job: str) -> None:
+        self.name = f"ftrun-{os.getpid()}-{os.urandom(8).hex()}"
+        """What ranks find in ``FT_WRAPPER_AGENT``."""
+        self._job = job
+        self._changed = threading.Condition()
+        # Those that the agent has started and not reaped, and whether another process takes their place.
+        self._processes: dict[int, bool] = {}
+        self._watched: dict[int, _Attended] = {}  # who has the monitor of each that has one
+        self._attended: dict[threading.Thread, _Attended] = {}
+        self._hearts: dict[tuple[Limits, str], _SharedHeart] = {}
+        self._closing = False
+        with contextlib.ExitStack() as cleanup:
+            self._listener = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._listener.bind(f"\0{self.name}")
+            self._listener.listen(128)
+            self._listener.setblocking(False)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+            cleanup.callback(os.close, self._wake)
+            self._acceptor = threading.Thread(target=self._accept, name="ft_wrapper-monitors", daemon=True)
+            self._acceptor.start()
+            self._cleanup = cleanup.pop_all()
+
+    def __enter__(self) -> MonitorService:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, pid: int, *, replaced: bool = False) -> None:
+        """A rank's process was started.
+
+        Args:
+            pid: it.
+            replaced: whether another one is started in its place if it ends, as far as is known.
+        """
+        with self._changed:
+            self._processes[pid] = replaced
+            self._changed.notify_all()
+
+    def remove(self, pid: int) -> None:
+        """A rank's process has ended; called before it is reaped, for then its number may be another's."""
+        with self._changed:
+            self._processes.pop(pid, None)
+
+    def close(self) -> None:
+        """Accepts no more ranks, and waits until the others know who has died: `CLOSE_TIMEOUT` at the most.
+
+        The ranks have ended by then. One that is stuck is left without a monitor.
+        """
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        os.eventfd_write(self._wake, 1)
+        self._acceptor.join()  # at once
+        with self._changed:
+            attended = dict(self._attended)
+        for one in attended.values():
+            one.stop()
+        deadline = time.monotonic() + CLOSE_TIMEOUT
+        for thread in attended:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        left = sum(thread.is_alive() for thread in attended)
+        if left:
+            log.warning("%d ranks still hold their monitors after %g s: left behind", left, CLOSE_TIMEOUT)
+        self._cleanup.close()
+
+    # ---- in the acceptor's thread
+
+    def _accept(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while not self._closing:
+            poll.poll()
+            try:
+                line, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                continue
+            except OSError as error:
+                log.warning("cannot accept a rank, trying again in %g s: %s", _PAUSE, error)
+                self._pause()
+                continue
+            attended = _Attended(line)
+            thread = threading.Thread(
+                target=self._attend, args=(attended,), name="ft_wrapper-rank-monitor", daemon=True
+            )
+            with self._changed:
+                self._attended[thread] = attended
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("cannot start a rank's monitor; the rank forks one: %s", error)
+                self._forget(thread, line)
+                self._pause()
+
+    def _pause(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, _PAUSE)
+
+    # ---- in the thread of a connection
+
+    def _attend(self, attended: _Attended) -> None:
+        with contextlib.ExitStack() as owned:
+            owned.callback(self._forget, threading.current_thread(), attended.line)
+            try:
+                self._watch(attended, owned)
+            except _Refused as refused:
+                log.debug("a process gets no monitor here: %s", refused)
+                with contextlib.suppress(OSError):
+                    send(attended.line, {"refused": str(refused), "replaced": attended.replaced})
+            except StoreError as error:
+                log.warning(
+                    "the monitor of process %d ends, so the rank leaves the job: %s", attended.pid, error
+                )
+            except Exception:
+                log.exception("the monitor of process %d failed, so the rank leaves the job", attended.pid)
+
+    def _watch(self, attended: _Attended, owned: contextlib.ExitStack) -> None:
+        """Watches a rank to its end; what has to be closed then goes onto the stack."""
+        line = attended.line
+        line.settimeout(_HELLO_TIMEOUT)
+        pid, uid = peer(line)
+        attended.pid = pid
+        if uid != os.geteuid():
+            raise _Refused(f"process {pid} is user {uid}'s")
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise _Refused(f"process {pid} has ended") from None
+        owned.callback(os.close, pidfd)
+        # With the pidfd at hand: the number cannot have become another process's, unless that is ours, too.
+        process, is_replaced = self._process_of(pid)
+        limits, plan, memory = _hear(line)
+        owned.callback(memory.close)
+        attended.replaced = is_replaced and limits.use_global_iteration
+        if plan is None:
+            raise _Refused(f"process {pid} has a monitor process")
+        heart = owned.enter_context(self._shared_heart(limits, plan))
+        limits = dataclasses.replace(limits, replaced=attended.replaced)
+        with self._claimed(process, attended):
+            watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, self._job, heart)
+            owned.callback(watch.close)
+            owned.callback(line.close)  # before that: the rank waits for it, and the watch for the rank
+            with self._changed:
+                attended.watch = watch
+                if self._closing:
+                    return
+            send(line, {"heart": heart.name, "replaced": attended.replaced})
+            line.settimeout(None)
+            died = watch.run()
+        line.close()
+        if died:
+            self._tell_others(watch, heart, pid, limits.heartbeat_interval)
+
+    def _tell_others(self, watch: RankWatch, heart: Heart, pid: int, pause: float) -> None:
+        """Tells the others of a death, until they know it, as long as the dead rank's heart beats for others.
+
+        Then its silence does not tell them. In a job that has ended the heart soon beats for no rank at all.
+        """
+        is_over = False
+        while not is_over:
+            try:
+                watch.tell_others()
+            except StoreError as error:
+                level = logging.DEBUG if watch.stage is Stage.BETWEEN else logging.INFO
+                log.log(level, "cannot tell the other ranks that process %d died: %s", pid, error)
+            else:
+                return
+            with self._changed:
+                is_over = self._changed.wait_for(lambda: self._closing, pause) or not heart.is_beating
+
+    @contextlib.contextmanager
+    def _shared_heart(self, limits: Limits, plan: StorePlan) -> Iterator[Heart]:
+        """The heart of all ranks with this store and these settings; ends with the last that has it."""
+        key = limits, json.dumps(plan.plain, sort_keys=True)
+        with self._changed:
+            if key not in self._hearts:
+                name = keys.shared_heart(os.urandom(8).hex())
+                self._hearts[key] = _SharedHeart(Heart(plan.connect, name, limits))
+            shared = self._hearts[key]
+            shared.users += 1
+        try:
+            yield shared.heart
+        finally:
+            with self._changed:
+                shared.users -= 1
+                if not shared.users:
+                    del self._hearts[key]
+            if not shared.users:
+                shared.heart.close()
+
+    def _process_of(self, pid: int) -> tuple[int, bool]:
+        """Which of the agent's processes this is, or is below (a shell, say), and whether it is replaced."""
+        try:
+            lineage: list[int] = [pid, *(parent.pid for parent in psutil.Process(pid).parents())]
+        except psutil.Error:
+            raise _Refused(f"process {pid} has ended") from None
+        if os.getpid() in lineage[1:]:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closing or not self._processes.keys().isdisjoint(lineage), _KNOWN_WITHIN
+                )
+                for candidate in lineage:
+                    if candidate in self._processes:
+                        return candidate, self._processes[candidate]
+        raise _Refused(f"process {pid} is no rank's")
+
+    @contextlib.contextmanager
+    def _claimed(self, process: int, attended: _Attended) -> Iterator[None]:
+        """One monitor at a time for each process that the agent has started: first come, first served.
+
+        Beside it the one of an earlier call goes on, until the rank says bye to that.
+        """
+        with self._changed:
+            if process in self._watched and not self._watched[process].has_left:
+                raise _Refused(f"process {process} has a monitor already")
+            self._watched[process] = attended
+        try:
+            yield
+        finally:
+            with self._changed:
+                if self._watched.get(process) is attended:
+                    del self._watched[process]
+
+    def _forget(self, thread: threading.Thread, line: socket.socket) -> None:
+        with self._changed:
+            del self._attended[thread]
+            line.close()
+
+
+def _hear(line: socket.socket) -> tuple[Limits, StorePlan | None, RankMemory]:
+    """Receives hello; without a plan if no monitor is wanted."""
+    try:
+        hello, fd = receive_hello(line)
+        try:
+            if hello["version"] != VERSION:
+                raise ValueError(f"version {hello['version']} instead of {VERSION}")
+            limits = Limits.from_json(hello["settings"])
+            plan = announced_plan(**hello["store"]) if hello["watch"] else None
+            return limits, plan, RankMemory.from_fd(fd)
+        finally:
+            os.close(fd)
+    except (EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise _Refused(f"no proper hello: {error!r}") from error

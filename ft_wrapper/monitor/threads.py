@@ -1,0 +1,257 @@
+"""The two threads in a rank: one stops the function when the iteration is over, one stamps the progress.
+
+The watchdog writes two stamps. ``gil_stamp``: this thread had the GIL. ``main_stamp``: the main thread ran
+bytecode, which a *pending call* tells: the interpreter runs it in the main thread, between two instructions.
+
+The pending call is C's own ``sem_post`` on a semaphore that the watchdog waits on. A Python callback would
+run Python code in the main thread, and whatever a signal handler raises there (a Ctrl-C, an interruption) is
+lost in the callback; and it would have to be kept alive for a call that may come after everything else ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .. import events
+from ..exception import StoreError, StoreUnavailable
+from ..protocol.evidence import Ends
+from ..protocol.records import DONE, FAULT
+from ..store import StoreMixin
+from . import libc
+from .frames import forget_frames
+from .interrupt import Interrupter
+from .shared_memory import RankMemory
+
+log = logging.getLogger(__name__)
+
+_LONG = 86400.0  # seconds; every iteration's wake key is set when it ends, so this only bounds a lost wake
+
+_ENDS_WITHIN = 10.0  # seconds; on a busy machine
+_ABORT_AGAIN = 0.25  # seconds after which the function, still inside, is aborted again
+_JOIN_TIMEOUT = 10.0
+
+# Semaphores of watchdogs that were stopped before their last pending call ran. They are never freed: the
+# interpreter still holds their addresses.
+_outstanding: list[ctypes.Array[ctypes.c_char]] = []
+
+
+@dataclasses.dataclass
+class Watch:
+    """One iteration that the monitor thread watches.
+
+    Args:
+        n: the iteration.
+        entered: what to do, off the restart's path, while the rank enters it.
+        may_be_done: whether it can end well: not before this rank, if it is active, says that it finished.
+        leaves_when_done: whether the main thread has to leave what it runs when the iteration ends well, too.
+        over: set once it has ended, however.
+        is_done: whether it has ended well; known before that.
+        handled: set once the iteration has ended and, after a fault, the function's thread is free.
+        ended_at: when this rank saw its end, in monotonic seconds; None before.
+        store_lost: why its end can be seen no more; the function's thread was freed for that reason.
+    """
+
+    n: int
+    entered: Callable[[], None]
+    may_be_done: bool
+    leaves_when_done: bool = False
+    over: threading.Event = dataclasses.field(default_factory=threading.Event)
+    is_done: bool = False
+    handled: threading.Event = dataclasses.field(default_factory=threading.Event)
+    ended_at: float | None = None
+    store_lost: StoreError | None = None
+
+
+class MonitorThread:
+    """Owns one thread, for all iterations of a call.
+
+    Args:
+        store: a client of its own: waiting occupies it.
+        interrupter: stops the thread that runs the function.
+        before_abort: called once the iteration has ended by a fault; its exceptions are logged.
+        abort: frees it from collectives; its exceptions are logged.
+        last_call_wait: seconds to gather further faults before aborting.
+    """
+
+    def __init__(
+        self,
+        store: StoreMixin,
+        interrupter: Interrupter,
+        before_abort: Callable[[], None],
+        abort: Callable[[], None],
+        last_call_wait: float,
+    ) -> None:
+        self._store = store
+        self._interrupter = interrupter
+        self._before_abort = before_abort
+        self._abort = abort
+        self._last_call_wait = last_call_wait
+        self._watches: queue.SimpleQueue[Watch | None] = queue.SimpleQueue()
+        self._last: Watch | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ft_wrapper-monitor", daemon=True)
+        self._thread.start()
+
+    def watch(self, n: int, entered: Callable[[], None], *, may_be_done: bool) -> Watch:
+        """Watches iteration n from now on.
+
+        Args:
+            n: the iteration.
+            entered: called in this thread first, off the restart's path; its exceptions are logged.
+            may_be_done: False on an active rank, until it sets the watch's before saying that it finished.
+        """
+        self._last = watch = Watch(n, entered, may_be_done)
+        self._watches.put(watch)
+        return watch
+
+    def stop(self, timeout: float) -> bool:
+        """Ends the thread. Its iteration has ended by then, or it stays until that ends, and does nothing.
+
+        Args:
+            timeout: seconds to wait for it; longer, if it ends at once and only has to get its turn.
+        """
+        self._stopping.set()
+        self._watches.put(None)
+        has_nothing_to_do = self._last is None or self._last.handled.is_set()
+        self._thread.join(max(timeout, _ENDS_WITHIN) if has_nothing_to_do else timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        looked_ahead = False
+        while (watch := self._watches.get()) is not None:
+            try:
+                self._run_logged("reporting the entry", watch.entered)
+                if not looked_ahead:  # later ones do much the same
+                    self._run_logged("looking ahead", self._interrupter.look_ahead)
+                looked_ahead = True
+                outcome = self._await_end(watch)
+                watch.is_done = outcome == DONE
+                watch.over.set()
+                # One that is stopped before has been left alone by a rank that is no longer in the job.
+                if outcome == FAULT and not self._stopping.is_set():
+                    watch.ended_at = self._store.now()
+                    self._free_main_thread(watch.n)
+                if watch.is_done and watch.leaves_when_done and not self._stopping.is_set():
+                    self._interrupter.request()
+                    self._interrupter.interrupt_until_left()
+            except StoreError as error:
+                log.exception("the store is lost: this rank cannot be told of faults elsewhere, and leaves")
+                forget_frames(error)  # they hold this thread's client, and the watch would hold them
+                watch.store_lost = error
+                watch.over.set()
+                self._free_main_thread(watch.n)
+            finally:
+                watch.handled.set()
+        self._store.close()
+
+    def _await_end(self, watch: Watch) -> str | None:
+        told = False
+        while True:
+            try:
+                outcome = Ends(self._store).wait_for_end(watch.n, _LONG, lambda: watch.may_be_done)
+            except StoreUnavailable as error:
+                if self._stopping.is_set():
+                    raise
+                if not told:
+                    log.warning("training goes on; faults elsewhere are heard of after this: %s", error)
+                told = True
+                continue
+            if outcome is not None:
+                return outcome
+
+    def _free_main_thread(self, n: int) -> None:
+        events.emit("end", iteration=n)
+        if self._last_call_wait > 0:
+            self._stopping.wait(self._last_call_wait)
+        self._run_logged("looking where the function is", self._before_abort)
+        # From here on no atomic() block can begin; one that is on is waited for.
+        self._interrupter.request()
+        self._run_logged("abort", self._abort)
+        events.emit("abort", iteration=n)
+        # A group that was being made may have opened connections since.
+        while not self._interrupter.interrupt_until_left(_ABORT_AGAIN):
+            self._run_logged("abort", self._abort)
+
+    def _run_logged(self, what: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            log.exception("%s failed, and the rank goes on without it", what)
+
+
+class ProgressWatchdog:
+    """Stamps a rank's memory every interval, from a daemon thread.
+
+    Args:
+        memory: where the stamps go. Must stay open until `stop` has returned.
+        interval: seconds between two stamps.
+        watches_main_thread: whether the function runs in the main thread. If not, a pending call says
+            nothing about it: ``main_stamp`` is then stamped with ``gil_stamp``, and only ``ping`` tells of
+            the function's progress.
+    """
+
+    def __init__(self, memory: RankMemory, interval: float, watches_main_thread: bool = True) -> None:
+        self._memory = memory
+        self._interval = interval
+        self._watches_main_thread = watches_main_thread
+        self._semaphore = ctypes.create_string_buffer(libc.SEMAPHORE_SIZE)
+        self._address = ctypes.addressof(self._semaphore)
+        libc.semaphore_init(self._address)
+        self._pending = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread. The stamps are fresh when it returns.
+
+        Raises:
+            RuntimeError: it was started before.
+        """
+        if self._thread is not None:
+            raise RuntimeError("this ProgressWatchdog was started before; make a new one")
+        self._memory.gil_stamp = self._memory.main_stamp = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="ft_wrapper.progress_watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and waits for it; again, or without a start, is harmless.
+
+        Raises:
+            RuntimeError: the thread did not end.
+        """
+        thread = self._thread
+        if thread is None or self._stopping:
+            return
+        self._stopping = True
+        libc.semaphore_post(self._address)
+        thread.join(_JOIN_TIMEOUT)
+        if thread.is_alive():
+            raise RuntimeError(f"the progress watchdog's thread did not end within {_JOIN_TIMEOUT} s")
+        if self._pending:
+            _outstanding.append(self._semaphore)
+
+    def _run(self) -> None:
+        add_pending_call: Any = ctypes.pythonapi.Py_AddPendingCall
+        callback = ctypes.cast(libc.semaphore_post_function(), ctypes.c_void_p)
+        address = ctypes.c_void_p(self._address)
+        next_stamp = time.monotonic()
+        while not self._stopping:
+            now = time.monotonic()
+            self._memory.gil_stamp = now
+            if not self._watches_main_thread:
+                self._memory.main_stamp = now
+            if now >= next_stamp:
+                next_stamp = now + self._interval
+                if self._watches_main_thread and not self._pending:
+                    # -1: the interpreter's queue is full. The next interval tries again.
+                    self._pending = add_pending_call(callback, address) == 0
+            if libc.semaphore_wait(self._address, next_stamp - now) and not self._stopping:
+                self._pending = False
+                self._memory.main_stamp = time.monotonic()

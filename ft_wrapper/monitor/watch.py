@@ -1,0 +1,402 @@
+"""The watch over one rank: hears what it says, waits for its death, keeps its time, serves its stores.
+
+One thread runs it, in any process but the rank's: in a process of its own (`process`) or inside the agent,
+for each of its ranks (`service`). So nothing here is about the process.
+
+A process that dies leaves the CPUs to those who restart. The kernel frees a dead process's memory in that
+process: 10 ms for any that has imported torch, 80 ms more for each gigabyte. Linux lets a task that was just
+woken wait until the running one has had its slice, and looks at that only with the timer's tick. Where CPUs
+are few, each step of a restart that fell on the dying process's CPU waited 3 to 5 ms. (Measured on two cores,
+Linux 6.18, as time that threads were runnable and did not run: SIGKILL of one rank of two, back after 9 to
+13 ms, with 5 ms of work in it.) Under ``SCHED_IDLE`` a task gives way at once to any other, and its CPU
+counts as free when another is woken. It is meant for a moment only: on a machine whose CPUs are all busy the
+memory would not be freed. Going back needs ``CAP_SYS_NICE``, or ``RLIMIT_NICE`` at 20; without it, other
+processes' threads are left alone. No thread is touched that is not on its way out already.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import enum
+import json
+import logging
+import os
+import select
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from ..protocol.heart import Heart
+from ..settings import Limits
+from ..store import Decision, Member, StoreMixin, View, serve
+from .rank_monitor import RankMonitor
+from .shared_memory import RankMemory
+
+log = logging.getLogger(__name__)
+
+_RESTART = 0.1  # seconds in which others restart, mostly; so long a dead rank's memory is freed behind them
+
+_PF_EXITING = 0x4
+_SIGKILL_PENDING = 1 << 8
+_FLAGS, _PENDING = 6, 28  # fields of /proc/<pid>/stat, counted from the state, which is the third
+
+_IDLE = os.sched_param(0)  # priorities are 0 where there are none
+
+
+class Stage(enum.Enum):
+    """Where a rank is, as it has said."""
+
+    IN_CALL = enum.auto()
+    """In a wrapped call, or about to join one."""
+    BETWEEN = enum.auto()
+    """It has left its call in order, and may come to another one."""
+    LEFT = enum.auto()
+    """It has left for good, or goes on with another monitor."""
+
+
+class RankWatch:
+    """The watch over one rank: `run`, then `tell_others` if it has died, then `close`.
+
+    Owns what it makes: the threads that wait for the death and send the heartbeat, stores, descriptors. Line,
+    memory and pidfd are the caller's, who closes them after `close`; the line may go before.
+
+    Args:
+        settings: the timeouts to keep.
+        connect: makes a client of the store.
+        memory: shared with the rank.
+        line: what the rank says comes here; a blocking socket.
+        pid: the rank's process.
+        pidfd: of it.
+        job: what the job is called in events; None for what the environment says.
+        heart: the one that this rank shares with others; None to make its own.
+    """
+
+    def __init__(
+        self,
+        settings: Limits,
+        connect: Callable[[], StoreMixin],
+        memory: RankMemory,
+        line: socket.socket,
+        pid: int,
+        pidfd: int,
+        job: str | None = None,
+        heart: Heart | None = None,
+    ) -> None:
+        self.stage = Stage.IN_CALL
+        self._settings = settings
+        self._line = line
+        self._pidfd = pidfd
+        self._monitor_of: Callable[[Member], RankMonitor] = lambda member: RankMonitor(
+            connect, member, memory, pid, settings, job, heart
+        )
+        self._iteration_stores = IterationStores()
+        self._monitor: RankMonitor | None = None
+        self._former: list[RankMonitor] = []  # of incarnations that the rank has given up
+        self._unread = b""
+        self._lock = threading.Lock()
+        with contextlib.ExitStack() as made:
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+            made.callback(os.close, self._stop)
+            self._deaths, told = os.pipe()
+            made.callback(os.close, self._deaths)
+            self._waiter = threading.Thread(
+                target=self._await_death, args=(memory, pid, told), name="ft_wrapper-await-death", daemon=True
+            )
+            try:
+                self._waiter.start()
+            except RuntimeError:
+                os.close(told)
+                raise
+            made.callback(self._waiter.join)
+            made.callback(self._iteration_stores.close)
+            self._made = made.pop_all()
+        self._closed = False
+
+    def run(self) -> bool:
+        """Watches the rank until it has left for good, has died, or `stop` was called.
+
+        Returns:
+            Whether it has died, and was in the job, so that the others have to be told.
+        """
+        died = False
+        with selectors.DefaultSelector() as selector:
+            for fd in (self._line.fileno(), self._pidfd, self._deaths, self._stop):
+                selector.register(fd, selectors.EVENT_READ)
+            while not (died or self.stage is Stage.LEFT):
+                ready = {key.fd for key, _ in selector.select(self._pause())}
+                if self._line.fileno() in ready and not self._read():
+                    selector.unregister(self._line)
+                    if self._monitor is None:
+                        return False  # it has hung up before it joined: another monitor watches it
+                if self._deaths in ready:
+                    died = os.read(self._deaths, 1) != b""
+                    if not died:
+                        selector.unregister(self._deaths)  # it leaves in order, and has said so
+                if self._pidfd in ready or (self._stop in ready and _has_ended(self._pidfd)):
+                    died = True
+                if died:
+                    self._read()  # what the rank said last, before it died
+                elif self._stop in ready:
+                    return False
+                elif self._monitor is not None and self.stage is Stage.IN_CALL:
+                    self._monitor.keep_time(self._pidfd)
+        return self.stage is not Stage.LEFT and self._monitor is not None
+
+    def stop(self) -> None:
+        """Ends `run`, if the rank lives; from any thread, also when all is closed."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._stop, 1)
+
+    def tell_others(self) -> None:
+        """Tells the others of the rank's death, until they go on without it; they may yet need its store.
+
+        Raises:
+            StoreError: they cannot be told. May be tried again.
+        """
+        if self._monitor is not None:
+            self._monitor.rank_died()
+            if self._iteration_stores.serving:
+                self._monitor.await_next()  # peers may yet connect to the store of this iteration
+
+    def await_goodbyes(self) -> None:
+        """Waits until no rank needs the coordination store any more."""
+        if self._monitor is not None:
+            self._monitor.await_goodbyes()
+
+    def await_freed(self, seconds: float) -> None:
+        """Waits until a dead rank's memory has been freed.
+
+        Args:
+            seconds: at the most.
+        """
+        _wait(self._pidfd, seconds)
+        self._waiter.join(_RESTART)
+
+    def close(self) -> None:
+        """Ends all that this has made. Waits for the rank to let go of its memory, which it does or dies."""
+        with self._lock:
+            self._closed = True
+        with self._made:
+            for monitor in self._former if self._monitor is None else [*self._former, self._monitor]:
+                self._made.callback(monitor.close)
+
+    def _pause(self) -> float | None:
+        if self.stage is Stage.BETWEEN:
+            return None
+        return self._settings.monitor_process_interval if self._monitor is None else self._monitor.pause()
+
+    def _await_death(self, memory: RankMemory, pid: int, told: int) -> None:
+        """Says so if the rank has died; closes the pipe in any case."""
+        try:
+            # A replacement is started once the process has gone, so nothing is gained by its going slowly.
+            allowed = not self._settings.replaced and may_step_forward()
+            if memory.wait_for_death():
+                with stepping_back(pid, allowed):
+                    os.write(told, b"!")
+                    _wait(self._pidfd, _RESTART)
+        except Exception:
+            log.exception("cannot wait for the death of process %d, which will be noticed late", pid)
+        finally:
+            os.close(told)
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        # Not waiting: the rank reads what it has asked for.
+        self._line.sendall(json.dumps(answer).encode() + b"\n", socket.MSG_DONTWAIT)
+
+    def _read(self) -> bool:
+        """Carries out what the rank has said so far; False at the end of file."""
+        more = True
+        while more:
+            try:
+                data = self._line.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self._unread += data
+            more = bool(data)
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            self._carry_out(json.loads(line))
+        return more
+
+    def _carry_out(self, message: dict[str, Any]) -> None:
+        if message["type"] == "join":
+            member = Member.parse(message["member"], "join")
+            if self._monitor is not None:
+                self._monitor.stop()  # the rank has taken another incarnation of its slot
+                self._former.append(self._monitor)
+                self._monitor = None
+            self._monitor = self._monitor_of(member)
+        elif message["type"] == "view":
+            assert self._monitor is not None
+            self._monitor.enter(self._view(message))
+        elif message["type"] == "serve":
+            self._serve(message["host"])
+        elif message["type"] == "between":
+            self._keep_watch_between_calls()
+        elif message["type"] == "bye":
+            self.stage = Stage.LEFT
+
+    def _keep_watch_between_calls(self) -> None:
+        """From here on the monitor does not look at the shared memory, and serves nothing."""
+        if self._monitor is not None:
+            self._monitor.leave_call()
+        self.stage = Stage.BETWEEN
+        self._iteration_stores.close()
+        self._answer({})
+
+    def _serve(self, host: str) -> None:
+        try:
+            self._answer({"port": self._iteration_stores.next_port(host)})
+        except OSError as error:
+            self._answer({"error": f"cannot open the iteration's store on {host}: {error}"})
+        self._iteration_stores.open_ahead_again(host)
+
+    def _view(self, message: dict[str, Any]) -> View:
+        if "decision" in message:
+            assert self._monitor is not None and self._monitor.view is not None
+            decision = Decision.from_json(message["decision"], "view")
+            return self._monitor.view.after(decision, message["nonce"])
+        call, n, first, min_world_size = message["view"]
+        members = tuple(Member.parse(name, "view") for name in message["members"])
+        return View(call, n, message["nonce"], first, members, min_world_size)
+
+
+class IterationStores:
+    """One store for each iteration whose rank 0 is this rank.
+
+    The last rank 0 is likely to be the next, so its next store is opened ahead, off the restart's path.
+    """
+
+    def __init__(self) -> None:
+        self._opener = concurrent.futures.ThreadPoolExecutor(1, "ft_wrapper-store-opener")
+        self._ahead: tuple[str, concurrent.futures.Future[TCPStore]] | None = None
+        self._serving: TCPStore | None = None
+
+    @property
+    def serving(self) -> bool:
+        """Whether any store was asked for."""
+        return self._serving is not None
+
+    def next_port(self, host: str) -> int:
+        """Opens a store, or takes the one that was opened ahead; the last one ends.
+
+        Raises:
+            OSError: it could not be opened.
+        """
+        if self._ahead is None or self._ahead[0] != host:
+            self._open_ahead(host)
+        assert self._ahead is not None
+        (_, opened), self._ahead = self._ahead, None
+        store = opened.result()
+        self._opener.submit(_drop, self._serving)
+        self._serving = store
+        return store.port
+
+    def open_ahead_again(self, host: str) -> None:
+        """Opens the store of a later iteration; returns at once."""
+        if self._ahead is None:
+            self._open_ahead(host)
+
+    def close(self) -> None:
+        """Ends the stores."""
+        self._opener.shutdown()
+        self._ahead = self._serving = None
+
+    def _open_ahead(self, host: str) -> None:
+        self._ahead = (host, self._opener.submit(serve, host, 0, timedelta(seconds=300)))
+
+
+def _drop(store: TCPStore | None) -> None:
+    """Ends a store's server, in the opener's thread, with the last reference."""
+    del store
+
+
+def may_step_forward() -> bool:
+    """Whether this process is allowed to undo ``SCHED_IDLE``. Tried out, on a thread that ends with it."""
+    allowed = []
+
+    def try_it() -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, _IDLE)
+            os.sched_setscheduler(0, os.SCHED_OTHER, _IDLE)
+            allowed.append(True)
+
+    thread = threading.Thread(target=try_it, name="ft_wrapper-may-step-forward", daemon=True)
+    thread.start()
+    thread.join()
+    return bool(allowed)
+
+
+@contextlib.contextmanager
+def stepping_back(pid: int, allowed: bool) -> Iterator[None]:
+    """A block during which the dying threads of a process run only where no other thread wants to.
+
+    Args:
+        pid: the process. Of one that lives, or has gone, nothing is changed.
+        allowed: what `may_step_forward` has said; nothing is done without it.
+    """
+    changed = [tid for tid in _dying_threads(pid) if _step_back(tid)] if allowed else []
+    try:
+        yield
+    finally:
+        for tid in changed:
+            with contextlib.suppress(OSError):  # gone
+                os.sched_setscheduler(tid, os.SCHED_OTHER, _IDLE)
+
+
+def step_back_for_good() -> None:
+    """Before a process ends of its own accord while others restart: frees its memory behind them."""
+    for tid in _threads(os.getpid()):
+        _step_back(tid)
+
+
+def _step_back(tid: int) -> bool:
+    try:
+        if os.sched_getscheduler(tid) != os.SCHED_OTHER:
+            return False  # another policy was chosen for it
+        os.sched_setscheduler(tid, os.SCHED_IDLE, _IDLE)
+    except OSError:
+        return False
+    return True
+
+
+def _threads(pid: int) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def _dying_threads(pid: int) -> list[int]:
+    """Those that have begun to exit, or will do nothing else any more."""
+    dying = []
+    for tid in _threads(pid):
+        try:
+            with open(f"/proc/{pid}/task/{tid}/stat", "rb", buffering=0) as file:
+                stat = file.read(4096)
+        except OSError:
+            continue
+        fields = stat[stat.rindex(b")") + 2 :].split()
+        if int(fields[_FLAGS]) & _PF_EXITING or int(fields[_PENDING]) & _SIGKILL_PENDING:
+            dying.append(tid)
+    return dying
+
+
+def _wait(pidfd: int, seconds: float) -> bool:
+    """Waits for the end of a process, for so many seconds at the most; whether it has come."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+def _has_ended(pidfd: int) -> bool:
+    return _wait(pidfd, 0.0)

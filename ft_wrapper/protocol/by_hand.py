@@ -1,0 +1,458 @@
+"""Global iterations by hand: names that a store has for programs that drive the iterations themselves.
+
+All of it is a few lines over the protocol. The coordinator is the member whose turn it is to propose; it
+follows from the decision, the logged deaths and the caller's own clock. Callers who see different members
+silent may take different ones for the coordinator, and no harm is done.
+
+A *rank* here is the rank at the start of the job, the slot: it stays when others leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+from ..exception import RestartError, TimeoutError
+from ..settings import Limits, OnJoin
+from . import keys
+from .agreement import Agreement
+from .evidence import HeartbeatObserver
+from .joining import Entry
+from .logs import to_number
+from .operations import Operations, claim, looks_for, read
+from .records import FAULT, Member, View
+
+log = logging.getLogger(__name__)
+
+_TERMS: dict[str, object] = {"iterations": "by hand"}  # so that no one gets into a job of the wrapper
+SILENT_AFTER = Limits.heartbeat_timeout
+"""Seconds without a heartbeat after which a member is silent: the wrapper's default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Whom a client acts for.
+
+    Args:
+        member: the process that it belongs to.
+        view: the iteration that this is in.
+    """
+
+    member: Member
+    view: View
+
+
+class ByHand(Operations):
+    """Global iterations by hand, for programs and tests that drive the iterations themselves.
+
+    A client acts for the member that it joined as, never for the one that holds its rank by now: a process
+    that was left out acts for none.
+    """
+
+    _place: Place | None = None
+    _observer: HeartbeatObserver | None = None
+
+    @property
+    def _job(self) -> ByHand:
+        """The store with the job's own keys, where this one has those of one iteration."""
+        return self
+
+    @property
+    def _agreement(self) -> Agreement:
+        return Agreement(self._job)
+
+    def get_global_iteration(self) -> int:
+        """The number of the current iteration; 0 also before the first decision.
+
+        `wait_for_global_iteration_ready` tells the two apart.
+        """
+        head = self._agreement.iterations.read_head()
+        return 0 if head is None else head.n
+
+    def wait_for_global_iteration_ready(self, timeout: timedelta, iteration: int = 0) -> int:
+        """Waits until an iteration has been decided.
+
+        Args:
+            timeout: how long to wait at the longest.
+            iteration: its number.
+
+        Returns:
+            The number that is on then; higher where the job has gone on meanwhile.
+
+        Raises:
+            TimeoutError: it was not decided in time; says who was missing.
+        """
+        job, iterations = self._job, self._agreement.iterations
+        head = iterations.read_head()
+        if head is not None and head.n >= iteration:
+            return head.n
+        for remaining, _ in looks_for(job, keys.wake_head(iteration), 0, timeout.total_seconds()):
+            head = iterations.read_head()
+            if head is not None and head.n >= iteration:
+                return head.n
+            if remaining <= 0:
+                break
+        raise TimeoutError(
+            f"iteration {iteration} was not decided within {timeout}: {job._what_is_missing()}"
+        )
+
+    def get_active_ranks_for_coordination(
+        self, world_size: int, timeout: timedelta, *, heartbeat_timeout: float = SILENT_AFTER
+    ) -> set[int]:
+        """The ranks of the iteration that is on that live, as far as this client knows.
+
+        Without the logged dead, and those whose heartbeat this client has seen stand still on its own clock:
+        none is silent at the first look.
+
+        Args:
+            world_size: only ranks below it.
+            timeout: how long to wait for the first decision, before which no one is in.
+            heartbeat_timeout: seconds without a heartbeat after which a rank is silent.
+
+        Raises:
+            TimeoutError: there is no first decision.
+        """
+        job = self._job
+        job.wait_for_global_iteration_ready(timeout)
+        current = self._agreement.iterations.read_current()
+        assert current is not None, "head is never deleted"
+        view, _ = current
+        # All are looked at each time: silence is what lies between two looks.
+        alive = sorted(set(view.members) - self._agreement.ends.deaths_of(view.n))
+        heard = [member.slot for member in alive if job._stillness(member) < heartbeat_timeout]
+        return {slot for slot in heard if slot < world_size}
+
+    def elect_coordinator(
+        self, world_size: int, timeout: timedelta, *, heartbeat_timeout: float = SILENT_AFTER
+    ) -> int:
+        """The rank whose turn it is to propose: the lowest one that lives in this client's eyes.
+
+        Nothing is written: the others may propose, too.
+
+        Args:
+            world_size: only ranks below it.
+            timeout: how long to wait for the first decision.
+            heartbeat_timeout: seconds without a heartbeat after which a rank is silent.
+
+        Raises:
+            RestartError: none of the ranks lives.
+            TimeoutError: there is no first decision.
+        """
+        limit = heartbeat_timeout
+        active = self.get_active_ranks_for_coordination(world_size, timeout, heartbeat_timeout=limit)
+        if not active:
+            raise RestartError(f"there is no coordinator: no rank below world_size={world_size} lives")
+        return min(active)
+
+    def get_current_coordinator(self) -> int | None:
+        """The lowest rank of the current iteration that was not logged dead; None if there is none.
+
+        A silent one still is the coordinator: ask `is_coordinator_alive`, then `elect_coordinator`.
+        """
+        coordinator = self._job._coordinator()
+        return None if coordinator is None else coordinator.slot
+
+    def is_coordinator_alive(self, timeout_seconds: float = SILENT_AFTER) -> bool:
+        """Whether the current coordinator sends heartbeats, as far as this client has seen.
+
+        Silence lies between two looks of the same client: at the first look every coordinator lives. Look at
+        least every 15 s: more does not count between two looks, since this client may have been stopped.
+
+        Args:
+            timeout_seconds: how long the heartbeat may stand still.
+        """
+        coordinator = self._job._coordinator()
+        return coordinator is not None and self._job._stillness(coordinator) < timeout_seconds
+
+    def update_coordinator_heartbeat(self) -> None:
+        """Sends a heartbeat of this client's member: the coordinator's, if it is the coordinator.
+
+        No one sends another's, so a lost coordinator never looks alive. Under the wrapper its monitor does.
+
+        Raises:
+            RestartError: this client has not joined the job.
+        """
+        self._agreement.heartbeats.send_heartbeat(self._joined().member)
+
+    def get_coordinator_heartbeat(self) -> int:
+        """A number that moves as long as the current coordinator sends heartbeats; 0 if there is none.
+
+        Compare it with an earlier one: a time would be one of another host's clock. It is the count of
+        heartbeats; on etcd, where they are leases, a count of looks, and -1 once the lease has run out.
+        """
+        coordinator = self._job._coordinator()
+        return 0 if coordinator is None else self._agreement.heartbeats.get_heartbeat(coordinator)
+
+    def increment_global_iteration(self) -> int:
+        """Proposes the next iteration, if the one that is on has ended and nothing stands in the way.
+
+        The number moves once, however many ranks increment it, and never while a live member has not left the
+        function. Members that this client has seen silent are left out if its own has arrived. A client that
+        has not joined may propose too, and leaves out the dead only.
+
+        Returns:
+            The number that is on afterwards: unchanged if its time has not come.
+        """
+        iterations, place = self._agreement.iterations, self._place
+        current = iterations.read_current()
+        if current is None:
+            return 0
+        view, _ = current
+        if place is not None and place.member in view.members:
+            _, missing = iterations.arrived_and_missing(view)
+            silent = frozenset(one for one in missing if self._job._stillness(one) >= SILENT_AFTER)
+            iterations.advance(view, place.member, silent=silent)
+        else:
+            iterations.advance(view, None)
+        return self.get_global_iteration()
+
+    def signal_global_iteration_ready(self, iteration: int) -> None:
+        """Wakes those who wait for an iteration: the one that decided it may have died before waking them.
+
+        Args:
+            iteration: the number that is on.
+
+        Raises:
+            ValueError: it has not been decided.
+        """
+        head = self._agreement.iterations.read_head()
+        if head is None or head.n < iteration:
+            last = "none has" if head is None else f"the last one is {head.n}"
+            raise ValueError(f"iteration={iteration} is not ready, it has not been decided: {last}")
+        if head.n == iteration:
+            self._job.set(keys.wake_head(iteration), str(head))
+
+    def coordinate_global_iteration_advance(
+        self, world_size: int, timeout: timedelta, is_coordinator: bool = False
+    ) -> int:
+        """Leaves the iteration that this client's member is in, and waits until the next one is decided.
+
+        Ends the iteration for all, if it has not ended, and arrives. The last one to arrive proposes; if it
+        is lost, those who wait come forward in rank order. The dead and the silent are left out, and at the
+        timeout those that live but did not come.
+
+        Args:
+            world_size: for callers that pass it; who has to come is in the decision.
+            timeout: how long to wait for those that live but do not come.
+            is_coordinator: what the caller takes itself for. Nothing depends on it: it may be wrong, or the
+                coordinator lost, and any member that has arrived may propose.
+
+        Returns:
+            The number of the next iteration, higher than all that this member has been in.
+
+        Raises:
+            RestartError: this client has not joined, or the others went on without its member.
+            TimeoutError: too few members are left; names the missing ones.
+        """
+        member, view, agreement = self._joined().member, self._joined().view, self._agreement
+        agreement.ends.end_iteration(view.n, FAULT)
+        agreement.heartbeats.send_heartbeat(member)
+        agreement.iterations.arrive(view, member, view.members.index(member), len(view.members))
+        seconds = timeout.total_seconds()
+        step = agreement.iterations.await_next(view, member, timeout=seconds, heartbeat_timeout=SILENT_AFTER)
+        if step is None:
+            raise left_out(member, view.n)
+        return self._enter(Place(member, step[0]))
+
+    def handle_rank_restart(self, world_size: int, timeout: timedelta, *, rank: int | None = None) -> int:
+        """Takes this process's part in the job: its first iteration, or the next one of a job that is on.
+
+        A client that has not joined, nor been cloned from one that has, is the rank's next process. It may
+        call this before the others have noticed that the last one died, while they go on, or after.
+
+        Args:
+            world_size: number of ranks that the job begins with; those above come in later.
+            timeout: how long to wait for the others.
+            rank: this process's rank; the environment's ``RANK`` when None.
+
+        Returns:
+            The number of the iteration that it is in. If it joined before: of the one that is on.
+
+        Raises:
+            RestartError: the others went on without it, a newer process has its rank, or the call has
+                completed.
+            TimeoutError: somebody did not come; names who.
+            ValueError: the rank is not known.
+        """
+        if self._place is not None:
+            return self._still_in(self._place)
+        slot, slots = self._slot(rank), range(world_size)
+        member, asked = self._register(slot), None
+        iterations, joining = self._agreement.iterations, self._agreement.joining
+        if iterations.read_head() is None and slot not in slots:
+            joining.await_head(timeout.total_seconds())
+        elif iterations.read_head() is None:
+            with self._withdrawn_unless_in(member):
+                joining.join_first(member, slots)
+                first = joining.await_first(member, slots, timeout.total_seconds())
+            if first is not None:
+                return self._enter(Place(member, first[0]))
+            asked = keys.BEFORE_FIRST
+        return self._get_in(member, timeout, asked)
+
+    def catch_up_restarting_rank(self, timeout: timedelta, *, rank: int | None = None) -> int:
+        """Joins a job that is on as its rank's next process, and waits until it is in.
+
+        Ends the current iteration, and logs the rank's last process dead if that is still listed. The others
+        enter the iteration that is returned together with this process.
+
+        Args:
+            timeout: how long to wait for the others to leave their iteration.
+            rank: this process's rank; the environment's ``RANK`` when None.
+
+        Returns:
+            The number of the iteration that it is in.
+
+        Raises:
+            RestartError: there is no job yet, its call has completed, or a newer process has the rank.
+            TimeoutError: the others did not leave their iteration.
+            ValueError: the rank is not known.
+        """
+        slot = self._slot(rank)
+        if self._agreement.iterations.read_head() is None:
+            raise RestartError("there is no job to catch up with yet: call handle_rank_restart")
+        return self._get_in(self._register(slot), timeout)
+
+    def record_iteration_for_rank(self, rank: int, iteration: int) -> None:
+        """Notes, for people, that a rank has been in an iteration; keeps the highest one.
+
+        Args:
+            rank: the rank.
+            iteration: a number that head has reached.
+
+        Raises:
+            ValueError: it has not.
+        """
+        job, on = self._job, self.get_global_iteration()
+        if not 0 <= iteration <= on:
+            raise ValueError(f"iteration={iteration} of rank {rank} must lie in 0..{on}, the one that is on")
+        key = keys.last_iteration(rank)
+        held = claim(job, key, str(iteration))
+        while to_number(held, key) < iteration:
+            held = job.compare_set(key, held, str(iteration)).decode()
+
+    def get_iteration_for_rank(self, rank: int) -> int:
+        """The last iteration that was recorded for a rank; the one that is on if none was."""
+        key = keys.last_iteration(rank)
+        held = read(self._job, key)
+        return self.get_global_iteration() if held is None else to_number(held, key)
+
+    # Steps ---------------------------------------------------------------------------------------------
+
+    def _joined(self) -> Place:
+        if self._place is None:
+            raise RestartError(
+                "this client of the store has not joined the job: call handle_rank_restart on it first; "
+                "leave it to the wrapper inside a wrapped function, where the wrapper has joined"
+            )
+        return self._place
+
+    def _coordinator(self) -> Member | None:
+        current = self._agreement.iterations.read_current()
+        if current is None:
+            return None
+        view, _ = current
+        return min(set(view.members) - self._agreement.ends.deaths_of(view.n), default=None)
+
+    def _stillness(self, member: Member) -> float:
+        """Seconds for which this client has seen a member's heartbeat stand still; 0 for its own member."""
+        if self._place is not None and member == self._place.member:
+            return 0.0
+        if self._observer is None:
+            self._observer = HeartbeatObserver(self._agreement.heartbeats, SILENT_AFTER)
+        return self._observer.stillness(member)
+
+    def _what_is_missing(self) -> str:
+        current = self._agreement.iterations.read_current()
+        if current is None:
+            joined = sorted(member.slot for member in self._agreement.joining.joined_first())
+            return f"only the ranks {joined} have joined"
+        view, _ = current
+        if self._agreement.ends.outcome_of(view.n) is None:
+            return f"iteration {view.n} is still on"
+        _, missing = self._agreement.iterations.arrived_and_missing(view)
+        return f"ranks {sorted(member.slot for member in missing)} have not left iteration {view.n}"
+
+    def _slot(self, rank: int | None) -> int:
+        if self._job is not self:
+            raise RestartError("the wrapper has joined the job; a wrapped function cannot do so again")
+        if rank is not None:
+            return rank
+        text = os.environ.get("RANK", "")
+        if not text.isdecimal():
+            raise ValueError(f"pass rank=, or set the environment variable RANK, which is {text!r}")
+        return int(text)
+
+    def _register(self, slot: int) -> Member:
+        head = self._agreement.iterations.read_head()
+        if self._agreement.joining.agree_on_terms(0 if head is None else head.call, _TERMS):
+            raise RestartError("the job runs under the wrapper: call the wrapped function to join it")
+        record = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+        return self._agreement.joining.register(slot, record)
+
+    def _get_in(self, member: Member, timeout: timedelta, asked: int | None = None) -> int:
+        seconds = timeout.total_seconds()
+        limits, joining = Limits(on_join=OnJoin.NOW, rejoin_wait=0.0), self._agreement.joining
+        deadline = self.now() + seconds
+        while True:
+            head = joining.iterations.read_head()
+            assert head is not None, "head is never deleted"
+            with self._withdrawn_unless_in(member):
+                entry, view, _ = joining.await_entry(member, head.call, limits, seconds, asked)
+            if entry is Entry.IN:
+                return self._enter(Place(member, view))
+            if entry is not Entry.PASSED:
+                why = "the call has completed" if entry is Entry.DONE else "a newer process has its rank"
+                raise RestartError(f"{member.name} cannot join: {why}")
+            if self.now() >= deadline:
+                raise TimeoutError(
+                    f"{member.name} did not get in within {timeout}: the others went on too fast"
+                )
+            member, asked = self._register(member.slot), None
+
+    @contextlib.contextmanager
+    def _withdrawn_unless_in(self, member: Member) -> Iterator[None]:
+        """Sees to it that no one waits for a process that gives up."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self._withdraw(member)
+            except Exception:
+                log.exception("the others could not be told that %s gave up", member.name)
+            raise
+
+    def _withdraw(self, member: Member) -> None:
+        ends, iterations = self._agreement.ends, self._agreement.iterations
+        current = iterations.read_current()
+        if current is None:
+            ends.give_up(keys.BEFORE_FIRST, member)
+        elif member not in current[0].members:
+            ends.give_up(current[0].n, member)
+        else:
+            ends.log_death(current[0].n, member, None, ends=True)
+            iterations.count_death(current[0])
+
+    def _still_in(self, place: Place) -> int:
+        current = self._agreement.iterations.read_current()
+        if current is None or place.member not in current[0].members:
+            raise left_out(place.member, place.view.n)
+        return self._enter(Place(place.member, current[0]))
+
+    def _enter(self, place: Place) -> int:
+        self._place = place
+        self.record_iteration_for_rank(place.member.slot, place.view.n)
+        return place.view.n
+
+
+def left_out(member: Member, n: int) -> RestartError:
+    return RestartError(
+        f"the others went on from iteration {n} without {member.name}: it was declared dead, or came too "
+        "late; start a new process in its place"
+    )

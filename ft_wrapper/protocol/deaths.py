@@ -1,0 +1,160 @@
+"""Telling the others that a member has ended, until they go on without it.
+
+A node's slots outlive it: the node that takes its seat later has the same slots. So the members that held
+them are looked up first (`holders`), and the deaths of exactly these are reported.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+from ..attribution import Interruption
+from . import keys
+from .agreement import Agreement
+from .records import Fault, Member, View
+
+log = logging.getLogger(__name__)
+
+TIMEOUT = 120.0
+"""Seconds for which a death is kept being told, while the others do not go on without it."""
+
+_FIRST_LOOK = 0.1  # seconds between looks whether head has moved, should a wake be lost
+_LONGEST_LOOK = 4.0
+
+
+def report_death(
+    agreement: Agreement,
+    view: View | None,
+    member: Member,
+    fault: Fault | None,
+    *,
+    active: bool,
+    timeout: float,
+    returns: bool = False,
+) -> None:
+    """Logs a death, ends the iteration if the member was active, and keeps at it.
+
+    A proposal that was under way may not have seen the log, and keep the dead member in the next iteration:
+    then it is logged there too, until head leaves it out.
+
+    Args:
+        agreement: where to.
+        view: the iteration that the member was last known in; None before the first one.
+        member: who has ended.
+        fault: what is known of it, for people; None to keep quiet.
+        active: whether it called the function in ``view``; in an iteration that the caller was not told of
+            it counts as active unless others have all the active ranks.
+        timeout: seconds after which to give up.
+        returns: whether a replacement is on its way.
+    """
+    deadline = agreement.store.now() + timeout
+    told = fault
+    while True:
+        head = agreement.iterations.read_head()
+        if head is None:
+            n = keys.BEFORE_FIRST
+            agreement.ends.log_death(n, member, told, ends=False, returns=returns)
+            kept = member in agreement.iterations.joins_of(n)
+        else:
+            if view is None or head != view.head:
+                current = agreement.iterations.read_current()
+                assert current is not None
+                view = current[0]
+                active = agreement.entering.may_be_active(view.n, member)
+            n = view.n
+            if member in view.members:
+                agreement.ends.log_death(n, member, told, ends=active, returns=returns)
+                agreement.iterations.count_death(view)
+                kept = member in agreement.iterations.arrivals_of(n)
+            else:
+                # It may have asked to be let in. Where n has not ended yet, each proposer reads the log.
+                agreement.ends.log_death(n, member, None, ends=False, returns=returns)
+                kept = agreement.ends.outcome_of(n) is not None and member in agreement.iterations.joins_of(n)
+        told = None
+        # A later proposer reads the log. Only a proposal that was under way may have read it too early,
+        # and it takes the member only if that had arrived (or joined) before.
+        if not kept:
+            return
+        if not _await_move(agreement, n, view, deadline):
+            log.info("%s has ended, and the others have not gone on without it", member.name)
+            return
+
+
+def await_others(agreement: Agreement, view: View, timeout: float) -> None:
+    """Waits until those who are left have gone on from an iteration, or no one is left.
+
+    Args:
+        agreement: where they agree.
+        view: the iteration.
+        timeout: seconds to wait at the longest.
+    """
+    deadline = agreement.store.now() + timeout
+    pause = _FIRST_LOOK
+    while agreement.store.now() < deadline and not agreement.ends.deaths_of(view.n).issuperset(view.members):
+        if (
+            agreement.store.hear(keys.wake_head(view.n + 1), min(pause, deadline - agreement.store.now()))
+            is not None
+        ):
+            return
+        if agreement.iterations.read_head() != view.head:
+            return  # long ago: the wake has been deleted
+        pause = min(2 * pause, _LONGEST_LOOK)
+
+
+def _await_move(agreement: Agreement, n: int, view: View | None, deadline: float) -> bool:
+    pause = _FIRST_LOOK
+    while agreement.store.now() < deadline:
+        if (
+            agreement.store.hear(keys.wake_head(n + 1), min(pause, deadline - agreement.store.now()))
+            is not None
+        ):
+            return True
+        head = agreement.iterations.read_head()
+        if head is not None and head.n > n:
+            return True  # long ago: the wake has been deleted
+        if view is not None and agreement.iterations.advance(view, None):
+            return True
+        here = agreement.iterations.joins_of(n) if view is None else set(view.members)
+        if here <= agreement.ends.deaths_of(n):
+            return False  # no one is left who could go on
+        pause = min(2 * pause, _LONGEST_LOOK)
+    return False
+
+
+def holders(agreement: Agreement, slots: Iterable[int]) -> list[Member]:
+    """Who holds the slots now; those that no one has held are left out.
+
+    Args:
+        agreement: of the ranks.
+        slots: which ones.
+    """
+    newest = (agreement.joining.newest_of(slot) for slot in slots)
+    return [member for member in newest if member.incarnation >= 0]
+
+
+def report_lost(agreement: Agreement, member: Member, why: str, *, returns: bool) -> None:
+    """Reports the death of a member that its own monitor cannot report: its node is lost, or has left.
+
+    Args:
+        agreement: of the ranks.
+        member: who is dead.
+        why: for people.
+        returns: whether another process takes its place, for which a restart may wait a little.
+    """
+    record = agreement.joining.record_of(member)
+    pid = record.get("pid")
+    fault = Fault(
+        member=member,
+        rank=None,
+        interruption=Interruption.TERMINATED,
+        message=why,
+        host=str(record.get("host", "")),
+        pid=pid if isinstance(pid, int) else 0,
+        at=time.time(),
+    )
+    current = agreement.iterations.read_current()
+    view = None if current is None else current[0]
+    active = view is None or agreement.entering.may_be_active(view.n, member)
+    report_death(agreement, view, member, fault, active=active, timeout=TIMEOUT, returns=returns)

@@ -1,0 +1,265 @@
+"""What ranks agree on when they enter an iteration: who has which rank, where to meet; and barriers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+from ..exception import InternalError, RankShouldRestart, RestartError, TimeoutError
+from . import keys, logs
+from .evidence import Ends
+from .logs import Entered, present, split_entry, to_number
+from .operations import (
+    Append,
+    Claim,
+    Count,
+    Operations,
+    Read,
+    ReadLog,
+    Step,
+    Write,
+    append_counted,
+    read,
+    read_log,
+)
+from .records import FAULT, Member
+
+_LOOK_EVERY = 1.0  # seconds between looks whether waiting has lost its point
+
+
+class BarrierError(RestartError):
+    """A barrier failed."""
+
+
+class BarrierTimeout(BarrierError):
+    """Not everybody came to a barrier in time. The message names who was missing."""
+
+
+class BarrierOverflow(BarrierError):
+    """More ranks came to a barrier than it was made for."""
+
+
+class Entering:
+    """Who enters an iteration, with which rank, and where ``torch.distributed`` meets in it.
+
+    Args:
+        store: where.
+        ends: how iterations end.
+    """
+
+    def __init__(self, store: Operations, ends: Ends) -> None:
+        self.store = store
+        self._ends = ends
+
+    def active_in(self, n: int) -> int:
+        """The number of active ranks of n; 0 if no one has entered it yet."""
+        return logs.active_in(n, read(self.store, keys.world(n)))
+
+    def may_be_active(self, n: int, member: Member) -> bool:
+        """Whether a member may be an active rank of n, for those who do not know the rank assignment.
+
+        False only once others have all of the active ranks: then it is a spare in n.
+
+        Args:
+            n: the iteration.
+            member: who.
+        """
+        sizes, log = self.store.execute([Read(keys.world(n)), ReadLog(keys.entered(n))])
+        entered = logs.entered_in(n, (log or "").splitlines())
+        if member in entered:
+            return entered[member].active_rank is not None
+        taken = {one.active_rank for one in entered.values()} - {None}
+        return sizes is None or len(taken) < logs.active_in(n, sizes)
+
+    def entered_in(self, n: int) -> dict[Member, Entered]:
+        """The members that are about to enter n, or have entered it: O(world size)."""
+        return logs.entered_in(n, read_log(self.store, keys.entered(n)))
+
+    def check_assignment(
+        self,
+        n: int,
+        member: Member,
+        active_rank: int | None,
+        world_size: int,
+        active_world_size: int,
+        *,
+        promoted: bool = False,
+        recompiles: bool = False,
+        endpoint: tuple[str, int] | None = None,
+    ) -> int:
+        """Checks, before a rank enters n, that its rank assignment fits the others'.
+
+        Args:
+            n: the iteration.
+            member: who is about to enter.
+            active_rank: the active rank that it was given; None for a spare.
+            world_size: the world size that it was given.
+            active_world_size: the active world size that it was given.
+            promoted: whether it was a spare before; noted for people.
+            recompiles: whether its compiled code was dropped, since ranks have moved; noted for people.
+            endpoint: from active rank 0: host and port of the store that ``torch.distributed`` uses in n.
+
+        Returns:
+            How many active ranks have come as far as this, with this one: a hint. 0 for a spare.
+
+        Raises:
+            InternalError: another rank was given other sizes, or the same active rank.
+        """
+        mine = f"{world_size} {active_world_size}"
+        before: list[Step] = [Write({keys.endpoint(n): f"{endpoint[0]} {endpoint[1]}"})] if endpoint else []
+        steps: list[Step] = [Claim(keys.world(n), mine)]
+        entry = Entered(member, active_rank, promoted, recompiles)
+        if active_rank is None:
+            steps.append(Append(keys.entered(n), entry.to_text()))
+        else:
+            steps.append(Claim(keys.seat(n, active_rank), str(member)))
+            steps.append(Append(keys.entered(n), entry.to_text()))
+            steps.append(Count(keys.count_entered(n)))
+        agreed, *given = self.store.execute([*before, *steps])[len(before) :]
+        if agreed != mine:
+            raise InternalError(
+                f"rank_assignment disagrees in iteration {n}: slot {member.slot} was given world size and "
+                f"active world size {mine}, another rank {agreed}; it must give the same sizes on every rank"
+            )
+        if active_rank is None:
+            return 0
+        holder, *_, count = given
+        if holder != str(member):
+            raise InternalError(
+                f"rank_assignment gave active rank {active_rank} of iteration {n} to slot {member.slot} and "
+                f"to slot {str(holder).partition(':')[0]}; it must give each active rank once"
+            )
+        return int(count or 0)
+
+    def await_endpoint(self, n: int, timeout: float, look_every: float) -> tuple[str, int] | None:
+        """Waits for the endpoint that rank 0 tells; None if a fault ended n before it came.
+
+        Where n is done already, this member is a spare that was slow to look: its rank 0 has been here.
+
+        Args:
+            n: the iteration.
+            timeout: seconds to wait at the longest.
+            look_every: seconds between looks whether n has ended, should its rank 0 have died.
+
+        Raises:
+            TimeoutError: neither came.
+        """
+        deadline = self.store.now() + timeout
+        while True:
+            remaining = deadline - self.store.now()
+            key = keys.endpoint(n)
+            said = self.store.hear(key, min(look_every, remaining))
+            if said is not None:
+                host, port = split_entry(said or present(key, read(self.store, key)), 2, key)
+                return host, to_number(port, key)
+            if self._ends.outcome_of(n) == FAULT:
+                return None
+            if remaining <= 0:
+                raise TimeoutError(f"rank 0 of iteration {n} opened no store for it within {timeout:g} s")
+
+
+def wait_for_all(
+    store: Operations,
+    ranks: Iterable[int],
+    group_name: str,
+    rendezvous_count: int,
+    timeout: timedelta,
+    timeout_chunk: timedelta | None = None,
+) -> None:
+    """Waits until so many ranks have come; see `ft_wrapper.store.StoreMixin.barrier`."""
+    arrived_key, count_key, wake_key = (keys.barrier(group_name, p) for p in ("arrived", "count", "wake"))
+    mine = list(ranks)
+    count = 0
+    for rank in mine:
+        count = append_counted(store, arrived_key, str(rank), count_key)
+    # The count wakes, the log decides: a reply that was lost may have counted twice.
+    if count >= rendezvous_count:
+        here = len(set(read_log(store, arrived_key)))
+        if here > rendezvous_count:
+            raise BarrierOverflow(
+                f"barrier {group_name!r} is for rendezvous_count={rendezvous_count} ranks and {here} came"
+            )
+        if here == rendezvous_count:
+            store.set(wake_key, "1")
+
+    def missing() -> str:
+        return _missing(rendezvous_count, {int(line) for line in read_log(store, arrived_key)})
+
+    chunk = _LOOK_EVERY if timeout_chunk is None else timeout_chunk.total_seconds()
+    if not _wait_unless_over(store, wake_key, timeout.total_seconds(), chunk):
+        raise BarrierTimeout(f"barrier {group_name!r} timed out after {timeout}: {missing()}")
+
+
+def compute_once(
+    store: Operations,
+    name: str,
+    rank: int,
+    contribution: str,
+    count: int,
+    compute: Callable[[dict[int, str]], dict[int, str]],
+    timeout: timedelta,
+) -> str:
+    """Everyone contributes, the last one computes for all, and each reads its own result.
+
+    Total traffic is O(count). Either all ranks get their result or none does: a rank that gives up
+    because the iteration has ended rules out that others get theirs later.
+
+    Args:
+        store: where.
+        name: name of the exchange; it serves once.
+        rank: the caller's rank.
+        contribution: what it contributes, one line.
+        count: number of ranks that contribute.
+        compute: from all contributions by rank to all results by rank; the same on every rank.
+        timeout: how long to wait for the others at the longest.
+
+    Raises:
+        BarrierTimeout: somebody is missing; the message names the ranks.
+        RankShouldRestart: the store belongs to an iteration and that has ended.
+    """
+    log_key, count_key, wake_key, verdict_key = (
+        keys.barrier(name, part) for part in ("arrived", "count", "wake", "verdict")
+    )
+    if append_counted(store, log_key, json.dumps([rank, contribution]), count_key) >= count:
+        contributions = dict(json.loads(line) for line in read_log(store, log_key))
+        if len(contributions) == count:
+            results = compute(contributions)
+            store.multi_set(
+                [keys.barrier(name, f"result/{peer}") for peer in results], list(results.values())
+            )
+            store.compare_set(verdict_key, "", "computed")
+            store.set(wake_key, "1")
+    try:
+        if not _wait_unless_over(store, wake_key, timeout.total_seconds(), _LOOK_EVERY):
+            here = {json.loads(line)[0] for line in read_log(store, log_key)}
+            raise BarrierTimeout(f"exchange {name!r} timed out after {timeout}: {_missing(count, here)}")
+    except (RankShouldRestart, BarrierTimeout):
+        store.compare_set(verdict_key, "", "abandoned")
+        if read(store, verdict_key) != "computed":
+            raise
+    result = None
+    if read(store, verdict_key) == "computed":
+        result = read(store, keys.barrier(name, f"result/{rank}"))
+    if result is None:  # or deleted since, with all else of an iteration that is long over
+        raise RankShouldRestart(f"exchange {name!r} was abandoned by a rank: its iteration has ended")
+    return result
+
+
+def _wait_unless_over(store: Operations, key: str, seconds: float, chunk: float) -> bool:
+    deadline = store.now() + seconds
+    while True:
+        remaining = deadline - store.now()
+        if store.hear(key, min(chunk, remaining)) is not None:
+            return True
+        if store.is_over():
+            raise RankShouldRestart("the iteration has ended")
+        if remaining <= 0:
+            return False
+
+
+def _missing(count: int, here: set[int]) -> str:
+    """Names who did not come; only those who came are known where the ranks are not 0 to count - 1."""
+    if here <= set(range(count)):
+        return f"missing ranks {sorted(set(range(count)) - here)} of {count}"
+    return f"missing {count - len(here)} of {count} ranks, all but {sorted(here)}"

@@ -1,0 +1,462 @@
+"""Head and decisions: how the members go from one iteration to the next.
+
+Safety comes from one thing, a compare_set on the head register. Who proposes, and when, is only about
+progress and may be wrong at any time without harm:
+
+- head moves from n to n+1 only from the exact value read, after n has ended, to a decision that is
+  already written;
+- a decision keeps the members of n that have left the function (arrived) and are not dead; at the barrier
+  timeout those that never arrived are dropped, unless n ended well: between two calls a member that lives may
+  take its time; it adds who wants in, of each slot the last incarnation;
+- usually the one whose arrival (or logging of a death) is the last proposes at once. If it died doing so, the
+  waiting members come forward one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from .. import events
+from ..exception import InternalError, StoreError, TimeoutError
+from . import keys
+from .evidence import Ends, HeartbeatObserver, Heartbeats
+from .logs import (
+    announced_deaths_in,
+    arrivals_in,
+    decision_in,
+    faults_in,
+    joins_in,
+    outcome_in,
+    present,
+    to_number,
+)
+from .operations import (
+    Append,
+    Count,
+    Move,
+    Operations,
+    Read,
+    ReadLog,
+    Wake,
+    Write,
+    append_counted,
+    looks_for,
+    read,
+    read_log,
+    stagger,
+)
+from .records import (
+    DONE,
+    FAULT,
+    Decision,
+    Head,
+    Member,
+    View,
+    count_same_faults,
+    roster_from_json,
+    roster_to_json,
+)
+from .widening import widen
+
+log = logging.getLogger(__name__)
+
+_SAY_MISSING_AFTER = 1.0  # seconds
+_LOOKOUTS = 16  # members that look who is missing
+_LOOKS_OF_FEW = 4  # looks after which more of them do
+_LOOKS_BETWEEN_CALLS = _LOOKS_OF_FEW + 3  # a wait between two calls may be long: no more of them than by then
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposed:
+    """A proposal that was made: head has moved by now, to this one or to another one.
+
+    Args:
+        decision: what was proposed.
+        head: where head would be by it.
+        won: whether it is there, as far as is known.
+    """
+
+    decision: Decision
+    head: Head
+    won: bool
+
+
+class GlobalIteration:
+    """Leaving an iteration, and going on to the next.
+
+    Args:
+        store: where.
+        ends: how iterations end.
+        heartbeats: who is silent.
+    """
+
+    def __init__(self, store: Operations, ends: Ends, heartbeats: Heartbeats) -> None:
+        self.store = store
+        self.ends = ends
+        self.heartbeats = heartbeats
+
+    def read_head(self) -> Head | None:
+        """Which iteration is on; None before the first decision."""
+        text = read(self.store, keys.HEAD)
+        return None if text is None else Head.parse(text, keys.HEAD)
+
+    def read_decision(self, head: Head) -> Decision:
+        """The decision behind a head."""
+        key = keys.decision(head.n, head.nonce)
+        return decision_in(head, present(key, read(self.store, key)))
+
+    def read_view(self, head: Head) -> View:
+        """Everything about a head's iteration: O(world size), for those who come from outside."""
+        return self._read_iteration(head)[0]
+
+    def _read_iteration(self, head: Head) -> tuple[View, Decision]:
+        key, decision_key = keys.roster(head.n, head.nonce), keys.decision(head.n, head.nonce)
+        roster, text = self.store.execute([Read(key), Read(decision_key)])
+        members = roster_from_json(present(key, roster), key)
+        decision = decision_in(head, present(decision_key, text))
+        return View.of(decision, head.nonce, members), decision
+
+    def read_current(self) -> tuple[View, Decision] | None:
+        """The iteration that is on, and the decision that led to it; None before the first one."""
+        head = self.read_head()
+        while head is not None:
+            try:
+                return self._read_iteration(head)
+            except StoreError:
+                # The reader was paused while head moved on by two, so that what it led to was deleted.
+                last, head = head, self.read_head()
+                if head == last:
+                    raise
+        return None
+
+    def wanted(self) -> int:
+        """The most active ranks that any iteration had; with fewer the job is degraded. 0: not known yet."""
+        return to_number(read(self.store, keys.WANTED) or "0", keys.WANTED)
+
+    # Leaving an iteration ------------------------------------------------------------------------------
+
+    def arrive(
+        self, view: View, member: Member, rank: int, world_size: int, fault: str | None = None
+    ) -> Proposed | None:
+        """Says that a member has left the function of an iteration; the last one decides the next.
+
+        Args:
+            view: the iteration.
+            member: who has left it.
+            rank: its rank, in a world of
+            world_size: so many, before the next rank assignment.
+            fault: kind and place of its fault, to be counted if it comes again; None if there was progress.
+
+        Returns:
+            What it decided, if it was the last one.
+        """
+        arrival = f"{member} {rank} {world_size}" + (f" {fault}" if fault else "")
+        gone = append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))
+        return self.advance(view, member) if gone >= len(view.members) else None
+
+    def ask_to_join(self, n: int, member: Member, call: int) -> None:
+        """Asks that a member be let into the iteration after n, if that belongs to the call."""
+        self.store.execute([Append(keys.join(n), f"{member} {call}")])
+
+    def joins_of(self, n: int, call: int | None = None) -> set[Member]:
+        """The members that want into the iteration after n.
+
+        Args:
+            n: the iteration.
+            call: only those that come for this call; all when None.
+        """
+        return joins_in(n, read_log(self.store, keys.join(n)), call)
+
+    def arrivals_of(self, n: int) -> set[Member]:
+        """The members that have left the function of n."""
+        return set(arrivals_in(n, read_log(self.store, keys.arrived(n))))
+
+    def count_death(self, view: View) -> None:
+        """Counts a logged death; decides the next iteration if it was the last thing missing."""
+        (count,) = self.store.execute([Count(keys.count_gone(view.n))])
+        if int(count or 0) >= len(view.members):
+            self.advance(view, None)
+
+    def advance(
+        self,
+        view: View,
+        proposer: Member | None,
+        *,
+        silent: frozenset[Member] = frozenset(),
+        drop_missing: bool = False,
+        hold: bool = True,
+    ) -> Proposed | None:
+        """Proposes the next iteration, if nothing stands in its way.
+
+        Args:
+            view: the iteration that has ended.
+            proposer: an arrived member; None for a monitor that logged a death, and for one that wants in.
+            silent: members that the proposer itself has seen stand still for ``heartbeat_timeout``.
+            drop_missing: after a fault, go on without members that live but have not arrived.
+            hold: wait for replacements that were announced, if fewer ranks than wanted would be left.
+
+        Returns:
+            The proposal: then head has left ``view`` behind, by this one or by another one. None if there was
+            nothing to propose; head may have left it behind before.
+        """
+        n = view.n
+        # Deaths last: one that logs a death first and then finds that the member has neither arrived nor
+        # asked to join may be sure that no proposal will have it.
+        end, *logs = self.store.execute(
+            [Read(keys.end(n)), ReadLog(keys.arrived(n)), ReadLog(keys.join(n)), ReadLog(keys.dead(n))]
+        )
+        outcome = outcome_in(n, end)
+        if outcome is None:
+            return None
+        arrivals, joins, deaths = ((log or "").splitlines() for log in logs)
+        arrived = arrivals_in(n, arrivals)
+        joining = joins_in(n, joins, _call_after(view, outcome))
+        dead = announced_deaths_in(n, deaths)
+        if proposer is not None and (proposer in dead or proposer not in arrived):
+            return None
+        latest = {member.slot: member for member in sorted(joining)}
+        kept = tuple(
+            member
+            for member in view.members
+            if member in arrived
+            and member not in dead
+            and (member not in silent or member == proposer)
+            and latest.get(member.slot, member) <= member
+        )
+        holders = {member.slot for member in kept}
+        newcomers = tuple(
+            member for slot, member in sorted(latest.items()) if slot not in holders and member not in dead
+        )
+        missing = set(view.members) - arrived.keys() - dead.keys() - silent
+        left = len(kept) + len(newcomers)
+        if missing and not (drop_missing and outcome == FAULT):
+            return None
+        if left < max(1, view.min_world_size):
+            return None
+        announced = {member.slot for member, returns in dead.items() if returns}
+        if hold and announced - {member.slot for member in newcomers} and left < self.wanted():
+            return None
+        decision = self._next_decision(view, outcome, kept, newcomers, arrived)
+        if not decision.removed:  # else the loss of a rank may be why the others failed
+            same = count_same_faults(view.same_faults, faults_in(n, arrivals))
+            decision = dataclasses.replace(decision, same_faults=same)
+        return self._decide(view.head, decision, tuple(sorted(kept + newcomers)))
+
+    def await_next(
+        self,
+        view: View,
+        member: Member,
+        *,
+        timeout: float,
+        heartbeat_timeout: float,
+        rejoin_wait: float = 0.0,
+        proposed: Proposed | None = None,
+        on_missing: Callable[[Sequence[Member], float], None] | None = None,
+    ) -> tuple[View, Decision] | None:
+        """Waits, once arrived, for the decision of the next iteration; proposes it if no one else does.
+
+        After an iteration that ended well it waits for as long as a missing member lives and is heard: that
+        one is between two calls.
+
+        Args:
+            view: the iteration that has ended.
+            member: who waits.
+            timeout: seconds until those that live but have not arrived are left behind; between two calls,
+                until the log says again for whom it waits.
+            heartbeat_timeout: seconds without a heartbeat until a missing member counts as silent.
+            rejoin_wait: seconds to wait for replacements that were announced.
+            proposed: what `arrive` gave.
+            on_missing: called once, by one of those who wait, if others have not left an iteration that ended
+                by a fault a second ago: with these, and the seconds waited.
+
+        Returns:
+            The view of that iteration and the decision; None if this member is not in it.
+
+        Raises:
+            TimeoutError: fewer than the job's ``min_world_size`` members were left; names the missing ones.
+        """
+        if proposed is not None and proposed.won:
+            return _step_to(view, member, proposed.head, proposed.decision)
+        observer = HeartbeatObserver(self.heartbeats, heartbeat_timeout)
+        position, size = view.members.index(member), len(view.members)
+        # The first to give up on the missing goes on without them: all at once would have a lot to read.
+        limit = timeout + stagger(position)
+        while True:
+            looks = looks_for(self.store, keys.wake_head(view.n + 1), position, limit, rejoin_wait)
+            silent: frozenset[Member] = frozenset()
+            absent: list[Member] = []
+            between_calls = False
+            for look, (remaining, said) in enumerate(looks):
+                head, decision = self._read_ahead(said)
+                if head != view.head:
+                    return self._follow(view, member, head, decision)
+                if member in self.ends.deaths_of(view.n):
+                    return None
+                between_calls = self.ends.outcome_of(view.n) == DONE
+                look = min(look, _LOOKS_BETWEEN_CALLS) if between_calls else look
+                if remaining > 0 and not keeps_lookout(position, size, look):
+                    continue
+                arrived, missing = self.arrived_and_missing(view)
+                waited = limit - remaining
+                if on_missing is not None and missing and not between_calls and waited >= _SAY_MISSING_AFTER:
+                    lookouts = (
+                        each
+                        for place, each in enumerate(view.members)
+                        if each in arrived and keeps_lookout(place, size, look)
+                    )
+                    if member == next(lookouts, None):
+                        on_missing(missing, waited)
+                    on_missing = None
+                silent = observer.silent(missing)
+                if remaining <= 0:
+                    # Before the proposal: one who arrives during that may not be seen by it, and decide.
+                    absent = sorted(
+                        set(view.members) - (self.arrivals_of(view.n) - self.ends.deaths_of(view.n))
+                    )
+                self.advance(
+                    view,
+                    member,
+                    silent=silent,
+                    drop_missing=remaining <= 0,
+                    hold=limit - remaining < rejoin_wait,
+                )
+                head = self.read_head()
+                if head != view.head:
+                    return self._follow(view, member, head)
+                if remaining <= 0:
+                    break
+            awaited = set(absent) - self.ends.deaths_of(view.n) - silent
+            if not (between_calls and awaited):
+                raise TimeoutError(
+                    f"iteration {view.n} was not followed by another one within {timeout:g} s: fewer than "
+                    f"min_world_size={view.min_world_size} ranks are left; "
+                    f"missing slots: {[m.slot for m in absent]}"
+                )
+            self.log_awaited(view, awaited)
+            if not keeps_lookout(position, size, 0):
+                limit *= 2  # for what each of them reads; the lookouts say it often enough
+
+    def log_awaited(self, view: View, awaited: Iterable[Member]) -> None:
+        """Logs for whom the next wrapped call waits.
+
+        Args:
+            view: the last call's last iteration.
+            awaited: members that live, and have not made the call.
+        """
+        slots = sorted(member.slot for member in awaited)
+        log.warning(
+            "call %d waits for slots %s: their processes live and have not called the wrapped function again",
+            view.call + 1,
+            slots,
+        )
+
+    def silent_missing(self, view: View, observer: HeartbeatObserver) -> frozenset[Member]:
+        """The members that have not left an ended iteration and are silent in the observer's eyes."""
+        return observer.silent(self.arrived_and_missing(view)[1])
+
+    def arrived_and_missing(self, view: View) -> tuple[set[Member], list[Member]]:
+        """Of the members that live, as far as is known: who has left an ended iteration, and who has not."""
+        arrived = set(self.arrivals_of(view.n))
+        dead = self.ends.deaths_of(view.n)
+        return arrived - dead, sorted(set(view.members) - arrived - dead)
+
+    # Steps ---------------------------------------------------------------------------------------------
+
+    def _next_decision(
+        self,
+        view: View,
+        outcome: str,
+        kept: tuple[Member, ...],
+        newcomers: tuple[Member, ...],
+        arrived: dict[Member, tuple[int, int]],
+    ) -> Decision:
+        sizes = {arrived[member][1] for member in kept}
+        removed = tuple(sorted(set(view.members) - set(kept)))
+        if len(sizes) > 1:
+            # The iteration ended when the rank assignment was through on some ranks, and not on others. No
+            # world is left whose ranks they all have: a new one, in which all get theirs by slot.
+            newcomers, kept = tuple(sorted(kept + newcomers)), ()
+        if len({arrived[member][0] for member in kept}) < len(kept):
+            raise InternalError(
+                f"the ranks of iteration {view.n} do not fit together: "
+                + ", ".join(f"slot {m.slot} is rank {arrived[m][0]} of {arrived[m][1]}" for m in kept)
+            )
+        size = sizes.pop() if kept else 0  # or no one is left of that world: a new one of newcomers alone
+        ranks = {member: rank for member, (rank, of) in arrived.items() if of == size}
+        world = widen(size, ranks, kept, removed, newcomers)
+        n = view.n + 1
+        return Decision(
+            call=_call_after(view, outcome),
+            n=n,
+            first=n if outcome == DONE else view.first,
+            removed=removed,
+            ranks=world.gaps,
+            joined=newcomers,
+            joined_ranks=world.joined_ranks,
+            inserted=world.inserted,
+            world_size=world.size,
+            min_world_size=view.min_world_size,
+        )
+
+    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
+        """Writes a decision, then tries to move head to it. No matter who wins, head has moved after that."""
+        proposal = Head(decision.call, decision.n, next(self.store.nonces))
+        written = {
+            keys.decision(proposal.n, proposal.nonce): decision.to_json(),
+            keys.roster(proposal.n, proposal.nonce): roster_to_json(members),
+        }
+        _, stands, _ = self.store.execute(
+            [
+                Write(written),
+                Move(keys.HEAD, "" if head is None else str(head), str(proposal)),
+                # Also a lost proposer wakes: the winner may have died before it could.
+                Wake(keys.wake_head(proposal.n), str(proposal)),
+            ]
+        )
+        events.emit("decide", iteration=decision.n)
+        return Proposed(decision, proposal, stands == str(proposal))
+
+    def _read_ahead(self, said: str) -> tuple[Head | None, Decision | None]:
+        """Reads head; and the decision behind it, if it is where somebody said that it was likely to be."""
+        if not said:
+            return self.read_head(), None
+        likely = Head.parse(said, keys.HEAD)
+        text, decision = self.store.execute([Read(keys.HEAD), Read(keys.decision(likely.n, likely.nonce))])
+        head = None if text is None else Head.parse(text, keys.HEAD)
+        return head, None if decision is None or head != likely else decision_in(head, decision)
+
+    def _follow(
+        self, view: View, member: Member, head: Head | None, decision: Decision | None = None
+    ) -> tuple[View, Decision] | None:
+        if head is None or head.n != view.n + 1:
+            return None  # head has passed an iteration in which this member did not arrive: it is out
+        try:
+            decision = decision or self.read_decision(head)
+        except StoreError:
+            if self.read_head() != head:
+                return None  # head has passed this member's iteration meanwhile, without it
+            raise
+        return _step_to(view, member, head, decision)
+
+
+def _step_to(view: View, member: Member, head: Head, decision: Decision) -> tuple[View, Decision] | None:
+    """The iteration after one; None if a member is not in it."""
+    after = view.after(decision, head.nonce)
+    return (after, decision) if member in after.members else None
+
+
+def keeps_lookout(position: int, size: int, look: int = 0) -> bool:
+    """Whether a waiting member reads who is missing, which costs O(size), at one of its looks.
+
+    A few do for all, spread over the world, so that a straggler does not cost O(size²). Should none of them
+    be left to do so, they become twice as many with every look.
+    """
+    stride = max(1, size // _LOOKOUTS) >> max(0, look - _LOOKS_OF_FEW)
+    return position % max(1, stride) == 0
+
+
+def _call_after(view: View, outcome: str) -> int:
+    """The call that the iteration after an ended one belongs to."""
+    return view.call + (outcome == DONE)

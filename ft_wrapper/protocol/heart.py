@@ -1,0 +1,233 @@
+"""What says that ranks live, and sees to it that the silence of others is noticed: one heart for a node.
+
+Under an agent all of its ranks share a heart: one thread, one connection, one key that moves. A monitor
+process has one for its rank alone. A heart beats as long as one of its members lives; that a member of it has
+ended is told by its monitor (`RankMonitor.rank_died`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
+
+from ..exception import StoreError
+from ..settings import Limits
+from .agreement import Agreement
+from .evidence import beat_lasts
+from .housekeeping import Housekeeper
+from .neighbours import NeighbourWatch, Sight
+from .operations import Operations
+from .records import Member, View
+
+log = logging.getLogger(__name__)
+
+_TURNS = 8  # intervals in the timeout, from which on a heart does one thing at a time
+_SIGHTS = (Sight.HEARTS, Sight.HEARTS, Sight.HEAD, Sight.HEARTS, Sight.HEARTS, Sight.END)
+
+
+class Rank(Protocol):
+    """What a heart has to know of a rank that it beats for. Read from the heart's thread."""
+
+    view: View | None
+    """The iteration that it is in; None before the first one."""
+
+    @property
+    def rank(self) -> int | None:
+        """Its rank there; None as long as it is not known."""
+
+    @property
+    def member(self) -> Member:
+        """Who it is."""
+
+    @property
+    def is_between(self) -> bool:
+        """Whether it is at work outside of a wrapped call."""
+
+    def note_left_out(self, left_out: bool) -> None:
+        """Says whether the others have gone on without the rank."""
+
+
+class HeartBeat:
+    """What a heart does at each tick, without a thread: gives a sign of life, looks at the job and at others.
+
+    A tick is one request to the store, so that a heart costs no more than one an interval: beats and looks
+    take turns, and one look in three is at how the job stands. Silence is noticed so within the timeout and
+    half a dozen intervals. Where the timeout is short, less than eight intervals, each tick does all of it.
+
+    Args:
+        agreement: where the heartbeats are.
+        heart: its name.
+        settings: the times to keep.
+    """
+
+    def __init__(self, agreement: Agreement, heart: Member | str, settings: Limits) -> None:
+        self._agreement = agreement
+        self._name = str(heart)
+        self._takes_turns = settings.heartbeat_timeout >= _TURNS * settings.heartbeat_interval
+        between_beats = settings.heartbeat_interval * (2 if self._takes_turns else 1)
+        self._lasts = beat_lasts(settings.heartbeat_timeout, between_beats)
+        self._late = settings.heartbeat_timeout / 2
+        self._sights = itertools.cycle(_SIGHTS)
+        self._is_beats_turn = True
+        self._last: float | None = None  # when a tick was carried out last; None if it failed
+        self.watch = NeighbourWatch(agreement, heart, settings.heartbeat_timeout)
+        self._house = Housekeeper(agreement.store, settings.join_window)
+
+    def tick(self, ranks: Collection[Rank]) -> None:
+        """Does what it is time for.
+
+        Args:
+            ranks: those that live.
+
+        Raises:
+            StoreError: the store cannot be used.
+        """
+        last, self._last = self._last, None
+        # After a pause or an outage the others may have gone on without these.
+        looks_at_all = not self._takes_turns or (
+            last is not None and self._agreement.store.now() - last > self._late
+        )
+        beats, self._is_beats_turn = self._is_beats_turn or last is None, not self._is_beats_turn
+        if beats or looks_at_all:
+            self._agreement.heartbeats.beat_heart(self._name, self._lasts)
+        if looks_at_all or last is None:
+            self._look(ranks, Sight.ALL)
+        elif not beats:
+            self._look(ranks, next(self._sights))
+        elif self.watch.doubts:  # of many that were lost together the last shall be known soon
+            self._look(ranks, Sight.HEARTS)
+        for rank in ranks:
+            if rank.rank == 0 and rank.view is not None:
+                self._house.keep(rank.view, 0)
+        self._last = self._agreement.store.now()
+
+    def _look(self, ranks: Collection[Rank], sight: Sight) -> None:
+        """Looks at the iteration that is on; before, at the one that those who are behind are in."""
+        placed = sorted(
+            ((rank.view, rank) for rank in ranks if rank.view is not None), key=lambda one: one[0].n
+        )
+        for _, group in itertools.groupby(placed, key=lambda one: one[0].n):
+            here = list(group)
+            self.watch.look(here[0][0], [rank.member for _, rank in here], sight)
+            if Sight.HEAD in sight:
+                for _, rank in here:
+                    rank.note_left_out(rank.member in self.watch.left_out)
+
+
+class Heart:
+    """A heart, in a thread of its own, with a connection of its own.
+
+    Args:
+        connect: makes a client of the store.
+        name: what it is called in the store: a member, if it beats for that alone.
+        settings: the times to keep.
+    """
+
+    def __init__(self, connect: Callable[[], Operations], name: Member | str, settings: Limits) -> None:
+        self.name = str(name)
+        self._connect = connect
+        self._beats_as = name
+        self._settings = settings
+        self._ranks: tuple[Rank, ...] = ()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._is_wanted = threading.Event()
+        self._is_away = False
+        self._is_patient: bool | None = None
+        self._thread = threading.Thread(target=self._run, name="ft_wrapper-heartbeat", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_beating(self) -> bool:
+        """Whether it beats for somebody."""
+        return bool(self._ranks)
+
+    def add(self, rank: Rank) -> None:
+        """Beats for a rank from now on."""
+        with self._lock:
+            self._ranks = (*self._ranks, rank)
+            self._is_wanted.set()
+
+    def remove(self, rank: Rank) -> None:
+        """Beats for a rank no more; again is harmless."""
+        with self._lock:
+            self._ranks = tuple(one for one in self._ranks if one is not rank)
+
+    def stop(self) -> None:
+        """Begins to end."""
+        self._stop.set()
+        self._is_wanted.set()
+
+    def close(self) -> None:
+        """Ends the thread, and waits for that: bounded, since the store is not tried for ever."""
+        self.stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        store: Operations | None = None
+        beat: HeartBeat | None = None
+        for ranks in self._awaited_ranks():
+            whose = ", ".join(rank.member.name for rank in ranks)
+            due = time.monotonic() + self._settings.heartbeat_interval
+            try:
+                if store is None:
+                    store = self._connect()
+                if beat is None:
+                    beat = HeartBeat(Agreement(store), self._beats_as, self._settings)
+                self._set_patience(store, is_patient=not _are_between(ranks))
+                beat.tick(ranks)
+                if self._is_away:
+                    log.warning("%s is heard again", whose)
+                self._is_away = False
+                beat.watch.leave_out_suspects(due - time.monotonic(), self._stop)
+            except StoreError as error:
+                if not self._is_away:
+                    # Asked again: the job may have ended since.
+                    level = logging.DEBUG if _are_between(ranks) else logging.WARNING
+                    log.log(
+                        level,
+                        "%s is not heard for now, and evicted if that lasts for heartbeat_timeout=%g s: %s",
+                        whose,
+                        self._settings.heartbeat_timeout,
+                        error,
+                    )
+                self._is_away = True
+            except Exception:
+                level = logging.DEBUG if _are_between(ranks) else logging.ERROR
+                log.log(
+                    level,
+                    "a heartbeat of %s failed; evicted if that goes on",
+                    whose,
+                    exc_info=True,
+                )
+            self._stop.wait(max(0.0, due - time.monotonic()))
+        if store is not None:
+            store.close()
+
+    def _set_patience(self, store: Operations, *, is_patient: bool) -> None:
+        if is_patient != self._is_patient:
+            # A client's attempts to connect grow with its patience. After an outage those that are back early
+            # must hear this heart in time, though its last attempt began just before the store was back.
+            late = self._settings.heartbeat_timeout / 2
+            store.patience = late if is_patient else min(late, self._settings.termination_grace_time)
+        self._is_patient = is_patient
+
+    def _awaited_ranks(self) -> Iterator[tuple[Rank, ...]]:
+        """Whom to beat for, again and again, until the end; waits while there is no rank."""
+        while not self._stop.is_set():
+            self._is_wanted.wait()
+            with self._lock:
+                ranks = self._ranks
+                if not ranks and not self._stop.is_set():
+                    self._is_wanted.clear()
+            if ranks:
+                yield ranks
+
+
+def _are_between(ranks: Collection[Rank]) -> bool:
+    """Whether all are between two calls: the store may have ended with the job, and no rank listens."""
+    return all(rank.is_between for rank in ranks)

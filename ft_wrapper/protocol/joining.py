@@ -1,0 +1,451 @@
+"""How a process gets into the job: into its first iteration, or later into a running one (DESIGN.md 5.3).
+
+Nothing is looked at once and then believed: who wants in looks at head again and again, from the top, until
+it is listed there or knows that it never will be. So no process comes too early or too late.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Iterable
+
+from .. import events
+from ..attribution import Interruption
+from ..exception import StoreError, TimeoutError
+from ..settings import Limits, OnJoin
+from . import keys
+from .entering import Entering
+from .evidence import HeartbeatObserver, heart_in
+from .global_iteration import GlobalIteration, keeps_lookout
+from .logs import to_number
+from .operations import Count, Operations, claim, looks_for, read
+from .records import DONE, FAULT, Decision, Fault, Member, View, roster_from_json
+
+_FIRST_LOOK = 0.5  # seconds until a process that wants in looks at head again, should no wake reach it
+_LONGEST_LOOK = 8.0
+_LONGEST_WINDOW = 6  # doublings of the window
+
+
+class Entry(enum.Enum):
+    """How an attempt to join ended."""
+
+    IN = enum.auto()
+    """Head lists the member."""
+    DONE = enum.auto()
+    """The call that it came for has completed."""
+    TAKEN_OVER = enum.auto()
+    """A newer process holds the slot."""
+    PASSED = enum.auto()
+    """Head went on so far that the member may have been in and left out again: it needs a new incarnation."""
+
+
+class Joining:
+    """Taking a slot, the first formation, and joining later.
+
+    Args:
+        store: where.
+        iterations: how the members go on.
+        entering: who has entered an iteration.
+    """
+
+    def __init__(self, store: Operations, iterations: GlobalIteration, entering: Entering) -> None:
+        self.store = store
+        self.iterations = iterations
+        self.entering = entering
+        self.ends = iterations.ends
+        self.heartbeats = iterations.heartbeats
+
+    def agree_on_version(self) -> None:
+        """Makes sure that the store's job names its keys as this version of the package does.
+
+        Raises:
+            StoreError: it does not; nothing else of this version has been written then.
+        """
+        version = claim(self.store, keys.VERSION, keys.THIS_VERSION)
+        if version != keys.THIS_VERSION:
+            raise StoreError(
+                f"the store's job uses version {version} of the keys, this process version "
+                f"{keys.THIS_VERSION}; start all processes of a job with the same version of ft_wrapper"
+            )
+
+    def register(self, slot: int, record: str) -> Member:
+        """Takes the slot's next incarnation and writes the member's record.
+
+        Args:
+            slot: the initial rank.
+            record: JSON for people, host and pid; and the name of its heart, if others share that.
+
+        Raises:
+            StoreError: the store's job was started by another version of this package.
+        """
+        self.agree_on_version()
+        member = Member(slot, self.store.add(keys.incarnations(slot), 1) - 1)
+        key = keys.member(str(member))
+        self.store.set(key, record)
+        if heart_in(record, key) is None:  # else that one beats already
+            self.heartbeats.send_heartbeat(member)
+        return member
+
+    def newest_of(self, slot: int) -> Member:
+        """The last member that took the slot."""
+        return Member(slot, self.store.add(keys.incarnations(slot), 0) - 1)
+
+    def record_of(self, member: Member) -> dict[str, object]:
+        """A member's record: host, pid; empty if it is gone.
+
+        Raises:
+            StoreError: it cannot be read; names the key.
+        """
+        key = keys.member(str(member))
+        text = read(self.store, key)
+        if text is None:
+            return {}
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise StoreError(f"store key {key!r} holds {text!r}, which is not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise StoreError(f"store key {key!r} holds {text!r}, which is no member's record")
+        return record
+
+    def agree_on_terms(self, call: int, terms: dict[str, object]) -> dict[str, tuple[object, object]]:
+        """Says under what terms this process takes part in a call; the first one to say so decides them.
+
+        Args:
+            call: number of the wrapped call.
+            terms: the function and the settings that must be the same on all ranks.
+
+        Returns:
+            What differs: by name, what this process has and what the job has. Empty if it may take part.
+
+        Raises:
+            StoreError: the job's terms cannot be read; names the key.
+        """
+        key = keys.terms(call)
+        text = claim(self.store, key, json.dumps(terms, sort_keys=True))
+        try:
+            agreed = dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"store key {key!r} holds {text!r}, which are no terms: {error}") from None
+        return {
+            name: (terms.get(name), agreed.get(name))
+            for name in sorted(terms.keys() | agreed.keys())
+            if terms.get(name) != agreed.get(name)
+        }
+
+    # The first formation -------------------------------------------------------------------------------
+
+    def join_first(self, member: Member, slots: Iterable[int], min_world_size: int = 1) -> None:
+        """Joins the first iteration; the last of all slots to come decides it.
+
+        Args:
+            member: who joins.
+            slots: the slots that the job begins with.
+            min_world_size: the job goes on with no fewer members; the same on every rank.
+        """
+        n = keys.BEFORE_FIRST
+        expected = frozenset(slots)
+        self.iterations.ask_to_join(n, member, 0)
+        (count,) = self.store.execute([Count(keys.count_gone(n))])
+        if int(count or 0) >= len(expected):
+            self.form(expected, min_world_size)
+
+    def joined_first(self) -> set[Member]:
+        """The members that have joined the first iteration."""
+        return self.iterations.joins_of(keys.BEFORE_FIRST)
+
+    def form(self, slots: frozenset[int], min_world_size: int = 1) -> bool:
+        """Decides the first iteration if every slot has joined; tells whether there is a head now."""
+        if self.iterations.read_head() is not None:
+            return True
+        joined = self.iterations.joins_of(keys.BEFORE_FIRST)
+        dead = self.ends.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
+        latest: dict[int, Member] = {}
+        for member in sorted(joined - dead):
+            latest[member.slot] = member
+        if not slots <= latest.keys():  # one that is not expected takes no one's place
+            return False
+        members = tuple(sorted(latest.values()))
+        self.iterations._decide(None, _first_decision(members, min_world_size), members)
+        return True
+
+    def await_first(
+        self, member: Member, slots: Iterable[int], timeout: float, min_world_size: int = 1
+    ) -> tuple[View, Decision] | None:
+        """Waits for the first decision.
+
+        Args:
+            member: who waits.
+            slots: the slots that the job begins with.
+            timeout: seconds to wait at the longest.
+            min_world_size: as in `join_first`.
+
+        Returns:
+            The first iteration and the decision that led to it; None if this member is not in it.
+
+        Raises:
+            TimeoutError: not all slots joined in time; names the missing ones.
+        """
+        expected = frozenset(slots)
+        first = keys.BEFORE_FIRST + 1
+        position = sorted(expected).index(member.slot)
+        # All of them have to be there, so the same few can look for all, should the last one have been lost.
+        forms = keeps_lookout(position, len(expected))
+        for remaining, _ in looks_for(self.store, keys.wake_head(first), position, timeout):
+            if self.form(expected, min_world_size) if forms else self.iterations.read_head() is not None:
+                current = self._read_first(min_world_size)
+                # Who was not in the first decision joins the running job; and who sees a later one only has
+                # been paused, and was in the first one if it is in that.
+                return current if member in current[0].members else None
+            if remaining <= 0:
+                break
+        joins, dead = self.iterations.joins_of(keys.BEFORE_FIRST), self.ends.deaths_of(keys.BEFORE_FIRST)
+        came = {joiner.slot for joiner in joins - (dead - self.ends.gave_up(keys.BEFORE_FIRST))}
+        # Who gave up because of the missing ones is none of them. To one that comes later it is.
+        missing = sorted(expected - came or expected - {joiner.slot for joiner in joins - dead})
+        raise TimeoutError(
+            f"the job did not form within {timeout:g} s: ranks {missing} of {len(expected)} are missing; "
+            "see whether their processes started and reach the store, or raise barrier_timeout"
+        )
+
+    def _read_first(self, min_world_size: int) -> tuple[View, Decision]:
+        """The iteration that is on, mostly the first: that one's decision follows from its roster."""
+        head = self.iterations.read_head()
+        if head is not None and head.n == keys.BEFORE_FIRST + 1:
+            key = keys.roster(head.n, head.nonce)
+            roster = read(self.store, key)
+            if roster is not None:  # else head has moved on by two meanwhile
+                members = roster_from_json(roster, key)
+                decision = _first_decision(members, min_world_size)
+                return View(head.call, head.n, head.nonce, decision.first, members, min_world_size), decision
+        current = self.iterations.read_current()
+        if current is None:
+            raise StoreError("the store has no head any more; this job cannot go on")
+        return current
+
+    def await_head(self, timeout: float) -> None:
+        """Waits until the job has formed, for one that comes beside those that it forms of.
+
+        Args:
+            timeout: seconds to wait at the longest.
+
+        Raises:
+            TimeoutError: it did not form in time.
+        """
+        first = keys.BEFORE_FIRST + 1
+        for remaining, _ in looks_for(self.store, keys.wake_head(first), 0, timeout):
+            if self.iterations.read_head() is not None:
+                return
+            if remaining <= 0:
+                raise TimeoutError(
+                    f"the job did not form within {timeout:g} s; see whether the ranks that it begins with "
+                    "started and reach the store, or raise barrier_timeout"
+                )
+
+    # Joining a running job -----------------------------------------------------------------------------
+
+    def await_entry(
+        self, member: Member, call: int, limits: Limits, patience: float, asked: int | None = None
+    ) -> tuple[Entry, View, Decision]:
+        """Asks to be let into the running job until head lists the member, or it is clear that it never will.
+
+        Args:
+            member: who wants in.
+            call: number of the wrapped call that it comes for.
+            limits: when to end the iteration that is on, and how long to wait for replacements.
+            patience: seconds to wait for an iteration that has ended to be followed by another one.
+            asked: the iteration after which the member has asked before to be let in: `BEFORE_FIRST` for one
+                that took part in the first formation.
+
+        Returns:
+            How it ended; the iteration that head was at, and the decision that led to it.
+
+        Raises:
+            TimeoutError: an iteration had ended and was not followed by another one.
+        """
+        attempt = _Attempt(self, member, call, limits, patience, asked)
+        while True:
+            current = self.iterations.read_current()
+            if current is None:
+                raise StoreError("the store has no head any more; this job cannot go on")
+            view, decision = current
+            if view.call > call:
+                return Entry.DONE, view, decision
+            if member in view.members:
+                return Entry.IN, view, decision
+            if self.newest_of(member.slot) != member:
+                return Entry.TAKEN_OVER, view, decision
+            if attempt.asked is not None and view.n > attempt.asked + 1:
+                return Entry.PASSED, view, decision
+            outcome = self.ends.outcome_of(view.n)
+            if view.call == call and outcome == DONE:
+                return Entry.DONE, view, decision
+            attempt.look_at(view)
+            if call == view.call + (outcome == DONE):
+                attempt.ask(view)
+                attempt.act(view)
+            else:
+                attempt.wait_for_end(view, outcome)
+
+    def restless(self, n: int) -> int:
+        """How many iterations in a row before n ended before they had been on for a while."""
+        settled = read(self.store, keys.SETTLED)
+        last = keys.BEFORE_FIRST if settled is None else to_number(settled, keys.SETTLED)
+        return max(0, n - last - 1)
+
+    def supersede(self, view: View, member: Member) -> bool:
+        """Logs the death of an older incarnation of a member's slot; tells whether one was still listed.
+
+        The iteration ends by it, unless it was a spare.
+        """
+        older = [listed for listed in view.members if listed.slot == member.slot and listed < member]
+        if not older or older[0] in self.ends.deaths_of(view.n):
+            return False
+        record = self.record_of(older[0])
+        pid = record.get("pid")
+        fault = Fault(
+            member=older[0],
+            rank=None,
+            interruption=Interruption.TERMINATED,
+            message="gave way to a newer process",
+            host=str(record.get("host", "")),
+            pid=pid if isinstance(pid, int) else 0,
+        )
+        self.ends.log_death(view.n, older[0], fault, ends=self.entering.may_be_active(view.n, older[0]))
+        return True
+
+
+class _Attempt:
+    """One process's attempt to get in, over all iterations that it sees."""
+
+    def __init__(
+        self,
+        joining: Joining,
+        member: Member,
+        call: int,
+        limits: Limits,
+        patience: float,
+        asked: int | None,
+    ) -> None:
+        self.view: View | None = None
+        self.asked = asked  # the iteration into whose successor it asked to be let
+        self._joining = joining
+        self._iterations = joining.iterations
+        self._ends = joining.ends
+        self._store = joining.store
+        self._member = member
+        self._call = call
+        self._limits = limits
+        self._patience = patience
+        self._observer = HeartbeatObserver(joining.heartbeats, limits.heartbeat_timeout)
+        self._asked_at = 0.0
+        self._ended_at: float | None = None
+        self._said_at = -math.inf  # when the log said last for whom this waits
+        self._awaited_at = -math.inf  # when somebody was last between two calls, who lives
+        self._pause = _FIRST_LOOK
+
+    def look_at(self, view: View) -> None:
+        """Begins again if head has moved."""
+        if self.view is not None and self.view.head == view.head:
+            return
+        self.view = view
+        self._ended_at = None
+        self._said_at = -math.inf
+        self._awaited_at = -math.inf
+        self._pause = _FIRST_LOOK
+
+    def ask(self, view: View) -> None:
+        """Asks to be let into the next iteration, once for each iteration."""
+        if self.asked == view.n:
+            return
+        # The older one's death first: a proposal that lets this one in must not keep that one.
+        counts = self._joining.supersede(view, self._member)
+        self._iterations.ask_to_join(view.n, self._member, self._call)
+        self.asked, self._asked_at = view.n, self._store.now()
+        events.emit("join", iteration=view.n, slot=self._member.slot)
+        if counts:
+            self._iterations.count_death(view)
+
+    def wait_for_end(self, view: View, outcome: str | None) -> None:
+        """Waits a little: the job is in an earlier call than the one that the process came for."""
+        self._wait(keys.wake_end(view.n) if outcome is None else keys.wake_head(view.n + 1), 0.0)
+
+    def act(self, view: View) -> None:
+        """Does what may bring the next iteration about, then waits a little for it."""
+        if self._ends.outcome_of(view.n) is None:
+            due = self._asked_at + self._window(view)
+            if (self._store.now() >= due and self._is_wanted(view)) or self._is_deserted(view):
+                self._ends.end_iteration(view.n, FAULT)
+            else:
+                # Not beyond that moment; and from then on at times, should it be wanted later.
+                self._wait(keys.wake_end(view.n), due - self._store.now())
+                return
+        self._propose(view)
+        self._wait(keys.wake_head(view.n + 1), 0.0)
+
+    def _window(self, view: View) -> float:
+        again = min(max(0, self._joining.restless(view.n) - 1), _LONGEST_WINDOW)
+        return self._limits.join_window * 2.0**again
+
+    def _is_wanted(self, view: View) -> bool:
+        if self._limits.on_join is not OnJoin.DEGRADED:
+            return self._limits.on_join is OnJoin.NOW
+        return 0 < self._joining.entering.active_in(view.n) < self._iterations.wanted()
+
+    def _is_deserted(self, view: View) -> bool:
+        """Whether no member is left that could end the iteration: all are dead, or silent in this one's eyes.
+
+        Members watch each other; so the others are looked at only if the first of the living stands still.
+        """
+        dead = self._ends.deaths_of(view.n)
+        living = [member for member in view.members if member not in dead]
+        if living and self._observer.stillness(living[0]) < self._limits.heartbeat_timeout / 2:
+            return False
+        return len(self._observer.silent(living)) == len(living)
+
+    def _propose(self, view: View) -> None:
+        """Proposes, which does nothing unless every member has arrived, is dead or silent."""
+        now = self._store.now()
+        if self._ended_at is None:
+            self._ended_at = now
+        arrived, dead = self._iterations.arrivals_of(view.n), self._ends.deaths_of(view.n)
+        missing = set(view.members) - arrived - dead
+        silent = self._iterations.silent_missing(view, self._observer)
+        if view.call < self._call and missing - silent:
+            self._awaited_at = now
+            if now - max(self._ended_at, self._said_at) >= self._patience:
+                self._iterations.log_awaited(view, missing - silent)
+                self._said_at = now
+        elif now - max(self._ended_at, self._awaited_at) >= self._patience:
+            raise TimeoutError(
+                f"iteration {view.n} was not followed by another one within {self._patience:g} s: "
+                f"slots {sorted(member.slot for member in missing)} have not left it, or fewer than "
+                f"min_world_size={view.min_world_size} ranks are left"
+            )
+        if not arrived - dead and not self._has_gathered(view, now):
+            return
+        hold = now - self._ended_at < self._limits.rejoin_wait
+        self._iterations.advance(view, None, silent=silent, hold=hold)
+
+    def _has_gathered(self, view: View, now: float) -> bool:
+        """Where no member is left that could be joined, the first to come back waits for the others."""
+        assert self._ended_at is not None
+        back = {member.slot for member in self._iterations.joins_of(view.n)}
+        everybody = {member.slot for member in view.members}
+        return everybody <= back or now - max(self._asked_at, self._ended_at) >= self._limits.join_window
+
+    def _wait(self, wake: str, at_most: float) -> None:
+        pause = min(self._pause, at_most) if at_most > 0 else self._pause
+        if pause == self._pause:
+            self._pause = min(
+                2 * self._pause, _LONGEST_LOOK, max(_FIRST_LOOK, self._limits.heartbeat_timeout)
+            )
+        self._store.hear(wake, pause)
+
+
+def _first_decision(members: tuple[Member, ...], min_world_size: int) -> Decision:
+    n = keys.BEFORE_FIRST + 1
+    ranks = tuple(range(len(members)))
+    return Decision(0, n, n, (), (), members, ranks, ranks, len(members), min_world_size)

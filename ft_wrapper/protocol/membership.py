@@ -1,0 +1,471 @@
+"""This process's part in the job: joining, leaving an iteration, going on to the next, the goodbye."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from .. import events
+from ..attribution import Interruption
+from ..exception import (
+    JobEnded,
+    RankDiscarded,
+    RestartAbort,
+    RestartError,
+    StoreError,
+    StoreUnavailable,
+    TimeoutError,
+    in_one_line,
+)
+from ..settings import Limits
+from . import keys
+from .agreement import Agreement
+from .deaths import await_others, report_death
+from .global_iteration import Proposed
+from .joining import Entry
+from .records import FAULT, Decision, Fault, Member, SameFault, View
+
+if TYPE_CHECKING:
+    from ..monitor.line import MonitorLine
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembered:
+    """What a process remembers of its last wrapped call, for the next one on the same store.
+
+    Args:
+        call: number of the next call.
+        member: who it was; None if the call had completed before it came.
+        view: the iteration that ended well, in which it had
+        rank: this rank, of
+        world_size: so many.
+        monitor: keeps watch between the two calls; to be closed once another one has joined.
+    """
+
+    call: int
+    member: Member | None = None
+    view: View | None = None
+    rank: int = 0
+    world_size: int = 0
+    monitor: MonitorLine | None = None
+
+
+class Membership:
+    """A member of the job and what it knows of the iteration it is in.
+
+    Args:
+        agreement: what the ranks of the job agree on.
+        slot: the initial rank.
+        slots: the slots that the job begins with.
+        limits: how long to wait for the others, and what else all ranks have set.
+        call: number of the wrapped call.
+        terms: function and settings of the call, which must be the same on all ranks.
+
+    Attributes:
+        host, pid: where this process runs, for people.
+        heart: the heart that beats for this process as for others; None if it has one of its own.
+        ended_job: what has ended the job, on all ranks; None if it goes on.
+        on_member: told whenever this process takes another incarnation of its slot, before it joins with it.
+        on_missing: told for whom a restart waits; and for how many seconds at the most if these hang, and if
+            their hosts are lost.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        slot: int,
+        slots: list[int],
+        limits: Limits,
+        call: int = 0,
+        terms: dict[str, object] | None = None,
+    ) -> None:
+        self.agreement = agreement
+        self.slot = slot
+        self.slots = slots
+        self.call = call
+        self.host = socket.gethostname()
+        self.pid = os.getpid()
+        self.member: Member
+        self.view: View
+        self.decision: Decision
+        self.heart: str | None = None
+        self.on_member: Callable[[Member], None] | None = None
+        self.on_missing: Callable[[Sequence[Member], float, float], None] | None = None
+        self.ended_job: str | None = None
+        self._limits = limits
+        self._terms = terms or {}
+        self._was_completed_late = False
+
+    def register(self) -> None:
+        """Takes the slot: this process is its next incarnation.
+
+        Raises:
+            RankDiscarded: the job is on already, and no one may join it.
+            StoreError: the store's job was started by another version of this package.
+            ValueError: its function or settings differ from the job's; says which.
+        """
+        self.agreement.joining.agree_on_version()
+        if not self._limits.use_global_iteration and self.agreement.iterations.read_head() is not None:
+            raise self._refused()
+        self.check_terms()
+        self.member = self.agreement.joining.register(self.slot, self._record())
+        if self.on_member is not None:
+            self.on_member(self.member)
+
+    def say_who(self) -> None:
+        """Writes down who this member is once more: it may have got another heart since it registered."""
+        self.agreement.store.set(keys.member(str(self.member)), self._record())
+
+    def check_terms(self) -> None:
+        """Checks that function and settings are the job's; a ``ValueError`` says which are not."""
+        different = self.agreement.joining.agree_on_terms(self.call, self._terms)
+        if different:
+            raise ValueError(
+                f"slot {self.slot} cannot take part in the job's call {self.call}: "
+                + ", ".join(
+                    f"{name}={own!r}, the job has {agreed!r}" for name, (own, agreed) in different.items()
+                )
+                + "; start all ranks with the same script and settings"
+            )
+
+    def join(self) -> bool:
+        """Joins the job's first iteration, or the next one of a running job; False if the call has completed.
+
+        Raises:
+            TimeoutError: not all slots joined in time, or an iteration was not followed by another one.
+            RankDiscarded: another process holds the slot, or no one may join.
+        """
+        try:
+            return self._join()
+        except RankDiscarded:
+            raise
+        except BaseException as error:
+            self._withdraw(error)
+            raise
+
+    def go_on(self, rank: int, world_size: int) -> None:
+        """Leaves the iteration and waits for the next one: `arrive`, then `await_next`."""
+        self.await_next(self.arrive(rank, world_size, None))
+
+    def arrive(self, rank: int, world_size: int, fault: str | None) -> Proposed | None:
+        """Says that this member has left the function; from here on no one waits for it.
+
+        Args:
+            rank: its rank, in a world of
+            world_size: so many, before the next rank assignment.
+            fault: kind and place of its fault, if that is to be counted.
+
+        Returns:
+            What this member has proposed, if it was the last one; `await_next` wants to know.
+        """
+        self.emit("arrive")
+        return self.agreement.iterations.arrive(self.view, self.member, rank, world_size, fault)
+
+    def await_next(self, proposed: Proposed | None) -> None:
+        """Waits for the next decision.
+
+        Args:
+            proposed: what `arrive` returned.
+
+        Raises:
+            RankDiscarded: the others go on without this member.
+            TimeoutError: too few members are left.
+        """
+        step = self.agreement.iterations.await_next(
+            self.view,
+            self.member,
+            timeout=self._limits.barrier_timeout,
+            heartbeat_timeout=self._limits.heartbeat_timeout,
+            rejoin_wait=self._limits.rejoin_wait,
+            proposed=proposed,
+            on_missing=self._say_who_is_missing,
+        )
+        if step is None:
+            raise RankDiscarded(self._left_out())
+        self.view, self.decision = step
+        self.emit("decided")
+
+    def _say_who_is_missing(self, missing: Sequence[Member], waited: float) -> None:
+        """Tells for whom a restart waits, and within what time it goes on without them."""
+        if self.on_missing is not None:
+            self.on_missing(
+                missing,
+                max(0.0, self._limits.hard_timeout - waited),
+                max(0.0, self._limits.heartbeat_timeout - waited),
+            )
+
+    def has_failed(self) -> bool:
+        """Whether the present iteration has ended by a fault."""
+        return self.agreement.ends.outcome_of(self.view.n) == FAULT
+
+    def hopeless(self, decision: Decision | None = None) -> SameFault | None:
+        """The fault that came too often before the present iteration, or a given one; then the job ends."""
+        limit = self._limits.max_same_faults
+        for fault in (decision or self.decision).same_faults:
+            if limit is not None and fault.count >= limit:
+                return fault
+        return None
+
+    def await_endpoint(self, rank: int | None, look_every: float) -> tuple[str, int] | None:
+        """Waits until the iteration's rank 0 says where ``torch.distributed`` meets: host and port.
+
+        None if the iteration has ended, also because rank 0 took too long: the others go on without it.
+
+        Args:
+            rank: this member's rank.
+            look_every: seconds between looks whether the iteration has ended.
+        """
+        try:
+            return self.agreement.entering.await_endpoint(
+                self.view.n, self._limits.barrier_timeout, look_every
+            )
+        except TimeoutError as error:
+            self.publish(rank, error)
+            return None
+
+    def publish(self, rank: int | None, error: BaseException) -> None:
+        """Publishes an exception of this member and ends the iteration, if it is still on."""
+        self.emit("fault", kind=Interruption.EXCEPTION.name)
+        self.agreement.ends.report_fault(self.view.n, self._raised(rank, Interruption.EXCEPTION, error))
+
+    def leave(
+        self,
+        rank: int | None,
+        interruption: Interruption,
+        error: BaseException,
+        *,
+        ends: bool,
+    ) -> None:
+        """Says that this member leaves the job in order; the others go on without it.
+
+        Args:
+            rank: its rank.
+            interruption: how it leaves.
+            error: why.
+            ends: whether the iteration ends by it.
+        """
+        fault = self._raised(rank, interruption, error)
+        gives_up = isinstance(error, RestartAbort) or self.ended_job is not None
+        returns = self._limits.replaced and not (gives_up or isinstance(error, RankDiscarded))
+        try:
+            if gives_up:
+                # Anyone who starts processes again looks here whether that is of any use.
+                other = {"ended_by": self.ended_job} if isinstance(error, JobEnded) else {}
+                self.agreement.store.set(keys.member(str(self.member)), self._record(gave_up=True, **other))
+            # A proposal under way may keep this member, if it had arrived already.
+            report_death(
+                self.agreement,
+                self.view,
+                self.member,
+                fault,
+                active=ends,
+                timeout=self._limits.barrier_timeout,
+                returns=returns,
+            )
+        except RestartError:
+            log.exception("the others could not be told that slot %d leaves", self.slot)
+
+    def await_others(self) -> None:
+        """Waits until the others have gone on from the iteration that this member has left for good."""
+        try:
+            await_others(self.agreement, self.view, self._limits.barrier_timeout)
+        except RestartError:
+            log.debug("the store is gone", exc_info=True)
+
+    def await_completion(self, active_rank: int | None, active_world_size: int) -> str:
+        """Waits for the end of the iteration; says before, on an active rank, that the function returned.
+
+        Returns:
+            ``done`` or ``fault``.
+
+        Raises:
+            RankDiscarded: the others have gone on without this member meanwhile.
+        """
+        outcome = self._await_outcome(active_rank, active_world_size)
+        head = self.agreement.iterations.read_head()
+        # Its keys may have been deleted by then, and what stands there be this member's own late word.
+        if head is not None and head.n > self.view.n + 1:
+            raise RankDiscarded(self._left_out())
+        return outcome
+
+    def _await_outcome(self, active_rank: int | None, active_world_size: int) -> str:
+        n = self.view.n
+        if active_rank is None:
+            return self._await_end()
+        self.agreement.ends.finish(n, active_rank, active_world_size)
+        patience = self._limits.completion_timeout
+        outcome = self.agreement.ends.wait_for_end(n, patience)
+        while outcome is None:
+            self.agreement.ends.complete(n, active_world_size)
+            missing = sorted(set(range(active_world_size)) - self.agreement.ends.finished_in(n))
+            late = f"ranks {missing} did not finish within completion_timeout={patience:g} s"
+            if missing and self._was_completed_late:
+                # A restart has not helped: they have more to do than others, and would have again.
+                log.warning("%s; waiting for them, since a restart has not helped", late)
+            elif missing:
+                self._was_completed_late = True
+                self.publish(active_rank, RestartError(late))
+            outcome = self._hear_of_end(patience)
+        return outcome
+
+    def remember(self, rank: int, world_size: int) -> Remembered:
+        """What the next wrapped call on the same store has to know."""
+        return Remembered(self.call + 1, self.member, self.view, rank, world_size)
+
+    def say_goodbye(self) -> None:
+        """This process needs the store no more."""
+        try:
+            self.agreement.ends.say_goodbye(self.member)
+        except RestartError:
+            log.debug("no goodbye: the store is gone", exc_info=True)
+
+    def _join(self) -> bool:
+        is_early = self.agreement.iterations.read_head() is None
+        if is_early and self._join_first():
+            return True
+        if not self._limits.use_global_iteration:
+            raise self._refused()
+        current = None if is_early else self.agreement.iterations.read_current()
+        if current is not None and current[0].call == self.call:
+            fault = self.hopeless(current[1])
+            if fault is not None:
+                raise RestartAbort(f"slot {self.slot} comes too late: the job was ended by {fault.what}")
+        # Longer than the members', who go on without a straggler, and with this one, when theirs ends.
+        patience = self._limits.barrier_timeout + self._limits.heartbeat_timeout
+        asked = keys.BEFORE_FIRST if is_early and self.slot in self.slots else None
+        while True:
+            entry, view, decision = self.agreement.joining.await_entry(
+                self.member, self.call, self._limits, patience, asked
+            )
+            if entry is Entry.DONE:
+                return False
+            if entry is Entry.TAKEN_OVER:
+                raise RankDiscarded(self._taken_over())
+            if entry is Entry.IN:
+                self.view, self.decision = view, decision
+                events.emit("decided", iteration=view.n, slot=self.slot)
+                return True
+            log.warning("%s was passed over for too long, and joins again", self.member.name)
+            asked = None
+            self.register()
+
+    def emit(self, event: str, **fields: object) -> None:
+        """Notes what this member does in the present iteration; see `events`.
+
+        Args:
+            event: what it is.
+            fields: what belongs to it beside the member and the iteration.
+        """
+        member = {"slot": self.slot, "incarnation": self.member.incarnation}
+        events.emit(event, iteration=self.view.n, **member, **fields)
+
+    def _record(self, **more: object) -> str:
+        heart = {} if self.heart is None else {"heart": self.heart}
+        return json.dumps({"host": self.host, "pid": self.pid, **heart, **more})
+
+    def _holds_its_slot(self) -> bool:
+        return self.agreement.joining.newest_of(self.slot) == self.member
+
+    def _withdraw(self, error: BaseException) -> None:
+        """This process gives up before it is in: no one shall wait for it."""
+        fault = self._raised(None, Interruption.BASE_EXCEPTION, error)
+        try:
+            # A decision under way may have this member in it. Then the others have to be told until they go
+            # on without it: nothing watches it any more.
+            may_be_in = self.agreement.iterations.read_head() is not None or self._all_have_joined()
+            if isinstance(error, TimeoutError) and self.agreement.iterations.read_head() is None:
+                # The others name those who did not come, not this one.
+                self.agreement.ends.give_up(keys.BEFORE_FIRST, self.member)
+                if self.agreement.iterations.read_head() is None and not may_be_in:
+                    return
+            timeout = self._limits.barrier_timeout if may_be_in else 0.0
+            report_death(self.agreement, None, self.member, fault, active=True, timeout=timeout)
+        except RestartError:
+            log.debug("the store is gone", exc_info=True)
+
+    def _all_have_joined(self) -> bool:
+        """Whether all are there of whom the first iteration is formed."""
+        here = self.agreement.joining.joined_first() - self.agreement.ends.deaths_of(keys.BEFORE_FIRST)
+        return set(self.slots) <= {member.slot for member in here}
+
+    def _join_first(self) -> bool:
+        """Takes part in the job's first decision; False if it was made without this member."""
+        smallest = self._limits.min_world_size
+        if self.slot not in self.slots:  # one that the job is to grow by
+            self.agreement.joining.await_head(self._limits.barrier_timeout)
+            return False
+        self.agreement.joining.join_first(self.member, self.slots, smallest)
+        first = self.agreement.joining.await_first(
+            self.member, self.slots, self._limits.barrier_timeout, smallest
+        )
+        if first is not None:
+            self.view, self.decision = first
+        return first is not None
+
+    def _refused(self) -> RankDiscarded:
+        return RankDiscarded(
+            f"slot {self.slot} came when the job was already on, and cannot join it: iteration numbers are "
+            "not global; use @Wrapper(use_global_iteration=True) on all ranks, or start the whole job again"
+        )
+
+    def _left_out(self) -> str:
+        if not self._holds_its_slot():
+            return self._taken_over()
+        n = self.view.n
+        late = f"it took longer than barrier_timeout={self._limits.barrier_timeout:g} s to leave the function"
+        why = f"it was declared dead, or {late}"  # the keys of an old iteration are deleted
+        with contextlib.suppress(StoreError):
+            if self.member in self.agreement.ends.deaths_of(n):
+                known = [
+                    fault.message for fault in self.agreement.ends.faults_of(n) if fault.member == self.member
+                ]
+                why = " ".join(["it was declared dead", *(f"({message})" for message in known[-1:])])
+            elif self.agreement.ends.outcome_of(n) is not None:
+                why = late
+        return f"slot {self.slot} was left out after iteration {n}: {why}"
+
+    def _taken_over(self) -> str:
+        newest = self.agreement.joining.newest_of(self.slot)
+        record = self.agreement.joining.record_of(newest)
+        return (
+            f"slot {self.slot} was taken over by process {record.get('pid')} on {record.get('host')}; this "
+            f"is process {self.pid} on {self.host}: no slot can be held by two processes, so make sure that "
+            "each RANK is started once"
+        )
+
+    def _await_end(self) -> str:
+        outcome = None
+        while outcome is None:
+            outcome = self._hear_of_end(86400.0)
+        return outcome
+
+    def _hear_of_end(self, seconds: float) -> str | None:
+        # A rank that has nothing to do but to hear of it waits for a store that is out of reach.
+        with contextlib.suppress(StoreUnavailable):
+            outcome = self.agreement.ends.wait_for_end(self.view.n, seconds)
+            if outcome is None:
+                head = self.agreement.iterations.read_head()
+                # A late wake of an end that is deleted would be heard again and again.
+                return FAULT if head is not None and head.n > self.view.n else None
+            return outcome
+        return None
+
+    def wall_clock(self) -> float:
+        """Seconds since the epoch, which clocks of several hosts agree on, more or less."""
+        return time.time()
+
+    def fault(self, rank: int | None, interruption: Interruption, message: str) -> Fault:
+        """A fault of this member."""
+        return Fault(self.member, rank, interruption, message, self.host, self.pid, self.wall_clock())
+
+    def _raised(self, rank: int | None, interruption: Interruption, error: BaseException) -> Fault:
+        return self.fault(rank, interruption, f"raised {in_one_line(error)}")

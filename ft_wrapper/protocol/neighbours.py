@@ -1,0 +1,248 @@
+"""Watching the next members in the ring, so that a lost host or network is noticed by somebody."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Collection, Iterator
+
+from ..attribution import Interruption
+from . import keys
+from .agreement import Agreement
+from .evidence import HeartbeatObserver
+from .records import FAULT, Fault, Head, Member, View
+
+log = logging.getLogger(__name__)
+
+_SOON = 8  # the part of the timeout for which a heart may stand still before those behind it are looked at
+_AHEAD = 8  # times as many as stand still are looked at behind them, that were not looked at before
+_FIRST_TRY = 0.05  # seconds between tries to propose, once an iteration has ended that somebody silent is in
+
+
+class Sight(enum.Flag):
+    """What a look takes in. Each is one request."""
+
+    HEARTS = enum.auto()
+    HEAD = enum.auto()
+    END = enum.auto()
+    ALL = HEARTS | HEAD | END
+
+
+class NeighbourWatch:
+    """Watches the heart of the next member; of those behind it too while it stands still.
+
+    So a look costs one request, and of any number that are lost together the last is known to be silent soon
+    after the first: those who are looked at become more with every look.
+
+    Args:
+        agreement: where the heartbeats are.
+        watcher: a member that watches for itself; or the name of the heart of several that watch together.
+        timeout: seconds without a heartbeat after which a member is silent.
+    """
+
+    def __init__(self, agreement: Agreement, watcher: Member | str, timeout: float) -> None:
+        self._agreement = agreement
+        self._heart = str(watcher)
+        self._alone = frozenset([watcher]) if isinstance(watcher, Member) else frozenset[Member]()
+        self._timeout = timeout
+        self._observer = HeartbeatObserver(agreement.heartbeats, timeout)
+        self._head: Head | None = None  # as it was seen last
+        self._roster: tuple[Head, frozenset[Member]] | None = None
+        self._ring: tuple[Head | None, frozenset[Member], tuple[int, ...]] | None = None
+        self._spares: tuple[Head | None, set[Member]] | None = None  # silent ones that are known to be spares
+        self._suspicion: tuple[View, Member, frozenset[Member]] | None = None
+        self._ended: Head | None = None  # the iteration that this has ended for somebody's silence
+        self._pause = (
+            _FIRST_TRY  # seconds to the next try; an ended iteration may stay for long between two calls
+        )
+        self.doubts = False
+        """Whether somebody stood still when this last looked, so that those behind are looked at as well."""
+        self.left_out: frozenset[Member] = frozenset()
+        """Those without whom the others had gone on when this last looked at the head."""
+
+    @property
+    def suspects(self) -> bool:
+        """Whether somebody is silent, and yet in the iteration."""
+        return self._suspicion is not None
+
+    def look(
+        self, view: View, watchers: Collection[Member] = (), sight: Sight = Sight.ALL
+    ) -> frozenset[Member]:
+        """Looks at the job; ends the iteration if an active member has fallen silent.
+
+        Once the iteration has ended, for whatever reason, goes on without all who are silent. Also passes on
+        the end of the iteration, should no one have woken those who wait for it, and ends it for a member
+        that was left out: what the others did may have been deleted since.
+
+        Args:
+            view: the iteration that is on.
+            watchers: who watches, as far as they are in it; needed if they are several.
+            sight: what to look at.
+
+        Returns:
+            The members that are silent in this observer's eyes.
+        """
+        own = frozenset(watchers or self._alone)
+        if self._ended is not None and view.head != self._ended:
+            # One that is in again has left the function and arrived, whatever stops its heart: a restart for
+            # each timeout that it stays silent, not for each look.
+            self._observer.forget_all_but(())
+            self._ended = None
+        try:
+            if Sight.HEAD in sight:
+                self._look_at_head(view, own)
+            if self._has_passed(view):
+                self._suspicion = None
+                return frozenset()
+            if Sight.END in sight and self._agreement.ends.outcome_of(view.n) is not None:
+                self._agreement.ends.pass_on_end(view.n)
+            return self._look_at_hearts(view, own) if Sight.HEARTS in sight else frozenset()
+        except Exception:
+            self._observer.forget_all_but(())
+            raise
+
+    def leave_out_suspects(self, seconds: float, stop: threading.Event) -> None:
+        """Once an iteration has ended that somebody silent is in, proposes the next one without.
+
+        So the restart does not wait for those who were silent before.
+
+        Args:
+            seconds: how long to try at the longest.
+            stop: set if it is to end sooner.
+        """
+        if self._suspicion is None:
+            return
+        view, watcher, silent = self._suspicion
+        deadline = self._agreement.store.now() + seconds
+        # No wait: it would time out again and again for as long as a lost spare is in a healthy iteration.
+        if not self._agreement.store.check([keys.wake_end(view.n)]):
+            self._pause = _FIRST_TRY
+            return
+        while not self._agreement.iterations.advance(view, watcher, silent=silent):
+            if stop.wait(min(self._pause, max(0.0, deadline - self._agreement.store.now()))):
+                return
+            if self._agreement.store.now() >= deadline:
+                return
+            self._head = self._agreement.iterations.read_head()
+            if self._has_passed(view):
+                break
+            self._pause *= 2
+        self._suspicion = None
+
+    def _look_at_head(self, view: View, own: frozenset[Member]) -> None:
+        self._head = self._agreement.iterations.read_head()
+        self.left_out = frozenset()
+        if self._head is not None and self._has_passed(view):
+            self.left_out = own - self._listed(self._head)
+        if self.left_out:
+            self._agreement.ends.end_iteration(view.n, FAULT)
+
+    def _listed(self, head: Head) -> frozenset[Member]:
+        """Who is in a head's iteration: read once."""
+        if self._roster is None or self._roster[0] != head:
+            current = self._agreement.iterations.read_current()
+            if current is None or current[0].head is None:
+                return frozenset()
+            self._roster = current[0].head, frozenset(current[0].members)
+        return self._roster[1]
+
+    def _look_at_hearts(self, view: View, own: frozenset[Member]) -> frozenset[Member]:
+        silent = self._silent(view, own)
+        if silent:
+            silent -= self._agreement.ends.deaths_of(view.n)
+        self._suspicion = None
+        if silent:
+            self._head = self._agreement.iterations.read_head()  # what was seen last may be long ago
+            if self._has_passed(view):
+                return frozenset()
+            self._suspicion = view, min(own.intersection(view.members)), silent
+            self._act(*self._suspicion)
+        return silent
+
+    def _has_passed(self, view: View) -> bool:
+        return self._head is not None and self._head.n > view.n
+
+    def _silent(self, view: View, own: frozenset[Member]) -> frozenset[Member]:
+        """Who of the others is silent, as far as these have to find out."""
+        read: dict[str, float] = {}  # for how long the hearts that this look has read stand still
+        watched: list[Member] = []
+        silent: list[Member] = []
+        for start in self._starts(view, own):
+            still = new = 0
+            for peer in _behind(view, start):
+                is_new = not self._observer.knows(peer)
+                if peer in own or (is_new and new >= max(1, _AHEAD * still)):
+                    break
+                watched.append(peer)
+                if self._observer.heart_of(peer) == self._heart:
+                    continue  # it is not there any more, which is told by the one that knows
+                new += is_new
+                stillness = self._observer.stillness(peer, read)
+                if stillness > (0.0 if still else self._timeout / _SOON):
+                    still += 1
+                elif not is_new:
+                    break
+                if stillness >= self._timeout:
+                    silent.append(peer)
+        self._observer.forget_all_but(watched)
+        self.doubts = len(watched) > len(self._starts(view, own))
+        return frozenset(silent)
+
+    def _starts(self, view: View, own: frozenset[Member]) -> tuple[int, ...]:
+        """Where in the ring somebody stands behind whom others come; mostly a node's ranks stand in a row."""
+        if self._ring is None or self._ring[:2] != (view.head, own):
+            members = view.members
+            starts = (
+                place
+                for place, member in enumerate(members)
+                if member in own and members[(place + 1) % len(members)] not in own
+            )
+            self._ring = view.head, own, tuple(starts)
+        return self._ring[2]
+
+    def _act(self, view: View, watcher: Member, silent: frozenset[Member]) -> None:
+        outcome = self._agreement.ends.outcome_of(view.n)
+        active = sorted(silent - self._known_spares(view, watcher, silent)) if outcome is None else []
+        if active:
+            self._ended = view.head
+        for peer in active:
+            log.warning("slot %d has sent no heartbeat for %g s: evicted", peer.slot, self._timeout)
+            self._agreement.ends.log_fault(view.n, self._fault_of(peer, watcher))
+        if active or outcome is not None:
+            # Also when it has ended already: its ender may have been lost before waking the others.
+            self._agreement.ends.end_iteration(view.n, FAULT)
+            # Only an arrived member's proposal counts, so this does nothing until its rank has left too.
+            self._agreement.iterations.advance(view, watcher, silent=silent)
+
+    def _known_spares(self, view: View, watcher: Member, silent: frozenset[Member]) -> frozenset[Member]:
+        """Those of the silent that are spares for sure, by whom nothing ends."""
+        if self._spares is None or self._spares[0] != view.head:
+            self._spares = view.head, set()
+        known = self._spares[1]
+        for peer in sorted(silent - known):
+            if not self._agreement.entering.may_be_active(view.n, peer):
+                known.add(peer)
+                log.warning(
+                    "slot %d, a spare, has sent no heartbeat for %g s: the next restart goes on without it",
+                    peer.slot,
+                    self._timeout,
+                )
+                self._agreement.ends.log_fault(view.n, self._fault_of(peer, watcher))
+        return silent & known
+
+    def _fault_of(self, peer: Member, watcher: Member) -> Fault:
+        return Fault(
+            member=peer,
+            rank=None,
+            interruption=Interruption.UNRESPONSIVE,
+            message=f"sent no heartbeat for {self._timeout:g} s, says slot {watcher.slot}",
+            host="",
+            pid=0,
+        )
+
+
+def _behind(view: View, start: int) -> Iterator[Member]:
+    """The members behind a place in the ring, from the next one on."""
+    size = len(view.members)
+    return (view.members[(start + step) % size] for step in range(1, size))

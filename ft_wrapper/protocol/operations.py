@@ -1,0 +1,351 @@
+"""What a store must be able to do: torch's operations, and steps that are made of them or better done."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+
+from torch.distributed import DistStoreError
+from typing_extensions import Self
+
+from ..exception import StoreError
+
+_FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it must propose
+_LONGEST_LOOK = 8.0
+_STAGGER = 0.05  # seconds between one member's look and the next one's
+_LAST_STAGGER = 2.0
+
+LAPSED = -1
+"""What `Beats` gives where a sign of life does not hold any more. No count is negative."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """Reads a key that no one waits for. Gives what it holds, None if it is absent."""
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadLog:
+    """Reads a log. Gives its entries, a line each."""
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Beats:
+    """Looks for signs of life.
+
+    Gives a number that moves as long as they come; `LAPSED` once the last one does not hold any more.
+    """
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """Gives a sign of life under a key: a count, or a lease that holds for some seconds. Gives None."""
+
+    key: str
+    lasts: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Write:
+    """Writes keys. Gives None."""
+
+    values: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wake:
+    """Writes a key that wakes those who wait for it; one that is there may be left as it is. Gives None."""
+
+    key: str
+    value: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Append:
+    """Adds an entry (one line) to a log. Gives None."""
+
+    key: str
+    entry: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """Counts one more. Gives the count: a hint, since a lost answer may be counted twice."""
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """Writes a register unless it is written. Gives what it holds then."""
+
+    key: str
+    value: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Writes a register if it holds what is expected (``""``: is absent). Gives what it holds then."""
+
+    key: str
+    expected: str
+    desired: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Delete:
+    """Deletes keys that are not written any more, however many. Gives None."""
+
+    keys: tuple[str, ...]
+
+
+Step = Read | ReadLog | Beats | Beat | Write | Wake | Append | Count | Claim | Move | Delete
+
+
+def keys_of(step: Step) -> list[str]:
+    """The keys that a step reads or writes."""
+    match step:
+        case Write(values):
+            return [*values]
+        case Delete(keys):
+            return [*keys]
+        case _:
+            return [step.key]
+
+
+def under(prefix: str, step: Step) -> Step:
+    """The same step on keys that have a prefix in front."""
+    match step:
+        case Write(values):
+            return Write({prefix + key: value for key, value in values.items()})
+        case Delete(keys):
+            return Delete(tuple(prefix + key for key in keys))
+        case _:
+            return dataclasses.replace(step, key=prefix + step.key)
+
+
+class Operations:
+    """The operations of ``torch.distributed.Store`` that the protocol uses, and steps made of them.
+
+    A store implements torch's operations. It overrides ``execute`` where it can carry out several steps at
+    once, or one of them in a better way, and ``hear`` where it can tell what a key says that woke somebody.
+    """
+
+    patience = 0.0
+    """Seconds for which an operation is tried again when the store cannot be reached; 0: it is not."""
+    nonces: Iterator[str] = iter(lambda: secrets.token_hex(6), "")
+    """Names that no other proposal has."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Writes a key and wakes those who wait for it."""
+        raise NotImplementedError
+
+    def get(self, key: str) -> bytes:
+        """Reads a key; waits for it up to the store's timeout, then raises ``DistStoreError``."""
+        raise NotImplementedError
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter and returns its new value."""
+        raise NotImplementedError
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Appends to a key, atomically."""
+        raise NotImplementedError
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Writes a key if it holds what is expected (``""``: is absent). Read the key to see who won."""
+        raise NotImplementedError
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys exist; raises ``DistStoreError`` after the timeout."""
+        raise NotImplementedError
+
+    def check(self, keys: list[str]) -> bool:
+        """Tells whether all keys exist."""
+        raise NotImplementedError
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes a key; tells whether it existed."""
+        raise NotImplementedError
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Reads several keys at once; waits like ``get``."""
+        raise NotImplementedError
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        """Writes several keys at once."""
+        raise NotImplementedError
+
+    def num_keys(self) -> int:
+        """Number of keys in the store."""
+        raise NotImplementedError
+
+    def list_keys(self) -> list[str]:
+        """Names of all keys, for cleaning up; none where a store cannot tell."""
+        raise NotImplementedError
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of operations that wait."""
+        raise NotImplementedError
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of operations that wait."""
+        raise NotImplementedError
+
+    def clone(self) -> Self:
+        """Another client of the same store: one a thread, since a client serves one call at a time."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Lets go of the connection. The default has none."""
+
+    def is_over(self) -> bool:
+        """Whether waiting on this store has lost its point: its iteration has ended. Never, by default."""
+        return False
+
+    def now(self) -> float:
+        """The observer's own clock, in seconds."""
+        return time.monotonic()
+
+    def hear(self, key: str, seconds: float) -> str | None:
+        """Waits for a key that wakes somebody.
+
+        Returns:
+            What it says, as far as the store tells so without being asked again, else ``""``; None if it did
+            not come in time.
+        """
+        if seconds <= 0:
+            return "" if self.check([key]) else None
+        try:
+            self.wait([key], timedelta(seconds=max(seconds, 0.001)))
+        except DistStoreError:
+            return None
+        return ""
+
+    def execute(self, steps: Sequence[Step]) -> list[str | None]:
+        """Carries out several operations: one after the other, or all at once where a store can.
+
+        If an answer is lost they are carried out again, and the first try may come late. So they are for
+        logs, counts and registers, and for keys that all who write them write the same.
+
+        Returns:
+            What each of them gives.
+
+        Raises:
+            StoreError: what a key holds is no text; names the key.
+        """
+        return [self._execute_one(step) for step in steps]
+
+    def _execute_one(self, step: Step) -> str | None:
+        """Carries out a step by torch's operations."""
+        match step:
+            case Read(key):
+                return self._read(key)
+            case ReadLog(key):
+                return "\n".join((self._read(key) or "").splitlines())
+            case Beats(key):
+                return str(self.add(key, 0))
+            case Beat(key):
+                self.add(key, 1)
+            case Claim(key, value):
+                # On an absent key some stores answer with what was expected, which says nothing.
+                held = to_text(self.compare_set(key, "", value), key) or self._read(key)
+                if held is None:
+                    raise StoreError(f"store key {key!r} is gone, though it was written just now")
+                return held
+            case Move(key, expected, desired):
+                return to_text(self.compare_set(key, expected, desired), key)
+            case Count(key):
+                return str(self.add(key, 1))
+            case Append(key, entry):
+                self.append(key, entry + "\n")
+            case Wake(key, value):
+                self.set(key, value)
+            case Write(values) if len(values) > 1:
+                self.multi_set([*values], [*values.values()])
+            case Write(values):
+                for key, value in values.items():
+                    self.set(key, value)
+            case Delete(keys):
+                for key in keys:
+                    self.delete_key(key)
+        return None
+
+    def _read(self, key: str) -> str | None:
+        """Reads a key without waiting for it; None if it is absent."""
+        if not self.check([key]):
+            return None
+        try:
+            return to_text(self.get(key), key)
+        except DistStoreError:
+            return None  # it was deleted just now
+
+
+def read(store: Operations, key: str) -> str | None:
+    """Reads a key without waiting for it; None if it is absent."""
+    return store.execute([Read(key)])[0]
+
+
+def read_log(store: Operations, key: str) -> list[str]:
+    """Reads a log as it stands; an absent one is empty."""
+    return (store.execute([ReadLog(key)])[0] or "").splitlines()
+
+
+def beats(store: Operations, key: str) -> int:
+    """A number that moves as long as signs of life come; `LAPSED` where the last one holds no longer."""
+    return int(store.execute([Beats(key)])[0] or 0)
+
+
+def append_counted(store: Operations, key: str, entry: str, count_key: str) -> int:
+    """Adds an entry to a log, then counts it; returns the count."""
+    return int(store.execute([Append(key, entry), Count(count_key)])[1] or 0)
+
+
+def claim(store: Operations, key: str, value: str) -> str:
+    """Writes a register unless it is written; returns what it holds."""
+    (held,) = store.execute([Claim(key, value)])
+    assert held is not None
+    return held
+
+
+def to_text(value: bytes, key: str) -> str:
+    """Decodes what a key holds; an error names the key."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise StoreError(f"store key {key!r} holds {value!r}, which is no text") from None
+
+
+def looks_for(
+    store: Operations, wake: str, position: int, timeout: float, also_after: float = 0.0
+) -> Iterable[tuple[float, str]]:
+    """Looks once the wake key is set, or at growing intervals without it.
+
+    Yields:
+        The seconds that remain, and what the wake key says, if that is known.
+    """
+    start = store.now()
+    pause = _FIRST_LOOK + stagger(position)
+    while True:
+        waited = store.now() - start
+        until = [pause, timeout - waited]
+        if waited < also_after:
+            until.append(also_after - waited)
+        said = store.hear(wake, min(until))
+        yield timeout - (store.now() - start), said or ""
+        pause = min(2 * pause, _LONGEST_LOOK)
+
+
+def stagger(position: int) -> float:
+    """Seconds by which somebody looks later than the first of those who wait."""
+    return min(position * _STAGGER, _LAST_STAGGER)

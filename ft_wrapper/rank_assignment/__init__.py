@@ -1,0 +1,430 @@
+"""Plug-ins that decide who gets which rank, and who is active.
+
+They run on every rank before every iteration. At the first one no rank is terminated and the state holds the
+ranks of the job; at a restart it holds those of the iteration that ended, of which some are gone. After the
+last plug-in the ranks are 0 … world size - 1, the active ranks 0 … active world size - 1, each once.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from .._arguments import as_int, as_limit, as_timeout, check_callable
+from ..exception import InternalError, RankDiscarded
+from ..state import Mode, State
+from ..store import StoreMixin
+from .places import Arrival, Layer, LayerFlag, Place, arrange, check_key, key_of
+
+__all__ = [
+    "ActivateAllRanks",
+    "ActiveWorldSizeDivisibleBy",
+    "FillGaps",
+    "FilterCountGroupedByKey",
+    "Layer",
+    "LayerFlag",
+    "MaxActiveWorldSize",
+    "RankAssignment",
+    "RankAssignmentCtx",
+    "RankDiscarded",
+    "RankFilter",
+    "ShiftRanks",
+    "Tree",
+]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class RankAssignmentCtx:
+    """What a rank assignment works on. Change it and return it.
+
+    Args:
+        state: the rank's state.
+        store: the keys of the iteration that is about to begin.
+        terminated_ranks: the ranks of ``state``'s world that are gone.
+        exchanges: number of exchanges over ``store`` so far: each needs a name of its own, the same on all
+            ranks.
+    """
+
+    state: State
+    store: StoreMixin
+    terminated_ranks: set[int]
+    exchanges: int = 0
+
+
+class RankAssignment(abc.ABC):
+    """Base of the ``rank_assignment`` plug-ins of `Wrapper`: who gets which rank, and who is active.
+
+    If one leaves the ranks as they are, the gaps of terminated ranks are closed as by `ShiftRanks`; if the
+    state's mode stays ``INITIALIZED``, all ranks are active. So one that returns its context unchanged does
+    what the default does. What it raises ends the call on this rank with that error.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Gives this rank its new rank.
+
+        If it closes the gaps of the terminated ranks it empties ``ctx.terminated_ranks``.
+
+        Args:
+            ctx: the state, and who is gone.
+
+        Returns:
+            The same, with the new state.
+
+        Raises:
+            RankDiscarded: there is no place for this rank.
+        """
+
+
+class RankFilter(RankAssignment):
+    """Base of the rank assignments that only decide who is active; they run after those that close gaps."""
+
+    @abc.abstractmethod
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Decides whether this rank is active.
+
+        Args:
+            ctx: the state; its ranks have no gaps.
+
+        Returns:
+            The same, with the new state.
+        """
+
+
+class ActivateAllRanks(RankFilter):
+    """Makes every rank active."""
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Makes this rank active; see `RankFilter`."""
+        return _activate_below(ctx, ctx.state.world_size)
+
+
+class MaxActiveWorldSize(RankFilter):
+    """Makes the first ranks active, up to a number; the others are hot spares.
+
+    Args:
+        max_active_world_size: the most active ranks; no limit when None.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is below 1.
+    """
+
+    def __init__(self, max_active_world_size: int | None = None) -> None:
+        self.max_active_world_size = as_limit("max_active_world_size", max_active_world_size, at_least=1)
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Makes this rank active or a spare; see `RankFilter`."""
+        active = _active_so_far(ctx.state)
+        if self.max_active_world_size is not None:
+            active = min(active, self.max_active_world_size)
+        return _activate_below(ctx, active)
+
+
+class ActiveWorldSizeDivisibleBy(RankFilter):
+    """Makes the first ranks active, in a multiple of a number; the others are hot spares.
+
+    With fewer ranks than that number none is active. `RetryController` ends the job in that case.
+
+    Args:
+        divisor: the number.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is below 1.
+    """
+
+    def __init__(self, divisor: int = 1) -> None:
+        self.divisor = as_int("divisor", divisor, at_least=1)
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Makes this rank active or a spare; see `RankFilter`."""
+        active = _active_so_far(ctx.state)
+        return _activate_below(ctx, active - active % self.divisor)
+
+
+class ShiftRanks(RankAssignment):
+    """Closes the gaps of terminated ranks by moving all ranks behind them to the left, in their order.
+
+    ``0 X 2 3 X X 6 7``: 0, 2, 3, 6, 7 become 0 … 4.
+    """
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Moves this rank; see `RankAssignment`."""
+        rank = _surviving_rank(ctx)
+        return _move(ctx, rank - sum(terminated < rank for terminated in ctx.terminated_ranks))
+
+
+class FillGaps(RankAssignment):
+    """Closes the gaps of terminated ranks with the highest ranks; all others keep theirs.
+
+    ``0 X 2 3 X X 6 7`` becomes ``0 6 2 3 7``.
+    """
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Moves this rank, if it is one of the highest; see `RankAssignment`."""
+        rank = _surviving_rank(ctx)
+        world_size = ctx.state.world_size - len(ctx.terminated_ranks)
+        if rank >= world_size:
+            # How many survivors below this one have to move, too.
+            before = sum(r not in ctx.terminated_ranks for r in range(world_size, rank))
+            rank = sorted(ctx.terminated_ranks)[before]
+        return _move(ctx, rank)
+
+
+class FilterCountGroupedByKey(RankAssignment):
+    """Marks groups as terminated, by the number of healthy ranks in them. Another assignment removes them.
+
+    For example, nodes of 8 GPUs that are used as a whole or not at all::
+
+        Compose(
+            ActivateAllRanks(),
+            ShiftRanks(),
+            FilterCountGroupedByKey(lambda state: socket.gethostname(), lambda count: count == 8),
+        )
+
+    Args:
+        key_or_fn: ranks with the same key form a group. A string, or a function of the rank's `State` that
+            returns one.
+        condition: from the number of healthy ranks in a group to whether the group stays. It is evaluated on
+            one rank for all.
+        timeout: how long ranks wait for each other: a ``timedelta`` or seconds.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: ``timeout`` is not positive.
+    """
+
+    def __init__(
+        self,
+        key_or_fn: str | Callable[[State], str],
+        condition: Callable[[int], bool],
+        timeout: timedelta | float = timedelta(seconds=60),
+    ) -> None:
+        check_key("key_or_fn", key_or_fn)
+        check_callable("condition", condition, "condition=lambda count: count == 8")
+        self.key_or_fn = key_or_fn
+        self.condition = condition
+        self.timeout = as_timeout("timeout", timeout)
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Adds the marked ranks to ``ctx.terminated_ranks``; see `RankAssignment`.
+
+        Raises:
+            RuntimeError: ``condition`` raised.
+            ft_wrapper.store.BarrierTimeout: not all ranks came in time.
+        """
+        if ctx.state.rank in ctx.terminated_ranks:
+            return ctx  # already marked: it does not count
+
+        def mark(keys: dict[int, Any]) -> dict[int, Any]:
+            counts = Counter(keys.values())
+            stays = {key: bool(self.condition(count)) for key, count in counts.items()}
+            marked = sorted(rank for rank, key in keys.items() if not stays[key])
+            return dict.fromkeys(keys, marked)
+
+        marked = _exchange(ctx, type(self).__name__, key_of(ctx.state, self.key_or_fn), mark, self.timeout)
+        ctx.terminated_ranks = ctx.terminated_ranks | set(marked)
+        return ctx
+
+
+class Tree(RankAssignment):
+    """Gives ranks and decides who is active by a tree of branches: nodes, racks, or what the keys say.
+
+    Ranks are the leaves, under one layer of branches per `Layer`. At the start they are activated in
+    depth-first order, as far as ``max_ranks`` of all their branches allows; the others are reserve. At a
+    restart:
+
+    1. A branch with fewer than ``min_ranks`` healthy ranks is terminated whole, small branches first.
+    2. A lost active rank is replaced by a reserve rank from the nearest branch around it that has one and,
+       with all branches between, `LayerFlag.RESERVE`. Of several the one that was the last to become reserve.
+    3. A gap that is left is filled, where branches have `LayerFlag.BACKFILL`, by the highest active ranks of
+       the largest such branch around it.
+    4. The gaps that are left then are closed by moving active ranks to the left.
+    5. ``world_size_filter`` says how many ranks remain active.
+
+    It decides all: it goes with no other rank assignment.
+
+    For example 256 of the healthy ranks, on whole nodes of 8::
+
+        Tree([
+            Layer(256, 256, flag=LayerFlag.RESERVE),
+            Layer(8, 8, key_or_fn=lambda state: socket.gethostname(), flag=LayerFlag.RESERVE),
+        ])
+
+    Args:
+        layers: from the first one, whose key all ranks share, to the smallest branches.
+        world_size_filter: from the number of active ranks to how many of them are wanted, not more. It is
+            evaluated on one rank for all.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: there are no layers.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], world_size_filter: Callable[[int], int] | None = None
+    ) -> None:
+        example = "layers=[Layer(max_ranks=8, flag=LayerFlag.RESERVE)]"
+        if isinstance(layers, Layer) or not isinstance(layers, Sequence):
+            raise TypeError(
+                f"layers={layers!r} must be a list of Layer, not {type(layers).__name__}; pass {example}"
+            )
+        for position, layer in enumerate(layers):
+            if not isinstance(layer, Layer):
+                raise TypeError(
+                    f"layers[{position}]={layer!r} must be a Layer, not {type(layer).__name__}; "
+                    f"pass {example}"
+                )
+        if not layers:
+            raise ValueError(f"layers={layers!r} must not be empty; pass {example}")
+        if world_size_filter is not None:
+            check_callable("world_size_filter", world_size_filter, "world_size_filter=lambda n: n - n % 8")
+        self.layers = list(layers)
+        self.world_size_filter = world_size_filter
+        self._keys: list[str] | None = None
+        self._table: str | None = None
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Gives this rank its place; see `RankAssignment`. All ranks wait up to the store's timeout.
+
+        Raises:
+            RankDiscarded: this rank's branch has too few healthy ranks left.
+            RuntimeError: ranks have different keys in the first layer, or ``world_size_filter`` raised or
+                returned no number from 0 to its argument.
+            ft_wrapper.store.BarrierTimeout: not all ranks came in time.
+        """
+        _surviving_rank(ctx)
+        state = ctx.state
+        if self._keys is None:
+            self._keys = [key_of(state, layer.key_or_fn) for layer in self.layers]
+        if state.initial_rank is None:
+            raise InternalError(f"rank {state.rank} has no initial rank, by which Tree knows it")
+
+        def arrange_all(arrivals: dict[int, Any]) -> dict[int, Any]:
+            came = {rank: Arrival(**arrival) for rank, arrival in arrivals.items()}
+            places = arrange(self.layers, self.world_size_filter, came)
+            return {rank: dataclasses.asdict(place) for rank, place in places.items()}
+
+        arrival = Arrival(state.initial_rank, self._keys, self._table)
+        brings, timeout = dataclasses.asdict(arrival), ctx.store.timeout
+        place = Place(**_exchange(ctx, type(self).__name__, brings, arrange_all, timeout))
+        self._table = place.table
+        if place.came_as is not None:
+            warnings.warn(
+                f"rank {place.came_as} of the job is elsewhere in the order of the tree, since ranks of a "
+                "branch are not neighbours; give neighbouring ranks to one node to keep them as they are",
+                stacklevel=2,
+            )
+        if place.rank is None:
+            raise RankDiscarded(f"rank {state.rank} (initial rank {state.initial_rank}): {place.why}")
+        ctx.state = dataclasses.replace(
+            state,
+            rank=place.rank,
+            world_size=place.world_size,
+            active_rank=place.active_rank,
+            active_world_size=place.active_world_size,
+            mode=Mode.INACTIVE if place.active_rank is None else Mode.ACTIVE,
+        )
+        ctx.terminated_ranks = set()
+        return ctx
+
+
+def activate_if_unsaid(ctx: RankAssignmentCtx, rank: int | None, world_size: int) -> State:
+    """Does what a rank assignment has left out: closes the gaps, makes all ranks active.
+
+    Args:
+        ctx: what it returned.
+        rank: the rank before that.
+        world_size: the world size before that.
+    """
+    if ctx.terminated_ranks and (ctx.state.rank, ctx.state.world_size) == (rank, world_size):
+        ctx = ShiftRanks()(ctx)
+    if ctx.state.mode is Mode.INITIALIZED:
+        ctx = ActivateAllRanks()(ctx)
+    return ctx.state
+
+
+def _rank(state: State) -> int:
+    if state.rank is None:
+        raise InternalError(f"a rank assignment was called on a rank that has left the job: {state}")
+    return state.rank
+
+
+def _surviving_rank(ctx: RankAssignmentCtx) -> int:
+    rank = _rank(ctx.state)
+    if rank in ctx.terminated_ranks:
+        raise RankDiscarded(f"rank {rank} is among the terminated ranks {sorted(ctx.terminated_ranks)}")
+    return rank
+
+
+def _move(ctx: RankAssignmentCtx, rank: int) -> RankAssignmentCtx:
+    world_size = ctx.state.world_size - len(ctx.terminated_ranks)
+    ctx.state = dataclasses.replace(ctx.state, rank=rank, world_size=world_size)
+    ctx.terminated_ranks = set()
+    return ctx
+
+
+def _active_so_far(state: State) -> int:
+    """The ranks that earlier filters have left active; without such, all."""
+    if state.active_world_size is None:
+        return state.world_size
+    return min(state.active_world_size, state.world_size)
+
+
+def _activate_below(ctx: RankAssignmentCtx, active_world_size: int) -> RankAssignmentCtx:
+    rank = _rank(ctx.state)
+    active = rank < active_world_size
+    ctx.state = dataclasses.replace(
+        ctx.state,
+        mode=Mode.ACTIVE if active else Mode.INACTIVE,
+        active_rank=rank if active else None,
+        active_world_size=active_world_size,
+    )
+    return ctx
+
+
+def _exchange(
+    ctx: RankAssignmentCtx,
+    name: str,
+    contribution: object,
+    compute: Callable[[dict[int, Any]], dict[int, Any]],
+    timeout: timedelta,
+) -> Any:
+    """Every rank that is not terminated contributes, one computes for all, each gets its own result, as JSON.
+
+    Raises:
+        RuntimeError: ``compute`` raised; on all ranks, since all wait for its results.
+    """
+
+    def compute_or_say_why(contributions: dict[int, str]) -> dict[int, str]:
+        try:
+            results = compute({rank: json.loads(text) for rank, text in contributions.items()})
+        except Exception as ex:
+            _logger.exception("%s failed, for all ranks", name)
+            return dict.fromkeys(contributions, json.dumps({"error": f"{type(ex).__name__}: {ex}"}))
+        return {rank: json.dumps({"result": result}) for rank, result in results.items()}
+
+    ctx.exchanges += 1
+    reply = json.loads(
+        ctx.store.compute_once(
+            f"{name}/{ctx.exchanges}",
+            _rank(ctx.state),
+            json.dumps(contribution),
+            ctx.state.world_size - len(ctx.terminated_ranks),
+            compute_or_say_why,
+            timeout,
+        )
+    )
+    if "error" in reply:
+        raise RuntimeError(f"{name}: {reply['error']}")
+    return reply["result"]

@@ -1,0 +1,440 @@
+"""How `Tree` gives ranks: a pure function from who came to who gets which place.
+
+Ranks are leaves; each `Layer` makes branches of them, the first one a single branch of all. A leaf is named
+by its slot (the initial rank), a branch by the numbers of the branches from below the first layer
+down to it, its path. Numbers grow in the order in which branches appear, so that leaves sorted by path are in
+depth-first order.
+
+Who is lost says nothing any more, but where it was decides who takes over. So every rank keeps the *table*,
+one row a leaf, brings it along, and gets the new one back: the rank that computes finds all there is to know
+in what the ranks brought, no matter who is lost and who computed before. Columns of numbers that are mostly
+regular compress well: a few hundred bytes for thousands of ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import bisect
+import dataclasses
+import enum
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+
+from .._arguments import as_int, as_limit
+from ..state import State
+
+_NOT_ACTIVE = -1
+
+
+class LayerFlag(enum.Flag):
+    """What the branches of a `Layer` are good for when an active rank is lost."""
+
+    RESERVE = enum.auto()
+    """A reserve rank of the branch may take the lost rank's place."""
+    BACKFILL = enum.auto()
+    """The branch's highest active ranks may take lost ranks' places, if there is no reserve."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer of branches of a `Tree`.
+
+    Args:
+        min_ranks: a branch with fewer healthy ranks is terminated whole.
+        max_ranks: at most so many ranks of a branch are active at the start, the others are its reserve; no
+            limit when None.
+        key_or_fn: ranks with the same key (and the same branch above) form a branch. A string, or a
+            function of the rank's `State` that returns one.
+        flag: how lost ranks of a branch are replaced; None: by none of the branch.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: ``min_ranks`` is negative or above ``max_ranks``, or ``max_ranks`` is below 1.
+    """
+
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    key_or_fn: str | Callable[[State], str] = ""
+    flag: LayerFlag | None = None
+
+    def __post_init__(self) -> None:
+        as_int("min_ranks", self.min_ranks, at_least=0)
+        as_limit("max_ranks", self.max_ranks, at_least=1)
+        if self.max_ranks is not None and self.min_ranks > self.max_ranks:
+            raise ValueError(
+                f"min_ranks={self.min_ranks} must not exceed max_ranks={self.max_ranks}; "
+                "lower the first or raise the second"
+            )
+        check_key("key_or_fn", self.key_or_fn)
+        if self.flag is not None and not isinstance(self.flag, LayerFlag):
+            raise TypeError(
+                f"flag={self.flag!r} must be a LayerFlag or None, not {type(self.flag).__name__}; "
+                "pass LayerFlag.RESERVE, LayerFlag.BACKFILL, or both joined by |"
+            )
+
+    def has(self, flag: LayerFlag) -> bool:
+        """Whether the layer carries a flag."""
+        return self.flag is not None and flag in self.flag
+
+
+def check_key(name: str, key_or_fn: object) -> None:
+    """Raises TypeError unless it is a key or a function."""
+    if not isinstance(key_or_fn, str) and not callable(key_or_fn):
+        raise TypeError(
+            f"{name}={key_or_fn!r} must be a string or a function of the state, "
+            f"not {type(key_or_fn).__name__}; pass for example lambda state: socket.gethostname()"
+        )
+
+
+def key_of(state: State, key_or_fn: str | Callable[[State], str]) -> str:
+    """The rank's key.
+
+    Raises:
+        TypeError: the function returned something else than a string or a number.
+    """
+    key: object = key_or_fn(state) if callable(key_or_fn) else key_or_fn
+    if isinstance(key, (str, int)):
+        return str(key)
+    raise TypeError(
+        f"key_or_fn returned {key!r} on rank {state.rank}, a {type(key).__name__}; let it return a string"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """What a rank brings.
+
+    Args:
+        slot: its initial rank.
+        keys: its key in each layer.
+        table: the table that it got the last time; None if it is new.
+    """
+
+    slot: int
+    keys: list[str]
+    table: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What a rank gets.
+
+    Args:
+        rank: its rank; None if it is discarded.
+        active_rank: its active rank; None for the reserve.
+        world_size: number of ranks.
+        active_world_size: number of active ranks.
+        table: to be brought along the next time.
+        why: why it is discarded.
+        came_as: the rank it had, if it is new and the tree's order is another one.
+    """
+
+    rank: int | None
+    active_rank: int | None
+    world_size: int
+    active_world_size: int
+    table: str
+    why: str = ""
+    came_as: int | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Leaf:
+    """A rank.
+
+    Args:
+        slot: its initial rank.
+        path: numbers of its branches below the first layer.
+        active_rank: None for the reserve.
+        reserve_order: for the reserve: the higher, the later it came into it.
+        rank: the rank it had.
+        came: whether it is still there.
+        why: why it is terminated, though it came.
+    """
+
+    slot: int
+    path: tuple[int, ...]
+    active_rank: int | None
+    reserve_order: int
+    rank: int
+    came: bool
+    why: str = ""
+
+    @property
+    def healthy(self) -> bool:
+        return self.came and not self.why
+
+
+def arrange(
+    layers: Sequence[Layer], world_size_filter: Callable[[int], int] | None, arrivals: dict[int, Arrival]
+) -> dict[int, Place]:
+    """Gives every rank that came its place.
+
+    Args:
+        layers: from the one branch of all down to the smallest branches.
+        world_size_filter: from the number of active ranks to how many of them are wanted.
+        arrivals: by the rank that they had.
+
+    Raises:
+        ValueError: the ranks do not share the first layer's key, or ``world_size_filter`` returned no number
+            from 0 to its argument.
+    """
+    roots = sorted({arrival.keys[0] for arrival in arrivals.values()})
+    if len(roots) > 1:
+        raise ValueError(
+            f"all ranks must have the same key in the first layer of Tree, but there are {roots}; "
+            "give it a constant key_or_fn"
+        )
+    generation, leaves = _newest_table(arrivals, len(layers))
+    newcomers = _admit(leaves, arrivals, len(layers))
+    # A stable sort: old leaves keep their order, new ones follow in theirs.
+    leaves.sort(key=attrgetter("path"))
+    tree = _Tree(layers, leaves)
+    order = {id(leaf): position for position, leaf in enumerate(leaves)}
+
+    tree.activate([leaf for leaf in leaves if leaf in newcomers])
+    tree.terminate_small_branches()
+    lost = [leaf for leaf in leaves if not leaf.healthy and leaf.active_rank is not None]
+    lost.sort(key=attrgetter("rank"))
+    tree.close(tree.replace_from_reserve(lost))
+    survivors = [leaf for leaf in leaves if leaf.healthy]
+    if world_size_filter is not None and survivors:
+        tree.limit(_filtered(world_size_filter, tree.active_world_size))
+
+    table = f"{generation + 1}:{_encode(survivors)}"
+    position = {id(leaf): rank for rank, leaf in enumerate(survivors)}
+    return {
+        leaf.rank: Place(
+            rank=position.get(id(leaf)),
+            active_rank=leaf.active_rank if leaf.healthy else None,
+            world_size=len(survivors),
+            active_world_size=tree.active_world_size,
+            table=table,
+            why=leaf.why,
+            came_as=leaf.rank if generation == 0 and order[id(leaf)] != leaf.rank else None,
+        )
+        for leaf in leaves
+        if leaf.came
+    }
+
+
+def _newest_table(arrivals: dict[int, Arrival], depth: int) -> tuple[int, list[_Leaf]]:
+    tables = {arrival.table for arrival in arrivals.values() if arrival.table is not None}
+    if not tables:
+        return 0, []
+    number, _, columns = max((table.partition(":") for table in tables), key=lambda parts: int(parts[0]))
+    return int(number), _decode(columns, depth)
+
+
+def _admit(leaves: list[_Leaf], arrivals: dict[int, Arrival], depth: int) -> set[_Leaf]:
+    """Finds those who came among the leaves, adds and returns those who are new."""
+    known = {leaf.slot: leaf for leaf in leaves}
+    numbers: dict[tuple[str, ...], int] = {}
+    for arrival in arrivals.values():
+        if arrival.table is not None and arrival.slot in known:
+            path = known[arrival.slot].path
+            numbers.update((tuple(arrival.keys[1 : k + 2]), path[k]) for k in range(depth - 1))
+    fresh = [
+        itertools.count(1 + max((leaf.path[k] for leaf in leaves), default=-1)) for k in range(depth - 1)
+    ]
+
+    newcomers = set()
+    for rank, arrival in sorted(arrivals.items()):
+        for k in range(depth - 1):
+            branch = tuple(arrival.keys[1 : k + 2])
+            if branch not in numbers:
+                numbers[branch] = next(fresh[k])
+        path = tuple(numbers[tuple(arrival.keys[1 : k + 2])] for k in range(depth - 1))
+        leaf = known.get(arrival.slot)
+        # A process that replaces another one in its slot and its branch takes its place in the tree, too.
+        if leaf is None or leaf.path != path:
+            leaf = _Leaf(arrival.slot, path, active_rank=None, reserve_order=0, rank=rank, came=True)
+            leaves.append(leaf)
+            newcomers.add(leaf)
+        leaf.rank, leaf.came = rank, True
+    return newcomers
+
+
+def _filtered(world_size_filter: Callable[[int], int], active_world_size: int) -> int:
+    wanted = world_size_filter(active_world_size)
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= active_world_size:
+        raise ValueError(
+            f"world_size_filter({active_world_size}) returned {wanted!r}; "
+            f"let it return an int from 0 to {active_world_size}"
+        )
+    return wanted
+
+
+class _Tree:
+    """The leaves, and the branches that they form."""
+
+    def __init__(self, layers: Sequence[Layer], leaves: list[_Leaf]) -> None:
+        self.layers = layers
+        self.leaves = leaves
+        # By depth, then path: the leaves of each branch, depth-first.
+        self.branches: list[dict[tuple[int, ...], list[_Leaf]]] = [{} for _ in layers]
+        for leaf in leaves:
+            for depth, branches in enumerate(self.branches):
+                branches.setdefault(leaf.path[:depth], []).append(leaf)
+        self.active_world_size = sum(leaf.active_rank is not None for leaf in leaves)
+        self.last_order = max((leaf.reserve_order for leaf in leaves), default=0)
+
+    def to_reserve(self, leaf: _Leaf) -> None:
+        """Makes a leaf the youngest of the reserve."""
+        self.last_order += 1
+        leaf.active_rank, leaf.reserve_order = None, self.last_order
+
+    def activate(self, newcomers: Iterable[_Leaf]) -> None:
+        """Gives new leaves the next active ranks, as far as all their branches have room."""
+        room = [
+            {
+                path: layer.max_ranks - sum(leaf.active_rank is not None for leaf in leaves)
+                for path, leaves in branches.items()
+            }
+            if layer.max_ranks is not None
+            else None
+            for layer, branches in zip(self.layers, self.branches, strict=True)
+        ]
+        for leaf in newcomers:
+            limited = [(left, leaf.path[:depth]) for depth, left in enumerate(room) if left is not None]
+            if all(left[path] > 0 for left, path in limited):
+                leaf.active_rank = self.active_world_size
+                self.active_world_size += 1
+                for left, path in limited:
+                    left[path] -= 1
+            else:
+                self.to_reserve(leaf)
+
+    def terminate_small_branches(self) -> None:
+        """Terminates what a branch has left where it has too little, from the smallest branches up."""
+        for layer, branches in reversed(list(zip(self.layers, self.branches, strict=True))):
+            for leaves in branches.values():
+                healthy = [leaf for leaf in leaves if leaf.healthy]
+                if len(healthy) < layer.min_ranks:
+                    slots = [leaf.slot for leaf in healthy]
+                    for leaf in healthy:
+                        leaf.why = (
+                            f"{len(healthy)} healthy ranks are left in its branch "
+                            f"(initial ranks {slots}), fewer than min_ranks={layer.min_ranks}"
+                        )
+
+    def replace_from_reserve(self, lost: Iterable[_Leaf]) -> list[_Leaf]:
+        """Puts reserve ranks into lost ranks' places, the youngest of the nearest branch first.
+
+        Returns:
+            The lost ranks that no one replaces.
+        """
+        reserves: dict[tuple[int, ...], list[_Leaf]] = {}
+
+        def youngest(path: tuple[int, ...]) -> _Leaf | None:
+            if path not in reserves:
+                branch = self.branches[len(path)][path]
+                reserves[path] = sorted(
+                    (leaf for leaf in branch if leaf.healthy and leaf.active_rank is None),
+                    key=attrgetter("reserve_order"),
+                )
+            reserve = reserves[path]
+            while reserve:
+                leaf = reserve.pop()
+                # It may have been taken for a smaller or larger branch.
+                if leaf.active_rank is None:
+                    return leaf
+            return None
+
+        unreplaced = []
+        for leaf in lost:
+            for depth in reversed(range(len(self.layers))):
+                if not self.layers[depth].has(LayerFlag.RESERVE):
+                    unreplaced.append(leaf)
+                    break
+                if (replacement := youngest(leaf.path[:depth])) is not None:
+                    replacement.active_rank = leaf.active_rank
+                    break
+            else:
+                unreplaced.append(leaf)
+        return unreplaced
+
+    def close(self, gaps: list[_Leaf]) -> None:
+        """Closes the gaps that lost ranks leave: by backfilling, then by shifting left."""
+        vacated: list[int] = []
+        depth = self._backfill_depth()
+        domains: dict[tuple[int, ...] | None, list[_Leaf]] = {}
+        for gap in gaps:
+            domains.setdefault(None if depth is None else gap.path[:depth], []).append(gap)
+        for path, of_domain in domains.items():
+            fillers: list[_Leaf] = []
+            if path is not None:
+                active = [
+                    leaf
+                    for leaf in self.branches[len(path)][path]
+                    if leaf.healthy and leaf.active_rank is not None
+                ]
+                active.sort(key=attrgetter("active_rank"))
+                fillers = active[-len(of_domain) :]
+            for gap, filler in itertools.zip_longest(of_domain, fillers):
+                freed = gap.active_rank if filler is None else filler.active_rank
+                if freed is not None:
+                    vacated.append(freed)
+                if filler is not None:
+                    filler.active_rank = gap.active_rank
+        vacated.sort()
+        self.active_world_size -= len(gaps)
+        for leaf in self.leaves:
+            if leaf.healthy and leaf.active_rank is not None:
+                leaf.active_rank -= bisect.bisect_left(vacated, leaf.active_rank)
+
+    def _backfill_depth(self) -> int | None:
+        """Depth of the largest branches that backfill without a break down to the leaves."""
+        largest = None
+        for depth in reversed(range(len(self.layers))):
+            if not self.layers[depth].has(LayerFlag.BACKFILL):
+                break
+            largest = depth
+        return largest
+
+    def limit(self, active_world_size: int) -> None:
+        """Sends the highest active ranks into the reserve."""
+        self.active_world_size = active_world_size
+        for leaf in self.leaves:
+            if leaf.healthy and leaf.active_rank is not None and leaf.active_rank >= active_world_size:
+                self.to_reserve(leaf)
+
+
+def _encode(leaves: Sequence[_Leaf]) -> str:
+    rows = [
+        (
+            leaf.slot,
+            _NOT_ACTIVE if leaf.active_rank is None else leaf.active_rank,
+            leaf.reserve_order,
+            *leaf.path,
+        )
+        for leaf in leaves
+    ]
+    # Differences from row to row: neighbours mostly differ in the same way.
+    columns = [
+        [value - before for before, value in itertools.pairwise((0, *column))]
+        for column in zip(*rows, strict=True)
+    ]
+    return base64.b64encode(zlib.compress(json.dumps(columns).encode())).decode()
+
+
+def _decode(text: str, depth: int) -> list[_Leaf]:
+    columns = json.loads(zlib.decompress(base64.b64decode(text)))
+    slots, active_ranks, orders, *path = (list(itertools.accumulate(column)) for column in columns)
+    paths = zip(*path, strict=True) if depth > 1 else itertools.repeat(())
+    return [
+        _Leaf(
+            slot=slot,
+            path=branch,
+            active_rank=None if active_rank == _NOT_ACTIVE else active_rank,
+            reserve_order=order,
+            rank=rank,
+            came=False,
+        )
+        for rank, (slot, active_rank, order, branch) in enumerate(
+            zip(slots, active_ranks, orders, paths, strict=False)
+        )
+    ]

@@ -1,0 +1,260 @@
+"""Where the record is kept: on a TCPStore that a node hosts, or in etcd."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from ..exception import StoreError
+from ..store import StoreMixin, TCPStore, TCPStoreServer
+from ..store.address import (
+    EtcdAddress,
+    address_of_this_node,
+    host_port,
+    is_loopback,
+    is_this_host,
+    parse_endpoints,
+)
+from ..store.plan import connect_etcd
+from .register import gone_key
+from .settings import ETCD_NAMES, EtcdOptions, TcpOptions
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 29400
+RENDEZVOUS = "rendezvous/"
+"""On etcd: namespace of the record, below the job's prefix."""
+_TAKEN = 5.0  # seconds to find out whether another node of this machine has the port
+_FIRST = 10.0  # seconds within which etcd has to answer at first
+
+
+def workers_namespace(round_number: int) -> str:
+    """On etcd: namespace of the store in which the workers of a round agree, below the job's prefix."""
+    return f"workers/{round_number}/"
+
+
+class Backend(abc.ABC):
+    """Where the record is kept.
+
+    Attributes:
+        name: what ``--rdzv-backend`` calls it.
+        is_host: whether the others lose the store when this node closes it.
+        hosts_workers: whether a node, that of group rank 0, has to host the workers' store.
+    """
+
+    name: str
+    is_host: bool = False
+    hosts_workers: bool = True
+
+    @abc.abstractmethod
+    def connect(self) -> StoreMixin:
+        """Another client: each thread needs one of its own."""
+
+    @abc.abstractmethod
+    def agents_store(self, prefix: str) -> Store:
+        """A store for what the agents of a round tell each other, through a client of its own.
+
+        Args:
+            prefix: in front of all keys.
+        """
+
+    def workers_store(self, round_number: int) -> str:
+        """Address of the store in which a round's workers agree; empty where a node hosts it."""
+        return ""
+
+    def forget_workers_store(self, round_number: int) -> None:
+        """Deletes what the workers of an old round have left there, unless it went with a node."""
+        return
+
+    def leave(self, name: str, others: list[str]) -> None:
+        """The rendezvous is closed, and this node is done with the store; the last one tidies up.
+
+        Args:
+            name: of this node.
+            others: names of all others in the record.
+        """
+        return
+
+    @abc.abstractmethod
+    def local_address(self) -> str:
+        """Where the other nodes reach this one."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Lets go of the store; ends it, if this node hosts it."""
+
+
+class TcpBackend(Backend):
+    """Keeps the record on a TCPStore, which one of the nodes hosts.
+
+    As with torch's ``c10d``: the node that the endpoint names hosts the store, unless another one on the same
+    machine was first; ``is_host`` overrules that.
+
+    Args:
+        endpoint: ``host:port``; without a port, 29400; without anything, localhost.
+        options: how to reach it.
+        name: what ``--rdzv-backend`` calls it.
+
+    Raises:
+        RendezvousConnectionError: no one answers, or this node must host the store and the port is taken.
+        ValueError: the endpoint is none.
+    """
+
+    def __init__(self, endpoint: str, options: TcpOptions | None = None, name: str = "ft") -> None:
+        options = options or TcpOptions()
+        self.name = name
+        self.host_name, self.port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+        self._store: TCPStore | None = None
+        self._server: TCPStoreServer | None = None
+        is_named = self.host_name == socket.gethostname() or is_this_host(self.host_name)
+        host = is_named if options.is_host is None else options.is_host
+        if host:
+            self._host(required=options.is_host is not None)
+        if self.port == 0:
+            raise ValueError(
+                f"--rdzv-endpoint {endpoint}: port 0 lets the host of the store take a free port, and this "
+                "node is not the host; name the host's port"
+            )
+        # Another process listens here already: if that is another node, it answers at once.
+        taken = host and self._server is None
+        seconds = min(options.read_timeout, _TAKEN) if taken else options.read_timeout
+        try:
+            self._store = TCPStore(self.host_name, self.port, timeout=timedelta(seconds=seconds))
+            self._store.patience = options.read_timeout
+            self._store.set_timeout(timedelta(seconds=options.read_timeout))
+        except StoreError as error:
+            self.close()
+            raise RendezvousConnectionError(
+                f"--rdzv-endpoint {self._where}: {error}; is the node that it names up?"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _host(self, *, required: bool) -> None:
+        try:
+            self._server = TCPStoreServer(self.port, self.host_name)
+        except StoreError as error:
+            if isinstance(error.__cause__, socket.gaierror):
+                raise RendezvousConnectionError(f"--rdzv-endpoint {self._where}: {error}") from error
+            if required or self.port == 0:
+                raise RendezvousConnectionError(
+                    f"--rdzv-endpoint {self._where}: this node must host the store, "
+                    f"and cannot: {error.__cause__}; choose another port, or let another node host it"
+                ) from error
+            log.debug("%s is taken: another node of this machine hosts the store", self._where)
+            return
+        self.port = self._server.port
+        log.info("hosting the rendezvous store at %s", self._where)
+
+    @property
+    def _where(self) -> str:
+        return host_port(self.host_name, self.port)
+
+    @property
+    def is_host(self) -> bool:  # type: ignore[override]
+        """Whether this node hosts the store."""
+        return self._server is not None
+
+    def connect(self) -> StoreMixin:
+        return self._connected().clone()
+
+    def _connected(self) -> TCPStore:
+        if self._store is None:
+            raise RendezvousConnectionError(f"{self._where}: this backend was closed")
+        return self._store
+
+    def agents_store(self, prefix: str) -> Store:
+        return PrefixStore(prefix, self._connected().torch_store.clone())  # type: ignore[attr-defined]
+
+    def local_address(self) -> str:
+        return address_of_this_node(self.host_name)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+class EtcdBackend(Backend):
+    """Keeps the record in etcd, under a prefix of the job's own, with a lease on all of it.
+
+    Args:
+        address: where.
+        read_timeout: seconds for which an etcd that does not answer is tried again.
+        name: what ``--rdzv-backend`` calls it.
+
+    Raises:
+        RendezvousConnectionError: etcd cannot be reached, or refuses, or a library is missing; says why.
+        ValueError: the address cannot be right.
+    """
+
+    hosts_workers = False
+
+    def __init__(self, address: EtcdAddress, read_timeout: float = 60.0, name: str = ETCD_NAMES[0]) -> None:
+        self.name = name
+        self._address = address
+        try:
+            store = connect_etcd(address, timedelta(seconds=min(_FIRST, read_timeout)), begins=True)
+        except (StoreError, ImportError) as error:
+            raise RendezvousConnectionError(f"--rdzv-endpoint {address.endpoints}: {error}") from error
+        store.patience = read_timeout
+        store.set_timeout(timedelta(seconds=read_timeout))
+        self._store = store
+        # torch's side of a store finds the methods of its Python side only as long as that is alive.
+        self._agents_stores: list[Store] = []
+
+    def connect(self) -> StoreMixin:
+        return self._store.within(RENDEZVOUS)
+
+    def agents_store(self, prefix: str) -> Store:
+        inner = self._store.within(RENDEZVOUS)
+        self._agents_stores.append(inner)
+        return PrefixStore(prefix, inner)
+
+    def workers_store(self, round_number: int) -> str:
+        return str(self._address.within(workers_namespace(round_number)))
+
+    def forget_workers_store(self, round_number: int) -> None:
+        self._store.within(workers_namespace(round_number)).clear()
+
+    def local_address(self) -> str:
+        hosts = [endpoint.host for endpoint in parse_endpoints(self._address.endpoints)]
+        # Where each node names its own member first, the others show that there are several nodes.
+        return address_of_this_node(next((host for host in hosts if not is_loopback(host)), hosts[0]))
+
+    def leave(self, name: str, others: list[str]) -> None:
+        """The last one removes everything."""
+        store = self.connect()
+        store.set(gone_key(name), "")
+        if store.check([gone_key(other) for other in [name, *others]]):
+            self._store.remove()
+
+    def close(self) -> None:
+        self._agents_stores.clear()
+        self._store.close()
+
+
+def make_backend(parameters: RendezvousParameters, options: TcpOptions | EtcdOptions) -> Backend:
+    """Connects to where the record is kept.
+
+    Args:
+        parameters: torch's.
+        options: what `settings.read_parameters` has made of them.
+
+    Raises:
+        ValueError: a parameter is wrong; names it and the way out.
+        RendezvousConnectionError: no one answers at the endpoint, or the port is taken.
+    """
+    if isinstance(options, EtcdOptions):
+        return EtcdBackend(options.address, options.read_timeout, parameters.backend)
+    return TcpBackend(parameters.endpoint, options, parameters.backend)

@@ -1,0 +1,330 @@
+"""Everything that changes the record. Pure: no store, no clock.
+
+A node appends itself to a log, and any node that finds it due takes the new admissions of the log into the
+record (`fold`) with one compare_set: a thousand nodes that start at once cost a few writes of the record, not
+a thousand. `normalize` then makes every move that follows.
+
+Under the policy ``group`` every change of membership is a new round: nodes that come late wait, and once all
+nodes have left a round the next one begins with those that wait. A round is complete at `Record.max_nodes` at
+once, with fewer when a node says so (`complete`). Under the policy ``rank`` the round stays: a node takes a
+seat or loses it, and the others go on. But if the node of group rank 0 hosts the workers' store, the store is
+lost with that node: the policy is ``group`` again, and the others form a new round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from .record import Admission, Node, Place, Record, RoundPolicy, Seat, Waiting, digest
+
+MOST_ADMISSIONS = 1000
+"""With so many admissions of a log in the record the next log is begun."""
+
+
+def fold(record: Record, admissions: Sequence[Admission]) -> Record:
+    """Takes the admissions of the log that are not in the record yet into it.
+
+    Args:
+        record: the record.
+        admissions: the whole log of ``record.epoch``, as it was read after the record.
+    """
+    if record.closed:
+        return record
+    agreed = digest(record.options)
+    for admission in admissions[record.folded :]:
+        if admission.digest == agreed:  # a node with other options sees that in the record, and raises
+            record = _admit(record, admission)
+    record = dataclasses.replace(record, folded=max(record.folded, len(admissions)))
+    record = normalize(record)
+    return _next_log(record) if record.folded >= MOST_ADMISSIONS else record
+
+
+def normalize(record: Record) -> Record:
+    """Makes every move that is due: rounds begin and complete, spares move up."""
+    if record.closed:
+        return record
+    if record.policy is RoundPolicy.RANK:
+        return _seat_all(record)
+    if record.complete and record.participants:
+        return _call_spares(record)
+    if record.complete:
+        record = _begin_round(record)
+    record = _fill(record)
+    return complete(record) if len(record.participants) >= record.max_nodes else record
+
+
+def complete(record: Record) -> Record:
+    """Completes a round that has enough nodes; does nothing otherwise.
+
+    A node of the last round keeps its group rank. If that lies beyond the new size, and for new nodes, it is
+    the lowest gap: in the order of node ids if all are numbers, else in the order of arrival.
+    """
+    if not record.can_complete or record.policy is RoundPolicy.RANK:
+        return record
+    seats = [seat for seat in record.seats if seat.occupant is not None]
+    ranks = _ranks(seats)
+    ordered = sorted(zip(ranks, seats, strict=True), key=lambda pair: pair[0])
+    placed, slot = [], 0
+    for rank, seat in ordered:
+        placed.append(dataclasses.replace(seat, group_rank=rank, base_slot=slot))
+        slot += seat.nproc
+    done = dataclasses.replace(
+        record, complete=True, seats=tuple(placed), formation_size=slot, next_slot=slot
+    )
+    return _next_log(done)
+
+
+def remove(record: Record, nodes: Iterable[Node]) -> tuple[Record, tuple[Seat, ...]]:
+    """Takes nodes out that leave or were silent for too long; of exactly these incarnations.
+
+    Returns:
+        The record, normalized, and the seats that they lost, as they were.
+    """
+    names = {node.name for node in nodes}
+
+    def goes(node: Node | None) -> bool:
+        return node is not None and node.name in names
+
+    lost = tuple(seat for seat in record.seats if goes(seat.occupant))
+    if record.complete:
+        seats = tuple(_emptied(seat) if goes(seat.occupant) else seat for seat in record.seats)
+    else:
+        seats = tuple(seat for seat in record.seats if not goes(seat.occupant))
+    hosts = record.policy is RoundPolicy.RANK and any(record.hosts_workers(seat) for seat in lost)
+    left = dataclasses.replace(
+        record,
+        policy=RoundPolicy.GROUP if hosts else record.policy,
+        seats=seats,
+        waiting=tuple(waiting for waiting in record.waiting if not goes(waiting.node)),
+        spares=tuple(spare for spare in record.spares if not goes(spare)),
+    )
+    return normalize(left), lost
+
+
+def may_unseat(record: Record, node: Node, silent: Iterable[Node]) -> bool:
+    """Whether a node may take out those that it finds silent.
+
+    It must be in the record itself. Under policy ``rank``, where this is evidence of the death of all ranks
+    of a node, it must have a seat. Only if all nodes with seats are silent a spare may, or the job would wait
+    for ever.
+    """
+    place = record.place_of(node)
+    if record.closed or place is None:
+        return False
+    if record.policy is RoundPolicy.GROUP or place is Place.SEAT:
+        return True
+    names = {other.name for other in silent}
+    return all(other.name in names for other in record.participants)
+
+
+def close(record: Record, reason: str = "") -> Record:
+    """Closes the rendezvous; the first reason stands."""
+    return record if record.closed else dataclasses.replace(record, closed=True, reason=reason)
+
+
+def adopt_rank_policy(record: Record) -> Record:
+    """Goes over to policy ``rank``, in a complete round that no node has begun to leave.
+
+    Changes nothing otherwise, or if the workers' store is lost with its node: the next round is on its way.
+    """
+    leaving = any(waiting.group_rank is not None for waiting in record.waiting)
+    if record.closed or record.policy is RoundPolicy.RANK or not record.complete or leaving:
+        return record
+    if any(record.hosts_workers(seat) and seat.occupant is None for seat in record.seats):
+        return record
+    return normalize(dataclasses.replace(record, policy=RoundPolicy.RANK))
+
+
+# One node ------------------------------------------------------------------------------------------------
+
+
+def _admit(record: Record, admission: Admission) -> Record:
+    node = admission.node
+    before = record.find(node.id)
+    if before is not None and before.incarnation > node.incarnation:
+        return record  # a superseded agent, which does not know it yet
+    record = dataclasses.replace(record, restarts=record.restarts + _is_restart(record, admission, before))
+    if record.policy is RoundPolicy.RANK:
+        return _admit_to_seat(record, admission, before)
+    if record.complete:
+        return _admit_to_next_round(record, admission, before)
+    return _admit_to_round(record, node, before)
+
+
+def _is_restart(record: Record, admission: Admission, before: Node | None) -> bool:
+    """Whether the admission begins a restart with the same nodes, rather than a change of membership."""
+    if not record.complete:
+        return False
+    if record.policy is RoundPolicy.RANK:
+        return False  # the others go on
+    if before is None:
+        return any(seat.occupant is None and seat.last == admission.node.id for seat in record.seats)
+    if record.seat_of(before) is None:
+        return False
+    if before != admission.node:
+        return True  # its agent was started again
+    all_there = all(seat.occupant is not None for seat in record.seats)
+    return admission.leaves == record.round and all_there and not record.waiting
+
+
+def _admit_to_round(record: Record, node: Node, before: Node | None) -> Record:
+    """While a round forms."""
+    if before is not None:
+        return _replace_node(record, before, node)
+    if len(record.participants) >= record.max_nodes:
+        return dataclasses.replace(record, spares=(*record.spares, node))
+    return dataclasses.replace(record, seats=(*record.seats, _new_seat(Waiting(node))))
+
+
+def _admit_to_next_round(record: Record, admission: Admission, before: Node | None) -> Record:
+    """While a round is complete, under policy ``group``."""
+    node = admission.node
+    rank = None
+    if before is not None:
+        seat = record.seat_of(before)
+        if seat is None:
+            return _replace_node(record, before, node)
+        if before == node and admission.leaves != record.round:
+            return record  # an admission of long ago
+        seats = tuple(_emptied(other) if other is seat else other for other in record.seats)
+        record, rank = dataclasses.replace(record, seats=seats), seat.group_rank
+    elif record.is_full:
+        return dataclasses.replace(record, spares=(*record.spares, node))
+    else:
+        empty = (seat for seat in record.seats if seat.occupant is None and seat.last == node.id)
+        rank = next((seat.group_rank for seat in empty), None)
+    return dataclasses.replace(record, waiting=(*record.waiting, Waiting(node, rank)))
+
+
+def _admit_to_seat(record: Record, admission: Admission, before: Node | None) -> Record:
+    """Under policy ``rank``."""
+    node = admission.node
+    if before == node:
+        return record
+    if before is not None:
+        seat = record.seat_of(before)
+        hosts = seat is not None and record.hosts_workers(seat)
+        if not hosts and (seat is None or dataclasses.replace(seat, occupant=None).fits(node)):
+            return _replace_node(record, before, node)
+        # It comes back with another number of ranks, or without the workers' store.
+        record, _ = remove(record, [before])
+        if record.policy is RoundPolicy.GROUP and record.complete:
+            return _admit_to_next_round(record, admission, None)
+        if record.policy is RoundPolicy.GROUP:
+            return _admit_to_round(record, node, None)
+    seated = _take_seat(record, node)
+    return dataclasses.replace(record, spares=(*record.spares, node)) if seated is None else seated
+
+
+def _take_seat(record: Record, node: Node) -> Record | None:
+    """Under policy ``rank``: its old seat, else an empty one that fits, else a new one; None without room."""
+    if len(record.participants) >= record.max_nodes:
+        return None
+    fitting = [number for number, seat in enumerate(record.seats) if seat.fits(node)]
+    if fitting:
+        old = [number for number in fitting if record.seats[number].last == node.id]
+        place = (old or fitting)[0]
+        seat = dataclasses.replace(record.seats[place], occupant=node, last=node.id)
+        return dataclasses.replace(record, seats=(*record.seats[:place], seat, *record.seats[place + 1 :]))
+    seat = Seat(len(record.seats), record.next_slot, node.nproc, node.role, node, node.id)
+    return dataclasses.replace(record, seats=(*record.seats, seat), next_slot=record.next_slot + node.nproc)
+
+
+def _replace_node(record: Record, before: Node, node: Node) -> Record:
+    """Puts a node where its earlier incarnation was."""
+
+    def other(old: Node) -> Node:
+        return node if before.is_same(old) else old
+
+    def other_seat(seat: Seat) -> Seat:
+        if not before.is_same(seat.occupant):
+            return seat
+        return dataclasses.replace(seat, occupant=node, nproc=node.nproc, role=node.role)
+
+    return dataclasses.replace(
+        record,
+        seats=tuple(map(other_seat, record.seats)),
+        waiting=tuple(dataclasses.replace(w, node=other(w.node)) for w in record.waiting),
+        spares=tuple(map(other, record.spares)),
+    )
+
+
+# Moving --------------------------------------------------------------------------------------------------
+
+
+def _begin_round(record: Record) -> Record:
+    """All have left the round: the next one forms of those that wait."""
+    seats = tuple(map(_new_seat, record.waiting))
+    return dataclasses.replace(
+        record, round=record.round + 1, complete=False, seats=seats, waiting=(), next_slot=0
+    )
+
+
+def _fill(record: Record) -> Record:
+    """While a round forms: spares take part as long as there is room."""
+    room = max(0, record.max_nodes - len(record.participants))
+    come, stay = record.spares[:room], record.spares[room:]
+    if not come:
+        return record
+    seats = (*record.seats, *(_new_seat(Waiting(node)) for node in come))
+    return dataclasses.replace(record, seats=seats, spares=stay)
+
+
+def _call_spares(record: Record) -> Record:
+    """While a round is complete, under policy ``group``: spares wait for the next one if it has room."""
+    room = max(0, record.max_nodes - len(record.participants) - len(record.waiting))
+    come, stay = record.spares[:room], record.spares[room:]
+    if not come:
+        return record
+    return dataclasses.replace(record, waiting=(*record.waiting, *map(Waiting, come)), spares=stay)
+
+
+def _seat_all(record: Record) -> Record:
+    """Under policy ``rank``: waiting nodes and spares take seats, as far as there are any."""
+    candidates = (*(waiting.node for waiting in record.waiting), *record.spares)
+    record = dataclasses.replace(record, waiting=(), spares=())
+    # First the nodes that fit an empty seat: a new seat for them would leave that one empty for good.
+    for by_fit in (True, False):
+        left = []
+        for node in candidates:
+            fits = any(seat.fits(node) for seat in record.seats)
+            seated = _take_seat(record, node) if fits or not by_fit else None
+            if seated is None:
+                left.append(node)
+            else:
+                record = seated
+        candidates = tuple(left)
+    return dataclasses.replace(record, spares=candidates)
+
+
+def _next_log(record: Record) -> Record:
+    return dataclasses.replace(record, epoch=record.epoch + 1, folded=0)
+
+
+def _new_seat(waiting: Waiting) -> Seat:
+    node = waiting.node
+    return Seat(waiting.group_rank, 0, node.nproc, node.role, node, node.id)
+
+
+def _emptied(seat: Seat) -> Seat:
+    return dataclasses.replace(seat, occupant=None)
+
+
+def _ranks(seats: Sequence[Seat]) -> list[int]:
+    """The group rank of each seat of a round that is about to complete."""
+    size = len(seats)
+    taken: dict[int, int] = {}
+    for number, seat in enumerate(seats):
+        if seat.group_rank is not None and seat.group_rank < size:
+            taken.setdefault(seat.group_rank, number)
+    ranks = {number: rank for rank, number in taken.items()}
+    gaps = (rank for rank in range(size) if rank not in taken)
+    ids = [seat.last for seat in seats]
+    by_id: Callable[[int], Any] = (
+        (lambda number: int(ids[number])) if all(i.isdecimal() for i in ids) else (lambda number: number)
+    )
+    for number in sorted((number for number in range(size) if number not in ranks), key=by_id):
+        ranks[number] = next(gaps)
+    return [ranks[number] for number in range(size)]

@@ -1,0 +1,373 @@
+"""Staying in: a node's heartbeat, the nodes it watches, and the two threads that do this until the end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import threading
+from collections.abc import Callable
+
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from ..exception import StoreError, StoreUnavailable
+from ..protocol.operations import beats
+from ..store import CounterObserver, StoreOperations
+from .executor import REFRESH, Executor, OnUnseated
+from .moves import may_unseat
+from .record import Node, Place, Record, RoundPolicy
+from .register import RECORD_KEY, Board, Register, alive_key, call_back, goodbye_key
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+WATCHED = 2
+RECONNECTS = 20.0
+"""Seconds that a client may need to notice that the store is back. `TCPStore` tries for up to 16 s."""
+LONGEST_HELD = 120.0
+"""Seconds after which lost nodes are taken out though the store was slow or gone again and again."""
+LOOK_AGAIN = 300.0
+"""Seconds after which the watcher reads the record though nothing has woken it.
+
+If it was stopped for so long that the key it waits for is gone, nothing will. Not shorter, since torch logs
+two lines for each wait that times out.
+"""
+
+_FRESH = 1.0  # seconds; in less than that `KEPT_VERSIONS` do not go by
+
+OnChange = Callable[[Record], None]
+
+
+def ring(record: Record, node: Node) -> list[Node]:
+    """The nodes that this one may have to take out, the next one first; none if it is not in the record.
+
+    Under policy ``rank`` a spare is needed only if all nodes with seats are lost (`moves.may_unseat`). Other
+    spares may be lost with them, and must not be given the seats.
+    """
+    everybody = record.nodes
+    names = [other.name for other in everybody]
+    if node.name not in names:
+        return []
+    here = names.index(node.name)
+    if record.policy is RoundPolicy.RANK and record.place_of(node) is not Place.SEAT:
+        return [*everybody[:here], *everybody[here + 1 :]]
+    return [*everybody[here + 1 :], *everybody[:here]]
+
+
+def neighbours(record: Record, node: Node) -> list[Node]:
+    """The nodes that this one watches while nothing is wrong.
+
+    Under policy ``group`` the next two in a ring of all. Under policy ``rank``, where only a node with a seat
+    takes others out, the next two with seats and the spares between them; a spare watches the first two that
+    have seats.
+    """
+    return _nearest(record, ring(record, node))
+
+
+def _nearest(record: Record, others: list[Node]) -> list[Node]:
+    """The first of them, up to the second that watches others itself."""
+    watching = _watching(record)
+    watched: list[Node] = []
+    for other in others:
+        watched.append(other)
+        if sum(one.name in watching for one in watched) == WATCHED:
+            break
+    return watched
+
+
+def _watching(record: Record) -> set[str]:
+    """Names of the nodes that may take others out."""
+    return {
+        node.name for node in (record.participants if record.policy is RoundPolicy.RANK else record.nodes)
+    }
+
+
+class NodeWatch:
+    """Observes whether a node's neighbours live, by the rules of `CounterObserver`.
+
+    Nodes that were lost together, a rack, are watched only by the node in front of them. When the next node
+    has stood still for more than half of the timeout, that one observes the nodes behind as well, all at
+    once, and keeps at those that stand still, wherever they are in the record later. While nothing is wrong
+    each node costs the same.
+
+    After an outage of the store not all nodes are back at the same time: a client may have begun a long
+    attempt to connect just before. So a node that could not look for a while, or has just begun, declares no
+    one silent until the others have had time to reconnect.
+
+    Args:
+        store: a client that no one else uses.
+        node: the node.
+        timeout: seconds without a heartbeat after which a node is silent.
+        interval: seconds between two looks, and between two heartbeats.
+    """
+
+    def __init__(self, store: StoreOperations, node: Node, timeout: float, interval: float) -> None:
+        self._store = store
+        self._node = node
+        self._timeout = timeout
+        self._interval = interval
+        self._observer: CounterObserver[Node] = CounterObserver(
+            lambda node: beats(store, alive_key(node.name)), store.now, timeout
+        )
+        self._known: set[Node] = set()
+        self._doubted: set[Node] = set()
+        self._looked: float | None = None
+        self._held_since = 0.0
+        self._judges_from = 0.0
+
+    def silent(self, record: Record) -> list[Node]:
+        """Looks at the neighbours in the record and returns those that are silent.
+
+        Raises:
+            Exception: whatever the store raised; what was seen before is forgotten then.
+        """
+        try:
+            stillness = self._look(record)
+        except Exception:
+            self._known, self._doubted = set(), set()
+            raise
+        self._observer.forget_all_but(stillness)
+        now = self._store.now()
+        self._note_absence(now)
+        if now < self._judges_from and now - self._held_since < LONGEST_HELD:
+            return []
+        return [node for node, seconds in stillness.items() if seconds >= self._timeout]
+
+    def _look(self, record: Record) -> dict[Node, float]:
+        """The nodes to look at, and for how long each has stood still."""
+        others = ring(record, self._node)
+        near = _nearest(record, others)
+        watching = _watching(record)
+        still: dict[Node, float] = {}
+
+        def lives(node: Node) -> bool:
+            still[node] = self._observer.stillness(node)
+            return still[node] == 0.0 and node in self._known
+
+        living = set(filter(lives, near))
+        first = next((node for node in near if node.name in watching), None)
+        # That takes two looks in a row: of the time between two, no more than half of the timeout counts. One
+        # look says nothing: two nodes' intervals drift past each other.
+        if first is not None and still[first] > self._timeout / 2:
+            for node in others[len(near) :]:
+                if lives(node):
+                    living.add(node)
+                    if node.name in watching:
+                        break  # it watches those behind it
+        # Their places in the record may have changed. What was seen of them stays.
+        living |= set(filter(lives, [node for node in others if node in self._doubted and node not in still]))
+        self._known = set(still)
+        self._doubted = self._known - living
+        return still
+
+    def _note_absence(self, now: float) -> None:
+        """Notes for how long it could not look."""
+        before, self._looked = self._looked, now
+        # A node that has just begun does not know whether the others were just cut off.
+        away = math.inf if before is None else now - before - self._interval
+        if away > self._interval / 2:
+            if now >= self._judges_from:
+                self._held_since = now
+            # An attempt to connect takes as long as all before it together; the beat comes with the next one.
+            until = now + min(2 * away + self._interval, RECONNECTS) + self._interval
+            self._judges_from = max(self._judges_from, until)
+
+
+class Watcher(threading.Thread):
+    """Waits for changes of the record and puts them on the board, until the rendezvous is closed.
+
+    If another thread of this node puts a newer record there, `on_change` is told of that as well.
+
+    Args:
+        node: the node.
+        register: the record, through a client of its own.
+        board: where to put it; the first record is there already.
+        on_change: told each record that it sees; of several that came at once, the newest.
+    """
+
+    def __init__(self, node: Node, register: Register, board: Board, on_change: OnChange | None) -> None:
+        super().__init__(name=f"ft_wrapper-rendezvous-watch-{node.id}", daemon=True)
+        self._node = node
+        self._register = register
+        self._board = board
+        self._on_change = on_change
+        first = board.latest()
+        assert first is not None
+        self._told = first.record.version
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Makes it end with the next change."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        store = self._register.store
+        read_at = store.now()
+        try:
+            while True:
+                known = self._board.latest()
+                assert known is not None
+                if known.record.version > self._told:
+                    self._told = known.record.version
+                    call_back("on_change", self._on_change, known.record)
+                    continue  # that may have taken a while
+                if known.record.closed:
+                    # Said by this thread, which has nothing to ask the store any more.
+                    store.set(goodbye_key(self._node.name), "")
+                    store.check([RECORD_KEY])  # a set is not answered: now it has arrived
+                    return
+                if self._stopping.is_set():
+                    return
+                try:
+                    woken = None
+                    if store.now() < read_at + _FRESH:
+                        woken = self._register.wait(known.record.version, LOOK_AGAIN)
+                    self._board.learn(woken or self._register.read())
+                    read_at = store.now()
+                except StoreUnavailable:
+                    read_at = -math.inf  # the heart says so; much may have changed meanwhile
+        except (StoreError, DistError, RendezvousError) as error:
+            if not self._stopping.is_set():
+                self._board.lose(error)
+        finally:
+            store.close()
+
+
+class Heart(threading.Thread):
+    """Sends a node's heartbeat and takes out neighbours that are silent, until the rendezvous is closed.
+
+    Args:
+        executor: the node's operations, on a client of its own, which this thread closes.
+        board: the newest record.
+        settings: how often, and for how long a node may be silent.
+    """
+
+    def __init__(self, executor: Executor, board: Board, settings: Settings) -> None:
+        super().__init__(name=f"ft_wrapper-rendezvous-heart-{executor.node.id}", daemon=True)
+        self._executor = executor
+        self._board = board
+        self._interval = settings.keep_alive_interval
+        self._timeout = settings.keep_alive_timeout
+        self._watch = NodeWatch(executor.store, executor.node, self._timeout, self._interval)
+        self._beats = 0
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Makes it end."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        store = self._executor.store
+        unavailable = False
+        try:
+            while not self._stopping.is_set():
+                began = store.now()
+                try:
+                    if self._beat():
+                        return
+                    if unavailable:
+                        log.warning("the rendezvous store is back")
+                    unavailable = False
+                except StoreUnavailable as error:
+                    if not unavailable:
+                        log.warning(
+                            "the rendezvous store does not answer; the job goes on, and nodes can join and "
+                            "leave once it is back: %s",
+                            error,
+                        )
+                    unavailable = True
+                # If it had to wait for the store it is late already: then the next beat is due at once.
+                self._stopping.wait(max(0.0, began + self._interval - store.now()))
+        except (StoreError, DistError, RendezvousError) as error:
+            if not self._stopping.is_set():
+                self._board.lose(error)
+        finally:
+            store.close()
+
+    def _beat(self) -> bool:
+        """Sends one heartbeat and looks after the others; True if the rendezvous is closed."""
+        self._executor.keep_alive()
+        self._beats += 1
+        if self._beats % max(1, int(REFRESH / self._interval)) == 0:
+            self._executor.sweep()
+        record = self._executor.look().record
+        if record.closed:
+            return True
+        silent = self._watch.silent(record)
+        if silent and may_unseat(record, self._executor.node, silent):
+            names = ", node ".join(map(str, silent))
+            log.warning(
+                "no heartbeat from node %s for %g s: removed from the rendezvous", names, self._timeout
+            )
+            self._executor.expel(silent)
+        return False
+
+
+class Presence:
+    """A node that takes part: its place in the record and the two threads that keep it. All or nothing.
+
+    Args:
+        node: the node.
+        register: the record, through a client for the agent's own thread.
+        new_register: the same through another client; each thread closes its own.
+        board: the newest record.
+        settings: of the rendezvous.
+        on_unseated: told which seats this node has taken from silent nodes.
+        on_change: told each new record.
+
+    Raises:
+        RendezvousError: the options differ from the others', or another agent has this node's id.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        register: Register,
+        new_register: Callable[[], Register],
+        board: Board,
+        settings: Settings,
+        on_unseated: OnUnseated | None,
+        on_change: OnChange | None,
+    ) -> None:
+        self.node = node
+        self.store = register.store
+        self.executor = Executor(node, register, board, settings, on_unseated)
+        self.executor.check(self.executor.refresh().record)
+        self._board = board
+        with contextlib.ExitStack() as opened:
+            of_heart, of_watcher = new_register(), new_register()
+            for its in (of_heart, of_watcher):
+                opened.callback(its.store.close)
+            self.heart = Heart(Executor(node, of_heart, board, settings, on_unseated), board, settings)
+            self.watcher = Watcher(node, of_watcher, board, on_change)
+            self.watcher.start()
+            self.heart.start()
+            opened.pop_all()
+
+    def forget_predecessors(self) -> None:
+        """Deletes the heartbeats of agents that had this id: no node watches them once this one is in.
+
+        Of two, since the last one may never have got as far as this.
+        """
+        for incarnation in range(max(0, self.node.incarnation - 2), self.node.incarnation):
+            before = dataclasses.replace(self.node, incarnation=incarnation)
+            self.store.delete_key(alive_key(before.name))
+
+    def give_up(self) -> None:
+        """Gives up the node's place, also where it was joining in a thread that was interrupted."""
+        self.executor.exit()
+        self.watcher.stop()
+        known = self._board.latest()
+        assert known is not None
+        if self.watcher.is_alive() and not known.record.closed:
+            self.executor.touch()  # nothing may have changed: this wakes the watcher
+
+    def end(self, patience: float) -> None:
+        """Stops both threads, and waits that many seconds for each."""
+        for thread in (self.heart, self.watcher):
+            thread.stop()
+        for thread in (self.heart, self.watcher):
+            if patience and thread is not threading.current_thread():
+                thread.join(patience)

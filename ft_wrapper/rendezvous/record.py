@@ -1,0 +1,300 @@
+"""The record that all nodes agree on: its fields, what can be read off it, and its text in the store. Pure.
+
+The words of torch's elastic agents: the participants are the occupied seats, the wait list is
+`Record.waiting`, the redundancy list is `Record.spares`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+FORMAT = 1
+
+
+class RoundPolicy(enum.Enum):
+    """What a change of membership does."""
+
+    GROUP = "group"
+    """It begins a new round: nodes that come late wait for it, and all others leave the old one."""
+    RANK = "rank"
+    """The round goes on: a node takes a seat or loses it, and the others notice nothing."""
+
+
+class Place(enum.Enum):
+    """Where a node is in the record."""
+
+    SEAT = "seat"
+    WAITING = "waiting"
+    SPARE = "spare"
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One agent, with the ranks that it starts.
+
+    Args:
+        id: names the node. An agent that is started again on it has the same id.
+        incarnation: how many agents had this id before. The highest one counts.
+        address: host name or address at which the others reach it.
+        nproc: number of ranks that it starts.
+        role: what these ranks do.
+    """
+
+    id: str
+    incarnation: int = 0
+    address: str = ""
+    nproc: int = 1
+    role: str = "default"
+
+    @property
+    def name(self) -> str:
+        """The node and its incarnation: ``id:incarnation``."""
+        return f"{self.id}:{self.incarnation}"
+
+    def __str__(self) -> str:
+        return f"{self.id} ({self.address})" if self.address else self.id
+
+    def is_same(self, other: Node | None) -> bool:
+        """Whether the other one is the same agent: id and incarnation."""
+        return other is not None and self.id == other.id and self.incarnation == other.incarnation
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """A place for a node in the group.
+
+    Args:
+        group_rank: its number. Before the round is complete: the one that the node had in the last round,
+            None if it had none.
+        base_slot: the first slot of its ranks; the others follow.
+        nproc: number of its slots.
+        role: what its ranks do.
+        occupant: the node that has it; None if that node was lost.
+        last: id of the last node that had it.
+    """
+
+    group_rank: int | None
+    base_slot: int
+    nproc: int
+    role: str
+    occupant: Node | None
+    last: str
+
+    def fits(self, node: Node) -> bool:
+        """Whether the node could take it."""
+        return self.occupant is None and self.nproc == node.nproc and self.role == node.role
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """A node that waits for the next round.
+
+    Args:
+        node: the node.
+        group_rank: the one that it had in the round that it left; None if it had none.
+    """
+
+    node: Node
+    group_rank: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """A line of the log: a node asks to be let in.
+
+    Args:
+        node: the node.
+        leaves: the round that it leaves for that; None if it is in none.
+        digest: of the options that it was started with.
+    """
+
+    node: Node
+    leaves: int | None = None
+    digest: str = ""
+
+    def to_text(self) -> str:
+        """One line."""
+        return _to_json(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> Admission:
+        """Reads a line.
+
+        Raises:
+            ValueError: it cannot be read as one.
+        """
+        with _readable("entry of the log", text):
+            return _READ_ADMISSION(json.loads(text))  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The record.
+
+    Args:
+        min_nodes: a round needs that many nodes.
+        max_nodes: no more nodes than that have seats.
+        options: what all nodes have to agree on.
+        version: how many changes there were.
+        round: number of the round that forms or is complete, from 0.
+        complete: whether the round has formed.
+        closed: whether the rendezvous is over. Final.
+        reason: why it was closed; empty if the job has ended well.
+        policy: what a change of membership does.
+        formation_size: ranks of the last round that formed under `RoundPolicy.GROUP`; from then on fixed.
+        next_slot: the first slot that no seat has.
+        restarts: how often the same nodes had to form a round again.
+        epoch: number of the log that new admissions are appended to.
+        folded: how many admissions of that log are in the record.
+        seats: all seats, in the order of their group rank once the round is complete.
+        waiting: nodes that wait for the next round, in the order of arrival.
+        spares: nodes that wait for a free seat, in the order of arrival.
+        writer: unique to each write, so that a node recognizes its own.
+        hosted: whether the node of group rank 0 hosts the workers' store; else that outlives all nodes.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    options: dict[str, str] = dataclasses.field(default_factory=dict)
+    version: int = 0
+    round: int = 0
+    complete: bool = False
+    closed: bool = False
+    reason: str = ""
+    policy: RoundPolicy = RoundPolicy.GROUP
+    formation_size: int = 0
+    next_slot: int = 0
+    restarts: int = 0
+    epoch: int = 0
+    folded: int = 0
+    seats: tuple[Seat, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
+    spares: tuple[Node, ...] = ()
+    writer: str = ""
+    hosted: bool = True
+
+    @property
+    def participants(self) -> tuple[Node, ...]:
+        """The nodes that have a seat."""
+        return tuple(seat.occupant for seat in self.seats if seat.occupant is not None)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes in the record: with a seat, waiting, spare."""
+        return (*self.participants, *(waiting.node for waiting in self.waiting), *self.spares)
+
+    def find(self, node_id: str) -> Node | None:
+        """The node with this id, whatever its incarnation; None if it is not in the record."""
+        return next((node for node in self.nodes if node.id == node_id), None)
+
+    def seat_of(self, node: Node) -> Seat | None:
+        """The seat that the node has."""
+        return next((seat for seat in self.seats if node.is_same(seat.occupant)), None)
+
+    def place_of(self, node: Node) -> Place | None:
+        """Where the node is; None if it is not in the record."""
+        if self.seat_of(node) is not None:
+            return Place.SEAT
+        if any(node.is_same(waiting.node) for waiting in self.waiting):
+            return Place.WAITING
+        return Place.SPARE if any(map(node.is_same, self.spares)) else None
+
+    def hosts_workers(self, seat: Seat) -> bool:
+        """Whether the node in this seat hosts the workers' store."""
+        return self.hosted and seat.group_rank == 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one node more would be too many, counting those that wait."""
+        return len(self.participants) + len(self.waiting) >= self.max_nodes
+
+    @property
+    def can_complete(self) -> bool:
+        """Whether there are enough nodes for the round."""
+        return not self.complete and not self.closed and len(self.participants) >= self.min_nodes
+
+    def to_text(self) -> str:
+        """The record as JSON."""
+        return _to_json({"format": FORMAT, **vars(self)})
+
+    @classmethod
+    def from_text(cls, text: str) -> Record:
+        """Reads a record.
+
+        Raises:
+            ValueError: it cannot be read as one, or another version of this package wrote it.
+        """
+        with _readable("record", text):
+            fields = json.loads(text)
+            if fields.pop("format") != FORMAT:
+                raise ValueError("another version of ft_wrapper wrote it; use one version on all nodes")
+            return cls(**{name: _READ_FIELD[name](value) for name, value in fields.items()})
+
+
+def digest(options: dict[str, str]) -> str:
+    """A short text that is the same for the same options."""
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def differences(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
+    """What two nodes do not agree on, for people: ``name is … here, but … there``."""
+    names = sorted(theirs.keys() | ours.keys())
+    return [
+        f"{name} is {ours.get(name, 'not set')} here, but {theirs.get(name, 'not set')} there"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    ]
+
+
+# Text ----------------------------------------------------------------------------------------------------
+
+
+def _to_json(value: object) -> str:
+    """Dataclasses inside become lists of their fields: at a thousand nodes names would double the text."""
+    return json.dumps(value, default=_plain, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else list(vars(value).values())
+
+
+def _field_readers(kind: type) -> dict[str, Callable[[Any], Any]]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
+
+
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    """What makes a value of this type from what `_to_json` has made of it."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        readers = list(_field_readers(hint).values())
+        return lambda value: hint(*(read(one) for read, one in zip(readers, value, strict=True)))
+    if origin is tuple:
+        item = _reader(arguments[0])
+        return lambda value: tuple(map(item, value))
+    if origin is types.UnionType:  # with None
+        item = _reader(arguments[0])
+        return lambda value: None if value is None else item(value)
+    return origin or hint  # type: ignore[no-any-return]
+
+
+_READ_ADMISSION = _reader(Admission)
+_READ_FIELD = _field_readers(Record)
+
+
+@contextlib.contextmanager
+def _readable(what: str, text: str) -> Iterator[None]:
+    """Turns whatever goes wrong while a text is read into a ValueError that shows the text."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        shown = text if len(text) <= 200 else text[:200] + "…"
+        raise ValueError(f"no {what}: {shown!r}: {error}") from error

@@ -1,0 +1,276 @@
+"""``ftrun report``: what each restart's time went to, and the share of time spent training, by events files.
+
+``FT_WRAPPER_EVENTS`` names the files. Clocks of different hosts are not compared: each host's times are by
+its own clock, and those of the slowest host are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from .. import events
+from .restart import duration
+
+Record = dict[str, Any]
+
+PHASES = {
+    "told": "until all ranks of the host know that the iteration has ended",
+    "abort": "until their process groups are aborted",
+    "leave": "until they are out of the function",
+    "arrive": "until they have said so, clean and healthy",
+    "decide": "until they know who goes on, and as which rank",
+    "enter": "until they are in the function again, and those that join are too",
+}
+"""The phases of a restart, from the first fault on, one after the other."""
+
+# The event that ends each phase; the last two belong to the next iteration.
+_ENDED_BY = {
+    "told": "end",
+    "abort": "abort",
+    "leave": "left",
+    "arrive": "arrive",
+    "decide": "decided",
+    "enter": "enter",
+}
+_OF_THE_NEXT = ("decide", "enter")
+# What happens to the first process that enters an iteration.
+_BEGINS = ("decide", "decided", "enter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    """One restart.
+
+    Args:
+        iteration: the iteration that failed.
+        next_iteration: the one in which all ranks were in the function again.
+        causes: what was published, in the order of each host's clock: ``slot 1: EXCEPTION``.
+        phases: seconds by name, see `PHASES`; of the host that took longest.
+        seconds: their sum: from the first fault until the last rank was back.
+    """
+
+    iteration: int
+    next_iteration: int
+    causes: tuple[str, ...]
+    phases: dict[str, float]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A job.
+
+    Args:
+        job: its ``--rdzv-id``, or a name that it was given.
+        hosts: where its events were written.
+        seconds: from the first event to the last one, of the host that took longest.
+        training: how many of these seconds all active ranks were in the function.
+        started_again: how many processes an agent started in place of others.
+        restarts: one after the other.
+    """
+
+    job: str
+    hosts: tuple[str, ...]
+    seconds: float
+    training: float
+    started_again: int
+    restarts: tuple[Restart, ...]
+
+    @property
+    def goodput(self) -> float:
+        """The share of time spent training, from 0 to 1."""
+        return self.training / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> str:
+        """All of it, as one JSON object."""
+        return json.dumps({**dataclasses.asdict(self), "goodput": self.goodput})
+
+    def to_text(self) -> str:
+        """A table of the restarts, and a line below it; phases of restarts in milliseconds."""
+        rows = [("iteration", "cause", *PHASES, "in all")] if self.restarts else []
+        for restart in self.restarts:
+            times = [f"{1e3 * restart.phases[phase]:.1f}" for phase in PHASES]
+            which = f"{restart.iteration} -> {restart.next_iteration}"
+            causes = ", ".join(restart.causes) or "unknown"
+            rows.append((which, causes, *times, duration(restart.seconds)))
+        return "\n".join([*table(rows), self._summary()])
+
+    def _summary(self) -> str:
+        again = f", {self.started_again} processes started again" if self.started_again else ""
+        count = len(self.restarts)
+        return (
+            f"{count} {'restart' if count == 1 else 'restarts'}{again} in {duration(self.seconds)} on "
+            f"{', '.join(self.hosts)}; {100 * self.goodput:.1f} % of the time all active ranks were in the "
+            "function"
+        )
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
+    """Lines of a table whose columns stand below each other; the first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return [f"{indent}{'  '.join(cells)}".rstrip() for cells in padded]
+
+
+@dataclasses.dataclass
+class _Iteration:
+    """One iteration as one host saw it.
+
+    Args:
+        number: its number. Another call may have the same numbers.
+        moments: for each event, when it happened and to which process.
+        faults: what was published here.
+    """
+
+    number: int
+    moments: dict[str, list[tuple[float, int]]] = dataclasses.field(default_factory=dict)
+    faults: list[str] = dataclasses.field(default_factory=list)
+
+    def first(self, *kinds: str) -> float | None:
+        """When the first of these events happened."""
+        return min((moment for kind in kinds for moment, _ in self.moments.get(kind, ())), default=None)
+
+    def last(self, kind: str, pids: set[int] | None = None) -> float | None:
+        """When an event last happened, to any process or to these."""
+        found = (moment for moment, pid in self.moments.get(kind, ()) if pids is None or pid in pids)
+        return max(found, default=None)
+
+    def pids(self, kind: str) -> set[int]:
+        """The processes to which an event happened."""
+        return {pid for _, pid in self.moments.get(kind, ())}
+
+
+def make_reports(records: Iterable[Record]) -> list[Report]:
+    """Makes a report of each job whose events are there, in the order of their first events.
+
+    Args:
+        records: of all hosts, in any order.
+
+    Raises:
+        ValueError: there are none.
+    """
+    by_job: dict[str, list[Record]] = {}
+    for record in records:
+        by_job.setdefault(str(record.get("job", "")), []).append(record)
+    if not by_job:
+        raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
+    return [_make_report(job, found) for job, found in by_job.items()]
+
+
+def _make_report(job: str, records: Iterable[Record]) -> Report:
+    by_host: dict[str, list[Record]] = {}
+    for record in records:
+        by_host.setdefault(str(record.get("host")), []).append(record)
+    restarts: dict[tuple[int, int], list[Restart]] = {}
+    seconds, training = 0.0, 0.0
+    for host in sorted(by_host):
+        found = sorted(by_host[host], key=lambda record: float(record["monotonic"]))
+        iterations = _iterations(found)
+        here = float(found[-1]["monotonic"]) - float(found[0]["monotonic"])
+        if here >= seconds:
+            seconds, training = here, sum(map(_training, iterations))
+        times: collections.Counter[int] = collections.Counter()
+        for restart in _restarts(iterations):
+            # Where each call has its own store, the next call has the same numbers.
+            times[restart.iteration] += 1
+            restarts.setdefault((restart.iteration, times[restart.iteration]), []).append(restart)
+    started = (record for found in by_host.values() for record in found if record["event"] == "rank_started")
+    return Report(
+        job,
+        tuple(sorted(by_host)),
+        seconds,
+        training,
+        sum(record.get("incarnation", 0) > 0 for record in started),
+        tuple(map(_slowest, restarts.values())),
+    )
+
+
+def _iterations(records: Sequence[Record]) -> list[_Iteration]:
+    """Sorts one host's records into iterations, in the order of these."""
+    found: list[_Iteration] = []
+    first = 0
+    for record in records:
+        number = record.get("iteration")
+        if not isinstance(number, int) or number < 0:
+            continue
+        kind = str(record["event"])
+        was_done = bool(found) and "done" in found[-1].moments
+        if was_done and (kind == "enter" or (kind in _BEGINS and number != found[-1].number)):
+            first = len(found)  # of the next call, whose numbers may begin again
+        iteration = next((known for known in reversed(found[first:]) if known.number == number), None)
+        if iteration is None:
+            iteration = _Iteration(number)
+            found.append(iteration)
+        iteration.moments.setdefault(kind, []).append((float(record["monotonic"]), int(record["pid"])))
+        if kind == "fault":
+            iteration.faults.append(f"slot {record.get('slot')}: {record.get('kind')}")
+    return found
+
+
+def _training(iteration: _Iteration) -> float:
+    begin, end = iteration.last("enter"), iteration.first("fault", "end", "done")
+    return 0.0 if begin is None or end is None else max(0.0, end - begin)
+
+
+def _restarts(iterations: Sequence[_Iteration]) -> Iterator[Restart]:
+    """The restarts that one host saw to their end."""
+    for place, failed in enumerate(iterations):
+        begin = failed.first("fault", "end")
+        if begin is None or "enter" not in failed.moments:
+            continue  # nothing failed, or it is part of the restart before
+        back = next((later for later in iterations[place + 1 :] if "enter" in later.moments), None)
+        if back is None:
+            continue
+        survivors = back.pids("decided")
+        phases, moment = {}, begin
+        for phase, event in _ENDED_BY.items():
+            where, who = (back, None) if phase in _OF_THE_NEXT else (failed, survivors)
+            end = max(moment, where.last(event, who) or moment)
+            phases[phase], moment = end - moment, end
+        yield Restart(failed.number, back.number, tuple(failed.faults), phases, moment - begin)
+
+
+def _slowest(seen: Sequence[Restart]) -> Restart:
+    """One restart, as several hosts have seen it."""
+    slowest = max(seen, key=lambda restart: restart.seconds)
+    causes = dict.fromkeys(cause for restart in seen for cause in restart.causes)
+    return dataclasses.replace(slowest, causes=tuple(causes))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``ftrun report``: prints the report of some events files.
+
+    Args:
+        argv: the arguments; ``sys.argv`` without the program's name when None.
+
+    Returns:
+        0, or 2 if a file cannot be read.
+    """
+    phases = "; ".join(f"{name}: {what}" for name, what in PHASES.items())
+    parser = argparse.ArgumentParser(
+        prog="ftrun report",
+        description="Shows what each restart's time went to, and how much of the time was spent training.",
+        epilog=f"The phases, one after the other, from the first fault on: {phases}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("events", nargs="+", help="the files that FT_WRAPPER_EVENTS named, of all hosts")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a job, one in a line")
+    args = parser.parse_args(argv)
+    try:
+        reports = make_reports(record for path in args.events for record in events.read(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"a record lacks {error}" if isinstance(error, KeyError) else str(error)
+        print(f"ftrun report: error: {what}", file=sys.stderr)
+        return 2
+    for report in reports:
+        if args.json:
+            print(report.to_json())
+        else:
+            print(*([f"job {report.job}:"] if len(reports) > 1 else []), report.to_text(), sep="\n")
+    return 0

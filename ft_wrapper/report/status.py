@@ -1,0 +1,348 @@
+"""``ftrun status``: a job's nodes and ranks, read from its store, from any shell or host. Writes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+from torch.distributed import DistError
+
+from ..exception import StoreError
+from ..protocol import keys
+from ..protocol.agreement import Agreement
+from ..protocol.logs import split_entry, to_number
+from ..protocol.operations import read
+from ..protocol.records import FAULT
+from ..rendezvous.backends import RENDEZVOUS, workers_namespace
+from ..rendezvous.record import Place, Record
+from ..rendezvous.register import RECORD_KEY, endpoint_key
+from ..store import Member, StoreMixin, StoreOperations, connect, connector, is_etcd
+from ..store.address import EtcdAddress
+from ..store.plan import ANNOUNCED
+from . import table
+from .restart import in_words
+
+NOT_FORMED = "not formed"
+RUNNING = "running"
+RESTARTING = "restarting"
+COMPLETED = "completed"
+LOST = "lost"
+
+_TIMEOUT = timedelta(seconds=10)
+_ENDPOINT = "HOST:PORT, or etcd://HOST:PORT/PREFIX"
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeStatus:
+    """A node.
+
+    Args:
+        id: names the node.
+        place: ``seat``, ``waiting`` for the next round, ``spare``; ``lost`` if its seat is empty.
+        group_rank: its number; None if it has no seat, or its round is not complete.
+        slots: the first and the last slot of its ranks; None without a seat in a complete round.
+        incarnation: how many agents had this id before; None for a lost one.
+        address: where the others reach it; empty if that is not known.
+    """
+
+    id: str
+    place: str
+    group_rank: int | None
+    slots: tuple[int, int] | None
+    incarnation: int | None
+    address: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStatus:
+    """A member of the job.
+
+    Args:
+        slot: its rank at the start of the job, which never changes.
+        incarnation: which process in a row holds the slot.
+        active_rank: its rank in the function; None for a spare, and for one that is not in it yet.
+        host: where it runs; empty if that is not known.
+        pid: its process; None if that is not known.
+        has_died: whether it has died in this iteration.
+    """
+
+    slot: int
+    incarnation: int
+    active_rank: int | None
+    host: str
+    pid: int | None
+    has_died: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """A job.
+
+    Args:
+        state: ``not formed``, ``running``, ``restarting`` or ``completed``.
+        call: number of the wrapped call; None before the job has formed.
+        iteration: number of the global iteration; None before the job has formed.
+        world_size: how many ranks there are, spares included.
+        active_world_size: how many of them are in the function; None while that is being agreed on.
+        ranks: all of them, by slot.
+        last_faults: what ended the iteration before, or the present one if it has ended; in words.
+        nodes: all nodes that have or had a place in the rendezvous; none if its store was not asked.
+    """
+
+    state: str
+    call: int | None
+    iteration: int | None
+    world_size: int
+    active_world_size: int | None
+    ranks: tuple[RankStatus, ...]
+    last_faults: str | None
+    nodes: tuple[NodeStatus, ...] = ()
+
+    def to_json(self) -> str:
+        """All of it, as one JSON object."""
+        return json.dumps(dataclasses.asdict(self))
+
+    def to_text(self) -> str:
+        """Some lines for people."""
+        return "\n".join([*self._of_the_ranks(), *self._of_the_nodes()])
+
+    def _of_the_ranks(self) -> list[str]:
+        if self.iteration is None:
+            return [f"{self.state}: no wrapped function has been entered by all ranks yet"]
+        active = "?" if self.active_world_size is None else str(self.active_world_size)
+        lines = [
+            f"{self.state}: iteration {self.iteration} of call {self.call}, "
+            f"{active} of {self.world_size} ranks active"
+        ]
+        rows = [("slot", "incarnation", "active rank", "host", "pid")]
+        for rank in self.ranks:
+            place = "died" if rank.has_died else "-" if rank.active_rank is None else str(rank.active_rank)
+            pid = "-" if rank.pid is None else str(rank.pid)
+            rows.append((str(rank.slot), str(rank.incarnation), place, rank.host or "-", pid))
+        lines += table(rows, "  ")
+        if self.last_faults is not None:
+            lines.append(f"last fault: {self.last_faults}")
+        return lines
+
+    def _of_the_nodes(self) -> list[str]:
+        if not self.nodes:
+            return []
+        rows = [("node", "place", "group rank", "slots", "address")]
+        for node in self.nodes:
+            rank = "-" if node.group_rank is None else str(node.group_rank)
+            slots = "-" if node.slots is None else f"{node.slots[0]}..{node.slots[1]}"
+            rows.append((node.id, node.place, rank, slots, node.address or "-"))
+        return ["nodes:", *table(rows, "  ")]
+
+
+def read_status(store: StoreMixin) -> Status:
+    """Reads how a job stands.
+
+    Args:
+        store: the job's.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    current = Agreement(store).iterations.read_current()
+    if current is None:
+        return Status(NOT_FORMED, None, None, 0, None, (), None)
+    view, _ = current
+    n = view.n
+    outcome = Agreement(store).ends.outcome_of(n)
+    state = RUNNING if outcome is None else RESTARTING if outcome == FAULT else COMPLETED
+    active_world_size = _active_world_size(store, n)
+    places = {
+        str(member): entered.active_rank
+        for member, entered in Agreement(store).entering.entered_in(n).items()
+    }
+    dead = Agreement(store).ends.deaths_of(n)
+    ended = n if outcome == FAULT else n - 1
+    faults = Agreement(store).ends.faults_of(ended) if ended >= view.first else []
+    return Status(
+        state,
+        view.call,
+        n,
+        len(view.members),
+        active_world_size,
+        tuple(
+            _rank(store, member, places.get(str(member)), has_died=member in dead) for member in view.members
+        ),
+        in_words(faults) if faults else None,
+    )
+
+
+def _active_world_size(store: StoreMixin, n: int) -> int | None:
+    key = keys.world(n)
+    sizes = read(store, key)
+    return None if sizes is None else to_number(split_entry(sizes, 2, key)[1], key)
+
+
+def watch(
+    store: StoreMixin, longest: float, read_nodes: Callable[[], tuple[NodeStatus, ...]] = tuple
+) -> Iterator[Status]:
+    """Reads how a job stands whenever that changes: an iteration ends, another one begins.
+
+    Args:
+        store: the job's.
+        longest: seconds after which to read it, and the nodes, in any case.
+        read_nodes: reads the nodes.
+
+    Yields:
+        What was read, if it differs from the last one. Ends when the job has completed.
+
+    Raises:
+        StoreError: the store cannot be read, or no longer.
+    """
+    last = None
+    while True:
+        status = dataclasses.replace(read_status(store), nodes=read_nodes())
+        if status != last:
+            yield status
+        last = status
+        if status.state == COMPLETED:
+            return
+        n = -1 if status.iteration is None else status.iteration
+        store.hear(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
+
+
+def _rank(store: StoreMixin, member: Member, active_rank: int | None, *, has_died: bool) -> RankStatus:
+    record = Agreement(store).joining.record_of(member)
+    pid = record.get("pid")
+    return RankStatus(
+        member.slot,
+        member.incarnation,
+        active_rank,
+        str(record.get("host", "")),
+        pid if isinstance(pid, int) else None,
+        has_died,
+    )
+
+
+def _read_record(store: StoreOperations) -> Record | None:
+    """The record of the nodes; None if there is none in this store."""
+    text = read(store, RECORD_KEY)
+    try:
+        return None if text is None else Record.from_text(text)
+    except ValueError as error:
+        raise StoreError(f"store key {RECORD_KEY!r}: {error}") from error
+
+
+def _rendezvous_address(endpoint: str) -> str:
+    """Where the record is, by what a user calls the job: on etcd the job's prefix is enough."""
+    if not is_etcd(endpoint) or EtcdAddress.parse(endpoint).namespace:
+        return endpoint
+    return str(EtcdAddress.parse(endpoint).within(RENDEZVOUS))
+
+
+def _workers_address(endpoint: str, store: StoreOperations, record: Record) -> str:
+    """Address of the store in which wrapped ranks agree; empty if there is none yet."""
+    if not is_etcd(endpoint):
+        return read(store, endpoint_key(record.round)) or ""
+    if not record.complete:
+        return ""
+    return str(EtcdAddress.parse(endpoint).within(workers_namespace(record.round)))
+
+
+def _nodes(record: Record) -> tuple[NodeStatus, ...]:
+    found = []
+    for seat in record.seats:
+        rank = seat.group_rank if record.complete else None
+        slots = (seat.base_slot, seat.base_slot + seat.nproc - 1) if record.complete else None
+        node = seat.occupant
+        if node is None:
+            found.append(NodeStatus(seat.last, LOST, rank, slots, None, ""))
+        else:
+            found.append(NodeStatus(node.id, Place.SEAT.value, rank, slots, node.incarnation, node.address))
+    waiting = ((one.node, Place.WAITING.value) for one in record.waiting)
+    for node, place in [*waiting, *((node, Place.SPARE.value) for node in record.spares)]:
+        found.append(NodeStatus(node.id, place, None, None, node.incarnation, node.address))
+    return tuple(found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``ftrun status``: prints how a job stands.
+
+    Args:
+        argv: the arguments; ``sys.argv`` without the program's name when None.
+
+    Returns:
+        0, or 2 if its store cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="ftrun status",
+        description="Shows how a job of wrapped ranks stands: its iteration, its ranks, the last fault.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "endpoint",
+        nargs="?",
+        default=os.environ.get(ANNOUNCED),
+        metavar="ENDPOINT",
+        help=f"{_ENDPOINT}: where the nodes meet, or the store of the ranks, who have it in {ANNOUNCED}; "
+        "ftrun says it at the start",
+    )
+    parser.add_argument("--watch", action="store_true", help="go on, and print it again when it changes")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="read it at least so often (default: 5)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    args = parser.parse_args(argv)
+    try:
+        connector(args.endpoint or "", _TIMEOUT)
+    except ValueError:
+        print(f"ftrun status: error: {args.endpoint or 'no endpoint'}: give {_ENDPOINT}", file=sys.stderr)
+        return 2
+    try:
+        with contextlib.ExitStack() as opened:
+            statuses = _follow(args.endpoint, args.interval, opened)
+            for status in statuses if args.watch else itertools.islice(statuses, 1):
+                print(status.to_json() if args.json else status.to_text(), flush=True)
+    except (StoreError, DistError, ImportError, ValueError) as error:  # the last two: how etcd is reached
+        print(f"ftrun status: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iterator[Status]:
+    """Reads how the job stands whose store, or whose nodes' rendezvous, is at an endpoint."""
+    meeting_place = _rendezvous_address(endpoint)
+    store = _open(meeting_place, opened)
+    record = _read_record(store)
+    if record is None:
+        # No nodes met there: the ranks agree at the endpoint itself, as they do under any other launcher.
+        yield from watch(store if meeting_place == endpoint else _open(endpoint, opened), longest)
+        return
+    address = _workers_address(endpoint, store, record)
+    if not address:
+        yield Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(record))
+        return
+
+    def nodes() -> tuple[NodeStatus, ...]:
+        newest = _read_record(store)
+        return () if newest is None else _nodes(newest)
+
+    yield from watch(_open(address, opened), longest, nodes)
+
+
+def _open(address: str, opened: contextlib.ExitStack) -> StoreMixin:
+    store = connect(address, _TIMEOUT)
+    opened.callback(store.close)
+    return store
+
+
+if __name__ == "__main__":
+    sys.exit(main())

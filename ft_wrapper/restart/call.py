@@ -1,0 +1,456 @@
+"""One call of the wrapped function: carries out what its restart loop asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .._files import replace_broken_streams
+from ..abort import close_aborted_sockets, release_process_groups
+from ..attribution import Interruption
+from ..call_wrapper import CallWrapper
+from ..exception import (
+    HealthCheckError,
+    InternalError,
+    JobEnded,
+    RankShouldRestart,
+    StoreUnavailable,
+)
+from ..monitor.frames import checkpoint_failure, forget_frames, users_part, whereabouts
+from ..monitor.shared_memory import Phase
+from ..monitor.threads import Watch
+from ..protocol.agreement import Agreement
+from ..protocol.housekeeping import note_wanted
+from ..protocol.records import Decision, View
+from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
+from ..report.restart import began_before, line_of_entry
+from ..state import Mode, State
+from ..store import PrefixStore, StorePlan
+from ..torch_groups.between import connect, point_to
+from ..torch_groups.forget import (
+    collect_garbage,
+    end_checkpoint_process,
+    forget_compiled_ranks,
+    forget_old_ranks,
+)
+from ..torch_groups.warm_up import warm_up
+from . import loop, torch_state
+from .arguments import Settings
+from .exit_watch import ExitWatch
+from .loop import Action, Left, RestartLoop, carry_out
+from .resources import Resources
+from .same_faults import PROGRESS_AFTER, kind_and_place, times_before
+
+log = logging.getLogger(__name__)
+
+_ABORTED_SOON = 0.5  # seconds
+# Seconds in an iteration. An import cannot be cut short, and a job that does not work mostly fails soon;
+# other ranks need the processors to begin.
+_WARMS_UP_AFTER = 2.0
+
+
+@dataclasses.dataclass
+class _Stay:
+    """One stay of this rank in the function."""
+
+    entered_at: float = 0.0  # in monotonic seconds
+    watch: Watch | None = None  # the monitor thread's, until it is settled
+    error: BaseException | None = None  # by which the function was left
+    is_cause: bool = False  # whether that ended the iteration, as far as this rank can see
+    fault: str | None = None  # what is counted of it: kind and place
+    is_last: bool = False  # whether it has come so often that it ends the job
+
+
+class Call:
+    """One wrapped call, from its begin to `close`.
+
+    Args:
+        settings: durations, switches and plug-ins.
+        plan: which store, and who hosts it.
+        state: this rank's state as the environment has it.
+        function_name: of the wrapped function: it must be the same on all ranks.
+
+    Attributes:
+        pinged: whether the function has pinged in this iteration, though its stamps are new.
+
+    Raises:
+        RestartError: the store cannot be used, or ranks are missing.
+        OSError: this process may not open as many files as that takes.
+    """
+
+    def __init__(self, settings: Settings, plan: StorePlan, state: State, function_name: str) -> None:
+        if settings.collect_garbage:
+            collect_garbage("call")
+        self.settings = settings
+        self.state = state
+        self.pinged = False
+        self._began_at = time.monotonic()
+        self._ended_at: float | None = None  # the last iteration
+        self._stay = _Stay()
+        self._thread = threading.get_ident()
+        self._exit_watch = ExitWatch()
+        self._user_store: PrefixStore | None = None
+        self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
+        self.user = CallWrapper(self)
+
+    def close(self, error: BaseException | None) -> None:
+        """Gives back everything: threads, processes, sockets, handlers, variables."""
+        try:
+            self.own.close(error)
+        finally:
+            # What refers to this object would keep it, with its store, until the collector comes.
+            self.state.fn_exception = None
+            del self.user
+
+    def user_store(self) -> PrefixStore:
+        """The present iteration's store, on a connection of the function's own."""
+        if self._user_store is None:
+            self._user_store = connect(self.own.member.view.n)
+        return self._user_store
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Calls the function until an iteration ends well.
+
+        Args:
+            function: the wrapped function with its arguments.
+
+        Returns:
+            What the function returned; None on a spare, and where the call had completed already.
+        """
+        own = self.own
+        if not own.is_in_time:
+            log.warning(
+                "slot %d is not needed any more: the other ranks have completed the call without it",
+                own.member.slot,
+            )
+            own.remember(self.state)
+            return None
+        self._function = function
+        self._torch_state = torch_state.snapshot()
+        own.signals.hold()
+        try:
+            return carry_out(RestartLoop(own.member, self.state, self.settings).course(), self.perform)
+        finally:
+            del self._function  # with its arguments, among them what refers to this call
+
+    def perform(self, action: Action[Any]) -> Any:
+        """Carries out what the loop asks for.
+
+        Only some of it counts as hung without progress: elsewhere a rank waits for others, or for the store.
+        """
+        match action:
+            case loop.Know(view, decision):
+                self._know(view, decision)
+            case loop.Assign(state, decision):
+                return self._assign(state, decision)
+            case loop.Take(state):
+                return self._take(state)
+            case loop.Serve():
+                return self.own.serve()
+            case loop.Meet(endpoint):
+                point_to(*endpoint)
+            case loop.Run(view, state, entered):
+                with self._watched():
+                    return self._run(view, state, entered)
+            case loop.Settle():
+                with self._watched():
+                    self._settle()
+                if self.own.end.store_lost is not None:
+                    raise self.own.end.store_lost
+            case loop.CleanUp():
+                with self._watched():
+                    self._clean_up()
+            case loop.TidyUp():
+                self._tidy_up()
+            case loop.Onward():
+                close_aborted_sockets()
+                self.own.signals.forget()  # the iteration that they may be about is over
+            case loop.Pause(seconds):
+                self.own.monitor_lost.wait(seconds)
+            case loop.Complete(state):
+                self._complete(state)
+            case loop.Leave(error=error, is_missed=is_missed):
+                return self._leave(error, is_missed)
+            case loop.Gone():
+                self._gone()
+        return None
+
+    # ---- into the function
+
+    def _know(self, view: View, decision: Decision) -> None:
+        own = self.own
+        own.memory.active = True  # until it is known: others may be waiting for this rank
+        own.memory.iteration, own.memory.rank = view.n, None
+        is_new = own.member.member in decision.joined or view.n == decision.first
+        own.monitor.enter(view, None if is_new else decision)
+
+    def _assign(self, state: State, decision: Decision) -> State:
+        self.state = state
+        own, rank, world_size = self.own, state.rank, state.world_size
+        store = PrefixStore(own.member.view.n, own.member.agreement.store)
+        assign = self.settings.rank_assignment
+        assert assign is not None, "the wrapper has put its default there"
+        with self._watched():  # the others wait for a rank that hangs here
+            return activate_if_unsaid(
+                assign(RankAssignmentCtx(state, store, set(decision.ranks))), rank, world_size
+            )
+
+    def _take(self, state: State) -> bool:
+        self.state = state
+        self.own.memory.rank = state.rank
+        self.own.memory.active = state.mode == Mode.ACTIVE
+        state.set_distributed_vars()
+        return state.active_rank is not None and forget_compiled_ranks(
+            state.active_rank, state.active_world_size or 0
+        )
+
+    # ---- in the function
+
+    def _run(self, view: View, state: State, entered: int) -> Left:
+        own = self.own
+        own.interrupter.reset()
+        self.pinged = False
+        self._stay = stay = _Stay(time.monotonic())
+        is_spare = state.mode == Mode.INACTIVE
+        report = functools.partial(self._report_entry, entered)
+        stay.watch = watch = own.thread.watch(view.n, report, may_be_done=is_spare)
+        left = Left(has_returned=True)
+        try:
+            try:
+                left.value = own.interrupter.call(self._body)
+            finally:
+                own.signals.hold()
+        except (Exception, RankShouldRestart) as caught:
+            if is_spare and isinstance(caught, HealthCheckError):
+                raise  # it leaves, and ends nothing by it; else it is asked again, now that there is a fault
+            if not (own.interrupter.requested and watch.is_done):  # else this spare warmed up
+                stay.error, left.has_returned = caught, False
+            raised = caught if isinstance(caught, Exception) else caught.__cause__
+            if isinstance(raised, Exception):
+                self.state.fn_exception = raised
+            # A RankShouldRestart that no one asked for is the function's own.
+            if isinstance(caught, Exception) or not own.interrupter.requested:
+                left.error, left.fault = caught, self._counted(caught)
+                stay.fault = left.fault
+                # And not merely a collective that fails because the iteration is over.
+                stay.is_cause = watch.ended_at is None
+        own.signals.hold()  # again, if a signal came just then
+        watch.may_be_done = watch.may_be_done or left.has_returned
+        return left
+
+    def _body(self) -> Any:
+        """What runs interruptibly."""
+        try:
+            return self._enter()
+        except BaseException as error:
+            failure = checkpoint_failure(error)
+            if failure is not None:
+                raise RuntimeError(failure).with_traceback(error.__traceback__) from error
+            raise
+
+    def _enter(self) -> Any:
+        self.own.signals.release()
+        self.own.signals.raise_kept()
+        if self.settings.initialize is not None:
+            self.settings.initialize(self.state.freeze())
+        self._check_health()
+        if self.state.mode == Mode.INACTIVE:
+            return self._warm_up()
+        self.own.member.emit("enter", rank=self.state.active_rank)
+        return self._function()
+
+    def _warm_up(self) -> None:
+        """On a spare, which has nothing else to do until the iteration ends."""
+        watch, users, memory = self._stay.watch, self.settings.warm_up, self.own.memory
+        assert watch is not None
+        if users is False:
+            return
+        memory.enter_phase(Phase.IDLE)  # it makes no progress meanwhile
+        if watch.over.wait(_WARMS_UP_AFTER):
+            return
+        memory.enter_phase(Phase.WATCHED)
+        watch.leaves_when_done = True  # the monitor thread looks at it once it has said whether it is over
+        if watch.over.is_set():
+            return
+        warm_up(users, lambda: self.own.interrupter.requested)
+        if self.settings.collect_garbage:
+            collect_garbage("warm-up")
+
+    def _check_health(self) -> None:
+        if self.settings.health_check is None:
+            return
+        try:
+            self.settings.health_check(self.state.freeze())
+        except Exception as error:
+            raise HealthCheckError(
+                f"health check failed on rank {self.state.rank} (slot {self.own.member.slot}): {error!r}"
+            ) from error
+
+    def _counted(self, error: BaseException) -> str | None:
+        """Names a fault that counts: there was no progress before it, and it follows from no other fault."""
+        stay, limit = self._stay, self.settings.max_same_faults
+        if limit is None or (stay.watch is not None and stay.watch.ended_at is not None):
+            return None
+        if self.pinged or self.own.memory.ping_stamp or time.monotonic() - stay.entered_at > PROGRESS_AFTER:
+            return None
+        fault = kind_and_place(error)
+        stay.is_last = times_before(self.own.member.view, fault) + 1 >= limit
+        return fault
+
+    # ---- out of the function
+
+    def _settle(self) -> None:
+        """Waits until everything is aborted, then ends what the function left behind."""
+        watch, self._stay.watch = self._stay.watch, None
+        if watch is not None:
+            if not watch.handled.wait(_ABORTED_SOON):
+                self._log_failure()  # the abort may hang, and this process be killed for that
+            if not watch.handled.wait(self.settings.barrier_timeout):
+                raise InternalError("the abort plug-in did not return within barrier_timeout")
+            self._ended_at = watch.ended_at
+            self.own.end.store_lost = watch.store_lost
+        self.own.member.emit("left")
+        if self.settings.abort is not None:
+            release_process_groups(aborted=True)
+        end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
+        self._user_store = None
+
+    def _clean_up(self) -> None:
+        settings, own = self.settings, self.own
+        if settings.finalize is not None or settings.health_check is not None:
+            self._restore()  # what the function has left would fail them
+        if settings.finalize is not None:
+            settings.finalize(self.state.freeze())
+        self._check_health()
+        if own.monitor_lost.is_set():
+            raise InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
+
+    def _tidy_up(self) -> None:
+        self._restore()
+        self._exit_watch.note()
+        if self.settings.collect_garbage:
+            collect_garbage("restart")
+
+    def _restore(self) -> None:
+        """Undoes what the function has done to the process, and says what has failed: that takes its time."""
+        replace_broken_streams()
+        self._log_failure()
+        error, self._stay.error = self._stay.error, None
+        if error is not None:
+            trace = users_part(error.__traceback__) if self._stay.is_last else None
+            forget_frames(error)
+            error.__traceback__ = trace  # with which it leaves the call
+        self._torch_state.restore()
+        forget_old_ranks()
+
+    def _complete(self, state: State) -> None:
+        self.own.member.emit("done")
+        self._stay.watch = None
+        state.fn_exception = None
+        if self.settings.completion is not None:
+            try:
+                self.settings.completion(state.freeze())
+            except Exception:
+                log.exception("completion failed on rank %s; the call had ended well", state.rank)
+        if self.settings.abort is not None:
+            release_process_groups()
+        forget_old_ranks()
+        self._user_store = None
+        self.own.remember(state)
+
+    def _leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
+        own, watch = self.own, self._stay.watch
+        if isinstance(error, Exception):
+            self.state.fn_exception = error
+        level = logging.INFO if isinstance(error, JobEnded) else logging.ERROR
+        log.log(level, "rank %s (slot %d) leaves the job: %r", self.state.rank, own.member.slot, error)
+        if isinstance(error, StoreUnavailable):
+            own.end.store_lost = error  # it was tried for long enough; no one can be told
+        if watch is not None and not own.memory.active:  # the others end the iteration, some time
+            self._stay.watch, own.end.thread_stays = None, True
+        if own.end.store_lost is None:
+            is_unwatched = own.monitor_lost.is_set()
+            return Interruption.MONITOR_PROCESS_EXCEPTION if is_unwatched else Interruption.BASE_EXCEPTION
+        if self._stay.watch is not None:  # whose thread waits for the store, too, and would abort nothing
+            self._stay.watch = None
+            try:
+                self._abort()
+            except Exception:
+                log.exception("abort failed: a collective may hold this rank until hard_timeout")
+        return None
+
+    def _gone(self) -> None:
+        self._settle()
+        self._tidy_up()
+        self.state.mode = Mode.TERMINATED
+        if self.settings.terminate is not None:
+            self.settings.terminate(self.state.freeze())
+
+    def _log_failure(self) -> None:
+        """Says, once, how this rank has ended the iteration, if it has."""
+        stay = self._stay
+        is_cause, stay.is_cause = stay.is_cause, False
+        if stay.error is None or not is_cause:
+            return
+        if stay.fault is not None and times_before(self.own.member.view, stay.fault):
+            return  # another line says that it has come again, and the restart's line what it was
+        log.warning(
+            "rank %s (slot %d) failed in iteration %d",
+            self.state.rank,
+            self.own.member.slot,
+            self.state.iteration,
+            exc_info=(type(stay.error), stay.error, users_part(stay.error.__traceback__)),
+        )
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """In the block a rank that makes no progress counts as hung."""
+        self.own.memory.enter_phase(Phase.WATCHED)
+        try:
+            yield
+        finally:
+            self.own.memory.enter_phase(Phase.IDLE)
+
+    # ---- in the monitor thread
+
+    def _note_whereabouts(self) -> None:
+        """Of a rank that made no progress, says where it stood: waiting for the others, or not."""
+        memory, settings = self.own.memory, self.settings
+        stillness = time.monotonic() - memory.progress_stamp(settings.progress_watchdog_interval)
+        if memory.phase != Phase.WATCHED or stillness < settings.soft_timeout / 2:
+            return
+        place = whereabouts(self._thread)
+        if place is not None:
+            member = self.own.member
+            fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {place}")
+            Agreement(self.own.client).ends.log_fault(member.view.n, fault)
+
+    def _abort(self) -> None:
+        if self.settings.abort is not None:
+            self.settings.abort(self.state.freeze())
+
+    def _report_entry(self, active_before: int) -> None:
+        """The active rank that came last logs the restart's line.
+
+        Args:
+            active_before: how many active ranks had come when this one had, with it.
+        """
+        member, state, store = self.own.member, self.state, self.own.client
+        view = member.view
+        if state.active_rank == 0:
+            note_wanted(store, view.n)  # at once: this rank may be lost before its monitor does so
+        if view.n == view.first or state.active_rank is None:
+            return
+        active = state.active_world_size or 0
+        if active_before != active:
+            return
+        faults = Agreement(store).ends.faults_of(view.n - 1)
+        ended_at = self._ended_at
+        seconds = began_before(faults, self._began_at) if ended_at is None else store.now() - ended_at
+        log.warning(line_of_entry(store, view, member.decision, state, faults, seconds))

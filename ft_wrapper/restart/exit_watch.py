@@ -1,0 +1,99 @@
+"""The end of a process whose function was interrupted.
+
+Python waits at its end for every thread that is no daemon, and for child processes. A thread of an executor
+that was interrupted in its shutdown, or that hangs in a call for ranks that are no more, would keep the
+process from ever exiting. So what an interrupted function has left running is remembered, waited for with a
+limit, and named. What the function leaves that returned is waited for as long as Python does.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.process
+import os
+import sys
+import threading
+import time
+import weakref
+
+from ..monitor.frames import whereabouts
+
+log = logging.getLogger(__name__)
+
+SAID_AFTER = 5.0
+"""Seconds from the end of the main thread until the log says what is waited for."""
+ENDED_AFTER = 60.0
+"""Seconds from the end of the main thread until the process is ended all the same, with exit code 1."""
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_children: weakref.WeakSet[multiprocessing.process.BaseProcess] = weakref.WeakSet()
+_lock = threading.Lock()
+_is_registered = False
+
+
+class ExitWatch:
+    """Remembers what the function of one wrapped call leaves behind when it is interrupted."""
+
+    def __init__(self) -> None:
+        self._before = weakref.WeakSet(threading.enumerate())
+        self._children_before = weakref.WeakSet(multiprocessing.active_children())
+
+    def note(self) -> None:
+        """To be called when the function has been left by a fault."""
+        threads = [t for t in threading.enumerate() if not t.daemon and t not in self._before]
+        children = [
+            child
+            for child in multiprocessing.active_children()
+            if not child.daemon and child not in self._children_before
+        ]
+        if not threads and not children:
+            return
+        global _is_registered
+        with _lock:
+            _threads.update(threads)
+            _children.update(children)
+            if not _is_registered:
+                # As concurrent.futures does, which waits there for its threads: atexit comes after that. What
+                # was registered last is called first.
+                threading._register_atexit(_begin_watch)  # type: ignore[attr-defined]
+                _is_registered = True
+
+
+def _begin_watch() -> None:
+    if _left():
+        threading.Thread(target=_watch, name="ft_wrapper-exit", daemon=True).start()
+
+
+def _watch() -> None:
+    began = time.monotonic()
+    _wait(began + SAID_AFTER)
+    if not _left():
+        return
+    log.warning("the process waits at its end for what an interrupted function left: %s", ", ".join(_left()))
+    _wait(began + ENDED_AFTER)
+    left = _left()
+    if left:
+        log.error("the process is ended, %g s after its main thread: %s", ENDED_AFTER, ", ".join(left))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+
+def _wait(deadline: float) -> None:
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for child in list(_children):
+        child.join(max(0.0, deadline - time.monotonic()))
+
+
+def _left() -> list[str]:
+    """Names what still runs."""
+    return [
+        *(
+            f"thread {thread.name} {whereabouts(thread.ident or 0) or ''}".strip()
+            for thread in _threads
+            if thread.is_alive()
+        ),
+        *(f"process {child.name} ({child.pid})" for child in _children if child.is_alive()),
+    ]

@@ -1,0 +1,322 @@
+"""What one wrapped call owns: memory, monitor, store, interrupter, threads and its place in the job."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .._files import check_open_files
+from ..abort import close_aborted_sockets, protect_children, protect_process, wait_for_released_groups
+from ..attribution import Interruption
+from ..exception import StoreError
+from ..monitor.frames import interruptions_unreported
+from ..monitor.interrupt import Interrupter
+from ..monitor.line import MonitorLine, ask_agent
+from ..monitor.process import MonitorFiles, fork_monitor
+from ..monitor.shared_memory import RankMemory
+from ..monitor.signals import KeptSignals
+from ..monitor.stack_dump import StackDump
+from ..monitor.threads import MonitorThread, ProgressWatchdog
+from ..protocol.agreement import Agreement
+from ..protocol.membership import Membership, Remembered
+from ..protocol.records import FAULT, Member
+from ..rank_assignment import RankDiscarded
+from ..report.restart import waiting_line
+from ..settings import Limits, formation_size
+from ..state import State
+from ..store import StorePlan
+from ..store.address import own_address
+from ..torch_groups.between import Environment
+from .arguments import Settings
+
+log = logging.getLogger(__name__)
+
+_FILES_OF_A_CALL = 18  # with what its monitor, if that is a process, opens for itself
+# What this process knows of its last wrapped call, by store.
+_remembered: dict[str, Remembered] = {}
+
+
+class Standing(enum.Enum):
+    """How far this process has got into the job."""
+
+    OUTSIDE = enum.auto()
+    REGISTERED = enum.auto()
+    """It holds its slot."""
+    IN = enum.auto()
+    """Decided upon; or its call had completed before it came."""
+
+
+@dataclasses.dataclass
+class End:
+    """How the call ends, for those that give things back.
+
+    Args:
+        has_completed: whether all ranks have finished.
+        store_lost: why the store cannot be reached any more.
+        thread_stays: whether the monitor thread is left to wait for an end that others bring about.
+    """
+
+    has_completed: bool = False
+    store_lost: StoreError | None = None
+    thread_stays: bool = False
+
+
+class Resources:
+    """All that a call owns: made as a whole, or not at all.
+
+    Args:
+        settings: durations, switches and plug-ins.
+        plan: which store, and who hosts it.
+        base: this rank's state as the environment has it; its ranks become those of the last call.
+        function_name: of the wrapped function: it must be the same on all ranks.
+        before_abort: run in the monitor thread once an iteration has ended by a fault.
+        abort: run there then, to free the function's thread.
+
+    Attributes:
+        is_in_time: False if the other ranks had completed the call when this one came.
+
+    Raises:
+        RestartError: the store cannot be used, or ranks are missing.
+        OSError: this process may not open as many files as that takes.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        plan: StorePlan,
+        base: State,
+        function_name: str,
+        before_abort: Callable[[], None],
+        abort: Callable[[], None],
+    ) -> None:
+        # Otherwise its monitor or a client of the store would fail half-way, and the others call it missing.
+        check_open_files(_FILES_OF_A_CALL, f"rank {base.initial_rank}")
+        self.settings = settings
+        self.plan = plan
+        self.end = End()
+        self.signals = KeptSignals()
+        self.monitor_lost = threading.Event()
+        self._standing = Standing.OUTSIDE
+        limits = settings.limits
+        slot, size = base.initial_rank or 0, formation_size(base.world_size)
+        remembered = _remembered.pop(plan.description, Remembered(call=0))
+        if plan.port is not None:
+            remembered = dataclasses.replace(remembered, call=0)  # each call has a store of its own
+        slots = list(range(size))
+        if remembered.view is not None:
+            slots = [member.slot for member in remembered.view.members]
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        with contextlib.ExitStack() as since_last_call, contextlib.ExitStack() as owned:
+            if remembered.monitor is not None:
+                since_last_call.callback(remembered.monitor.close, limits.termination_grace_time)
+            owned.enter_context(interruptions_unreported())
+            owned.callback(self.signals.forget)
+            owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
+            owned.callback(Environment().restore)
+            self.memory = RankMemory()
+            owned.callback(self.memory.close)
+            self.memory.lock_life()
+            owned.callback(close_aborted_sockets)
+            owned.callback(wait_for_released_groups)
+            self._hosts = plan.port is not None and slot == min(slots)
+            self.monitor = self._find_monitor(limits, slot)
+            limits = dataclasses.replace(limits, replaced=self.monitor.replaced)
+            owned.push(self._end_monitor)
+            owned.enter_context(protect_process(self.monitor.pid))
+            owned.enter_context(protect_children())
+            store = plan.connect()
+            owned.callback(store.close)
+            # A store that is on no one host says nothing of the way to the other ranks.
+            towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
+            self._address = own_address(towards)
+            self.interrupter = Interrupter()
+            self.interrupter.install()
+            owned.callback(self.interrupter.close)
+            if is_main_thread:
+                owned.callback(StackDump(self.memory).close)
+            watchdog = ProgressWatchdog(
+                self.memory, limits.progress_watchdog_interval, watches_main_thread=is_main_thread
+            )
+            watchdog.start()
+            owned.callback(watchdog.stop)
+            terms = {"function": function_name, "formation_size": size, **settings.shared}
+            self.member = Membership(Agreement(store), slot, slots, limits, remembered.call, terms)
+            self.member.heart = self.monitor.heart
+            self.member.on_member = self._registered
+            self.member.on_missing = self._say_who_is_missing
+            owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
+            self.client = store.clone()
+            self.thread = MonitorThread(
+                self.client, self.interrupter, before_abort, abort, limits.last_call_wait
+            )
+            owned.callback(self._end_thread)
+            self.is_in_time = self._join(remembered, base, since_last_call)
+            self._standing = Standing.IN
+            self._owned = owned.pop_all()
+
+    def close(self, error: BaseException | None) -> None:
+        """Gives back everything: threads, processes, sockets, handlers, variables."""
+        if error is None:
+            self._owned.__exit__(None, None, None)
+        else:  # with its traceback: what of this is a generator puts that back which it was given
+            self._owned.__exit__(type(error), error, error.__traceback__)
+        self.end.store_lost = None  # its frames refer to all of this
+
+    def serve(self) -> tuple[str, int]:
+        """Opens the store at which ``torch.distributed`` meets in this iteration; host and port."""
+        return self._address, self.monitor.serve(self._address)
+
+    def remember(self, state: State) -> None:
+        """Notes what the next wrapped call on this store has to know."""
+        self.end.has_completed = True
+        if self.is_in_time:
+            assert state.rank is not None
+            _remembered[self.plan.description] = self.member.remember(state.rank, state.world_size)
+        else:
+            _remembered[self.plan.description] = Remembered(self.member.call + 1)
+
+    # Making it -------------------------------------------------------------------------------------------
+
+    def _find_monitor(self, limits: Limits, slot: int) -> MonitorLine:
+        """The monitor inside the agent, if there is one; otherwise one in a process of its own."""
+        files = MonitorFiles(
+            _filled_in(self.settings.monitor_process_logfile, slot),
+            _filled_in(self.settings.monitor_process_pidfile, slot),
+        )
+        has_none = files == MonitorFiles()  # those are a process's
+        line, replaced = ask_agent(limits, self.plan, self.memory, self._on_monitor_lost, watch=has_none)
+        if line is not None:
+            return line
+        limits = dataclasses.replace(limits, replaced=replaced)
+        try:
+            return self._monitor_process(limits, files)
+        except StoreError:
+            # This process may have been started again: then its predecessor's monitor still has the port. Or
+            # the user's store is there.
+            if not (self._hosts and self.plan.is_served(by_rank=limits.use_global_iteration)):
+                raise
+            self._hosts = False
+            return self._monitor_process(limits, files)
+
+    def _monitor_process(self, limits: Limits, files: MonitorFiles) -> MonitorLine:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise RuntimeError(
+                "CUDA is already initialized in this process, so the monitor process cannot be forked "
+                "safely; call the wrapped function before anything that touches CUDA, or start the script "
+                "with ftrun, which runs the monitor itself (without monitor_process_logfile and _pidfile)"
+            )
+        return fork_monitor(
+            limits,
+            self.plan,
+            hosts=self._hosts,
+            memory=self.memory,
+            files=files,
+            on_lost=self._on_monitor_lost,
+        )
+
+    def _registered(self, member: Member) -> None:
+        self._standing = Standing.REGISTERED
+        self.monitor.join(member)
+
+    def _join(self, remembered: Remembered, base: State, since_last_call: contextlib.ExitStack) -> bool:
+        """Gets into the job; False if the call has completed already.
+
+        Args:
+            remembered: what is known of the last call.
+            base: gets the ranks that this process had there.
+            since_last_call: lets go of the monitor that has kept watch since then.
+        """
+        member = self.member
+        if remembered.member is None or remembered.view is None or self.plan.port is not None:
+            member.register()
+            return member.join()
+        # The store outlived the last call: its last members go on to the next call's first iteration.
+        member.check_terms()
+        member.member, member.view = remembered.member, remembered.view
+        base.rank, base.world_size = remembered.rank, remembered.world_size
+        member.say_who()
+        self._registered(member.member)
+        since_last_call.close()
+        try:
+            member.go_on(remembered.rank, remembered.world_size)
+        except RankDiscarded:
+            raise
+        except BaseException as error:
+            member.leave(remembered.rank, Interruption.BASE_EXCEPTION, error, ends=False)
+            raise
+        return True
+
+    # Giving it back --------------------------------------------------------------------------------------
+
+    def _say_goodbye(self) -> None:
+        if self._standing is Standing.OUTSIDE or self.end.store_lost is not None:
+            return
+        port = self.plan.port
+        if self.end.has_completed and port is not None and not self._hosts and self._is_hosted_by_rank():
+            # The host's monitor closes the port once all have said goodbye. A wrapped function that is called
+            # next must not meet the old server there.
+            host = getattr(self.member.agreement.store, "host_name", "")
+            with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5.0) as line:
+                line.settimeout(self.settings.completion_timeout)
+                self.member.say_goodbye()
+                line.recv(1)
+            return
+        self.member.say_goodbye()
+
+    def _is_hosted_by_rank(self) -> bool:
+        try:
+            return self.plan.is_hosted_by_rank(self.member.agreement.store)
+        except StoreError:
+            log.debug("the store is gone", exc_info=True)
+            return False
+
+    def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.end.has_completed and kind is None and self.plan.port is None and self.monitor.between():
+            # Those who go on to the next call on this store wait for this rank, as long as it lives.
+            last = _remembered[self.plan.description]
+            _remembered[self.plan.description] = dataclasses.replace(last, monitor=self.monitor)
+        elif self._hosts and kind is not None and self._standing is Standing.IN:
+            self.monitor.detach()  # the others go on, and need the store that it hosts
+        else:
+            # One that hosts nothing has nothing left to do; it may still look for a store that has ended.
+            settings = self.settings
+            self.monitor.close(settings.barrier_timeout if self._hosts else settings.termination_grace_time)
+
+    def _end_thread(self) -> None:
+        # It waits for the store, too, or for an end that this rank does not bring about.
+        is_left = self.end.store_lost is not None or self.end.thread_stays
+        self.thread.stop(0.0 if is_left else self.settings.barrier_timeout)
+        del self.thread  # it refers to the call
+
+    def _say_who_is_missing(self, missing: Sequence[Member], hang: float, silence: float) -> None:
+        """Logs for whom a restart waits."""
+        log.warning("%s", waiting_line(self.member.agreement.store, missing, hang, silence))
+
+    def _on_monitor_lost(self) -> None:
+        """In a thread of its own: no one would notice this rank's faults any more, so it leaves the job."""
+        self.monitor_lost.set()
+        if self._standing is not Standing.IN:
+            return  # the rank finds out when it wants to tell the monitor that it is in
+        if self._hosts:
+            return  # nor is there a store any more: all ranks find out at once
+        try:
+            store = self.plan.connect()
+        except StoreError:
+            log.exception("the monitor and the store are lost: this rank leaves the job")
+            return
+        try:
+            Agreement(store).ends.end_iteration(self.member.view.n, FAULT)
+        finally:
+            store.close()
+
+
+def _filled_in(path: str | None, rank: int) -> str | None:
+    return None if path is None else path.replace("{rank}", str(rank))

@@ -1,0 +1,96 @@
+"""Calls that may block: made in a thread of their own, for which the caller waits no longer than it wants."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from ..exception import TimeoutError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def call_in_thread(function: Callable[[], T], what: str, seconds: float | None = None) -> T:
+    """Calls a function in a daemon thread and waits for its result.
+
+    A signal's handler runs at once while it waits, and what the handler raises is raised here; a call of
+    torch's stores would hold it up. A thread that does not end in time, or whose caller was interrupted, is
+    left behind with all that it uses: only the process can end it.
+
+    Args:
+        function: what to call.
+        what: what is being done, for the error and the thread's name.
+        seconds: how long to wait; None where the function has a limit of its own.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        ft_wrapper.exception.TimeoutError: it took longer.
+        BaseException: what the function raises.
+    """
+    # Taken out of the queue, an error is held by no frame of its own traceback.
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((function(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, name=f"ft_wrapper: {what}", daemon=True).start()
+    try:
+        result, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        limit = timedelta(seconds=seconds or 0.0)
+        raise TimeoutError(f"{what} did not finish within timeout={limit}") from None
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # which holds this frame
+    return result  # type: ignore[return-value]
+
+
+def in_background(what: str, work: Callable[[], None]) -> threading.Thread:
+    """Does some work in a daemon thread.
+
+    Args:
+        what: what it is, for the thread's name and for messages.
+        work: what to do; an error is logged.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            log.warning("%s failed: %s", what, error)
+            log.debug("%s", what, exc_info=True)
+
+    thread = threading.Thread(target=run, name=f"ft_wrapper: {what}", daemon=True)
+    thread.start()
+    return thread
+
+
+def bounded(what: str, work: Callable[[], None], seconds: float) -> bool:
+    """Does some work in a daemon thread, and waits a limited time for its end.
+
+    Args:
+        what: what it is, for the thread's name and for messages.
+        work: what to do; an error is logged. It goes on if it takes longer.
+        seconds: how long to wait.
+
+    Returns:
+        Whether it has ended.
+    """
+    thread = in_background(what, work)
+    thread.join(seconds)
+    if thread.is_alive():
+        log.warning("%s: not done after %g s, left alone", what, seconds)
+    return not thread.is_alive()

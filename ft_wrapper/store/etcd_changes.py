@@ -1,0 +1,397 @@
+"""What a job has in etcd: a lease on all of it, changes that are carried out once, signs of life."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import queue
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from ..exception import StoreError
+from .etcd_client import EtcdClient
+from .etcd_messages import (
+    MOST_OPERATIONS,
+    Answer,
+    Comparison,
+    Operation,
+    Span,
+    Transaction,
+    compare,
+    delete,
+    get,
+    put,
+)
+from .etcd_watch import StandingWatch
+
+log = logging.getLogger(__name__)
+
+_KEYS, _REGISTERS, _LIFE = b"k/", b"op/", b"life"  # behind the prefix
+
+_KEPT_WITHIN = 5.0  # seconds for a request that keeps the lease alive
+_KEPT_AGAIN_AFTER = 5.0  # seconds, when no member answered
+_CLOSED_WITHIN = 2.0  # seconds for the thread that keeps the lease alive, which closes the watches
+_SHORTEST_BEAT = 2  # seconds; etcd grants no lease for less than it can keep, with its own settings
+
+
+class EtcdJob:
+    """All keys of a job: they lie under one prefix, and go with one lease, signs of life apart.
+
+    ``life`` holds a nonce, written with the lease. Everything is read and changed only while it holds that
+    nonce: a client that comes back after the lease ran out gets an error, never an empty store.
+
+    Args:
+        client: of etcd.
+        prefix: in front of all keys.
+        ttl: seconds for which the keys of a new job stay when no process keeps the lease alive; None if there
+            is to be a job already.
+        timeout: seconds for which to try to reach etcd.
+
+    Attributes:
+        prefix: as bytes.
+        keys: what the keys of stores begin with.
+        lease: that all keys go with.
+        nonce: of this job, and of none before it under the same prefix.
+
+    Raises:
+        StoreError: etcd cannot be reached, or refuses; the message says why.
+    """
+
+    def __init__(self, client: EtcdClient, prefix: str, ttl: int | None, timeout: float) -> None:
+        self.client = client
+        self.prefix = prefix.encode()
+        self.keys = self.prefix + _KEYS
+        self._life = Span(self.prefix + _LIFE)
+        self.lease, self.nonce = self._find_or_begin(ttl, timeout)
+        client.prefer_leader()
+        self._begin_waiting()
+
+    def __repr__(self) -> str:
+        return f"{self.client!r}, {self.prefix.decode()!r}"
+
+    # Keys ----------------------------------------------------------------------------------------------
+
+    def transact(
+        self,
+        what: str,
+        operations: Sequence[Operation],
+        timeout: float,
+        *,
+        conditions: Sequence[Comparison] = (),
+        otherwise: Sequence[Operation] = (),
+    ) -> Transaction:
+        """Does some operations if some conditions hold, and others if not; all at once.
+
+        Args:
+            what: what to call it in messages.
+            operations: what to do; at most `MOST_OPERATIONS`. After a lost answer it may be done twice, or
+                late.
+            timeout: seconds for which it is tried again.
+            conditions: what must hold.
+            otherwise: what to do if a condition does not hold.
+
+        Raises:
+            StoreError: it failed, or the job's keys are gone.
+        """
+        done = self.client.transaction(
+            [compare(self._life, "value", self.nonce), *conditions],
+            operations,
+            [get(self._life), *otherwise],
+            what=what,
+            timeout=timeout,
+        )
+        if done.succeeded:
+            return done
+        life, *answers = done.answers
+        if not life.keys or life.keys[0].value != self.nonce:
+            raise StoreError(
+                f"{self!r}: the job's keys are gone: no one kept their lease alive for its time, or somebody "
+                "removed them; this job cannot go on"
+            )
+        return done._replace(answers=answers)
+
+    def read(self, what: str, spans: Sequence[Operation], timeout: float) -> tuple[int, list[Answer]]:
+        """Reads any number of spans, each by `get`.
+
+        Returns:
+            The revision as of which the first of them was read, or all if they are few; and what was read.
+
+        Raises:
+            StoreError: it failed, or the job's keys are gone.
+        """
+        revision, answers = 0, list[Answer]()
+        for start in range(0, max(1, len(spans)), MOST_OPERATIONS):
+            done = self.transact(what, spans[start : start + MOST_OPERATIONS], timeout)
+            revision = revision or done.revision
+            answers += done.answers
+        return revision, answers
+
+    def remove(self, timeout: float) -> bool:
+        """Deletes all keys of the job, with its lease; tells whether it was there still.
+
+        Not by the lease alone: signs of life have leases of their own. At once, since another job may begin
+        as soon as ``life`` is gone. And not all below the prefix: other jobs may have theirs there.
+        """
+        spans = [self._life, Span.prefix(self.keys), Span.prefix(self.prefix + _REGISTERS)]
+        done = self.client.transaction(
+            [compare(self._life, "value", self.nonce)],
+            [delete(span) for span in spans],
+            what="removal of the job",
+            timeout=timeout,
+        )
+        return self.client.revoke(self.lease, timeout) or done.succeeded
+
+    # Waiting -------------------------------------------------------------------------------------------
+
+    def _begin_waiting(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # another thread may have held it when this process was forked
+        self._standing: dict[Span, StandingWatch] = {}
+        self._is_kept = True
+
+    def standing_watch(self, span: Span, timeout: float) -> StandingWatch | None:
+        """A watch of a span that stays open as long as this process keeps the job alive; None after that.
+
+        Args:
+            span: what is watched.
+            timeout: seconds for which to try to reach etcd.
+        """
+        if self._pid != os.getpid():  # the threads of the watches have stayed in the process we come from
+            self._begin_waiting()
+        with self._lock:
+            found = self._standing.get(span)
+            if not self._is_kept or (found is not None and not found.ended):
+                return found
+            revision, (present,) = self.read("watch", [get(span)], timeout)
+            made = StandingWatch(self.client, span, present.keys, self._life, revision)
+            self._standing[span] = made
+            return made
+
+    # The lease -----------------------------------------------------------------------------------------
+
+    def _find_or_begin(self, ttl: int | None, timeout: float) -> tuple[int, bytes]:
+        """The lease and the nonce of the job."""
+        found = self.client.read(self._life, timeout=timeout)
+        lease = 0
+        if not found and ttl is None:
+            raise StoreError(f"{self!r}: there is no job of this name: it has ended, or never began")
+        if not found and ttl is not None:
+            lease = self.client.grant(ttl, timeout)
+            nonce = secrets.token_hex(8).encode()
+            begun = self.client.transaction(
+                [compare(self._life, "version", 0)],
+                [put(self._life.key, nonce, lease)],
+                [get(self._life)],
+                what="beginning of the job",
+                timeout=timeout,
+            )
+            if begun.succeeded:
+                return lease, nonce
+            found = begun.answers[0].keys
+        if not found:
+            raise StoreError(f"{self!r}: another job ended there just now; start again")
+        (life,) = found
+        if lease and lease != life.lease:
+            self.client.revoke(lease, timeout)  # another process came first
+        if not life.lease:
+            raise StoreError(
+                f"{self!r}: {life.key.decode()!r} has no lease: another program uses this prefix"
+            )
+        return life.lease, life.value
+
+    def keep_alive(self, owner: object) -> Callable[[], None]:
+        """Keeps the lease alive, from a thread of this process, until an object is collected.
+
+        Args:
+            owner: that object.
+
+        Returns:
+            Ends it before that, with all threads and connections.
+        """
+        stop: queue.SimpleQueue[None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._keep, args=(stop,), name="ft_wrapper-etcd-lease", daemon=True)
+        thread.start()
+        ending = weakref.finalize(owner, stop.put, None)
+        ending.atexit = False
+
+        def end() -> None:
+            ending()
+            thread.join(_CLOSED_WITHIN)
+
+        return end
+
+    def _keep(self, stop: queue.SimpleQueue[None]) -> None:
+        until_next = self._keep_once()
+        while until_next is not None:
+            try:
+                stop.get(timeout=until_next)
+                break
+            except queue.Empty:
+                until_next = self._keep_once()
+        with self._lock:
+            self._is_kept = False
+            standing, self._standing = list(self._standing.values()), {}
+        for watch in standing:
+            watch.close()
+        self.client.close()
+
+    def _keep_once(self) -> float | None:
+        """Keeps the lease alive; seconds until the next time, None if there is no such lease any more."""
+        try:
+            ttl = self.client.keep_alive(self.lease, _KEPT_WITHIN)
+        except StoreError as error:
+            log.warning("the lease of the job could not be kept alive, trying again: %s", error)
+            return _KEPT_AGAIN_AFTER
+        if not ttl:
+            log.warning("%r: the job's lease has expired and its keys are gone: it cannot go on", self)
+            return None
+        return ttl / 3
+
+
+class EtcdWriter:
+    """Changes of one client, each carried out once, whatever happens to an answer.
+
+    A register of the client's own holds the number of its last change. Each change writes it in the same
+    transaction, if it was not written since the change before. So at most one of several tries is carried
+    out, and afterwards the register tells whether one was.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: EtcdJob) -> None:
+        self._job = job
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._register = Span(self._job.prefix + _REGISTERS + secrets.token_hex(8).encode())
+        self._number = 0
+        self._revision = 0  # at which the register was written last
+
+    def change(
+        self,
+        what: str,
+        operations: Sequence[Operation],
+        timeout: float,
+        *,
+        conditions: Sequence[Comparison] = (),
+        otherwise: Sequence[Operation] = (),
+    ) -> Sequence[Answer] | None:
+        """Carries out operations, if some conditions hold.
+
+        Args:
+            what: what to call it in messages.
+            operations: at most `MOST_OPERATIONS` less one.
+            timeout: seconds for which it is tried again.
+            conditions: what must hold.
+            otherwise: what to read if a condition does not hold.
+
+        Returns:
+            None if it was carried out, else what was read because a condition did not hold.
+
+        Raises:
+            StoreError: it failed, or the job's keys are gone. Then it may have been carried out, or be
+                carried out until this client's next change.
+        """
+        if self._pid != os.getpid():  # a register of one's own, also after a fork
+            self._begin()
+        with self._lock:
+            mine = self._next_number()
+            while True:
+                before = self._revision
+                held, done = self._try(what, mine, operations, timeout, conditions, otherwise)
+                if held == mine:
+                    return None  # by this try, or by an earlier one whose answer was lost
+                if self._revision != before:
+                    continue  # an earlier change, which had been given up, has come
+                # The conditions did not hold for the last try. They may for one that is still on its way: it
+                # is carried out no more once the register has been written again.
+                if done.repeated and self._try(what, self._next_number(), (), timeout)[0] == mine:
+                    return None
+                return done.answers[1:]
+
+    def _next_number(self) -> bytes:
+        self._number += 1
+        return str(self._number).encode()
+
+    def _try(
+        self,
+        what: str,
+        number: bytes,
+        operations: Sequence[Operation],
+        timeout: float,
+        conditions: Sequence[Comparison] = (),
+        otherwise: Sequence[Operation] = (),
+    ) -> tuple[bytes | None, Transaction]:
+        """Writes the register with the operations; returns what the register holds then."""
+        done = self._job.transact(
+            what,
+            [put(self._register.key, number, self._job.lease), *operations],
+            timeout,
+            conditions=[compare(self._register, "mod", self._revision), *conditions],
+            otherwise=[get(self._register), *otherwise],
+        )
+        if done.succeeded:
+            self._revision = done.revision
+            return number, done
+        found = done.answers[0].keys
+        self._revision = found[0].mod_revision if found else 0
+        return (found[0].value if found else None), done
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lease:
+    id: int
+    ttl: int
+    kept: float  # when it was kept alive last
+
+
+class EtcdBeats:
+    """Gives signs of life: leases, since what is only kept alive is not written.
+
+    A process that gives one has a lease, and an entry that goes with it. Both are made at the first sign of
+    life, and again when the lease has run out; each further one keeps the lease alive and writes nothing.
+    etcd takes away leases that no process keeps alive, and their entries.
+
+    Several may give signs of life for the same key, also a process and its child after a fork: each by an
+    entry of its own, or all by the same. The last of them counts.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: EtcdJob) -> None:
+        self._job = job
+        self._leases: dict[Span, _Lease] = {}
+
+    def beat(self, what: str, entries: Span, lasts: float, timeout: float) -> None:
+        """Gives a sign of life.
+
+        A lease that is there is kept alive even if the job's keys are gone: a reader is told.
+
+        Args:
+            what: what to call it in messages.
+            entries: where its entry is to be.
+            lasts: seconds for which it holds; two at least.
+            timeout: seconds for which a request is tried again.
+
+        Raises:
+            StoreError: it failed; or the lease had run out, and the job's keys are gone.
+        """
+        client, ttl = self._job.client, max(_SHORTEST_BEAT, math.ceil(lasts))
+        now = time.monotonic()
+        lease = self._leases.get(entries)
+        if lease is None or lease.ttl != ttl or not client.keep_alive(lease.id, timeout):
+            lease = _Lease(client.grant(ttl, timeout), ttl, now)
+            # The name is the lease's: after a lost answer, or late, it is written once more and no other.
+            entry = put(entries.key + b"%x" % lease.id, b"", lease.id)
+            self._job.transact(what, [entry], timeout)
+            self._leases = {of: one for of, one in self._leases.items() if now - one.kept < one.ttl}
+        self._leases[entries] = dataclasses.replace(lease, kept=now)

@@ -1,0 +1,106 @@
+"""What a process would do at its first training step, done before: by spares, while they wait.
+
+Torch leaves much to the first use. Most of it is one import, of its compiler, which the first optimizer or
+`DistributedDataParallel` object needs: a second, and several on a busy machine. A spare that takes a lost
+rank's place would be that late with its first step, and all the others with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from ..monitor.frames import forget_frames
+from .forget import forget_compiled_code_at_entry
+
+log = logging.getLogger(__name__)
+
+# An import is not interrupted half-way: several short ones, the largest last, can be left between them.
+_LAZY_MODULES = ("sympy", "torch.distributed.fsdp", "torch._dynamo")
+
+_done: list[Callable[[], object]] = []
+"""What has run, or failed, in this process."""
+
+
+def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], bool]) -> None:
+    """Does what was not done yet in this process. What fails is logged and not tried again.
+
+    Args:
+        users: the user's own part.
+        is_interrupted: whether an exception comes of the caller's being made to leave: that part begins again
+            the next time.
+
+    Raises:
+        Exception: one that came of that.
+        BaseException: whatever else the user's part raises.
+    """
+    # Last what depends on the device: the user's part may have chosen it.
+    for part in (import_lazy_modules, users, _train):
+        if part is None or part in _done:
+            continue
+        if part is users:
+            forget_compiled_code_at_entry()
+        error: Exception | None = None
+        try:
+            part()
+        except Exception as caught:
+            if is_interrupted():
+                raise
+            error = caught
+        _done.append(part)  # before it is said, or an interruption between the two has it said again
+        if error is not None:
+            what = "warm_up" if part is users else "warming torch"
+            log.warning(
+                "%s failed: this spare waits all the same, and may be late with its first step",
+                what,
+                exc_info=error,
+            )
+            forget_frames(error)
+            error = None
+
+
+def import_lazy_modules() -> None:
+    """Imports what torch imports when it is first needed."""
+    before = dict(os.environ)
+    try:
+        for name in _LAZY_MODULES:
+            importlib.import_module(name)
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]  # where the compiler's cache is; torch says so again when it uses that
+
+
+def _train() -> None:
+    """Trains a few numbers for one step, without drawing random ones."""
+    device = _device()
+    if device is None:
+        return
+    with torch.device(device), torch.inference_mode(False), torch.enable_grad():
+        weight = torch.ones(8, 8, dtype=torch.float32, requires_grad=True)
+        optimizer = torch.optim.AdamW([weight])
+        x = torch.ones(1, 2, 4, 8, dtype=torch.float32)  # batch, heads, length, width
+        x = F.gelu(F.layer_norm(F.linear(x, weight), (8,)))
+        x = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        loss = F.cross_entropy(x.flatten(0, 2), torch.zeros(8, dtype=torch.long))
+        torch.autograd.backward(loss)
+        optimizer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device() -> torch.device | None:
+    """Where this process will train, as far as that is known; None if not.
+
+    A torch that is built for GPUs looks at them in the first backward pass, on the CPU too. Before the
+    function has chosen its device, that would be too early: it may yet say which ones are visible.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())
+    if torch.accelerator.current_accelerator() is not None:
+        return None
+    return torch.device("cpu")

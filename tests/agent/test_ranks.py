@@ -1,0 +1,385 @@
+"""What follows when something happens to a rank, event by event: no process, no thread, our own clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Sequence
+
+import pytest
+from elastic_agents import ROLE, Alone
+from test_policy import FakeJob
+
+from ft_wrapper.agent.actions import (
+    Abandoned,
+    Action,
+    AskPlace,
+    CancelStarts,
+    Ended,
+    EndTemplate,
+    ForkAhead,
+    Forked,
+    Kill,
+    LeaveJob,
+    NotStarted,
+    Place,
+    RoundBegan,
+    Send,
+    SignalArrived,
+    Start,
+    Tell,
+    Tick,
+)
+from ft_wrapper.agent.elastic import WorkerSpec, WorkerState
+from ft_wrapper.agent.group import Group
+from ft_wrapper.agent.nodes import News, What, alone
+from ft_wrapper.agent.outputs import Failure
+from ft_wrapper.agent.policy import Policy, RestartPolicy
+from ft_wrapper.agent.ranks import PLACE_DELAY, SPARE_DELAY, Ranks
+
+GRACE = 5.0  # seconds from a signal to SIGKILL
+TERM = Send(signal.SIGTERM)
+
+
+@dataclasses.dataclass
+class Job(FakeJob):
+    """A job whose questions take time, on the clock of `Node`, and which may have finished."""
+
+    finished: dict[int, int | None] | None = None
+    by: str = ""
+    takes: float = 0.0
+    node: Node | None = None
+
+    def ended_by(self, slot: int, pid: int) -> str:
+        if self.node is not None:
+            self.node.now += self.takes
+        return self.by
+
+    def finished_with(self) -> dict[int, int | None] | None:
+        return self.finished
+
+
+class Node:
+    """A node with some ranks, and a clock that stands still."""
+
+    def __init__(self, nproc: int = 2, policy: Policy = Policy.RANK, *, restarts: int = 1) -> None:
+        self.now = 100.0
+        self.job = Job(node=self)
+        self.nproc = nproc
+        self.group = Group(WorkerSpec(ROLE, nproc, Alone(), entrypoint="true", max_restarts=restarts))
+        self.ranks = Ranks(RestartPolicy(policy, restarts, 10), self.group, GRACE, lambda: self.now)
+
+    def begin(self) -> list[Start]:
+        """Starts a round; no process runs yet."""
+        where = alone("host:1", self.nproc)
+        self.group.begin_round(where)
+        starts = self.ranks.handle(RoundBegan(where, self.job))
+        assert all(isinstance(start, Start) for start in starts)
+        return [start for start in starts if isinstance(start, Start)]
+
+    def run(self) -> Node:
+        """Starts a round, whose processes run."""
+        for start in self.begin():
+            assert self.forked(start.rank) == []
+        self.group.all_started()
+        assert self.tick() == []
+        return self
+
+    def forked(self, rank: int, incarnation: int = 0) -> list[Action]:
+        return self.ranks.handle(Forked(rank, incarnation, pid(rank, incarnation)))
+
+    def fails(self, rank: int, incarnation: int = 0, exitcode: int = 7) -> list[Action]:
+        return self.ranks.handle(Ended(rank, exitcode, failure(rank, incarnation, exitcode)))
+
+    def succeeds(self, rank: int) -> list[Action]:
+        return self.ranks.handle(Ended(rank, 0))
+
+    def tick(self, later: float = 0.0) -> list[Action]:
+        self.now += later
+        return self.ranks.handle(Tick())
+
+
+def pid(rank: int, incarnation: int = 0) -> int:
+    return 1000 + 10 * rank + incarnation
+
+
+def failure(rank: int, incarnation: int = 0, exitcode: int = 7) -> Failure:
+    return Failure(rank, pid(rank, incarnation), exitcode, 0.0, "", "", incarnation)
+
+
+def without_words(actions: Sequence[Action]) -> list[Action]:
+    """The actions but for the words, which have to be the last."""
+    *others, last = actions
+    assert isinstance(last, Tell)
+    return others
+
+
+# A round -----------------------------------------------------------------------------------------------
+
+
+def test_a_round_starts_all_and_is_over_when_all_have_ended() -> None:
+    node = Node()
+    assert node.begin() == [Start(0, 0, 0, True), Start(1, 0, 0, True)]
+    assert node.ranks.are_asked_for
+    assert not node.ranks.is_over
+    assert [node.forked(0), node.forked(1)] == [[], []]
+    assert not node.ranks.are_asked_for
+    assert node.ranks.names() == "ranks 0, 1"
+    assert node.succeeds(0) == node.succeeds(1) == []
+    assert node.ranks.is_over
+    end = node.ranks.end()
+    assert (end.failures, end.again, end.failed, end.signum) == ([], False, "", None)
+    assert node.group.succeeded == {0, 1}
+
+
+def test_a_process_is_forked_ahead_a_while_after_the_last_start() -> None:
+    node = Node().run()
+    due = node.ranks.due()
+    assert due == node.now + SPARE_DELAY
+    assert node.tick(SPARE_DELAY) == [ForkAhead()]
+    assert node.tick() == []
+    assert node.ranks.due() is None
+    assert Node(policy=Policy.GROUP).run().ranks.due() is None, "none is replaced"
+
+
+# A rank is replaced ------------------------------------------------------------------------------------
+
+
+def test_a_failed_rank_is_started_again_once_the_node_has_its_place() -> None:
+    node = Node().run()
+    actions = node.fails(1)
+    assert without_words(actions) == [AskPlace()]
+    assert node.group.state is WorkerState.UNHEALTHY
+    assert node.ranks.handle(Place(is_ours=True)) == [Start(1, 1, 0, True)]
+    assert node.forked(1, 1) == []
+    assert node.group.state is WorkerState.HEALTHY
+    assert (node.succeeds(0), node.succeeds(1)) == ([], [])
+    end = node.ranks.end()
+    assert end.failures == []
+    assert [one.rank for one in end.forgiven] == [1]
+
+
+def test_the_place_is_asked_for_again_while_it_is_not_known() -> None:
+    node = Node().run()
+    node.fails(1)
+    assert node.ranks.handle(Place(is_ours=False)) == []
+    assert node.ranks.due() == node.now + PLACE_DELAY
+    assert node.tick(PLACE_DELAY / 2) == []
+    assert AskPlace() in node.tick(PLACE_DELAY / 2)
+    assert node.ranks.handle(Place(is_ours=True)) == [Start(1, 1, 0, True)]
+
+
+def test_a_crash_loop_waits_before_it_asks() -> None:
+    node = Node().run()
+    node.fails(1)
+    node.ranks.handle(Place(is_ours=True))
+    node.forked(1, 1)
+    assert without_words(node.fails(1, 1)) == [], "not at once"
+    assert node.ranks.due() == node.now + 0.5
+    assert node.tick(0.5) == [AskPlace()]
+    assert node.ranks.handle(Place(is_ours=True)) == [Start(1, 2, 0, True)]
+
+
+def test_one_that_cannot_be_started_has_failed() -> None:
+    node = Node().run()
+    node.fails(1)
+    node.ranks.handle(Place(is_ours=True))
+    actions = node.ranks.handle(NotStarted(1, failure(1, 1, 1)))
+    assert without_words(actions) == []
+    assert node.ranks.due() == node.now + 0.5
+    assert node.group.counts.failures == 2
+
+
+def test_none_is_left_and_none_can_be_started() -> None:
+    node = Node(1).run()
+    node.fails(0)
+    assert node.ranks.handle(Place(is_ours=False, out_of_reach="etcd is silent")) == [CancelStarts()]
+    assert node.ranks.is_over
+    assert "none can be started again: etcd is silent" in node.ranks.end().ended_by
+
+
+def test_a_node_that_cannot_be_reached_goes_on_with_its_other_ranks() -> None:
+    node = Node().run()
+    node.fails(1)
+    assert node.ranks.handle(Place(is_ours=False, out_of_reach="etcd is silent")) == []
+    assert not node.ranks.is_stopping
+    assert node.succeeds(0) == []
+    assert node.tick() == [CancelStarts()], "the last one has ended meanwhile"
+    assert node.ranks.is_over
+
+
+def test_a_finished_job_needs_no_replacement() -> None:
+    node = Node().run()
+    node.fails(1)
+    node.ranks.handle(Place(is_ours=False))
+    node.succeeds(0)
+    assert node.tick() == []
+    assert not node.ranks.is_over
+    node.job.finished = {0: pid(0)}
+    assert node.tick() == [CancelStarts("the job has finished")]
+    assert node.ranks.is_over
+    assert [one.rank for one in node.ranks.end().forgiven] == [1]
+
+
+def test_a_finished_job_waits_for_no_template() -> None:
+    node = Node().run()
+    node.fails(1)
+    (start,) = node.ranks.handle(Place(is_ours=True))
+    assert isinstance(start, Start)
+    node.succeeds(0)
+    node.job.finished = {0: pid(0)}
+    assert node.tick() == [CancelStarts("the job has finished")]
+    assert not node.ranks.wants(start)
+
+
+def test_the_error_of_another_rank_is_named() -> None:
+    node = Node(1, Policy.GROUP, restarts=0).run()
+    node.job.by = "rank 5: out of memory"
+    (*_, told) = node.fails(0, exitcode=1)
+    assert isinstance(told, Tell)
+    assert told.failure.ended_by == "rank 5: out of memory"
+    end = node.ranks.end()
+    assert (end.failures, end.error_elsewhere) == ([], "rank 5: out of memory")
+
+
+# The group ---------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_ended_and_then_restarted() -> None:
+    node = Node(3, Policy.GROUP).run()
+    assert without_words(node.fails(1)) == [CancelStarts(), TERM]
+    assert node.group.state is WorkerState.STOPPED
+    assert node.fails(0, exitcode=-15) == [], "ended by us"
+    assert not node.ranks.is_over
+    assert node.fails(2, exitcode=-15) == []
+    assert node.ranks.is_over
+    assert node.ranks.end().again
+    assert node.begin()[0] == Start(0, 0, 1, False)
+    assert not node.ranks.is_stopping
+
+
+def test_a_group_that_has_no_restarts_left_fails_for_all_nodes() -> None:
+    node = Node(policy=Policy.GROUP, restarts=0).run()
+    assert without_words(node.fails(1)) == [CancelStarts(), TERM]
+    node.fails(0, exitcode=-15)
+    end = node.ranks.end()
+    assert (end.failed, end.again) == ("rank 1: exit code 7", False)
+    assert [one.rank for one in end.failures] == [1]
+
+
+def test_who_does_not_end_in_time_is_killed_once() -> None:
+    node = Node(policy=Policy.GROUP).run()
+    node.fails(1)
+    assert node.ranks.due() == node.now + GRACE
+    assert node.tick(GRACE) == [Kill()]
+    assert node.tick(GRACE) == []
+    assert node.ranks.due() is None
+    assert node.fails(0, exitcode=-9) == []
+    assert node.ranks.is_over
+
+
+def test_a_slow_store_takes_nothing_from_the_time_to_end() -> None:
+    node = Node(policy=Policy.GROUP).run()
+    node.job.takes = 8.0
+    node.fails(1, exitcode=1)
+    assert node.tick() == []
+    assert node.ranks.due() == node.now + GRACE
+
+
+def test_what_was_asked_for_is_not_wanted_after_a_stop() -> None:
+    node = Node(policy=Policy.GROUP)
+    first, second = node.begin()
+    assert node.ranks.wants(second)
+    assert without_words(node.ranks.handle(NotStarted(first.rank, failure(0)))) == [CancelStarts(), TERM]
+    assert not node.ranks.wants(second)
+    assert node.ranks.is_over
+
+
+def test_one_that_comes_too_late_gets_the_signal_that_the_others_got() -> None:
+    node = Node(policy=Policy.GROUP)
+    node.begin()
+    node.ranks.handle(NotStarted(0, failure(0)))
+    assert node.forked(1) == [Send(signal.SIGTERM, 1)]
+    assert not node.ranks.is_over
+
+
+# Signals and news --------------------------------------------------------------------------------------
+
+
+def test_a_signal_leaves_the_job_before_it_is_forwarded() -> None:
+    node = Node().run()
+    leave = LeaveJob("it was ended by SIGTERM")
+    assert node.ranks.handle(SignalArrived(15)) == [EndTemplate(), CancelStarts(), leave, TERM]
+    assert node.ranks.handle(SignalArrived(2)) == [Send(2)]
+    assert node.fails(0, exitcode=-15) == node.fails(1, exitcode=-15) == []
+    end = node.ranks.end()
+    assert (end.signum, end.failures, end.again) == (15, [], False)
+
+
+def test_a_failure_from_before_a_signal_is_forgiven_if_its_rank_ran() -> None:
+    node = Node().run()
+    node.fails(1)
+    node.ranks.handle(Place(is_ours=True))
+    node.forked(1, 1)
+    node.ranks.handle(SignalArrived(15))
+    node.fails(0, exitcode=-15)
+    node.fails(1, 1, exitcode=-15)
+    assert node.ranks.end().failures == []
+
+
+@pytest.mark.parametrize("what", [What.COME, What.GONE])
+def test_the_nodes_meet_again(what: What) -> None:
+    node = Node().run()
+    assert node.ranks.handle(News(what, "node b is lost")) == [CancelStarts(), TERM]
+    assert node.group.state is WorkerState.STOPPED
+    node.fails(0, exitcode=-15)
+    node.fails(1, exitcode=-15)
+    assert node.ranks.end().again
+
+
+@pytest.mark.parametrize("what", [What.OVER, What.LOST])
+def test_news_of_the_end_count_during_a_stop_too(what: What) -> None:
+    node = Node(policy=Policy.GROUP).run()
+    node.fails(1)
+    assert node.ranks.handle(News(what, "rank 9 failed")) == []
+    node.fails(0, exitcode=-15)
+    end = node.ranks.end()
+    assert (end.again, end.ended_by) == (False, "rank 9 failed")
+
+
+def test_the_end_elsewhere_leaves_the_ranks_to_their_own() -> None:
+    node = Node().run()
+    assert node.ranks.handle(News(What.CLOSED)) == []
+    assert not node.ranks.is_stopping
+    node.succeeds(0)
+    node.succeeds(1)
+    assert node.ranks.end().closed
+
+
+def test_a_loop_that_is_left_leaves_nothing() -> None:
+    assert Node().run().ranks.handle(Abandoned()) == [EndTemplate(), CancelStarts(), Kill()]
+
+
+# Which failures count ----------------------------------------------------------------------------------
+
+
+def test_a_node_whose_ranks_are_all_left_out_is_lost() -> None:
+    node = Node().run()
+    node.job.open = False
+    assert without_words(node.fails(0)) == without_words(node.fails(1)) == []
+    assert node.ranks.is_over
+    end = node.ranks.end()
+    assert end.lost
+    assert [one.rank for one in end.failures] == [0, 1]
+
+
+def test_a_process_that_was_in_the_job_to_its_end_has_to_succeed() -> None:
+    node = Node().run()
+    node.job.open = False
+    node.fails(0)
+    node.fails(1)
+    node.job.finished = {0: pid(0), 1: pid(1, 5)}
+    end = node.ranks.end()
+    assert [one.rank for one in end.failures] == [0], "another process of rank 1 was in"
+    assert [one.rank for one in end.forgiven] == [1]
+    assert not end.lost

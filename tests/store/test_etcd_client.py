@@ -1,0 +1,536 @@
+"""The gateway client on a real etcd: what it reads and writes, and what it does when members fail."""
+
+from __future__ import annotations
+
+import http.server
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from etcd_helpers import Relay, ask, erase, write
+from store_helpers import Background
+
+from ft_wrapper.exception import StoreError
+from ft_wrapper.store.address import parse_endpoints
+from ft_wrapper.store.etcd_client import EtcdClient
+from ft_wrapper.store.etcd_messages import (
+    EtcdCompacted,
+    EtcdRefused,
+    Span,
+    Transaction,
+    compare,
+    get,
+    put,
+)
+from ft_wrapper.store.etcd_watch import Event, Watch
+from ft_wrapper.testing import EtcdServer
+from ft_wrapper.testing.etcd_server import EtcdTLS
+
+PASSWORD = "the-secret-word"
+
+
+@pytest.fixture
+def client(etcd: EtcdServer) -> Iterator[EtcdClient]:
+    """A client of an etcd that all tests share."""
+    gateway = etcd.get_client()
+    yield gateway
+    gateway.close()
+
+
+@pytest.fixture
+def cluster(etcd: EtcdServer) -> Iterator[EtcdServer]:
+    """Three members of the test's own."""
+    with EtcdServer(3) as server:
+        yield server
+
+
+@pytest.fixture
+def name(prefix: str) -> Callable[[str], bytes]:
+    """Names of keys that nobody else has."""
+    return lambda text: f"{prefix}/{text}".encode()
+
+
+Name = Callable[[str], bytes]
+
+
+class Following:
+    """A watch in a thread of its own, until so many events have come."""
+
+    def __init__(self, watch: Watch, number: int) -> None:
+        self.events: list[Event] = []
+        self.watch = watch
+        self._number = number
+        self._background = Background(self._run)
+
+    def _run(self) -> None:
+        for event in self.watch.events():
+            self.events.append(event)
+            if len(self.events) == self._number:
+                return
+
+    def values(self) -> list[bytes | None]:
+        self._background.join()
+        return [event.value for event in self.events]
+
+
+# Keys, transactions, leases
+
+
+def test_keys(client: EtcdClient, name: Name) -> None:
+    write(client, name("a"), b"\x00\xff")
+    revision = write(client, name("b"), b"")
+    write(client, name("a"), b"2")
+    a, b = client.read(Span.prefix(name("")))
+    assert (a.key, a.value) == (name("a"), b"2") and a.create_revision < a.mod_revision
+    assert (b.value, b.create_revision, b.mod_revision) == (b"", revision, revision)
+    assert [kv.key for kv in client.read(Span(name("a"), name("b")))] == [name("a")]
+    assert client.read(Span(name("a")), keys_only=True)[0].value == b""
+    past = {**Span(name("a")).json, "revision": str(revision)}
+    assert ask(client, "kv/range", past)["kvs"][0]["value"] == "AP8="
+    assert erase(client, Span.prefix(name(""))) == 2
+    assert client.read(Span(name("a"))) == ()
+
+
+def test_order_of_creation(client: EtcdClient, name: Name) -> None:
+    for text in "cab":
+        write(client, name(text), b"")
+    read = client.read(Span.prefix(name("")))
+    assert [kv.key for kv in read] == [name(text) for text in "cab"]
+
+
+def test_end_of_a_prefix() -> None:
+    assert Span.prefix(b"a\xff").end == b"b"
+    assert Span.prefix(b"a/").end == b"a0"
+
+
+def test_transaction(client: EtcdClient, name: Name) -> None:
+    key = name("k")
+
+    def attempt() -> Transaction:
+        return client.transaction(
+            [compare(Span(key), "version", 0)], [put(key, b"1"), get(Span(key))], [get(Span(key))]
+        )
+
+    first, second = attempt(), attempt()
+    assert first.succeeded and first.answers[1].keys[0].value == b"1"
+    assert not second.succeeded and second.answers[0].keys[0].mod_revision == first.revision
+    assert not first.repeated
+
+
+@pytest.mark.parametrize(
+    ("target", "than", "result", "holds"),
+    [
+        ("value", b"v", "equal", True),
+        ("value", b"w", "equal", False),
+        ("value", b"w", "not_equal", True),
+        ("version", 1, "greater", True),
+        ("create", 1, "less", False),
+        ("mod", 10**12, "less", True),
+    ],
+)
+def test_comparisons(
+    client: EtcdClient, name: Name, target: str, than: bytes | int, result: str, holds: bool
+) -> None:
+    for text in "abc":
+        write(client, name(text), b"v")
+    write(client, name("b"), b"v")
+    for span in (Span(name("b")), Span.prefix(name(""))):
+        expected = holds and not (result == "greater" and span.end is not None)
+        assert client.transaction([compare(span, target, than, result)], []).succeeded == expected
+
+
+def test_lease(client: EtcdClient, name: Name) -> None:
+    lease = client.grant(600)
+
+    def seconds_left() -> int:
+        return int(ask(client, "lease/timetolive", {"ID": str(lease)})["TTL"])
+
+    write(client, name("k"), b"v", lease)
+    assert client.read(Span(name("k")))[0].lease == lease
+    assert client.keep_alive(lease) == 600
+    assert 500 < seconds_left() <= 600
+    assert client.revoke(lease) is True
+    assert client.read(Span(name("k"))) == ()
+    assert (client.revoke(lease), client.keep_alive(lease), seconds_left()) == (False, 0, -1)
+
+
+def test_a_key_goes_with_its_lease(client: EtcdClient, name: Name) -> None:
+    revision = write(client, name("k"), b"v", client.grant(1))
+    assert Following(Watch(client, Span(name("k")), revision + 1), 1).values() == [None]
+
+
+# Watches
+
+
+def test_watch_sees_what_was_written_since(client: EtcdClient, name: Name) -> None:
+    revision = write(client, name("a"), b"0")
+    write(client, name("a"), b"1")
+    all_of_a = Following(Watch(client, Span(name("a")), revision + 1), 2)
+    writes = Following(Watch(client, Span.prefix(name("")), revision + 1, deletes=False), 3)
+    deletions = Following(Watch(client, Span.prefix(name("")), revision, puts=False), 1)
+    write(client, name("b"), b"2")
+    erase(client, Span(name("a")))
+    write(client, name("b"), b"3")
+    assert all_of_a.values() == [b"1", None]
+    assert writes.values() == [b"1", b"2", b"3"]
+    assert deletions.values() == [None]
+
+
+def test_watch_is_closed_from_another_thread(client: EtcdClient, name: Name) -> None:
+    revision = write(client, name("a"), b"0")
+    following = Following(Watch(client, Span(name("a")), revision), 10)
+    following.watch.close()
+    assert following.values() in ([], [b"0"])
+
+
+def test_watch_of_what_is_compacted(client: EtcdClient, name: Name) -> None:
+    first = write(client, name("a"), b"0")
+    last = write(client, name("a"), b"1")
+    ask(client, "kv/compaction", {"revision": str(last)})
+    with pytest.raises(EtcdCompacted) as caught:
+        Following(Watch(client, Span(name("a")), first), 1).values()
+    assert caught.value.revision == last
+    with pytest.raises(EtcdCompacted):
+        ask(client, "kv/range", {**Span(name("a")).json, "revision": str(first)})
+
+
+def test_watch_over_the_loss_of_each_member(cluster: EtcdServer) -> None:
+    client, other = cluster.get_client(), cluster.get_client()
+    following = Following(Watch(client, Span(b"k"), 1), 90)
+    for index in range(3):
+        for number in range(30):
+            if number == 10:
+                cluster.kill(index)
+            write(other, b"k", f"{index}.{number}".encode())
+        cluster.restart(index)
+    # A put whose answer was lost is repeated: so the values may come twice in a row, and must all come.
+    write(other, b"k", b"end")
+    client.close()
+    other.close()
+    seen = list(dict.fromkeys(following.values()))
+    assert seen == [f"{i}.{n}".encode() for i in range(3) for n in range(30)][: len(seen)]
+    revisions = [event.revision for event in following.events]
+    assert revisions == list(range(revisions[0], revisions[0] + 90))
+
+
+# Members that fail
+
+
+def test_killed_member(cluster: EtcdServer) -> None:
+    client = cluster.get_client()
+    for index in range(3):
+        write(client, b"k", str(index).encode())
+        cluster.kill(index)
+        assert client.read(Span(b"k"))[0].value == str(index).encode()
+        cluster.restart(index)
+    client.close()
+
+
+def test_killed_leader(cluster: EtcdServer) -> None:
+    client = cluster.get_client()
+    write(client, b"k", b"0")
+    cluster.kill(cluster.leader())
+    write(client, b"k", b"1")
+    assert client.read(Span(b"k"))[0].value == b"1"
+    client.close()
+
+
+def test_leader_is_asked_if_one_is_known(cluster: EtcdServer) -> None:
+    client = cluster.get_client(timeout=10.0)
+    members = parse_endpoints(cluster.endpoints)
+    client.prefer_leader()
+    assert client.current == members[cluster.leader()]
+    cluster.kill(cluster.leader())
+    write(client, b"k", b"1")
+    client.prefer_leader()
+    assert client.current == members[cluster.leader()]
+    cluster.kill(cluster.leader())  # nobody leads now
+    before = client.current
+    client.prefer_leader()
+    assert client.current == before
+    client.close()
+
+
+def test_paused_member(cluster: EtcdServer) -> None:
+    client = cluster.get_client()
+    for index in range(3):
+        write(client, b"k", str(index).encode())
+        cluster.pause(index)
+        assert client.read(Span(b"k"))[0].value == str(index).encode()
+        cluster.resume(index)
+    client.close()
+
+
+def test_no_majority(cluster: EtcdServer) -> None:
+    client = cluster.get_client(timeout=1.0)
+    write(client, b"k", b"0")
+    for index in (0, 1):
+        cluster.kill(index)
+    for name, attempt in {
+        "put": lambda: write(client, b"k", b"1"),
+        "range": lambda: client.read(Span(b"k")),
+    }.items():
+        with pytest.raises(StoreError, match=rf"{name} got no answer for 1 s.*majority") as caught:
+            Background(attempt).join()
+        assert all(endpoint in str(caught.value) for endpoint in cluster.endpoints.split(","))
+    cluster.restart(1)
+    assert client.read(Span(b"k"), timeout=30.0)[0].value in (b"0", b"1")
+    client.close()
+
+
+def test_lost_answer_is_told(etcd: EtcdServer, name: Name) -> None:
+    relay = Relay(etcd.get_endpoint())
+    client = EtcdClient(relay.endpoint)
+    relay.lose_answer()
+    key = name("k")
+    done = client.transaction([compare(Span(key), "version", 0)], [put(key, b"1")])
+    assert done.repeated and not done.succeeded
+    client.close()
+    relay.close()
+
+
+def test_used_after_a_fork(etcd: EtcdServer, name: Name) -> None:
+    client = etcd.get_client()
+    write(client, name("k"), b"parent")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            held = client.read(Span(name("k")))[0].value
+            write(client, name("k"), held + b" and child")
+            client.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0
+    assert client.read(Span(name("k")))[0].value == b"parent and child"
+    client.close()
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"endpoints": ""}, "endpoints of etcd are empty"),
+        ({"endpoints": "host"}, "endpoint 'host'"),
+        ({"endpoints": "host:port"}, "endpoint 'host:port'"),
+        ({"endpoints": "host:70000"}, "endpoint 'host:70000'"),
+        ({"endpoints": "ftp://host:1"}, "endpoint 'ftp://host:1'"),
+        ({"endpoints": "http://host:1/path"}, "must be host:port"),
+        ({"endpoints": f"http://me:{PASSWORD}@host:1"}, "holds a password"),
+        ({"endpoints": "host:1", "user": "me"}, "go together"),
+        ({"endpoints": "host:1", "password": PASSWORD}, "go together"),
+        ({"endpoints": "host:1", "cert": "/c"}, "go together"),
+        ({"endpoints": "host:1", "ca": "/no/such/file"}, "/no/such/file"),
+        ({"endpoints": "http://host:1", "ca": "/c"}, "plain http"),
+    ],
+)
+def test_arguments_that_cannot_be_right(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        EtcdClient(**arguments)
+    assert PASSWORD not in str(caught.value)
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    client = EtcdClient(f"127.0.0.1:{port}", timeout=0.3)
+    with pytest.raises(StoreError, match=rf"127.0.0.1:{port}: put got no answer for 0.3 s.*refused"):
+        write(client, b"k", b"v")
+
+
+def test_host_that_does_not_exist() -> None:
+    client = EtcdClient("no-such-host.invalid:1234", timeout=0.3)
+    with pytest.raises(StoreError, match=r"no-such-host\.invalid:1234: put got no answer"):
+        write(client, b"k", b"v")
+
+
+@pytest.mark.parametrize("status", [404, 200])
+def test_somebody_else_listens(status: int) -> None:
+    """A server of version 2 only, or one without the gateway, does not know the path."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"hello")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    with pytest.raises(StoreError, match=rf"does not answer put as etcd's v3 .*, but HTTP {status}"):
+        write(EtcdClient(f"127.0.0.1:{server.server_port}", timeout=20.0), b"k", b"v")
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_no_http() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            line, _ = server.accept()
+            with line:
+                line.recv(10)
+                line.sendall(b"220 hello\r\n")
+
+        greeting = Background(greet)
+        client = EtcdClient(f"127.0.0.1:{server.getsockname()[1]}", timeout=20.0)
+        with pytest.raises(StoreError, match="does not speak HTTP"):
+            write(client, b"k", b"v")
+        greeting.join()
+
+
+def test_value_that_is_too_large(client: EtcdClient, name: Name) -> None:
+    with pytest.raises(EtcdRefused, match=r"refuses put: .*too large.*1500000 bytes"):
+        write(client, name("k"), bytes(2_000_000))
+    with pytest.raises(EtcdRefused) as caught:
+        write(client, name("k"), bytes(12_000_000))
+    assert caught.value.is_too_large
+
+
+# Users and passwords
+
+
+@pytest.fixture
+def guarded(etcd: EtcdServer) -> Iterator[EtcdServer]:
+    """An etcd with users: root, and job, who may do everything below job/."""
+    with EtcdServer() as server:
+        client = server.get_client()
+        ask(client, "auth/user/add", {"name": "root", "password": "root's own"})
+        ask(client, "auth/role/add", {"name": "root"})
+        ask(client, "auth/user/grant", {"user": "root", "role": "root"})
+        ask(client, "auth/user/add", {"name": "job", "password": PASSWORD})
+        ask(client, "auth/role/add", {"name": "job"})
+        permission = {"permType": "READWRITE", "key": "am9iLw==", "range_end": "am9iMA=="}
+        ask(client, "auth/role/grant", {"name": "job", "perm": permission})
+        ask(client, "auth/user/grant", {"user": "job", "role": "job"})
+        ask(client, "auth/enable", {})
+        client.close()
+        yield server
+
+
+def test_password(guarded: EtcdServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    client = EtcdClient(guarded.endpoints, user="job", password=PASSWORD)
+    revision = write(client, b"job/k", b"v")
+    following = Following(Watch(client, Span(b"job/k"), revision + 1), 2)
+    write(client, b"job/k", b"1")
+    with pytest.raises(EtcdRefused, match="permission denied"):
+        write(client, b"other/k", b"v")
+    with pytest.raises(EtcdRefused, match="permission denied"):
+        Following(Watch(client, Span(b"other/k"), 1), 1).values()
+    guarded.kill(0)  # and with it the token
+    guarded.restart(0)
+    write(client, b"job/k", b"2")
+    assert following.values() == [b"1", b"2"]
+    assert client.read(Span(b"job/k"))[0].value == b"2"
+    assert PASSWORD not in caplog.text and PASSWORD not in repr(client)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("user", "password", "message"),
+    [
+        ("job", "wrong", "invalid user ID or password"),
+        ("nobody", PASSWORD, "invalid user ID or password"),
+        (None, None, "it wants a user and a password"),
+    ],
+)
+def test_wrong_password(guarded: EtcdServer, user: str | None, password: str | None, message: str) -> None:
+    client = EtcdClient(guarded.endpoints, user=user, password=password)
+    with pytest.raises(StoreError, match=message) as caught:
+        write(client, b"job/k", b"v")
+    assert guarded.endpoints in str(caught.value)
+    assert PASSWORD not in str(caught.value) and "wrong" not in str(caught.value)
+    client.close()
+
+
+def test_password_that_nobody_wants(etcd: EtcdServer, name: Name) -> None:
+    client = EtcdClient(etcd.endpoints, user="job", password=PASSWORD)
+    write(client, name("k"), b"v")
+    client.close()
+
+
+# Certificates
+
+
+class Certificates:
+    """Certificates of one who signs them, in files."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        authority = trustme.CA()
+        self.ca = str(directory / "ca.pem")
+        authority.cert_pem.write_to_path(self.ca)
+        issued = authority.issue_cert("127.0.0.1")
+        self.cert, self.key = str(directory / "cert.pem"), str(directory / "key.pem")
+        issued.cert_chain_pems[0].write_to_path(self.cert)
+        issued.private_key_pem.write_to_path(self.key)
+
+
+@pytest.fixture(scope="session")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Certificates that fit each other."""
+    return Certificates(tmp_path_factory.mktemp("certificates") / "ours")
+
+
+@pytest.fixture(scope="session")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Certificates of somebody else."""
+    return Certificates(tmp_path_factory.mktemp("certificates") / "theirs")
+
+
+@pytest.fixture
+def encrypted(etcd: EtcdServer, ours: Certificates) -> Iterator[EtcdServer]:
+    """An etcd that wants to see a certificate."""
+    with EtcdServer(tls=EtcdTLS(ours.cert, ours.key, ours.ca)) as server:
+        yield server
+
+
+def test_certificates(encrypted: EtcdServer) -> None:
+    client = encrypted.get_client()
+    revision = write(client, b"k", b"v")
+    following = Following(Watch(client, Span(b"k"), revision + 1), 1)
+    write(client, b"k", b"1")
+    assert following.values() == [b"1"]
+    idle = Following(Watch(client, Span(b"other"), 1), 1)
+    idle.watch.close()
+    assert idle.values() == []
+    client.close()
+
+
+def test_wrong_certificates(encrypted: EtcdServer, ours: Certificates, theirs: Certificates) -> None:
+    for given in (
+        {"ca": theirs.ca, "cert": ours.cert, "key": ours.key},
+        {"ca": ours.ca, "cert": theirs.cert, "key": theirs.key},
+        {"ca": ours.ca},
+    ):
+        client = EtcdClient(encrypted.endpoints, timeout=20.0, **given)
+        with pytest.raises(StoreError, match="no TLS connection"):
+            write(client, b"k", b"v")
+        client.close()
+    with pytest.raises(ValueError, match="do not fit"):
+        EtcdClient(encrypted.endpoints, ca=ours.ca, cert=ours.cert, key=theirs.key)
+
+
+def test_tls_where_there_is_none_and_the_other_way_round(
+    etcd: EtcdServer, encrypted: EtcdServer, ours: Certificates
+) -> None:
+    client = EtcdClient(etcd.endpoints, ca=ours.ca, timeout=0.3)
+    with pytest.raises(StoreError, match="see whether it speaks TLS"):
+        write(client, b"k", b"v")
+    client = EtcdClient(encrypted.endpoints.replace("https://", "http://"), timeout=0.3)
+    with pytest.raises(StoreError, match="https"):
+        write(client, b"k", b"v")
