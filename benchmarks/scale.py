@@ -39,7 +39,7 @@ from scale_plot import Line, Panel, draw
 from scale_worker import GO, HOST, Costs, Plan, raise_file_limit, run_connections, run_ranks, run_server
 
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement
 from ft_wrapper.store import Fault, Member, TCPStore
 
 PARTS = ("form", "train", "exception", "node", "rack", "barrier", "memory")

@@ -20,8 +20,7 @@ from typing import Any
 from scale_wire import Connection, Event, Loop, Threading, WireStore
 
 from ft_wrapper.monitor.rank_monitor import RankMonitor
-from ft_wrapper.protocol import joining, neighbours
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, joining, neighbours
 from ft_wrapper.protocol.evidence import Ends
 from ft_wrapper.protocol.housekeeping import note_wanted
 from ft_wrapper.protocol.membership import Membership

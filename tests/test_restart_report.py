@@ -1,11 +1,10 @@
 """The line that a restart leaves in the log."""
 
-import json
-
 import pytest
 
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement
+from ft_wrapper.protocol.records import MemberRecord
 from ft_wrapper.report.restart import duration, restart_line, waiting_line
 from ft_wrapper.store import Fault, Member
 from ft_wrapper.testing.fake_store import FakeStore
@@ -58,8 +57,7 @@ def test_of_a_hang_the_odd_one_out_comes_first() -> None:
 def test_says_for_whom_a_restart_waits_and_how_long_at_the_most() -> None:
     store = FakeStore()
     members = [
-        Agreement(store).joining.register(slot, json.dumps({"host": "host7", "pid": 100 + slot}))
-        for slot in range(9)
+        Agreement(store).joining.register(slot, MemberRecord("host7", 100 + slot)) for slot in range(9)
     ]
     assert waiting_line(store, members[:1], 8.5, 128.0) == (
         "the restart waits for slot 0 (on host7 pid 100) to leave the function: it is ended within 8.5 s if "

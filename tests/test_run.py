@@ -439,7 +439,7 @@ def test_a_failure_that_the_job_finished_without_is_forgiven(
         rank = int(os.environ["RANK"])
         if rank == 1:
             sys.exit(9)
-        from ft_wrapper.protocol.agreement import Agreement
+        from ft_wrapper.protocol import Agreement
         from ft_wrapper.store import Member, TCPStore
         host, _, port = os.environ["FT_WRAPPER_STORE"].rpartition(":")
         store = TCPStore(host, int(port))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ft_wrapper.exception import RestartError
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement
 from ft_wrapper.state import State
 from ft_wrapper.testing import FakeStore, Scheduler
 

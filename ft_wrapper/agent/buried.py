@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Iterable
 
-from ..protocol.agreement import Agreement
+from ..protocol import Agreement
 from ..protocol.deaths import report_lost
 from ..store import Member, StoreMixin
 from ..store.bounded import in_background

@@ -19,8 +19,8 @@ from torch.distributed import DistError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
 from ..exception import StoreError, StoreUnavailable
+from ..protocol import Agreement
 from ..protocol import keys as names
-from ..protocol.agreement import Agreement
 from ..protocol.deaths import holders
 from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler

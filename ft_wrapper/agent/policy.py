@@ -19,10 +19,9 @@ from torch.distributed import DistError
 
 from .. import store
 from ..exception import StoreError, StoreUnavailable
-from ..protocol import keys
-from ..protocol.agreement import Agreement
+from ..protocol import Agreement, keys
 from ..protocol.operations import read
-from ..protocol.records import DONE
+from ..protocol.records import DONE, MemberRecord
 from ..store import Member
 
 log = logging.getLogger(__name__)
@@ -252,17 +251,17 @@ class JobInStore:
         return not isinstance(terms, dict) or terms.get("use_global_iteration", True) is True
 
     def has_given_up(self, slot: int, pid: int) -> bool:
-        return self._record(slot, pid).get("gave_up") is True
+        return self._record(slot, pid).gave_up
 
     def ended_by(self, slot: int, pid: int) -> str:
-        return str(self._record(slot, pid).get("ended_by", ""))
+        return self._record(slot, pid).ended_by or ""
 
-    def _record(self, slot: int, pid: int) -> dict[str, object]:
-        record: dict[str, object] = {}
+    def _record(self, slot: int, pid: int) -> MemberRecord:
+        record = MemberRecord()
         with self._asking(f"how slot {slot} has left the job is not known"):
             joining = Agreement(self._store).joining
             record = joining.record_of(joining.newest_of(slot))
-        return record if record.get("pid") == pid else {}
+        return record if record.pid == pid else MemberRecord()
 
     def finished_with(self) -> dict[int, int | None] | None:
         finished: dict[int, int | None] | None = None
@@ -291,5 +290,4 @@ class JobInStore:
 
     def _pid_of(self, member: Member) -> int | None:
         record = Agreement(self._store).joining.record_of(member)
-        pid = record.get("pid")
-        return pid if record.get("host") == socket.gethostname() and isinstance(pid, int) else None
+        return record.pid if record.host == socket.gethostname() else None

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from .. import events
 from ..attribution import Interruption
 from ..exception import StoreError
+from ..protocol import Agreement
 from ..protocol import keys as names
-from ..protocol.agreement import Agreement
 from ..protocol.deaths import await_others, report_death
 from ..protocol.heart import Heart
 from ..protocol.neighbours import NeighbourWatch

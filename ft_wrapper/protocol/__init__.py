@@ -1,0 +1,32 @@
+"""The protocol over one store: its parts, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .entering import Entering
+from .evidence import Ends, Heartbeats
+from .global_iteration import GlobalIteration
+from .joining import Joining
+from .operations import Operations
+
+
+class Agreement:
+    """What the ranks of a job agree on: plain objects over one store. No thread, no process.
+
+    Args:
+        store: a client of the job's store.
+        parts: classes to take in the place of others, for tests: ``{GlobalIteration: Mistaken}``.
+    """
+
+    def __init__(self, store: Operations, parts: Mapping[type, Any] | None = None) -> None:
+        made = parts or {}
+        self.store = store
+        self.ends: Ends = made.get(Ends, Ends)(store)
+        self.heartbeats: Heartbeats = made.get(Heartbeats, Heartbeats)(store)
+        self.iterations: GlobalIteration = made.get(GlobalIteration, GlobalIteration)(
+            store, self.ends, self.heartbeats
+        )
+        self.entering: Entering = made.get(Entering, Entering)(store, self.ends)
+        self.joining: Joining = made.get(Joining, Joining)(store, self.iterations, self.entering)

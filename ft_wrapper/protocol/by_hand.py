@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import socket
@@ -20,13 +19,11 @@ from datetime import timedelta
 
 from ..exception import RestartError, TimeoutError
 from ..settings import Limits, OnJoin
-from . import keys
-from .agreement import Agreement
+from . import Agreement, keys
 from .evidence import HeartbeatObserver
 from .joining import Entry
-from .logs import to_number
 from .operations import Operations, claim, looks_for, read
-from .records import FAULT, Member, View
+from .records import FAULT, Member, MemberRecord, View, to_number
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +175,7 @@ class ByHand(Operations):
         Raises:
             RestartError: this client has not joined the job.
         """
-        self._agreement.heartbeats.send_heartbeat(self._joined().member)
+        self._agreement.heartbeats.beat_heart(self._joined().member)
 
     def get_coordinator_heartbeat(self) -> int:
         """A number that moves as long as the current coordinator sends heartbeats; 0 if there is none.
@@ -252,7 +249,7 @@ class ByHand(Operations):
         """
         member, view, agreement = self._joined().member, self._joined().view, self._agreement
         agreement.ends.end_iteration(view.n, FAULT)
-        agreement.heartbeats.send_heartbeat(member)
+        agreement.heartbeats.beat_heart(member)
         agreement.iterations.arrive(view, member, view.members.index(member), len(view.members))
         seconds = timeout.total_seconds()
         step = agreement.iterations.await_next(view, member, timeout=seconds, heartbeat_timeout=SILENT_AFTER)
@@ -393,7 +390,7 @@ class ByHand(Operations):
         head = self._agreement.iterations.read_head()
         if self._agreement.joining.agree_on_terms(0 if head is None else head.call, _TERMS):
             raise RestartError("the job runs under the wrapper: call the wrapped function to join it")
-        record = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+        record = MemberRecord(socket.gethostname(), os.getpid())
         return self._agreement.joining.register(slot, record)
 
     def _get_in(self, member: Member, timeout: timedelta, asked: int | None = None) -> int:

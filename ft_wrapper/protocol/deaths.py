@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterable
 
 from ..attribution import Interruption
-from . import keys
-from .agreement import Agreement
+from . import Agreement, keys
 from .records import Fault, Member, View
 
 log = logging.getLogger(__name__)
@@ -144,16 +143,7 @@ def report_lost(agreement: Agreement, member: Member, why: str, *, returns: bool
         returns: whether another process takes its place, for which a restart may wait a little.
     """
     record = agreement.joining.record_of(member)
-    pid = record.get("pid")
-    fault = Fault(
-        member=member,
-        rank=None,
-        interruption=Interruption.TERMINATED,
-        message=why,
-        host=str(record.get("host", "")),
-        pid=pid if isinstance(pid, int) else 0,
-        at=time.time(),
-    )
+    fault = record.fault(member, None, Interruption.TERMINATED, why, time.time())
     current = agreement.iterations.read_current()
     view = None if current is None else current[0]
     active = view is None or agreement.entering.may_be_active(view.n, member)

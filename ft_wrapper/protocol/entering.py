@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from ..exception import InternalError, RankShouldRestart, RestartError, TimeoutError
-from . import keys, logs
+from . import keys, records
 from .evidence import Ends
-from .logs import Entered, present, split_entry, to_number
 from .operations import (
     Append,
     Claim,
@@ -23,7 +22,7 @@ from .operations import (
     read,
     read_log,
 )
-from .records import FAULT, Member
+from .records import FAULT, Entered, Member, present, split_entry, to_number
 
 _LOOK_EVERY = 1.0  # seconds between looks whether waiting has lost its point
 
@@ -54,7 +53,7 @@ class Entering:
 
     def active_in(self, n: int) -> int:
         """The number of active ranks of n; 0 if no one has entered it yet."""
-        return logs.active_in(n, read(self.store, keys.world(n)))
+        return records.active_in(n, read(self.store, keys.world(n)))
 
     def may_be_active(self, n: int, member: Member) -> bool:
         """Whether a member may be an active rank of n, for those who do not know the rank assignment.
@@ -66,15 +65,15 @@ class Entering:
             member: who.
         """
         sizes, log = self.store.execute([Read(keys.world(n)), ReadLog(keys.entered(n))])
-        entered = logs.entered_in(n, (log or "").splitlines())
+        entered = records.entered_in(n, (log or "").splitlines())
         if member in entered:
             return entered[member].active_rank is not None
         taken = {one.active_rank for one in entered.values()} - {None}
-        return sizes is None or len(taken) < logs.active_in(n, sizes)
+        return sizes is None or len(taken) < records.active_in(n, sizes)
 
     def entered_in(self, n: int) -> dict[Member, Entered]:
         """The members that are about to enter n, or have entered it: O(world size)."""
-        return logs.entered_in(n, read_log(self.store, keys.entered(n)))
+        return records.entered_in(n, read_log(self.store, keys.entered(n)))
 
     def check_assignment(
         self,

@@ -6,28 +6,25 @@ Silence is suspicion. Only the log of deaths is evidence.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 from ..exception import StoreError
 from ..settings import Limits
-from . import keys
-from .logs import GAVE_UP, RETURNS, announced_deaths_in, deaths_in, outcome_in, to_number
-from .operations import (
-    LAPSED,
-    Append,
-    Beat,
-    Claim,
-    Operations,
-    Step,
-    Wake,
-    append_counted,
-    beats,
-    read,
-    read_log,
+from . import keys, operations
+from .operations import LAPSED, Append, Beat, Claim, Operations, Step, Wake, read, read_log
+from .records import (
+    DONE,
+    FAULT,
+    GAVE_UP,
+    RETURNS,
+    Fault,
+    Member,
+    MemberRecord,
+    deaths_in,
+    outcome_in,
+    to_number,
 )
-from .records import DONE, FAULT, Fault, Member
 
 K = TypeVar("K", bound=Hashable)
 _LASTS = Limits.heartbeat_timeout / 2
@@ -56,28 +53,20 @@ class Heartbeats:
     def __init__(self, store: Operations) -> None:
         self.store = store
 
-    def send_heartbeat(self, member: Member, lasts: float = _LASTS) -> None:
-        """Says that a member lives that has a heart of its own.
-
-        Args:
-            member: who.
-            lasts: for how long this holds where it is a lease: see `beat_lasts`.
-        """
-        self.beat_heart(str(member), lasts)
-
-    def beat_heart(self, heart: str, lasts: float = _LASTS) -> None:
+    def beat_heart(self, heart: Member | str, lasts: float = _LASTS) -> None:
         """Says that all members live whose heart this is.
 
         Args:
-            heart: its name.
+            heart: its name; that of a member is the member's.
             lasts: for how long this holds where it is a lease: see `beat_lasts`.
         """
-        self.store.execute([Beat(keys.heartbeat(heart), lasts)])
+        self.store.execute([Beat(keys.heartbeat(str(heart)), lasts)])
 
     def heart_of(self, member: Member) -> str:
         """The name of the heart that beats for a member, as its record says; its own one without a record."""
         key = keys.member(str(member))
-        return heart_in(read(self.store, key), key) or str(member)
+        record = read(self.store, key)
+        return (record and MemberRecord.from_json(record, key).heart) or str(member)
 
     def get_heartbeat(self, member: Member) -> int:
         """A number that moves as long as a member's heart beats; see `Beats`."""
@@ -85,20 +74,7 @@ class Heartbeats:
 
     def count_of(self, heart: str) -> int:
         """A number that moves as long as a heart beats; see `Beats`."""
-        return beats(self.store, keys.heartbeat(heart))
-
-
-def heart_in(record: str | None, key: str) -> str | None:
-    """The shared heart that a member's record names, if it does; an error names the key it came from."""
-    if record is None:
-        return None
-    try:
-        heart = dict(json.loads(record)).get("heart")
-    except (ValueError, TypeError) as error:
-        raise StoreError(
-            f"store key {key!r} holds {record!r}, which is no member's record: {error}"
-        ) from None
-    return None if heart is None else str(heart)
+        return operations.beats(self.store, keys.heartbeat(heart))
 
 
 class CounterObserver(Generic[K]):
@@ -125,30 +101,17 @@ class CounterObserver(Generic[K]):
         # The counter, when it was read last, and for how long it has stood still by then.
         self._seen: dict[K, tuple[int, float, float]] = {}
 
-    def silent(self, watched: Iterable[K]) -> frozenset[K]:
-        """Reads counters and returns whose have stood still for the timeout.
+    def stillness(self, one: K) -> float:
+        """Reads somebody's counter; seconds for which this observer has seen it stand still.
 
         Raises:
             Exception: whatever the store raised; all earlier observations are forgotten then.
         """
-        return frozenset(one for one in watched if self.stillness(one) >= self._timeout)
-
-    def stillness(self, one: K) -> float:
-        """Reads somebody's counter; seconds for which this observer has seen it stand still."""
         try:
             count = self._read(one)
         except Exception:
             self._seen.clear()
             raise
-        return self.stillness_at(one, count)
-
-    def stillness_at(self, one: K, count: int) -> float:
-        """The same for a counter that was read just now.
-
-        Args:
-            one: whose it is.
-            count: what it was.
-        """
         now = self._now()
         still = 0.0
         if one in self._seen:
@@ -244,7 +207,7 @@ class Ends:
     def __init__(self, store: Operations) -> None:
         self.store = store
 
-    def end_iteration(self, n: int, outcome: str) -> str:
+    def end_iteration(self, n: int, outcome: str, *before: Step) -> str:
         """Ends iteration n, unless it has ended already, and wakes everybody.
 
         The caller wakes others, also when somebody else ended n: that one may have died before waking.
@@ -252,11 +215,15 @@ class Ends:
         Args:
             n: the iteration.
             outcome: ``fault`` or ``done``.
+            before: what to write before.
 
         Returns:
             The outcome that stands: the first one written.
         """
-        return self._end(n, outcome)
+        *_, stands, _ = self.store.execute([*before, *_ending(n, outcome)])
+        if stands is None:
+            raise StoreError(f"store key {keys.end(n)!r} is gone, though it was written just now")
+        return outcome_in(n, stands) or outcome
 
     def pass_on_end(self, n: int) -> None:
         """Wakes everybody again, for iteration n has ended.
@@ -279,7 +246,7 @@ class Ends:
         Returns:
             The outcome that stands.
         """
-        return self._end(n, FAULT, Append(keys.faults(n), fault.to_json()))
+        return self.end_iteration(n, FAULT, Append(keys.faults(n), fault.to_json()))
 
     def faults_of(self, n: int) -> list[Fault]:
         """The faults published for iteration n, first one first."""
@@ -288,11 +255,11 @@ class Ends:
 
     def deaths_of(self, n: int) -> set[Member]:
         """The members of n that have ended, by evidence."""
-        return set(self.announced_deaths_of(n))
+        return set(self.marked_deaths_of(n))
 
-    def announced_deaths_of(self, n: int) -> dict[Member, bool]:
-        """The members of n that have ended, each with whether a replacement was announced."""
-        return announced_deaths_in(n, read_log(self.store, keys.dead(n)))
+    def marked_deaths_of(self, n: int) -> dict[Member, set[str]]:
+        """The members of n that have ended, each with what was noted: `RETURNS`, `GAVE_UP` or nothing."""
+        return deaths_in(n, read_log(self.store, keys.dead(n)))
 
     def give_up(self, n: int, member: Member) -> None:
         """Says that a member waits no more for the iteration after n, and must not be reckoned with."""
@@ -300,7 +267,7 @@ class Ends:
 
     def gave_up(self, n: int) -> set[Member]:
         """Those who said so."""
-        return {member for member, mark in self._deaths(n) if mark == GAVE_UP}
+        return {member for member, marks in self.marked_deaths_of(n).items() if GAVE_UP in marks}
 
     def log_death(
         self, n: int, member: Member, fault: Fault | None, *, ends: bool, returns: bool = False
@@ -341,7 +308,9 @@ class Ends:
 
     def finish(self, n: int, active_rank: int, active_world_size: int) -> None:
         """Says that an active rank has returned from the function of n; the last one ends n as done."""
-        finished = append_counted(self.store, keys.finished(n), str(active_rank), keys.count_finished(n))
+        finished = operations.append_counted(
+            self.store, keys.finished(n), str(active_rank), keys.count_finished(n)
+        )
         if finished >= active_world_size:
             self.complete(n, active_world_size)
 
@@ -372,15 +341,6 @@ class Ends:
     def goodbyes(self) -> set[Member]:
         """The members that need the store no more."""
         return {Member.parse(line, keys.GOODBYES) for line in read_log(self.store, keys.GOODBYES)}
-
-    def _end(self, n: int, outcome: str, *before: Step) -> str:
-        *_, stands, _ = self.store.execute([*before, *_ending(n, outcome)])
-        if stands is None:
-            raise StoreError(f"store key {keys.end(n)!r} is gone, though it was written just now")
-        return outcome_in(n, stands) or outcome
-
-    def _deaths(self, n: int) -> Iterator[tuple[Member, str]]:
-        return deaths_in(n, read_log(self.store, keys.dead(n)))
 
 
 def _ending(n: int, outcome: str) -> list[Step]:

@@ -20,44 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .. import events
 from ..exception import InternalError, StoreError, TimeoutError
-from . import keys
+from . import keys, operations, records
 from .evidence import Ends, HeartbeatObserver, Heartbeats
-from .logs import (
-    announced_deaths_in,
-    arrivals_in,
-    decision_in,
-    faults_in,
-    joins_in,
-    outcome_in,
-    present,
-    to_number,
-)
-from .operations import (
-    Append,
-    Count,
-    Move,
-    Operations,
-    Read,
-    ReadLog,
-    Wake,
-    Write,
-    append_counted,
-    looks_for,
-    read,
-    read_log,
-    stagger,
-)
-from .records import (
-    DONE,
-    FAULT,
-    Decision,
-    Head,
-    Member,
-    View,
-    count_same_faults,
-    roster_from_json,
-    roster_to_json,
-)
+from .operations import Append, Count, Move, Operations, Read, ReadLog, Wake, Write, looks_for, read, read_log
+from .records import DONE, FAULT, RETURNS, Decision, Head, Member, View
 from .widening import widen
 
 log = logging.getLogger(__name__)
@@ -105,7 +71,7 @@ class GlobalIteration:
     def read_decision(self, head: Head) -> Decision:
         """The decision behind a head."""
         key = keys.decision(head.n, head.nonce)
-        return decision_in(head, present(key, read(self.store, key)))
+        return records.decision_in(head, records.present(key, read(self.store, key)))
 
     def read_view(self, head: Head) -> View:
         """Everything about a head's iteration: O(world size), for those who come from outside."""
@@ -114,8 +80,8 @@ class GlobalIteration:
     def _read_iteration(self, head: Head) -> tuple[View, Decision]:
         key, decision_key = keys.roster(head.n, head.nonce), keys.decision(head.n, head.nonce)
         roster, text = self.store.execute([Read(key), Read(decision_key)])
-        members = roster_from_json(present(key, roster), key)
-        decision = decision_in(head, present(decision_key, text))
+        members = records.roster_from_json(records.present(key, roster), key)
+        decision = records.decision_in(head, records.present(decision_key, text))
         return View.of(decision, head.nonce, members), decision
 
     def read_current(self) -> tuple[View, Decision] | None:
@@ -133,7 +99,7 @@ class GlobalIteration:
 
     def wanted(self) -> int:
         """The most active ranks that any iteration had; with fewer the job is degraded. 0: not known yet."""
-        return to_number(read(self.store, keys.WANTED) or "0", keys.WANTED)
+        return records.to_number(read(self.store, keys.WANTED) or "0", keys.WANTED)
 
     # Leaving an iteration ------------------------------------------------------------------------------
 
@@ -153,7 +119,7 @@ class GlobalIteration:
             What it decided, if it was the last one.
         """
         arrival = f"{member} {rank} {world_size}" + (f" {fault}" if fault else "")
-        gone = append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))
+        gone = operations.append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))
         return self.advance(view, member) if gone >= len(view.members) else None
 
     def ask_to_join(self, n: int, member: Member, call: int) -> None:
@@ -167,11 +133,11 @@ class GlobalIteration:
             n: the iteration.
             call: only those that come for this call; all when None.
         """
-        return joins_in(n, read_log(self.store, keys.join(n)), call)
+        return records.joins_in(n, read_log(self.store, keys.join(n)), call)
 
     def arrivals_of(self, n: int) -> set[Member]:
         """The members that have left the function of n."""
-        return set(arrivals_in(n, read_log(self.store, keys.arrived(n))))
+        return set(records.arrivals_in(n, read_log(self.store, keys.arrived(n))))
 
     def count_death(self, view: View) -> None:
         """Counts a logged death; decides the next iteration if it was the last thing missing."""
@@ -207,13 +173,13 @@ class GlobalIteration:
         end, *logs = self.store.execute(
             [Read(keys.end(n)), ReadLog(keys.arrived(n)), ReadLog(keys.join(n)), ReadLog(keys.dead(n))]
         )
-        outcome = outcome_in(n, end)
+        outcome = records.outcome_in(n, end)
         if outcome is None:
             return None
         arrivals, joins, deaths = ((log or "").splitlines() for log in logs)
-        arrived = arrivals_in(n, arrivals)
-        joining = joins_in(n, joins, _call_after(view, outcome))
-        dead = announced_deaths_in(n, deaths)
+        arrived = records.arrivals_in(n, arrivals)
+        joining = records.joins_in(n, joins, _call_after(view, outcome))
+        dead = records.deaths_in(n, deaths)
         if proposer is not None and (proposer in dead or proposer not in arrived):
             return None
         latest = {member.slot: member for member in sorted(joining)}
@@ -235,12 +201,12 @@ class GlobalIteration:
             return None
         if left < max(1, view.min_world_size):
             return None
-        announced = {member.slot for member, returns in dead.items() if returns}
+        announced = {member.slot for member, marks in dead.items() if RETURNS in marks}
         if hold and announced - {member.slot for member in newcomers} and left < self.wanted():
             return None
         decision = self._next_decision(view, outcome, kept, newcomers, arrived)
         if not decision.removed:  # else the loss of a rank may be why the others failed
-            same = count_same_faults(view.same_faults, faults_in(n, arrivals))
+            same = records.count_same_faults(view.same_faults, records.faults_in(n, arrivals))
             decision = dataclasses.replace(decision, same_faults=same)
         return self._decide(view.head, decision, tuple(sorted(kept + newcomers)))
 
@@ -282,7 +248,7 @@ class GlobalIteration:
         observer = HeartbeatObserver(self.heartbeats, heartbeat_timeout)
         position, size = view.members.index(member), len(view.members)
         # The first to give up on the missing goes on without them: all at once would have a lot to read.
-        limit = timeout + stagger(position)
+        limit = timeout + operations.stagger(position)
         while True:
             looks = looks_for(self.store, keys.wake_head(view.n + 1), position, limit, rejoin_wait)
             silent: frozenset[Member] = frozenset()
@@ -405,7 +371,7 @@ class GlobalIteration:
         proposal = Head(decision.call, decision.n, next(self.store.nonces))
         written = {
             keys.decision(proposal.n, proposal.nonce): decision.to_json(),
-            keys.roster(proposal.n, proposal.nonce): roster_to_json(members),
+            keys.roster(proposal.n, proposal.nonce): records.roster_to_json(members),
         }
         _, stands, _ = self.store.execute(
             [
@@ -425,7 +391,7 @@ class GlobalIteration:
         likely = Head.parse(said, keys.HEAD)
         text, decision = self.store.execute([Read(keys.HEAD), Read(keys.decision(likely.n, likely.nonce))])
         head = None if text is None else Head.parse(text, keys.HEAD)
-        return head, None if decision is None or head != likely else decision_in(head, decision)
+        return head, None if decision is None or head != likely else records.decision_in(head, decision)
 
     def _follow(
         self, view: View, member: Member, head: Head | None, decision: Decision | None = None

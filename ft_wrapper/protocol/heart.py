@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ..exception import StoreError
 from ..settings import Limits
-from .agreement import Agreement
+from . import Agreement
 from .evidence import beat_lasts
 from .housekeeping import Housekeeper
 from .neighbours import NeighbourWatch, Sight

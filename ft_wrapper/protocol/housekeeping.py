@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from . import keys
-from .logs import active_in, to_number
 from .operations import Delete, Operations, Read, read
 from .operations import beats as number_of_beats
-from .records import Head, View
+from .records import Head, View, active_in, to_number
 
 # An iteration that was on for so many join windows is not one of a crash loop.
 SETTLES_AFTER = 4

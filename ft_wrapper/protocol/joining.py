@@ -17,15 +17,15 @@ from ..exception import StoreError, TimeoutError
 from ..settings import Limits, OnJoin
 from . import keys
 from .entering import Entering
-from .evidence import HeartbeatObserver, heart_in
+from .evidence import HeartbeatObserver
 from .global_iteration import GlobalIteration, keeps_lookout
-from .logs import to_number
 from .operations import Count, Operations, claim, looks_for, read
-from .records import DONE, FAULT, Decision, Fault, Member, View, roster_from_json
+from .records import DONE, FAULT, Decision, Member, MemberRecord, View, roster_from_json, to_number
 
 _FIRST_LOOK = 0.5  # seconds until a process that wants in looks at head again, should no wake reach it
 _LONGEST_LOOK = 8.0
 _LONGEST_WINDOW = 6  # doublings of the window
+_UNKNOWN = MemberRecord()
 
 
 class Entry(enum.Enum):
@@ -70,45 +70,40 @@ class Joining:
                 f"{keys.THIS_VERSION}; start all processes of a job with the same version of ft_wrapper"
             )
 
-    def register(self, slot: int, record: str) -> Member:
+    def register(self, slot: int, record: MemberRecord = _UNKNOWN) -> Member:
         """Takes the slot's next incarnation and writes the member's record.
 
         Args:
             slot: the initial rank.
-            record: JSON for people, host and pid; and the name of its heart, if others share that.
+            record: what to write: its host and pid; and the name of its heart, if others share that.
 
         Raises:
             StoreError: the store's job was started by another version of this package.
         """
         self.agree_on_version()
         member = Member(slot, self.store.add(keys.incarnations(slot), 1) - 1)
-        key = keys.member(str(member))
-        self.store.set(key, record)
-        if heart_in(record, key) is None:  # else that one beats already
-            self.heartbeats.send_heartbeat(member)
+        self.write_record(member, record)
+        if record.heart is None:  # else that one beats already
+            self.heartbeats.beat_heart(member)
         return member
+
+    def write_record(self, member: Member, record: MemberRecord) -> None:
+        """Says what is known of a member's process."""
+        self.store.set(keys.member(str(member)), record.to_json())
 
     def newest_of(self, slot: int) -> Member:
         """The last member that took the slot."""
         return Member(slot, self.store.add(keys.incarnations(slot), 0) - 1)
 
-    def record_of(self, member: Member) -> dict[str, object]:
-        """A member's record: host, pid; empty if it is gone.
+    def record_of(self, member: Member) -> MemberRecord:
+        """What is known of a member's process; nothing if its record is gone.
 
         Raises:
             StoreError: it cannot be read; names the key.
         """
         key = keys.member(str(member))
         text = read(self.store, key)
-        if text is None:
-            return {}
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise StoreError(f"store key {key!r} holds {text!r}, which is not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise StoreError(f"store key {key!r} holds {text!r}, which is no member's record")
-        return record
+        return _UNKNOWN if text is None else MemberRecord.from_json(text, key)
 
     def agree_on_terms(self, call: int, terms: dict[str, object]) -> dict[str, tuple[object, object]]:
         """Says under what terms this process takes part in a call; the first one to say so decides them.
@@ -303,15 +298,8 @@ class Joining:
         older = [listed for listed in view.members if listed.slot == member.slot and listed < member]
         if not older or older[0] in self.ends.deaths_of(view.n):
             return False
-        record = self.record_of(older[0])
-        pid = record.get("pid")
-        fault = Fault(
-            member=older[0],
-            rank=None,
-            interruption=Interruption.TERMINATED,
-            message="gave way to a newer process",
-            host=str(record.get("host", "")),
-            pid=pid if isinstance(pid, int) else 0,
+        fault = self.record_of(older[0]).fault(
+            older[0], None, Interruption.TERMINATED, "gave way to a newer process"
         )
         self.ends.log_death(view.n, older[0], fault, ends=self.entering.may_be_active(view.n, older[0]))
         return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import socket
@@ -25,12 +24,11 @@ from ..exception import (
     in_one_line,
 )
 from ..settings import Limits
-from . import keys
-from .agreement import Agreement
+from . import Agreement, keys
 from .deaths import await_others, report_death
 from .global_iteration import Proposed
 from .joining import Entry
-from .records import FAULT, Decision, Fault, Member, SameFault, View
+from .records import FAULT, Decision, Fault, Member, MemberRecord, SameFault, View
 
 if TYPE_CHECKING:
     from ..monitor.line import MonitorLine
@@ -71,12 +69,10 @@ class Membership:
         terms: function and settings of the call, which must be the same on all ranks.
 
     Attributes:
-        host, pid: where this process runs, for people.
-        heart: the heart that beats for this process as for others; None if it has one of its own.
+        record: what others know of this process.
         ended_job: what has ended the job, on all ranks; None if it goes on.
         on_member: told whenever this process takes another incarnation of its slot, before it joins with it.
-        on_missing: told for whom a restart waits; and for how many seconds at the most if these hang, and if
-            their hosts are lost.
+        on_missing: told for whom a restart waits, and for how many seconds it has waited already.
     """
 
     def __init__(
@@ -92,14 +88,12 @@ class Membership:
         self.slot = slot
         self.slots = slots
         self.call = call
-        self.host = socket.gethostname()
-        self.pid = os.getpid()
+        self.record = MemberRecord(socket.gethostname(), os.getpid())
         self.member: Member
         self.view: View
         self.decision: Decision
-        self.heart: str | None = None
         self.on_member: Callable[[Member], None] | None = None
-        self.on_missing: Callable[[Sequence[Member], float, float], None] | None = None
+        self.on_missing: Callable[[Sequence[Member], float], None] | None = None
         self.ended_job: str | None = None
         self._limits = limits
         self._terms = terms or {}
@@ -117,13 +111,13 @@ class Membership:
         if not self._limits.use_global_iteration and self.agreement.iterations.read_head() is not None:
             raise self._refused()
         self.check_terms()
-        self.member = self.agreement.joining.register(self.slot, self._record())
+        self.member = self.agreement.joining.register(self.slot, self.record)
         if self.on_member is not None:
             self.on_member(self.member)
 
     def say_who(self) -> None:
         """Writes down who this member is once more: it may have got another heart since it registered."""
-        self.agreement.store.set(keys.member(str(self.member)), self._record())
+        self.agreement.joining.write_record(self.member, self.record)
 
     def check_terms(self) -> None:
         """Checks that function and settings are the job's; a ``ValueError`` says which are not."""
@@ -187,21 +181,12 @@ class Membership:
             heartbeat_timeout=self._limits.heartbeat_timeout,
             rejoin_wait=self._limits.rejoin_wait,
             proposed=proposed,
-            on_missing=self._say_who_is_missing,
+            on_missing=self.on_missing,
         )
         if step is None:
             raise RankDiscarded(self._left_out())
         self.view, self.decision = step
         self.emit("decided")
-
-    def _say_who_is_missing(self, missing: Sequence[Member], waited: float) -> None:
-        """Tells for whom a restart waits, and within what time it goes on without them."""
-        if self.on_missing is not None:
-            self.on_missing(
-                missing,
-                max(0.0, self._limits.hard_timeout - waited),
-                max(0.0, self._limits.heartbeat_timeout - waited),
-            )
 
     def has_failed(self) -> bool:
         """Whether the present iteration has ended by a fault."""
@@ -259,8 +244,9 @@ class Membership:
         try:
             if gives_up:
                 # Anyone who starts processes again looks here whether that is of any use.
-                other = {"ended_by": self.ended_job} if isinstance(error, JobEnded) else {}
-                self.agreement.store.set(keys.member(str(self.member)), self._record(gave_up=True, **other))
+                other = self.ended_job if isinstance(error, JobEnded) else None
+                record = dataclasses.replace(self.record, gave_up=True, ended_by=other)
+                self.agreement.joining.write_record(self.member, record)
             # A proposal under way may keep this member, if it had arrived already.
             report_death(
                 self.agreement,
@@ -298,9 +284,11 @@ class Membership:
         return outcome
 
     def _await_outcome(self, active_rank: int | None, active_world_size: int) -> str:
-        n = self.view.n
+        n, outcome = self.view.n, None
         if active_rank is None:
-            return self._await_end()
+            while outcome is None:
+                outcome = self._hear_of_end(86400.0)
+            return outcome
         self.agreement.ends.finish(n, active_rank, active_world_size)
         patience = self._limits.completion_timeout
         outcome = self.agreement.ends.wait_for_end(n, patience)
@@ -368,20 +356,17 @@ class Membership:
         member = {"slot": self.slot, "incarnation": self.member.incarnation}
         events.emit(event, iteration=self.view.n, **member, **fields)
 
-    def _record(self, **more: object) -> str:
-        heart = {} if self.heart is None else {"heart": self.heart}
-        return json.dumps({"host": self.host, "pid": self.pid, **heart, **more})
-
-    def _holds_its_slot(self) -> bool:
-        return self.agreement.joining.newest_of(self.slot) == self.member
-
     def _withdraw(self, error: BaseException) -> None:
         """This process gives up before it is in: no one shall wait for it."""
         fault = self._raised(None, Interruption.BASE_EXCEPTION, error)
         try:
             # A decision under way may have this member in it. Then the others have to be told until they go
             # on without it: nothing watches it any more.
-            may_be_in = self.agreement.iterations.read_head() is not None or self._all_have_joined()
+            may_be_in = self.agreement.iterations.read_head() is not None
+            if not may_be_in:
+                joined = self.agreement.joining.joined_first()
+                dead = self.agreement.ends.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
+                may_be_in = {member.slot for member in joined - dead}.issuperset(self.slots)
             if isinstance(error, TimeoutError) and self.agreement.iterations.read_head() is None:
                 # The others name those who did not come, not this one.
                 self.agreement.ends.give_up(keys.BEFORE_FIRST, self.member)
@@ -391,11 +376,6 @@ class Membership:
             report_death(self.agreement, None, self.member, fault, active=True, timeout=timeout)
         except RestartError:
             log.debug("the store is gone", exc_info=True)
-
-    def _all_have_joined(self) -> bool:
-        """Whether all are there of whom the first iteration is formed."""
-        here = self.agreement.joining.joined_first() - self.agreement.ends.deaths_of(keys.BEFORE_FIRST)
-        return set(self.slots) <= {member.slot for member in here}
 
     def _join_first(self) -> bool:
         """Takes part in the job's first decision; False if it was made without this member."""
@@ -418,7 +398,7 @@ class Membership:
         )
 
     def _left_out(self) -> str:
-        if not self._holds_its_slot():
+        if self.agreement.joining.newest_of(self.slot) != self.member:
             return self._taken_over()
         n = self.view.n
         late = f"it took longer than barrier_timeout={self._limits.barrier_timeout:g} s to leave the function"
@@ -437,16 +417,10 @@ class Membership:
         newest = self.agreement.joining.newest_of(self.slot)
         record = self.agreement.joining.record_of(newest)
         return (
-            f"slot {self.slot} was taken over by process {record.get('pid')} on {record.get('host')}; this "
-            f"is process {self.pid} on {self.host}: no slot can be held by two processes, so make sure that "
-            "each RANK is started once"
+            f"slot {self.slot} was taken over by process {record.pid} on {record.host}; this is process "
+            f"{self.record.pid} on {self.record.host}: no slot can be held by two processes, so make sure "
+            "that each RANK is started once"
         )
-
-    def _await_end(self) -> str:
-        outcome = None
-        while outcome is None:
-            outcome = self._hear_of_end(86400.0)
-        return outcome
 
     def _hear_of_end(self, seconds: float) -> str | None:
         # A rank that has nothing to do but to hear of it waits for a store that is out of reach.
@@ -465,7 +439,7 @@ class Membership:
 
     def fault(self, rank: int | None, interruption: Interruption, message: str) -> Fault:
         """A fault of this member."""
-        return Fault(self.member, rank, interruption, message, self.host, self.pid, self.wall_clock())
+        return self.record.fault(self.member, rank, interruption, message, self.wall_clock())
 
     def _raised(self, rank: int | None, interruption: Interruption, error: BaseException) -> Fault:
         return self.fault(rank, interruption, f"raised {in_one_line(error)}")

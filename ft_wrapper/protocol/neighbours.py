@@ -8,8 +8,7 @@ import threading
 from collections.abc import Collection, Iterator
 
 from ..attribution import Interruption
-from . import keys
-from .agreement import Agreement
+from . import Agreement, keys
 from .evidence import HeartbeatObserver
 from .records import FAULT, Fault, Head, Member, View
 
@@ -232,14 +231,8 @@ class NeighbourWatch:
         return silent & known
 
     def _fault_of(self, peer: Member, watcher: Member) -> Fault:
-        return Fault(
-            member=peer,
-            rank=None,
-            interruption=Interruption.UNRESPONSIVE,
-            message=f"sent no heartbeat for {self._timeout:g} s, says slot {watcher.slot}",
-            host="",
-            pid=0,
-        )
+        message = f"sent no heartbeat for {self._timeout:g} s, says slot {watcher.slot}"
+        return Fault(peer, None, Interruption.UNRESPONSIVE, message)
 
 
 def _behind(view: View, start: int) -> Iterator[Member]:

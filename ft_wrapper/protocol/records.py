@@ -1,18 +1,30 @@
-"""What is written into the store, as data: JSON and short strings, never pickles."""
+"""What is written into the store, as data, and how it is read: JSON and short strings, never pickles.
+
+What cannot be read is a `StoreError` that names the key.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
 import json
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from typing_extensions import Self
+
 from ..attribution import Interruption, InterruptionRecord
 from ..exception import StoreError
-from .keys import BEFORE_FIRST
+from . import keys
 
 FAULT = "fault"
 DONE = "done"
+RETURNS = "returns"
+"""Marks a death for which a replacement was announced."""
+GAVE_UP = "gave_up"
+"""Marks one that waits no more, and lives."""
 _SAME_FAULTS = 4  # faults that a decision counts: who is next to fail elsewhere each time, fails differently
 
 
@@ -72,8 +84,86 @@ class Head:
         return cls(int(parts[0]), int(parts[1]), parts[2])
 
 
+class Record:
+    """A dataclass that is one line of JSON in the store, without the fields that have their defaults.
+
+    A member is written as ``slot:incarnation``, an enum by its name, a record inside as a list.
+    """
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        values = {name: value for name, value in vars(self).items() if value != defaults[name]}
+        return json.dumps(values, default=_plain)
+
+    @classmethod
+    def from_json(cls, text: str, key: str) -> Self:
+        """Reads `to_json`; an error names the key it came from."""
+        try:
+            values = _typed(dict, json.loads(text), key)
+            known = {name: kind for name, kind in _types(cls).items() if name in values}
+            return cls(**{name: _typed(kind, values[name], key) for name, kind in known.items()})
+        except (KeyError, TypeError, ValueError) as error:
+            what = cls.__name__.lower()
+            raise StoreError(f"store key {key!r} holds {text!r}, which is no {what}: {error!r}") from None
+
+
+_types: Any = functools.cache(typing.get_type_hints)
+
+
+def _plain(value: object) -> object:
+    match value:
+        case Member():
+            return str(value)
+        case enum.Enum():
+            return value.name
+        case _:
+            return [*vars(value).values()]
+
+
+def _typed(kind: Any, value: Any, key: str) -> Any:
+    """What an annotation says, from what JSON has in its place."""
+    if kind is Member:
+        return Member.parse(value, key)
+    if kind is Interruption:
+        return Interruption[value]
+    if typing.get_origin(kind) is tuple:
+        return tuple(_typed(typing.get_args(kind)[0], one, key) for one in value)
+    if hasattr(kind, "__dataclass_fields__"):
+        parts = zip(_types(kind).values(), value, strict=True)
+        return kind(*(_typed(of, one, key) for of, one in parts))
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{value!r} is no {kind}")
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class MemberRecord(Record):
+    """What is known of a member's process.
+
+    Args:
+        host: where it runs.
+        pid: which process it is; None if that is not known.
+        heart: the heart that beats for it as for others; None if it has one of its own.
+        gave_up: whether it has left since going on is of no use.
+        ended_by: what has ended the job, on all ranks, if it has.
+    """
+
+    host: str = ""
+    pid: int | None = None
+    heart: str | None = None
+    gave_up: bool = False
+    ended_by: str | None = None
+
+    def fault(
+        self, member: Member, rank: int | None, interruption: Interruption, message: str, at: float = 0.0
+    ) -> Fault:
+        """A fault of this process."""
+        return Fault(member, rank, interruption, message, self.host, self.pid or 0, at)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault(Record):
     """One member's fault, for people and for the log line of the restart.
 
     Args:
@@ -90,42 +180,9 @@ class Fault:
     rank: int | None
     interruption: Interruption
     message: str
-    host: str
-    pid: int
+    host: str = ""
+    pid: int = 0
     at: float = 0.0
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(
-            {
-                "member": str(self.member),
-                "rank": self.rank,
-                "interruption": self.interruption.name,
-                "message": self.message,
-                "host": self.host,
-                "pid": self.pid,
-                "at": self.at,
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str, key: str) -> Fault:
-        """Reads `to_json`; an error names the key it came from."""
-        record = _json(text, key)
-        try:
-            return cls(
-                member=Member.parse(record["member"], key),
-                rank=record["rank"],
-                interruption=Interruption[record["interruption"]],
-                message=record["message"],
-                host=record["host"],
-                pid=record["pid"],
-                at=record["at"],
-            )
-        except (KeyError, TypeError) as error:
-            raise StoreError(
-                f"store key {key!r} holds {text!r}, which is no fault record: {error!r}"
-            ) from None
 
     @property
     def record(self) -> InterruptionRecord:
@@ -156,7 +213,7 @@ def count_same_faults(before: Iterable[SameFault], faults: Mapping[str, Member])
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
+class Decision(Record):
     """What changed from one iteration to the next. Of the size of the change, not of the world.
 
     Ranks are those of the *widened world*: the world of the iteration that ended, with a place put in for
@@ -185,8 +242,12 @@ class Decision:
     joined_ranks: tuple[int, ...]
     inserted: tuple[int, ...]
     world_size: int
-    min_world_size: int = 1
+    min_world_size: int
     same_faults: tuple[SameFault, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.joined) != len(self.joined_ranks):
+            raise ValueError("joined and joined_ranks differ in length")
 
     def rank_of(self, member: Member, before: int | None) -> int:
         """The rank of a member in the widened world.
@@ -205,52 +266,6 @@ class Decision:
         for inserted in self.inserted:
             before += inserted <= before
         return before
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        same = [[fault.what, fault.count, str(fault.member)] for fault in self.same_faults]
-        return json.dumps(
-            {
-                "call": self.call,
-                "n": self.n,
-                "first": self.first,
-                "removed": [str(member) for member in self.removed],
-                "ranks": self.ranks,
-                "joined": [str(member) for member in self.joined],
-                "joined_ranks": self.joined_ranks,
-                "inserted": self.inserted,
-                "world_size": self.world_size,
-                "min_world_size": self.min_world_size,
-                **({"same_faults": same} if same else {}),
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str, key: str) -> Decision:
-        """Reads `to_json`; an error names the key it came from."""
-        record = _json(text, key)
-        try:
-            decision = cls(
-                call=_number(record["call"]),
-                n=_number(record["n"]),
-                first=_number(record["first"]),
-                removed=tuple(Member.parse(name, key) for name in record["removed"]),
-                ranks=tuple(map(_number, record["ranks"])),
-                joined=tuple(Member.parse(name, key) for name in record["joined"]),
-                joined_ranks=tuple(map(_number, record["joined_ranks"])),
-                inserted=tuple(map(_number, record["inserted"])),
-                world_size=_number(record["world_size"]),
-                min_world_size=_number(record["min_world_size"]),
-                same_faults=tuple(
-                    SameFault(str(what), _number(count), Member.parse(name, key))
-                    for what, count, name in record.get("same_faults", ())
-                ),
-            )
-            if len(decision.joined) != len(decision.joined_ranks):
-                raise ValueError("joined and joined_ranks differ in length")
-            return decision
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"store key {key!r} holds {text!r}, which is no decision: {error!r}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +312,7 @@ class View:
     @property
     def head(self) -> Head | None:
         """The value of the head register while this iteration is on."""
-        return None if self.n == BEFORE_FIRST else Head(self.call, self.n, self.nonce)
+        return None if self.n == keys.BEFORE_FIRST else Head(self.call, self.n, self.nonce)
 
 
 def roster_to_json(members: tuple[Member, ...]) -> str:
@@ -316,34 +331,148 @@ def roster_to_json(members: tuple[Member, ...]) -> str:
 
 def roster_from_json(text: str, key: str) -> tuple[Member, ...]:
     """Reads `roster_to_json`; an error names the key it came from."""
-    runs = _parse(text, key)
     try:
-        if not isinstance(runs, list):
-            raise TypeError
         return tuple(
-            Member(slot, _number(incarnation))
-            for first, last, incarnation in runs
-            for slot in range(_number(first), _number(last) + 1)
+            Member(slot, _typed(int, incarnation, key))
+            for first, last, incarnation in _typed(list, json.loads(text), key)
+            for slot in range(first, last + 1)
         )
     except (TypeError, ValueError):
         raise StoreError(f"store key {key!r} holds {text!r}, which is no roster") from None
 
 
-def _parse(text: str, key: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise StoreError(f"store key {key!r} holds {text!r}, which is not JSON: {error}") from None
+# Logs and registers, taken apart --------------------------------------------------------------------------
 
 
-def _number(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is no number")
-    return value
+def present(key: str, text: str | None) -> str:
+    """What a key holds that has been written before this one is told of it."""
+    if text is None:
+        raise StoreError(f"store key {key!r} is gone, though what leads to it is there")
+    return text
 
 
-def _json(text: str, key: str) -> dict[str, Any]:
-    record = _parse(text, key)
-    if not isinstance(record, dict):
-        raise StoreError(f"store key {key!r} holds {text!r}, which is no JSON object")
-    return record
+def split_entry(line: str, count: int, key: str, *, rest: bool = False) -> list[str]:
+    """The words of a log's entry; an error names the key it came from.
+
+    Args:
+        line: the entry.
+        count: how many words it has.
+        key: where it stands.
+        rest: whether text may follow them; then it comes last, as it is.
+    """
+    words = line.split(maxsplit=count) if rest else line.split()
+    if len(words) != count and not (rest and len(words) == count + 1):
+        raise StoreError(f"store key {key!r} holds the entry {line!r}, which has not {count} words")
+    return words
+
+
+def to_number(text: str, key: str) -> int:
+    """Reads a number that is not negative; an error names the key it came from."""
+    if not text.isdecimal():
+        raise StoreError(f"store key {key!r} holds {text!r}, where a number belongs")
+    return int(text)
+
+
+def decision_in(head: Head, text: str) -> Decision:
+    """The decision behind a head."""
+    key = keys.decision(head.n, head.nonce)
+    decision = Decision.from_json(text, key)
+    if (decision.call, decision.n) != (head.call, head.n):
+        raise StoreError(
+            f"store key {key!r} holds a decision on iteration {decision.n} of call {decision.call}, "
+            f"where one on iteration {head.n} of call {head.call} belongs"
+        )
+    return decision
+
+
+def arrivals_in(n: int, log: Iterable[str]) -> dict[Member, tuple[int, int]]:
+    """Members that have left the function of n, each with its rank and the size of that world."""
+    key = keys.arrived(n)
+    arrivals = {}
+    for line in log:
+        name, rank, world_size, *_ = split_entry(line, 3, key, rest=True)
+        arrivals[Member.parse(name, key)] = (to_number(rank, key), to_number(world_size, key))
+    return arrivals
+
+
+def faults_in(n: int, log: Iterable[str]) -> dict[str, Member]:
+    """The faults with which members have left n, each with the first one that had it."""
+    key = keys.arrived(n)
+    faults: dict[str, Member] = {}
+    for line in log:
+        name, _, _, *fault = split_entry(line, 3, key, rest=True)
+        if fault:
+            faults.setdefault(fault[0], Member.parse(name, key))
+    return faults
+
+
+def joins_in(n: int, log: Iterable[str], call: int | None) -> set[Member]:
+    """The members that want into the iteration after n; only those that come for a call, if that is given."""
+    key = keys.join(n)
+    joins = set()
+    for line in log:
+        name, comes_for = split_entry(line, 2, key)
+        if call is None or to_number(comes_for, key) == call:
+            joins.add(Member.parse(name, key))
+    return joins
+
+
+def outcome_in(n: int, register: str | None) -> str | None:
+    """How iteration n ended, by what its register holds; None while it is on."""
+    if register not in (None, DONE, FAULT):
+        raise StoreError(f"store key {keys.end(n)!r} holds {register!r}, which is no outcome")
+    return register
+
+
+def deaths_in(n: int, log: Iterable[str]) -> dict[Member, set[str]]:
+    """The members of n that have ended, by its log, with what was noted: `RETURNS`, `GAVE_UP` or nothing."""
+    key = keys.dead(n)
+    deaths: dict[Member, set[str]] = {}
+    for line in log:
+        name, _, mark = line.partition(" ")
+        if mark not in ("", RETURNS, GAVE_UP):
+            raise StoreError(f"store key {key!r} holds the entry {line!r}, which is no member's death")
+        deaths.setdefault(Member.parse(name, key), set()).add(mark)
+    return deaths
+
+
+@dataclasses.dataclass(frozen=True)
+class Entered:
+    """A member that is about to enter an iteration.
+
+    Args:
+        member: who.
+        active_rank: its active rank there; None for a spare.
+        promoted: whether it was a spare before.
+        recompiles: whether its compiled code was dropped.
+    """
+
+    member: Member
+    active_rank: int | None
+    promoted: bool = False
+    recompiles: bool = False
+
+    def to_text(self) -> str:
+        """An entry of a log."""
+        rank = "-" if self.active_rank is None else self.active_rank
+        notes = [name for name in ("promoted", "recompiles") if getattr(self, name)]
+        return f"{self.member} {rank} {','.join(notes) or '-'}"
+
+    @classmethod
+    def parse(cls, line: str, key: str) -> Entered:
+        """Reads `to_text`; an error names the key it came from."""
+        name, rank, text = split_entry(line, 3, key)
+        notes = text.split(",")
+        active_rank = None if rank == "-" else to_number(rank, key)
+        return cls(Member.parse(name, key), active_rank, "promoted" in notes, "recompiles" in notes)
+
+
+def active_in(n: int, sizes: str | None) -> int:
+    key = keys.world(n)
+    return 0 if sizes is None else to_number(split_entry(sizes, 2, key)[1], key)
+
+
+def entered_in(n: int, log: Iterable[str]) -> dict[Member, Entered]:
+    key = keys.entered(n)
+    entries = (Entered.parse(line, key) for line in log)
+    return {entry.member: entry for entry in entries}

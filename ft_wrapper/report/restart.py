@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from ..attribution import Interruption, by_blame
-from ..protocol.agreement import Agreement
+from ..protocol import Agreement
 from ..protocol.operations import Operations
 from ..protocol.records import Decision, Fault, Member, View
 from ..state import State
@@ -170,8 +170,7 @@ def in_words(faults: Sequence[Fault]) -> str:
 def _host_and_pid(store: Operations, member: Member) -> tuple[str, int]:
     """Where a member runs that has not published its fault itself; empty and 0 if that is not known."""
     record = Agreement(store).joining.record_of(member)
-    pid = record.get("pid")
-    return str(record.get("host", "")), pid if isinstance(pid, int) else 0
+    return record.host, record.pid or 0
 
 
 def _places(faults: Sequence[Fault]) -> str:

@@ -15,11 +15,9 @@ from datetime import timedelta
 from torch.distributed import DistError
 
 from ..exception import StoreError
-from ..protocol import keys
-from ..protocol.agreement import Agreement
-from ..protocol.logs import split_entry, to_number
+from ..protocol import Agreement, keys
 from ..protocol.operations import read
-from ..protocol.records import FAULT
+from ..protocol.records import FAULT, split_entry, to_number
 from ..rendezvous.backends import RENDEZVOUS, workers_namespace
 from ..rendezvous.record import Place, Record
 from ..rendezvous.register import RECORD_KEY, endpoint_key
@@ -215,15 +213,7 @@ def watch(
 
 def _rank(store: StoreMixin, member: Member, active_rank: int | None, *, has_died: bool) -> RankStatus:
     record = Agreement(store).joining.record_of(member)
-    pid = record.get("pid")
-    return RankStatus(
-        member.slot,
-        member.incarnation,
-        active_rank,
-        str(record.get("host", "")),
-        pid if isinstance(pid, int) else None,
-        has_died,
-    )
+    return RankStatus(member.slot, member.incarnation, active_rank, record.host, record.pid, has_died)
 
 
 def _read_record(store: StoreOperations) -> Record | None:

@@ -25,7 +25,7 @@ from ..exception import (
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part, whereabouts
 from ..monitor.shared_memory import Phase
 from ..monitor.threads import Watch
-from ..protocol.agreement import Agreement
+from ..protocol import Agreement
 from ..protocol.housekeeping import note_wanted
 from ..protocol.records import Decision, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid

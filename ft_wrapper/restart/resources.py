@@ -25,7 +25,7 @@ from ..monitor.shared_memory import RankMemory
 from ..monitor.signals import KeptSignals
 from ..monitor.stack_dump import StackDump
 from ..monitor.threads import MonitorThread, ProgressWatchdog
-from ..protocol.agreement import Agreement
+from ..protocol import Agreement
 from ..protocol.membership import Membership, Remembered
 from ..protocol.records import FAULT, Member
 from ..rank_assignment import RankDiscarded
@@ -149,7 +149,7 @@ class Resources:
             owned.callback(watchdog.stop)
             terms = {"function": function_name, "formation_size": size, **settings.shared}
             self.member = Membership(Agreement(store), slot, slots, limits, remembered.call, terms)
-            self.member.heart = self.monitor.heart
+            self.member.record = dataclasses.replace(self.member.record, heart=self.monitor.heart)
             self.member.on_member = self._registered
             self.member.on_missing = self._say_who_is_missing
             owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
@@ -296,8 +296,10 @@ class Resources:
         self.thread.stop(0.0 if is_left else self.settings.barrier_timeout)
         del self.thread  # it refers to the call
 
-    def _say_who_is_missing(self, missing: Sequence[Member], hang: float, silence: float) -> None:
-        """Logs for whom a restart waits."""
+    def _say_who_is_missing(self, missing: Sequence[Member], waited: float) -> None:
+        """Logs for whom a restart waits, and within what time it goes on without them."""
+        hang = max(0.0, self.settings.hard_timeout - waited)
+        silence = max(0.0, self.settings.heartbeat_timeout - waited)
         log.warning("%s", waiting_line(self.member.agreement.store, missing, hang, silence))
 
     def _on_monitor_lost(self) -> None:

@@ -21,10 +21,9 @@ import re
 from typing import TYPE_CHECKING
 
 from ..exception import StoreError
-from ..protocol import keys
-from ..protocol.agreement import Agreement
+from ..protocol import Agreement, keys
 from ..protocol.operations import read
-from ..protocol.records import DONE, FAULT
+from ..protocol.records import DONE, FAULT, RETURNS
 from ..state import State
 from ..store import Head, Member, View
 from .history import LONGEST_LOOK, History, Violation, names
@@ -166,8 +165,8 @@ class Invariants:
             for member in self._agreement.iterations.joins_of(n):
                 history.joined_at.setdefault((n, member), now)
         elif kind == "dead":
-            for member, returns in self._agreement.ends.announced_deaths_of(n).items():
-                if returns:
+            for member, marks in self._agreement.ends.marked_deaths_of(n).items():
+                if RETURNS in marks:
                     history.returns_at.setdefault((n, member), now)
 
     def _hear(self, match: re.Match[str], step: Step) -> None:

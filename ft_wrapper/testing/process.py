@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..attribution import Interruption
 from ..exception import InternalError, RestartError
-from ..protocol import keys
-from ..protocol.agreement import Agreement
+from ..protocol import Agreement, keys
 from ..protocol.deaths import report_death
 from ..protocol.heart import HeartBeat
 from ..protocol.housekeeping import note_wanted
+from ..protocol.records import MemberRecord
 from ..rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
 from ..restart.loop import (
     Action,
@@ -212,7 +212,7 @@ class SimulatedProcess:
         for call in range(scenario.calls):
             job = SimulatedJob(agreement, self.slot, list(range(scenario.members)), scenario.limits, call)
             job.process, self._job = self, job
-            job.host, job.pid = "host", self.slot  # every run is the same, in whatever process it is made
+            job.record = MemberRecord("host", self.slot)  # every run is the same, in any process
             job.on_member = self._on_member
             self.called_at, self.away = simulation.scheduler.now(), False
             if last is None:

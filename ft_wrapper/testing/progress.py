@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..exception import TimeoutError
-from ..protocol import keys
-from ..protocol.agreement import Agreement
+from ..protocol import Agreement, keys
 from ..protocol.records import DONE, FAULT
 from ..store import Decision, Head, Member
 from .history import LONGEST_LOOK, SLACK, History, Violation, names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..protocol.membership import Membership
 from ..protocol.records import Member
@@ -22,7 +22,11 @@ class SimulatedJob(Membership):
         """Always the same: what is in the store depends on the seed alone."""
         return 0.0
 
-    def _say_who_is_missing(self, missing: Sequence[Member], waited: float) -> None:
+    def __init__(self, *how: Any, **more: Any) -> None:
+        super().__init__(*how, **more)
+        self.on_missing = self._look_for
+
+    def _look_for(self, missing: Sequence[Member], _: float) -> None:
         waiting_line(self.agreement.store, missing, 0.0, 0.0)  # it reads where they run
 
     def publish(self, rank: int | None, error: BaseException) -> None:

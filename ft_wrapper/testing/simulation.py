@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ..attribution import Interruption
 from ..exception import StoreError
-from ..protocol.agreement import Agreement
+from ..protocol import Agreement
 from ..protocol.deaths import holders, report_lost
 from ..protocol.neighbours import NeighbourWatch
 from ..rank_assignment import (
@@ -432,7 +432,7 @@ class Simulation:
             agreement = self.agreement(name, process.slot)
             for _ in range(LOOPS):
                 self.scheduler.sleep(seconds)
-                agreement.joining.register(process.slot, "{}")
+                agreement.joining.register(process.slot)
 
         self.scheduler.spawn(name, again)
         self.crash(process, host=True)

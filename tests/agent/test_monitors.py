@@ -29,10 +29,10 @@ from ft_wrapper.monitor import rank_monitor
 from ft_wrapper.monitor import service as module
 from ft_wrapper.monitor.line import VERSION, receive
 from ft_wrapper.monitor.service import MonitorService
-from ft_wrapper.protocol import keys
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.deaths import report_death
 from ft_wrapper.protocol.keys import BEFORE_FIRST
+from ft_wrapper.protocol.records import MemberRecord
 from ft_wrapper.store import Member, TCPStore, TCPStoreServer, View
 
 
@@ -85,7 +85,7 @@ def start(monitors: MonitorService, store: TCPStore) -> Iterator[Start]:
 
 def join(rank: Rank, store: TCPStore, slot: int) -> Member:
     """Has a rank begin a call and say who it is, in a job that nobody else is in."""
-    member = Agreement(store).joining.register(slot, "{}")
+    member = Agreement(store).joining.register(slot)
     assert rank.tell("begin")
     rank.tell("join", member.slot, member.incarnation)
     return member
@@ -171,7 +171,7 @@ def join_with_heart(rank: Rank, store: TCPStore, slot: int) -> tuple[Member, str
     """Has a rank begin a call and say who it is; the name of its heart."""
     assert rank.tell("begin")
     heart: str = rank.tell("heart")
-    member = Agreement(store).joining.register(slot, json.dumps({"heart": heart}))
+    member = Agreement(store).joining.register(slot, MemberRecord(heart=heart))
     rank.tell("join", member.slot, member.incarnation)
     return member, heart
 
@@ -249,10 +249,7 @@ def in_a_call(rank: Rank, store: TCPStore, begin: str, log: Path) -> tuple[View,
     assert rank.tell(begin, *([str(log)] if begin != "begin" else []))
     heart = rank.tell("heart")
     assert (heart is None) == (begin != "begin")
-    members = [
-        Agreement(store).joining.register(slot, json.dumps({"heart": heart} if heart else {}))
-        for slot in (0, 1)
-    ]
+    members = [Agreement(store).joining.register(slot, MemberRecord(heart=heart or None)) for slot in (0, 1)]
     for member in members:
         Agreement(store).joining.join_first(member, [0, 1])
     current = Agreement(store).iterations.read_current()

@@ -50,7 +50,7 @@ def test_the_others_wait_for_a_replacement(tmp_path: Path) -> None:
         """
         import os, signal, time
         from ft_wrapper import CallWrapper, Wrapper
-        from ft_wrapper.protocol.agreement import Agreement
+        from ft_wrapper.protocol import Agreement
         from ft_wrapper.store import TCPStore
 
         @Wrapper(use_global_iteration=True, rejoin_wait=60, min_world_size=1)

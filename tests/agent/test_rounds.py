@@ -12,7 +12,7 @@ from ft_wrapper.agent.classic_nodes import exchange
 from ft_wrapper.agent.ft_nodes import round_of, what_follows
 from ft_wrapper.agent.nodes import Inbox, News, What
 from ft_wrapper.agent.process import Job
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.deaths import holders
 from ft_wrapper.protocol.records import FAULT
 from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete, fold, remove
@@ -128,10 +128,10 @@ def test_news_of_another_round_do_not_count() -> None:
 def test_exactly_those_are_declared_dead_that_held_the_slots() -> None:
     server = TCPStoreServer()
     store = TCPStore("127.0.0.1", server.port)
-    old = [Agreement(store).joining.register(slot, "{}") for slot in (0, 1)]
+    old = [Agreement(store).joining.register(slot) for slot in (0, 1)]
     dead = holders(Agreement(store), range(3))
     assert dead == old, "nobody has held slot 2"
-    Agreement(store).joining.register(1, "{}")  # a new one, started by whoever got the seat
+    Agreement(store).joining.register(1)  # a new one, started by whoever got the seat
     for thread in log_deaths(store, dead, "its node was lost", return_=False):
         thread.join(TIMEOUT)
         assert not thread.is_alive()
@@ -144,7 +144,7 @@ def test_exactly_those_are_declared_dead_that_held_the_slots() -> None:
 def test_the_loss_of_a_node_of_spares_ends_nothing() -> None:
     server = TCPStoreServer()
     store = TCPStore("127.0.0.1", server.port)
-    active, spare, _ = members = [Agreement(store).joining.register(slot, "{}") for slot in range(3)]
+    active, spare, _ = members = [Agreement(store).joining.register(slot) for slot in range(3)]
     for member in members:
         Agreement(store).joining.join_first(member, range(3))
     current = Agreement(store).iterations.read_current()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 import time
 from collections import Counter
@@ -14,10 +13,10 @@ import pytest
 from counted import CountedStore
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.protocol import keys
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.heart import Heart, HeartBeat
 from ft_wrapper.protocol.operations import Beat, Step
+from ft_wrapper.protocol.records import MemberRecord
 from ft_wrapper.settings import Limits
 from ft_wrapper.store import Member, StoreMixin, View
 from ft_wrapper.testing import FakeStore
@@ -54,7 +53,7 @@ def formed(store: StoreMixin, number: int, heart: Callable[[int], str | None] = 
     for slot in range(number):
         name = heart(slot)
         Agreement(store).joining.join_first(
-            Agreement(store).joining.register(slot, json.dumps({"heart": name} if name else {})),
+            Agreement(store).joining.register(slot, MemberRecord(heart=name or None)),
             range(number),
         )
     current = Agreement(store).iterations.read_current()
@@ -266,7 +265,7 @@ def test_a_heart_does_not_try_to_reconnect_for_as_long_as_others_take_to_miss_it
     store = Store()
     heart = Heart(lambda: store, Member(0, 0), SETTINGS)
     try:
-        heart.add(Stub(Agreement(store).joining.register(0, "{}")))
+        heart.add(Stub(Agreement(store).joining.register(0)))
         assert told.wait(TIMEOUT)
     finally:
         heart.close()

@@ -14,7 +14,7 @@ from counted import CountedStore
 
 from ft_wrapper.exception import StoreError, StoreUnavailable
 from ft_wrapper.monitor.rank_monitor import RankMonitor
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.heart import Heart
 from ft_wrapper.protocol.keys import BEFORE_FIRST
 from ft_wrapper.protocol.operations import Beat, Step
@@ -106,7 +106,7 @@ def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings:
     number = 64
     store = Leaving()
     for slot in range(number):
-        Agreement(store).joining.join_first(Agreement(store).joining.register(slot, "{}"), range(number))
+        Agreement(store).joining.join_first(Agreement(store).joining.register(slot), range(number))
     Agreement(store).ends.say_goodbye(Member(number - 1, 0))
     requests = store.requests()
     heart = Heart(lambda: store, MEMBER, dataclasses.replace(settings, heartbeat_interval=5.0))

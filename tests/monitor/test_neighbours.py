@@ -12,8 +12,7 @@ import pytest
 from counted import CountedStore
 from torch.distributed import DistStoreError
 
-from ft_wrapper.protocol import keys
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.neighbours import NeighbourWatch, Sight
 from ft_wrapper.protocol.operations import Delete, read
 from ft_wrapper.store import Member, View
@@ -55,7 +54,7 @@ def assign(store: FakeStore, n: int, *active_ranks: int | None) -> None:
 def formed(store: FakeStore, number: int) -> View:
     """A job that has just formed."""
     for slot in range(number):
-        Agreement(store).joining.join_first(Agreement(store).joining.register(slot, "{}"), range(number))
+        Agreement(store).joining.join_first(Agreement(store).joining.register(slot), range(number))
     current = Agreement(store).iterations.read_current()
     assert current is not None
     return current[0]
@@ -197,7 +196,7 @@ def test_a_rank_whose_heart_is_mute_costs_a_restart_for_each_timeout_and_not_for
     seconds = 10 * int(TIMEOUT)
     for _ in range(seconds):
         for member in (MEMBERS[0], MEMBERS[2]):
-            Agreement(store).heartbeats.send_heartbeat(member)
+            Agreement(store).heartbeats.beat_heart(member)
         watch.look(view)
         store.clock.advance(1.0)
         if Agreement(store).ends.outcome_of(view.n) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-LOGS = "protocol/logs.py"
+LOGS = "protocol/records.py"
 ITERATION = "protocol/global_iteration.py"
 INTERRUPTION = "protocol/evidence.py"
 JOINING = "protocol/joining.py"
@@ -182,15 +182,15 @@ MUTANTS = [
     _job(
         "joins-for-the-call-that-is-over",
         ITERATION,
-        "joining = joins_in(n, joins, _call_after(view, outcome))",
-        "joining = joins_in(n, joins, view.call)",
+        "joining = records.joins_in(n, joins, _call_after(view, outcome))",
+        "joining = records.joins_in(n, joins, view.call)",
         "who comes for the next call is let in after this one is done",
     ),
     _job(
         "joins-for-any-call",
         ITERATION,
-        "joining = joins_in(n, joins, _call_after(view, outcome))",
-        "joining = joins_in(n, joins, None)",
+        "joining = records.joins_in(n, joins, _call_after(view, outcome))",
+        "joining = records.joins_in(n, joins, None)",
         "who comes for a call is not let into another one",
     ),
     _job(
@@ -235,8 +235,8 @@ MUTANTS = [
     _job(
         "arrival-counted-elsewhere",
         ITERATION,
-        "gone = append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))",
-        "gone = append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n + 1))",
+        "gone = operations.append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))",
+        "gone = operations.append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n + 1))",
         "arrivals and deaths of one iteration are counted together",
     ),
     _job(
@@ -348,15 +348,15 @@ MUTANTS = [
     _job(
         "announcement-is-forgotten",
         LOGS,
-        "deaths[member] = mark == RETURNS or deaths.get(member, False)",
-        "deaths[member] = False",
+        "deaths.setdefault(Member.parse(name, key), set()).add(mark)",
+        'deaths.setdefault(Member.parse(name, key), set()).add("")',
         "a replacement that was announced is known to be on its way",
     ),
     _job(
         "announcement-is-taken-back",
         LOGS,
-        "deaths[member] = mark == RETURNS or deaths.get(member, False)",
-        "deaths[member] = mark == RETURNS",
+        "deaths.setdefault(Member.parse(name, key), set()).add(mark)",
+        "deaths[Member.parse(name, key)] = {mark}",
         "of two who report a death one may know that a replacement comes",
     ),
     _job(
@@ -682,7 +682,7 @@ MUTANTS = [
     _job(
         "spare-once-anybody-has-entered",
         ENTERING,
-        "return sizes is None or len(taken) < logs.active_in(n, sizes)",
+        "return sizes is None or len(taken) < records.active_in(n, sizes)",
         "return sizes is None",
         "a spare is known once others have all of the active ranks",
     ),

@@ -10,8 +10,7 @@ from unittest import mock
 
 from exhaustive.states import StateScheduler
 
-from ft_wrapper.protocol import joining, keys
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, joining, keys
 from ft_wrapper.protocol.evidence import Ends, Heartbeats
 from ft_wrapper.protocol.global_iteration import GlobalIteration, Proposed
 from ft_wrapper.protocol.joining import Joining
@@ -215,7 +214,7 @@ class LocalNumber(GlobalIteration):
             return following
         after = dataclasses.replace(view, n=view.n + 1)
         size = len(view.members)
-        return after, Decision(view.call, after.n, view.first, (), (), (), (), (), size)
+        return after, Decision(view.call, after.n, view.first, (), (), (), (), (), size, 1)
 
 
 # Decisions written from empty, old ones deleted

@@ -10,8 +10,7 @@ import pytest
 from ranks import Simulated, Threads
 
 from ft_wrapper.exception import InternalError, RankShouldRestart, StoreError, TimeoutError
-from ft_wrapper.protocol import keys
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.entering import compute_once
 from ft_wrapper.protocol.operations import Append
 from ft_wrapper.protocol.records import DONE, FAULT, roster_from_json
@@ -244,7 +243,7 @@ def test_who_looks_once_all_is_done_still_gets_what_was_there_for_it(step: int, 
 
 def join(slot: int, slots: range, timeout: float = 10.0) -> Callable[[StoreMixin], Any]:
     def task(store: StoreMixin) -> Any:
-        member = Agreement(store).joining.register(slot, "{}")
+        member = Agreement(store).joining.register(slot)
         Agreement(store).joining.join_first(member, slots)
         return outcome(lambda: Agreement(store).joining.await_first(member, slots, timeout))
 
@@ -267,11 +266,11 @@ def test_formation_names_the_missing_ranks(run: Run) -> None:
 
 
 def test_dead_rank_is_missing_from_the_formation(store: StoreMixin) -> None:
-    dead = Agreement(store).joining.register(1, "{}")
+    dead = Agreement(store).joining.register(1)
     Agreement(store).joining.join_first(dead, range(2))
     Agreement(store).ends.log_death(keys.BEFORE_FIRST, dead, None, ends=False)
     assert not Agreement(store).joining.form(frozenset(range(2)))
-    alive = Agreement(store).joining.register(0, "{}")
+    alive = Agreement(store).joining.register(0)
     Agreement(store).joining.join_first(alive, range(2))
     assert Agreement(store).iterations.read_head() is None
     error = outcome(lambda: Agreement(store).joining.await_first(alive, range(2), 0.0))
@@ -280,8 +279,8 @@ def test_dead_rank_is_missing_from_the_formation(store: StoreMixin) -> None:
 
 def test_slot_started_twice_joins_with_its_last_incarnation(store: StoreMixin) -> None:
     for _ in range(2):
-        Agreement(store).joining.join_first(Agreement(store).joining.register(0, "{}"), range(2))
-    Agreement(store).joining.join_first(Agreement(store).joining.register(1, "{}"), range(2))
+        Agreement(store).joining.join_first(Agreement(store).joining.register(0), range(2))
+    Agreement(store).joining.join_first(Agreement(store).joining.register(1), range(2))
     head = Agreement(store).iterations.read_head()
     assert head is not None
     assert Agreement(store).iterations.read_view(head).members == (Member(0, 1), Member(1, 0))
@@ -334,7 +333,7 @@ def test_errors_name_the_key_they_read(store: StoreMixin) -> None:
 def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
     """The reporter logs the death, finds that the member has not arrived, and leaves it at that."""
     store = FakeStore(client="proposer")
-    members = [Agreement(store).joining.register(slot, "{}") for slot in range(2)]
+    members = [Agreement(store).joining.register(slot) for slot in range(2)]
     for member in members:
         Agreement(store).joining.join_first(member, range(2))
     first = Agreement(store).joining.await_first(members[0], range(2), 1.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from store_helpers import Background
 
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement
 from ft_wrapper.store import Decision, Member, StoreMixin, View
 from ft_wrapper.testing import Clock, FakeStore
 from ft_wrapper.testing.clock import Waiter
@@ -78,7 +78,7 @@ def formed(slots: Sequence[int]) -> tuple[FakeStore, View, list[Member]]:
 
 def formed_in(store: StoreMixin, slots: Sequence[int]) -> tuple[View, list[Member]]:
     """The same in a given store."""
-    members = [Agreement(store).joining.register(slot, "{}") for slot in slots]
+    members = [Agreement(store).joining.register(slot) for slot in slots]
     for member in members:
         Agreement(store).joining.join_first(member, slots)
     current = Agreement(store).iterations.read_current()

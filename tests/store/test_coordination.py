@@ -17,8 +17,7 @@ from store_kinds import REAL, real_store
 from torch.distributed import DistNetworkError
 
 from ft_wrapper.exception import RestartError, StoreError, TimeoutError
-from ft_wrapper.protocol import keys
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.records import DONE, FAULT
 from ft_wrapper.store import Member, PrefixStore, StoreMixin
 from ft_wrapper.testing import FakeStore, Scheduler, Task
@@ -262,7 +261,7 @@ def test_ready_once_decided() -> None:
         return str(caught.value)
 
     rank_2 = store.clone("rank 2")
-    Agreement(rank_2).joining.join_first(Agreement(rank_2).joining.register(2, "{}"), range(WORLD_SIZE))
+    Agreement(rank_2).joining.join_first(Agreement(rank_2).joining.register(2), range(WORLD_SIZE))
     task = scheduler.spawn("waits", wait)
     scheduler.run()
     assert "iteration 0 was not decided" in task.result and "only the ranks [2] have joined" in task.result
@@ -612,7 +611,7 @@ def test_restarting_coordinator_keeps_no_dead_one_alive() -> None:
     job.pass_time(15, alive=[1, 2, 3])
     for _ in range(4):
         process = job.store.clone()
-        Agreement(process).heartbeats.send_heartbeat(Agreement(process).joining.register(0, "{}"))
+        Agreement(process).heartbeats.beat_heart(Agreement(process).joining.register(0))
         job.pass_time(5, alive=[1, 2, 3])
     assert not job.clients[1].is_coordinator_alive()
     assert job.elect(1) == 1

@@ -6,8 +6,7 @@ import pytest
 from store_jobs import formed
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.protocol import keys
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.operations import Append
 from ft_wrapper.protocol.records import SameFault
 from ft_wrapper.store import Decision, Member, View

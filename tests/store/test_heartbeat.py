@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from torch.distributed import DistStoreError
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.protocol import keys
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, keys
+from ft_wrapper.protocol.records import MemberRecord
 from ft_wrapper.store import EtcdStore, HeartbeatObserver, Member, StoreMixin
 from ft_wrapper.testing import Clock, FakeStore
 
@@ -41,7 +39,7 @@ def test_a_counter_that_stands_still_for_the_timeout_is_silence(
         assert not observer.silent([])
     clock.advance(1.0)
     assert observer.silent([MEMBER]) == {MEMBER}
-    Agreement(job_store).heartbeats.send_heartbeat(MEMBER)
+    Agreement(job_store).heartbeats.beat_heart(MEMBER)
     assert not observer.silent([MEMBER])
 
 
@@ -53,7 +51,7 @@ def test_a_pause_of_the_observer_silences_nobody(
     """As when all were stopped together: who is heard a moment later has not been silent."""
     clock.advance(1000.0)
     assert not observer.silent([MEMBER])
-    Agreement(job_store).heartbeats.send_heartbeat(MEMBER)
+    Agreement(job_store).heartbeats.beat_heart(MEMBER)
     assert observer.stillness(MEMBER) == 0.0
     clock.advance(1000.0)
     assert not observer.silent([MEMBER])
@@ -64,8 +62,8 @@ def test_a_pause_of_the_observer_silences_nobody(
 def test_members_that_share_a_heart_are_heard_and_silent_together(
     job_store: StoreMixin, clock: Clock
 ) -> None:
-    pair = [Agreement(job_store).joining.register(slot, json.dumps({"heart": "ours"})) for slot in (5, 6)]
-    alone = Agreement(job_store).joining.register(7, "{}")
+    pair = [Agreement(job_store).joining.register(slot, MemberRecord(heart="ours")) for slot in (5, 6)]
+    alone = Agreement(job_store).joining.register(7)
     assert [Agreement(job_store).heartbeats.heart_of(member) for member in (*pair, alone)] == [
         "ours",
         "ours",

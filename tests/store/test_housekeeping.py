@@ -9,8 +9,7 @@ import pytest
 from store_jobs import formed_in, go_on
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.protocol import keys
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.housekeeping import (
     SETTLES_AFTER,
     SLICE,
@@ -153,10 +152,10 @@ def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin)
     store = job_store
     view, members = formed_in(store, [0, 1])
     Agreement(store).joining.agree_on_terms(0, {})
-    newer = Agreement(store).joining.register(1, "{}")
-    assert Agreement(store).joining.register(1, "{}") == Member(1, 2)
+    newer = Agreement(store).joining.register(1)
+    assert Agreement(store).joining.register(1) == Member(1, 2)
     for _ in range(3):
-        Agreement(store).joining.register(2, "{}")
+        Agreement(store).joining.register(2)
     Agreement(store).ends.say_goodbye(newer)
     assert delete_past(store, dataclasses.replace(view, n=view.n - 1)) == 0  # by one who is out
     delete_past(store, view)

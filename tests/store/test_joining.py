@@ -10,8 +10,7 @@ import pytest
 from store_jobs import Script, formed, formed_in, go_on, meanwhile
 
 from ft_wrapper.exception import StoreError, TimeoutError
-from ft_wrapper.protocol import keys
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.housekeeping import delete_past
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.protocol.records import DONE, FAULT, Decision
@@ -61,7 +60,7 @@ def ends(store: FakeStore, n: int) -> list[float]:
 
 def test_who_comes_now_ends_the_iteration_after_the_window() -> None:
     store, view, members = formed([0, 1])
-    newcomer = Agreement(store).joining.register(2, "{}")
+    newcomer = Agreement(store).joining.register(2)
     ended = ends(store, 0)
     at(store, 1.5, lambda: go_on(store, view, members))
     entry, entered, decision = Agreement(store).joining.await_entry(newcomer, 0, *TERMS)
@@ -76,7 +75,7 @@ def test_who_comes_degraded_ends_it_only_if_ranks_lack(active: int, lacks: bool)
     store.set(keys.world(0), f"3 {active}")
     ended = ends(store, 0)
     at(store, 50.0, lambda: go_on(store, view, members))
-    newcomer = Agreement(store).joining.register(3, "{}")
+    newcomer = Agreement(store).joining.register(3)
     assert (
         Agreement(store).joining.await_entry(newcomer, 0, *terms("degraded", 1.0, 1e6, 60.0))[0] is Entry.IN
     )
@@ -87,7 +86,7 @@ def test_the_window_grows_in_a_crash_loop() -> None:
     store, view, members = formed([0, 1])
     for _ in range(4):
         view, _ = go_on(store, view, members)
-    newcomer = Agreement(store).joining.register(2, "{}")
+    newcomer = Agreement(store).joining.register(2)
     ended = ends(store, 4)
     at(store, 50.0, lambda: go_on(store, view, members))
     Agreement(store).joining.await_entry(newcomer, 0, *terms("now", 1.0, 1e6, 60.0))
@@ -96,7 +95,7 @@ def test_the_window_grows_in_a_crash_loop() -> None:
 
 def test_a_joiner_takes_its_predecessors_place_at_once_and_ends_the_iteration(job_store: StoreMixin) -> None:
     view, members = formed_in(job_store, [0, 1])
-    newer = Agreement(job_store).joining.register(0, "{}")
+    newer = Agreement(job_store).joining.register(0)
 
     def look(store: StoreMixin) -> None:
         assert Agreement(store).ends.deaths_of(0) == {members[0]}
@@ -117,8 +116,8 @@ def test_a_joiner_takes_its_predecessors_place_at_once_and_ends_the_iteration(jo
 def test_an_older_process_of_the_slot_is_told(job_store: StoreMixin) -> None:
     formed_in(job_store, [0, 1])
     older, newer = (
-        Agreement(job_store).joining.register(2, "{}"),
-        Agreement(job_store).joining.register(2, "{}"),
+        Agreement(job_store).joining.register(2),
+        Agreement(job_store).joining.register(2),
     )
     assert Agreement(job_store).joining.await_entry(older, 0, *TERMS)[0] is Entry.TAKEN_OVER
     assert Agreement(job_store).joining.newest_of(2) == newer
@@ -127,7 +126,7 @@ def test_an_older_process_of_the_slot_is_told(job_store: StoreMixin) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_a_completed_call_lets_nobody_in(job_store: StoreMixin, late: bool) -> None:
     view, members = formed_in(job_store, [0, 1])
-    newcomer = Agreement(job_store).joining.register(2, "{}")
+    newcomer = Agreement(job_store).joining.register(2)
     if late:
         go_on(job_store, view, members, outcome="done")
         assert Agreement(job_store).joining.await_entry(newcomer, 0, *TERMS)[0] is Entry.DONE
@@ -146,7 +145,7 @@ def test_a_completed_call_lets_nobody_in(job_store: StoreMixin, late: bool) -> N
 def test_who_comes_for_the_next_call_is_in_it(job_store: StoreMixin) -> None:
     view, members = formed_in(job_store, [0, 1])
     Agreement(job_store).ends.end_iteration(0, "done")
-    newcomer = Agreement(job_store).joining.register(2, "{}")
+    newcomer = Agreement(job_store).joining.register(2)
     with meanwhile(job_store, keys.join(0), lambda store: go_on(store, view, members, outcome="done")):
         entry, current, decision = Agreement(job_store).joining.await_entry(newcomer, 1, *TERMS)
     assert (entry, decision.joined) == (Entry.IN, (newcomer,))
@@ -160,14 +159,14 @@ def test_a_member_that_is_heard_may_take_its_time_between_calls(
     store, view, members = formed([0, 1])
     Agreement(store).ends.end_iteration(0, "done")
     for second in range(700):
-        at(store, second, lambda: Agreement(store).heartbeats.send_heartbeat(members[1]))
+        at(store, second, lambda: Agreement(store).heartbeats.beat_heart(members[1]))
     at(store, 600.0, lambda: Agreement(store).iterations.arrive(view, members[1], 1, 2))
     if waits == "member":
         step = await_next(store, view, members[0], timeout=60.0)
         assert step is not None and step[0].members == tuple(members)
     else:
         Agreement(store).ends.log_death(0, members[0], None, ends=False)
-        newcomer = Agreement(store).joining.register(0, "{}")
+        newcomer = Agreement(store).joining.register(0)
         entry, entered, _ = Agreement(store).joining.await_entry(newcomer, 1, *TERMS)
         assert (entry, entered.members) == (Entry.IN, (newcomer, members[1]))
     assert 600.0 <= store.now() < 620.0
@@ -218,7 +217,7 @@ def test_a_member_that_falls_silent_between_calls_is_gone_on_without(heard_for: 
     store, view, members = formed([0, 1])
     Agreement(store).ends.end_iteration(0, "done")
     for second in range(heard_for):
-        at(store, second, lambda: Agreement(store).heartbeats.send_heartbeat(members[1]))
+        at(store, second, lambda: Agreement(store).heartbeats.beat_heart(members[1]))
     step = await_next(store, view, members[0], timeout=60.0)
     assert step is not None and step[0].members == (members[0],)
     assert heard_for + 10.0 <= store.now() < heard_for + 30.0  # heartbeat_timeout, and the next looks
@@ -231,7 +230,7 @@ def await_next(store: StoreMixin, view: View, member: Member, **how: Any) -> Any
 
 def test_who_was_passed_over_needs_a_new_incarnation() -> None:
     store, view, members = formed([0, 1])
-    newcomer = Agreement(store).joining.register(2, "{}")
+    newcomer = Agreement(store).joining.register(2)
 
     def two_decisions() -> None:
         # It sleeps meanwhile; in the first one it is in, and is found dead.
@@ -250,7 +249,7 @@ def test_a_job_whose_members_all_died_goes_on_with_those_who_come_back(job_store
     _, members = formed_in(job_store, [0, 1])
     for member in members:
         Agreement(job_store).ends.log_death(0, member, None, ends=True)
-    back = [Agreement(job_store).joining.register(slot, "{}") for slot in (0, 1)]
+    back = [Agreement(job_store).joining.register(slot) for slot in (0, 1)]
     degraded = terms("degraded", 30.0, 1e6, 60.0)
     entries = []
     with meanwhile(
@@ -269,7 +268,7 @@ def test_who_comes_back_alone_waits_for_the_others_and_goes_on_then() -> None:
     store, _, members = formed([0, 1])
     for member in members:
         Agreement(store).ends.log_death(0, member, None, ends=True)
-    back = Agreement(store).joining.register(0, "{}")
+    back = Agreement(store).joining.register(0)
     entry, view, _ = Agreement(store).joining.await_entry(back, 0, *terms("degraded", 5.0, 1e6, 60.0))
     assert (entry, view.members) == (Entry.IN, (back,))
     assert store.now() >= 5.0
@@ -280,11 +279,11 @@ def test_members_that_fell_silent_all_together_are_given_up_by_who_wants_in(beat
     store, view, members = formed([0, 1, 2])
     Agreement(store).ends.log_death(0, members[1], None, ends=False)  # a spare
     Agreement(store).iterations.count_death(view)
-    newcomer = Agreement(store).joining.register(3, "{}")
+    newcomer = Agreement(store).joining.register(3)
     ended = ends(store, 0)
     if beats:
         for second in range(100):
-            at(store, second, lambda: Agreement(store).heartbeats.send_heartbeat(members[2]))
+            at(store, second, lambda: Agreement(store).heartbeats.beat_heart(members[2]))
         at(store, 80.0, lambda: go_on(store, view, [members[0], members[2]]))
     entry, view, _ = Agreement(store).joining.await_entry(newcomer, 0, *terms("next", 1.0, 10.0, 100.0))
     assert entry is Entry.IN
@@ -306,7 +305,7 @@ def dies_and_returns(store: StoreMixin) -> tuple[View, list[Member]]:
 
 def test_a_restart_waits_for_an_announced_replacement(job_store: StoreMixin) -> None:
     view, members = dies_and_returns(job_store)
-    back = Agreement(job_store).joining.register(1, "{}")
+    back = Agreement(job_store).joining.register(1)
     with meanwhile(
         job_store, keys.arrived(0), lambda store: Agreement(store).joining.await_entry(back, 0, *TERMS)
     ):
@@ -319,7 +318,7 @@ def test_a_restart_waits_for_an_announced_replacement(job_store: StoreMixin) -> 
 def test_a_restart_does_not_wait_for_long_for_an_announced_replacement() -> None:
     store = FakeStore(Script())
     view, members = dies_and_returns(store)
-    Agreement(store).joining.register(1, "{}")
+    Agreement(store).joining.register(1)
     step = await_next(store, view, members[0], timeout=100.0, rejoin_wait=2.0)
     assert step is not None and step[0].members == (members[0],)
     assert store.now() == 2.0
@@ -349,7 +348,7 @@ def test_another_version_is_refused(job_store: StoreMixin) -> None:
     job_store.set(keys.VERSION, "0")
     before = job_store.list_keys()
     with pytest.raises(StoreError, match="version 0 of the keys, this process version 1"):
-        Agreement(job_store).joining.register(0, "{}")
+        Agreement(job_store).joining.register(0)
     assert job_store.list_keys() == before
 
 
@@ -475,7 +474,7 @@ def test_one_that_gives_up_tells_the_others_until_they_go_on_without_it(
         # It has asked to be let in. A proposal is under way that has read the deaths, and not yet decided.
         Agreement(store).iterations.ask_to_join(0, job.member, 0)
         Agreement(store).ends.end_iteration(0, FAULT)
-        decision = Decision(0, 1, 0, (), (), (job.member,), (2,), (2,), 3)
+        decision = Decision(0, 1, 0, (), (), (job.member,), (2,), (2,), 3, 1)
         at(
             store,
             5.0,
@@ -505,7 +504,7 @@ def test_a_few_look_for_all_whether_a_job_can_form(slot: int, looks_for_others: 
         if args and keys.join(keys.BEFORE_FIRST) in args[0] and operation != "append":
             reads.append(store.now())
 
-    member = Agreement(store).joining.register(slot, "{}")
+    member = Agreement(store).joining.register(slot)
     Agreement(store).joining.join_first(member, range(64))
     store.on_operation(note)
     with pytest.raises(TimeoutError, match="are missing"):
@@ -515,7 +514,7 @@ def test_a_few_look_for_all_whether_a_job_can_form(slot: int, looks_for_others: 
 
 def test_nobody_forms_a_job_with_those_who_gave_up(job_store: StoreMixin) -> None:
     store = job_store
-    early, late = (Agreement(store).joining.register(slot, "{}") for slot in (0, 1))
+    early, late = (Agreement(store).joining.register(slot) for slot in (0, 1))
     Agreement(store).joining.join_first(early, [0, 1])
     Agreement(store).ends.give_up(keys.BEFORE_FIRST, early)
     Agreement(store).joining.join_first(late, [0, 1])
@@ -526,7 +525,7 @@ def test_nobody_forms_a_job_with_those_who_gave_up(job_store: StoreMixin) -> Non
 
 def test_who_gave_up_is_not_the_reason_for_it(job_store: StoreMixin) -> None:
     store = job_store
-    for member in [Agreement(store).joining.register(slot, "{}") for slot in (0, 2)]:
+    for member in [Agreement(store).joining.register(slot) for slot in (0, 2)]:
         Agreement(store).joining.join_first(member, [0, 1, 2])
     Agreement(store).ends.give_up(keys.BEFORE_FIRST, Member(0, 0))
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of 3 are missing"):
@@ -537,7 +536,7 @@ def test_a_slot_that_is_not_expected_takes_no_expected_ones_place(
     job_store: StoreMixin,
 ) -> None:
     store = job_store
-    stranger, early, late = (Agreement(store).joining.register(slot, "{}") for slot in (7, 0, 1))
+    stranger, early, late = (Agreement(store).joining.register(slot) for slot in (7, 0, 1))
     Agreement(store).iterations.ask_to_join(keys.BEFORE_FIRST, stranger, 0)
     Agreement(store).joining.join_first(early, [0, 1])
     assert not Agreement(store).joining.form(frozenset([0, 1])), "slot 1 is not there yet"

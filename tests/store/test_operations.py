@@ -11,7 +11,7 @@ import torch.distributed
 from store_helpers import Background
 from torch.distributed import DistStoreError
 
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.operations import Append, read, read_log
 from ft_wrapper.store import FileStore, PrefixStore, StoreMixin
 from ft_wrapper.testing import FakeStore
@@ -185,7 +185,7 @@ def test_protocol_on_every_store(store: StoreMixin) -> None:
     first, second = store, store.clone()
 
     def live(client: StoreMixin, slot: int) -> tuple[int, int]:
-        member = Agreement(client).joining.register(slot, "{}")
+        member = Agreement(client).joining.register(slot)
         Agreement(client).joining.join_first(member, range(2))
         first = Agreement(client).joining.await_first(member, range(2), 20.0)
         assert first is not None

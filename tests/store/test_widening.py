@@ -20,7 +20,7 @@ def widened(
     ranks = {Member(slot, 0): rank for slot, rank in {**kept, **removed}.items() if rank is not None}
     world = widen(size, ranks, stay, gone, new)
     decision = Decision(
-        0, 1, 0, tuple(gone), world.gaps, tuple(new), world.joined_ranks, world.inserted, world.size
+        0, 1, 0, tuple(gone), world.gaps, tuple(new), world.joined_ranks, world.inserted, world.size, 1
     )
     places = [-1] * world.size
     for slot, rank in kept.items():

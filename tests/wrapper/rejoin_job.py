@@ -16,8 +16,7 @@ from rank_harness import SETTINGS, TIMEOUT, Job, Process, Rank
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.initialize import Initialize
-from ft_wrapper.protocol import keys
-from ft_wrapper.protocol.agreement import Agreement
+from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.global_iteration import GlobalIteration
 from ft_wrapper.store import Member, StoreMixin, View
 
