@@ -22,7 +22,7 @@ from scale_wire import Connection, Event, Loop, Threading, WireStore
 from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.protocol import Agreement, joining, neighbours
 from ft_wrapper.protocol.evidence import Ends
-from ft_wrapper.protocol.housekeeping import note_wanted
+from ft_wrapper.protocol.heart import note_wanted
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.settings import Limits
 from ft_wrapper.store import Decision, Member, TCPStoreServer, View

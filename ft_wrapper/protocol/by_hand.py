@@ -34,12 +34,7 @@ SILENT_AFTER = Limits.heartbeat_timeout
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Whom a client acts for.
-
-    Args:
-        member: the process that it belongs to.
-        view: the iteration that this is in.
-    """
+    """Whom a client acts for: the process that it belongs to, and the iteration that this is in."""
 
     member: Member
     view: View
@@ -428,13 +423,11 @@ class ByHand(Operations):
     def _withdraw(self, member: Member) -> None:
         ends, iterations = self._agreement.ends, self._agreement.iterations
         current = iterations.read_current()
-        if current is None:
-            ends.give_up(keys.BEFORE_FIRST, member)
-        elif member not in current[0].members:
-            ends.give_up(current[0].n, member)
-        else:
+        if current is not None and member in current[0].members:
             ends.log_death(current[0].n, member, None, ends=True)
             iterations.count_death(current[0])
+        else:
+            ends.give_up(keys.BEFORE_FIRST if current is None else current[0].n, member)
 
     def _still_in(self, place: Place) -> int:
         current = self._agreement.iterations.read_current()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ..attribution import Interruption
 from . import Agreement, keys
@@ -89,26 +89,29 @@ def await_others(agreement: Agreement, view: View, timeout: float) -> None:
         view: the iteration.
         timeout: seconds to wait at the longest.
     """
-    deadline = agreement.store.now() + timeout
-    pause = _FIRST_LOOK
-    while agreement.store.now() < deadline and not agreement.ends.deaths_of(view.n).issuperset(view.members):
-        if (
-            agreement.store.hear(keys.wake_head(view.n + 1), min(pause, deadline - agreement.store.now()))
-            is not None
-        ):
+
+    def is_over() -> bool:
+        return agreement.ends.deaths_of(view.n).issuperset(view.members)
+
+    if is_over():
+        return
+    for heard in _looks(agreement, view.n, agreement.store.now() + timeout):
+        # Where head has moved long ago, the wake has been deleted.
+        if heard or agreement.iterations.read_head() != view.head or is_over():
             return
-        if agreement.iterations.read_head() != view.head:
-            return  # long ago: the wake has been deleted
+
+
+def _looks(agreement: Agreement, n: int, deadline: float) -> Iterator[bool]:
+    """Waits until head moves from n; at growing intervals should no wake come: yields whether one has."""
+    pause = _FIRST_LOOK
+    while (left := deadline - agreement.store.now()) > 0:
+        yield agreement.store.hear(keys.wake_head(n + 1), min(pause, left)) is not None
         pause = min(2 * pause, _LONGEST_LOOK)
 
 
 def _await_move(agreement: Agreement, n: int, view: View | None, deadline: float) -> bool:
-    pause = _FIRST_LOOK
-    while agreement.store.now() < deadline:
-        if (
-            agreement.store.hear(keys.wake_head(n + 1), min(pause, deadline - agreement.store.now()))
-            is not None
-        ):
+    for heard in _looks(agreement, n, deadline):
+        if heard:
             return True
         head = agreement.iterations.read_head()
         if head is not None and head.n > n:
@@ -118,7 +121,6 @@ def _await_move(agreement: Agreement, n: int, view: View | None, deadline: float
         here = agreement.iterations.joins_of(n) if view is None else set(view.members)
         if here <= agreement.ends.deaths_of(n):
             return False  # no one is left who could go on
-        pause = min(2 * pause, _LONGEST_LOOK)
     return False
 
 

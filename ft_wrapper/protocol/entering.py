@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from ..exception import InternalError, RankShouldRestart, RestartError, TimeoutError
-from . import keys, records
+from . import keys
 from .evidence import Ends
 from .operations import (
     Append,
@@ -22,7 +23,7 @@ from .operations import (
     read,
     read_log,
 )
-from .records import FAULT, Entered, Member, present, split_entry, to_number
+from .records import FAULT, Member, present, split_entry, to_number
 
 _LOOK_EVERY = 1.0  # seconds between looks whether waiting has lost its point
 
@@ -39,6 +40,49 @@ class BarrierOverflow(BarrierError):
     """More ranks came to a barrier than it was made for."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Entered:
+    """A member that is about to enter an iteration.
+
+    Args:
+        member: who.
+        active_rank: its active rank there; None for a spare.
+        promoted: whether it was a spare before.
+        recompiles: whether its compiled code was dropped.
+    """
+
+    member: Member
+    active_rank: int | None
+    promoted: bool = False
+    recompiles: bool = False
+
+    def to_text(self) -> str:
+        """An entry of a log."""
+        rank = "-" if self.active_rank is None else self.active_rank
+        notes = [name for name in ("promoted", "recompiles") if getattr(self, name)]
+        return f"{self.member} {rank} {','.join(notes) or '-'}"
+
+    @classmethod
+    def parse(cls, line: str, key: str) -> Entered:
+        """Reads `to_text`; an error names the key it came from."""
+        name, rank, text = split_entry(line, 3, key)
+        notes = text.split(",")
+        active_rank = None if rank == "-" else to_number(rank, key)
+        return cls(Member.parse(name, key), active_rank, "promoted" in notes, "recompiles" in notes)
+
+
+def active_ranks_in(n: int, sizes: str | None) -> int:
+    """The number of active ranks of n, by what its register of sizes holds; 0 if that is absent."""
+    key = keys.world(n)
+    return 0 if sizes is None else to_number(split_entry(sizes, 2, key)[1], key)
+
+
+def _entries_in(n: int, log: Iterable[str]) -> dict[Member, Entered]:
+    key = keys.entered(n)
+    entries = (Entered.parse(line, key) for line in log)
+    return {entry.member: entry for entry in entries}
+
+
 class Entering:
     """Who enters an iteration, with which rank, and where ``torch.distributed`` meets in it.
 
@@ -53,7 +97,7 @@ class Entering:
 
     def active_in(self, n: int) -> int:
         """The number of active ranks of n; 0 if no one has entered it yet."""
-        return records.active_in(n, read(self.store, keys.world(n)))
+        return active_ranks_in(n, read(self.store, keys.world(n)))
 
     def may_be_active(self, n: int, member: Member) -> bool:
         """Whether a member may be an active rank of n, for those who do not know the rank assignment.
@@ -65,15 +109,15 @@ class Entering:
             member: who.
         """
         sizes, log = self.store.execute([Read(keys.world(n)), ReadLog(keys.entered(n))])
-        entered = records.entered_in(n, (log or "").splitlines())
+        entered = _entries_in(n, (log or "").splitlines())
         if member in entered:
             return entered[member].active_rank is not None
         taken = {one.active_rank for one in entered.values()} - {None}
-        return sizes is None or len(taken) < records.active_in(n, sizes)
+        return sizes is None or len(taken) < active_ranks_in(n, sizes)
 
     def entered_in(self, n: int) -> dict[Member, Entered]:
         """The members that are about to enter n, or have entered it: O(world size)."""
-        return records.entered_in(n, read_log(self.store, keys.entered(n)))
+        return _entries_in(n, read_log(self.store, keys.entered(n)))
 
     def check_assignment(
         self,

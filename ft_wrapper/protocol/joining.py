@@ -6,6 +6,7 @@ it is listed there or knows that it never will be. So no process comes too early
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 import math
@@ -305,34 +306,33 @@ class Joining:
         return True
 
 
+@dataclasses.dataclass(eq=False)
 class _Attempt:
     """One process's attempt to get in, over all iterations that it sees."""
 
-    def __init__(
-        self,
-        joining: Joining,
-        member: Member,
-        call: int,
-        limits: Limits,
-        patience: float,
-        asked: int | None,
-    ) -> None:
-        self.view: View | None = None
-        self.asked = asked  # the iteration into whose successor it asked to be let
-        self._joining = joining
-        self._iterations = joining.iterations
-        self._ends = joining.ends
-        self._store = joining.store
-        self._member = member
-        self._call = call
-        self._limits = limits
-        self._patience = patience
-        self._observer = HeartbeatObserver(joining.heartbeats, limits.heartbeat_timeout)
-        self._asked_at = 0.0
-        self._ended_at: float | None = None
-        self._said_at = -math.inf  # when the log said last for whom this waits
-        self._awaited_at = -math.inf  # when somebody was last between two calls, who lives
-        self._pause = _FIRST_LOOK
+    joining: Joining
+    member: Member
+    call: int
+    limits: Limits
+    patience: float
+    asked: int | None
+    """The iteration into whose successor it asked to be let."""
+    view: View | None = None
+    _asked_at: float = 0.0
+    _ended_at: float | None = None
+    _said_at: float = -math.inf
+    """When the log said last for whom this waits."""
+    _awaited_at: float = -math.inf
+    """When somebody was last between two calls, who lives."""
+    _pause: float = _FIRST_LOOK
+
+    def __post_init__(self) -> None:
+        self._iterations, self._ends, self._store = (
+            self.joining.iterations,
+            self.joining.ends,
+            self.joining.store,
+        )
+        self._observer = HeartbeatObserver(self.joining.heartbeats, self.limits.heartbeat_timeout)
 
     def look_at(self, view: View) -> None:
         """Begins again if head has moved."""
@@ -349,10 +349,10 @@ class _Attempt:
         if self.asked == view.n:
             return
         # The older one's death first: a proposal that lets this one in must not keep that one.
-        counts = self._joining.supersede(view, self._member)
-        self._iterations.ask_to_join(view.n, self._member, self._call)
+        counts = self.joining.supersede(view, self.member)
+        self._iterations.ask_to_join(view.n, self.member, self.call)
         self.asked, self._asked_at = view.n, self._store.now()
-        events.emit("join", iteration=view.n, slot=self._member.slot)
+        events.emit("join", iteration=view.n, slot=self.member.slot)
         if counts:
             self._iterations.count_death(view)
 
@@ -374,13 +374,13 @@ class _Attempt:
         self._wait(keys.wake_head(view.n + 1), 0.0)
 
     def _window(self, view: View) -> float:
-        again = min(max(0, self._joining.restless(view.n) - 1), _LONGEST_WINDOW)
-        return self._limits.join_window * 2.0**again
+        again = min(max(0, self.joining.restless(view.n) - 1), _LONGEST_WINDOW)
+        return self.limits.join_window * 2.0**again
 
     def _is_wanted(self, view: View) -> bool:
-        if self._limits.on_join is not OnJoin.DEGRADED:
-            return self._limits.on_join is OnJoin.NOW
-        return 0 < self._joining.entering.active_in(view.n) < self._iterations.wanted()
+        if self.limits.on_join is not OnJoin.DEGRADED:
+            return self.limits.on_join is OnJoin.NOW
+        return 0 < self.joining.entering.active_in(view.n) < self._iterations.wanted()
 
     def _is_deserted(self, view: View) -> bool:
         """Whether no member is left that could end the iteration: all are dead, or silent in this one's eyes.
@@ -389,7 +389,7 @@ class _Attempt:
         """
         dead = self._ends.deaths_of(view.n)
         living = [member for member in view.members if member not in dead]
-        if living and self._observer.stillness(living[0]) < self._limits.heartbeat_timeout / 2:
+        if living and self._observer.stillness(living[0]) < self.limits.heartbeat_timeout / 2:
             return False
         return len(self._observer.silent(living)) == len(living)
 
@@ -401,20 +401,20 @@ class _Attempt:
         arrived, dead = self._iterations.arrivals_of(view.n), self._ends.deaths_of(view.n)
         missing = set(view.members) - arrived - dead
         silent = self._iterations.silent_missing(view, self._observer)
-        if view.call < self._call and missing - silent:
+        if view.call < self.call and missing - silent:
             self._awaited_at = now
-            if now - max(self._ended_at, self._said_at) >= self._patience:
+            if now - max(self._ended_at, self._said_at) >= self.patience:
                 self._iterations.log_awaited(view, missing - silent)
                 self._said_at = now
-        elif now - max(self._ended_at, self._awaited_at) >= self._patience:
+        elif now - max(self._ended_at, self._awaited_at) >= self.patience:
             raise TimeoutError(
-                f"iteration {view.n} was not followed by another one within {self._patience:g} s: "
+                f"iteration {view.n} was not followed by another one within {self.patience:g} s: "
                 f"slots {sorted(member.slot for member in missing)} have not left it, or fewer than "
                 f"min_world_size={view.min_world_size} ranks are left"
             )
         if not arrived - dead and not self._has_gathered(view, now):
             return
-        hold = now - self._ended_at < self._limits.rejoin_wait
+        hold = now - self._ended_at < self.limits.rejoin_wait
         self._iterations.advance(view, None, silent=silent, hold=hold)
 
     def _has_gathered(self, view: View, now: float) -> bool:
@@ -422,14 +422,12 @@ class _Attempt:
         assert self._ended_at is not None
         back = {member.slot for member in self._iterations.joins_of(view.n)}
         everybody = {member.slot for member in view.members}
-        return everybody <= back or now - max(self._asked_at, self._ended_at) >= self._limits.join_window
+        return everybody <= back or now - max(self._asked_at, self._ended_at) >= self.limits.join_window
 
     def _wait(self, wake: str, at_most: float) -> None:
         pause = min(self._pause, at_most) if at_most > 0 else self._pause
         if pause == self._pause:
-            self._pause = min(
-                2 * self._pause, _LONGEST_LOOK, max(_FIRST_LOOK, self._limits.heartbeat_timeout)
-            )
+            self._pause = min(2 * self._pause, _LONGEST_LOOK, max(_FIRST_LOOK, self.limits.heartbeat_timeout))
         self._store.hear(wake, pause)
 
 

@@ -26,7 +26,7 @@ from ..monitor.frames import checkpoint_failure, forget_frames, users_part, wher
 from ..monitor.shared_memory import Phase
 from ..monitor.threads import Watch
 from ..protocol import Agreement
-from ..protocol.housekeeping import note_wanted
+from ..protocol.heart import note_wanted
 from ..protocol.records import Decision, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..report.restart import began_before, line_of_entry

@@ -11,8 +11,7 @@ from ..attribution import Interruption
 from ..exception import InternalError, RestartError
 from ..protocol import Agreement, keys
 from ..protocol.deaths import report_death
-from ..protocol.heart import HeartBeat
-from ..protocol.housekeeping import note_wanted
+from ..protocol.heart import HeartBeat, note_wanted
 from ..protocol.records import MemberRecord
 from ..rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
 from ..restart.loop import (

@@ -6,7 +6,7 @@ from .mutant import Mutant
 
 NEIGHBOURS = "protocol/neighbours.py"
 DEATH = "protocol/deaths.py"
-HOUSEKEEPER = "protocol/housekeeping.py"
+HOUSEKEEPER = "protocol/heart.py"
 
 
 def _job(name: str, file: str, old: str, new: str, why: str) -> Mutant:
@@ -140,22 +140,22 @@ MUTANTS = [
     _job(
         "nobody-cleans-up",
         HOUSEKEEPER,
-        "                self._past = past_keys(self._store, view, names)\n",
+        "            self._past = past_keys(self._store, view, names)\n",
         "",
         "the keys of past iterations are deleted",
     ),
     _job(
         "lists-too-often",
         HOUSEKEEPER,
-        "                names = self._store.list_keys()\n",
-        "                names = sorted(set(name for _ in view.members * 30 for name in self._store.list_keys()))\n",
+        "            names = self._store.list_keys()\n",
+        "            names = sorted(set(name for _ in view.members * 30 for name in self._store.list_keys()))\n",
         "listing all keys is one member's work",
     ),
     _job(
         "keeps-house-before-the-rank-is-known",
         HOUSEKEEPER,
-        "        if rank is None:\n            return  # the rank assignment is still at work\n",
-        "",
+        "if rank.rank == 0 and rank.view is not None:",
+        "if not rank.rank and rank.view is not None:",
         "as long as the rank is not known it may be 0",
     ),
     _job(

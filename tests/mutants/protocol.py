@@ -9,7 +9,7 @@ ITERATION = "protocol/global_iteration.py"
 INTERRUPTION = "protocol/evidence.py"
 JOINING = "protocol/joining.py"
 ENTERING = "protocol/entering.py"
-HOUSEKEEPING = "protocol/housekeeping.py"
+HOUSEKEEPING = "protocol/heart.py"
 HEARTBEAT = "protocol/evidence.py"
 JOB = "protocol/membership.py"
 
@@ -126,8 +126,8 @@ MUTANTS = [
     _job(
         "joiner-gives-up-between-two-calls",
         JOINING,
-        "        if view.call < self._call and missing - silent:\n            self._awaited_at",
-        "        if view.call > self._call and missing - silent:\n            self._awaited_at",
+        "        if view.call < self.call and missing - silent:\n            self._awaited_at",
+        "        if view.call > self.call and missing - silent:\n            self._awaited_at",
         "who comes for the next call waits for as long as those live who have not made it",
     ),
     _job(
@@ -458,11 +458,11 @@ MUTANTS = [
     _job(
         "asks-before-it-supersedes",
         JOINING,
-        """        counts = self._joining.supersede(view, self._member)
-        self._iterations.ask_to_join(view.n, self._member, self._call)
+        """        counts = self.joining.supersede(view, self.member)
+        self._iterations.ask_to_join(view.n, self.member, self.call)
 """,
-        """        self._iterations.ask_to_join(view.n, self._member, self._call)
-        counts = self._joining.supersede(view, self._member)
+        """        self._iterations.ask_to_join(view.n, self.member, self.call)
+        counts = self.joining.supersede(view, self.member)
 """,
         "a proposal that lets the newer one in must not keep the older one",
     ),
@@ -511,35 +511,35 @@ MUTANTS = [
     _job(
         "deserted-though-they-live",
         JOINING,
-        "if living and self._observer.stillness(living[0]) < self._limits.heartbeat_timeout / 2:",
+        "if living and self._observer.stillness(living[0]) < self.limits.heartbeat_timeout / 2:",
         "if living and self._observer.stillness(living[0]) < 0:",
         "the members are looked at one by one only if the first of them stands still",
     ),
     _job(
         "first-to-come-back-goes-alone",
         JOINING,
-        "return everybody <= back or now - max(self._asked_at, self._ended_at) >= self._limits.join_window",
+        "return everybody <= back or now - max(self._asked_at, self._ended_at) >= self.limits.join_window",
         "return True",
         "where no member is left the first to come back waits for the others",
     ),
     _job(
         "joiner-never-holds",
         JOINING,
-        "hold = now - self._ended_at < self._limits.rejoin_wait",
+        "hold = now - self._ended_at < self.limits.rejoin_wait",
         "hold = False",
         "a joiner's proposal waits for the replacements that were announced, too",
     ),
     _job(
         "joiner-always-holds",
         JOINING,
-        "hold = now - self._ended_at < self._limits.rejoin_wait",
+        "hold = now - self._ended_at < self.limits.rejoin_wait",
         "hold = True",
         "for no longer than rejoin_wait",
     ),
     _job(
         "window-does-not-grow",
         JOINING,
-        "again = min(max(0, self._joining.restless(view.n) - 1), _LONGEST_WINDOW)",
+        "again = min(max(0, self.joining.restless(view.n) - 1), _LONGEST_WINDOW)",
         "again = 0",
         "in a crash loop joins are gathered for longer and longer",
     ),
@@ -553,15 +553,15 @@ MUTANTS = [
     _job(
         "wanted-though-nothing-is-missing",
         JOINING,
-        "return 0 < self._joining.entering.active_in(view.n) < self._iterations.wanted()",
-        "return 0 < self._joining.entering.active_in(view.n) <= self._iterations.wanted()",
+        "return 0 < self.joining.entering.active_in(view.n) < self._iterations.wanted()",
+        "return 0 < self.joining.entering.active_in(view.n) <= self._iterations.wanted()",
         "degraded: only if fewer ranks are active than wanted",
     ),
     _job(
         "wanted-though-nobody-has-entered",
         JOINING,
-        "return 0 < self._joining.entering.active_in(view.n) < self._iterations.wanted()",
-        "return self._joining.entering.active_in(view.n) < self._iterations.wanted()",
+        "return 0 < self.joining.entering.active_in(view.n) < self._iterations.wanted()",
+        "return self.joining.entering.active_in(view.n) < self._iterations.wanted()",
         "as long as nobody has entered it is not known how many are active",
     ),
     _job(
@@ -682,7 +682,7 @@ MUTANTS = [
     _job(
         "spare-once-anybody-has-entered",
         ENTERING,
-        "return sizes is None or len(taken) < records.active_in(n, sizes)",
+        "return sizes is None or len(taken) < active_ranks_in(n, sizes)",
         "return sizes is None",
         "a spare is known once others have all of the active ranks",
     ),

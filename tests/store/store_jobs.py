@@ -11,6 +11,8 @@ from typing import Any
 from store_helpers import Background
 
 from ft_wrapper.protocol import Agreement
+from ft_wrapper.protocol.heart import past_keys
+from ft_wrapper.protocol.operations import Delete
 from ft_wrapper.store import Decision, Member, StoreMixin, View
 from ft_wrapper.testing import Clock, FakeStore
 from ft_wrapper.testing.clock import Waiter
@@ -96,3 +98,8 @@ def go_on(
     current = Agreement(store).iterations.read_current()
     assert current is not None and current[0].n == view.n + 1, "they did not go on"
     return current
+
+
+def delete_past(store: StoreMixin, view: View) -> None:
+    """Deletes all past keys at once."""
+    store.execute([Delete(tuple(past_keys(store, view, store.list_keys())))])

@@ -6,16 +6,14 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from store_jobs import formed_in, go_on
+from store_jobs import delete_past, formed_in, go_on
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.housekeeping import (
+from ft_wrapper.protocol.heart import (
     SETTLES_AFTER,
     SLICE,
     Housekeeper,
-    delete_past,
-    note_settled,
     note_wanted,
 )
 from ft_wrapper.protocol.operations import read
@@ -52,7 +50,7 @@ def test_a_spare_is_known_once_others_have_all_active_ranks(job_store: StoreMixi
 
 def test_iterations_that_ended_early_are_counted(job_store: StoreMixin) -> None:
     assert [Agreement(job_store).joining.restless(n) for n in range(3)] == [0, 1, 2]
-    note_settled(job_store, 1)
+    job_store.set(keys.SETTLED, "1")
     assert [Agreement(job_store).joining.restless(n) for n in range(1, 5)] == [0, 0, 1, 2]
 
 
@@ -63,14 +61,12 @@ def test_an_iteration_settles_after_some_join_windows(
     monkeypatch.setattr(store, "now", clock.now)
     view, _ = formed_in(store, [0])
     house = Housekeeper(store, join_window=1.0)
-    house.keep(view, 0)
+    house.keep(view)
     clock.advance(SETTLES_AFTER - 0.1)
-    house.keep(view, 0)
+    house.keep(view)
     assert Agreement(store).joining.restless(5) == 5
     clock.advance(0.2)
-    house.keep(view, 1)  # not rank 0's affair
-    assert Agreement(store).joining.restless(5) == 5
-    house.keep(view, 0)
+    house.keep(view)
     assert Agreement(store).joining.restless(5) == 4
 
 
@@ -90,9 +86,9 @@ def test_what_is_past_is_deleted_a_little_at_a_time(job_store: StoreMixin) -> No
     before = left()
     assert before > 2 * SLICE
     for already in range(1, 3):
-        house.keep(view, 0)
+        house.keep(view)
         assert left() == before - already * SLICE
-    house.keep(view, 0)
+    house.keep(view)
     assert not left()
 
 
@@ -109,12 +105,12 @@ def test_shared_hearts_that_stand_still_go_where_they_are_too_many(
         nonlocal view
         view, _ = go_on(store, view, members)
         house = Housekeeper(store, join_window=1.0)
-        house.keep(view, 0)
+        house.keep(view)
         for heart in beating:
             Agreement(store).heartbeats.beat_heart(heart)
         clock.advance(SETTLES_AFTER)
         for _ in range(2):
-            house.keep(view, 0)
+            house.keep(view)
         return {key for key in store.list_keys() if keys.is_shared_heart(key)}
 
     for heart in hearts[:2]:

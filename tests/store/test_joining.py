@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 import pytest
-from store_jobs import Script, formed, formed_in, go_on, meanwhile
+from store_jobs import Script, delete_past, formed, formed_in, go_on, meanwhile
 
 from ft_wrapper.exception import StoreError, TimeoutError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.housekeeping import delete_past
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.protocol.records import DONE, FAULT, Decision
 from ft_wrapper.rank_assignment import RankDiscarded
