@@ -40,10 +40,10 @@ from ..torch_groups.forget import (
     forget_old_ranks,
 )
 from ..torch_groups.warm_up import warm_up
-from . import loop, torch_state
+from . import torch_state
 from .arguments import Settings
 from .exit_watch import ExitWatch
-from .loop import Action, Left, RestartLoop, carry_out
+from .loop import Endpoint, Left, Performer, RestartLoop
 from .resources import Resources
 from .same_faults import PROGRESS_AFTER, kind_and_place, times_before
 
@@ -67,7 +67,7 @@ class _Stay:
     is_last: bool = False  # whether it has come so often that it ends the job
 
 
-class Call:
+class Call(Performer):
     """One wrapped call, from its begin to `close`.
 
     Args:
@@ -135,62 +135,20 @@ class Call:
         self._torch_state = torch_state.snapshot()
         own.signals.hold()
         try:
-            return carry_out(RestartLoop(own.member, self.state, self.settings).course(), self.perform)
+            return RestartLoop(own.member, self.state, self.settings, self).run()
         finally:
             del self._function  # with its arguments, among them what refers to this call
 
-    def perform(self, action: Action[Any]) -> Any:
-        """Carries out what the loop asks for.
-
-        Only some of it counts as hung without progress: elsewhere a rank waits for others, or for the store.
-        """
-        match action:
-            case loop.Know(view, decision):
-                self._know(view, decision)
-            case loop.Assign(state, decision):
-                return self._assign(state, decision)
-            case loop.Take(state):
-                return self._take(state)
-            case loop.Serve():
-                return self.own.serve()
-            case loop.Meet(endpoint):
-                point_to(*endpoint)
-            case loop.Run(view, state, entered):
-                with self._watched():
-                    return self._run(view, state, entered)
-            case loop.Settle():
-                with self._watched():
-                    self._settle()
-                if self.own.end.store_lost is not None:
-                    raise self.own.end.store_lost
-            case loop.CleanUp():
-                with self._watched():
-                    self._clean_up()
-            case loop.TidyUp():
-                self._tidy_up()
-            case loop.Onward():
-                close_aborted_sockets()
-                self.own.signals.forget()  # the iteration that they may be about is over
-            case loop.Pause(seconds):
-                self.own.monitor_lost.wait(seconds)
-            case loop.Complete(state):
-                self._complete(state)
-            case loop.Leave(error=error, is_missed=is_missed):
-                return self._leave(error, is_missed)
-            case loop.Gone():
-                self._gone()
-        return None
-
     # ---- into the function
 
-    def _know(self, view: View, decision: Decision) -> None:
+    def know(self, view: View, decision: Decision) -> None:
         own = self.own
         own.memory.active = True  # until it is known: others may be waiting for this rank
         own.memory.iteration, own.memory.rank = view.n, None
         is_new = own.member.member in decision.joined or view.n == decision.first
         own.monitor.enter(view, None if is_new else decision)
 
-    def _assign(self, state: State, decision: Decision) -> State:
+    def assign(self, state: State, decision: Decision) -> State:
         self.state = state
         own, rank, world_size = self.own, state.rank, state.world_size
         store = PrefixStore(own.member.view.n, own.member.agreement.store)
@@ -201,7 +159,7 @@ class Call:
                 assign(RankAssignmentCtx(state, store, set(decision.ranks))), rank, world_size
             )
 
-    def _take(self, state: State) -> bool:
+    def take(self, state: State) -> bool:
         self.state = state
         self.own.memory.rank = state.rank
         self.own.memory.active = state.mode == Mode.ACTIVE
@@ -210,16 +168,29 @@ class Call:
             state.active_rank, state.active_world_size or 0
         )
 
+    def serve(self) -> Endpoint:
+        return self.own.serve()
+
+    def meet(self, endpoint: Endpoint) -> None:
+        point_to(*endpoint)
+
+    def pause(self, seconds: float) -> None:
+        self.own.monitor_lost.wait(seconds)
+
     # ---- in the function
 
-    def _run(self, view: View, state: State, entered: int) -> Left:
+    def call_function(self, state: State, entered: int) -> Left:
+        with self._watched():
+            return self._call_function(state, entered)
+
+    def _call_function(self, state: State, entered: int) -> Left:
         own = self.own
         own.interrupter.reset()
         self.pinged = False
         self._stay = stay = _Stay(time.monotonic())
         is_spare = state.mode == Mode.INACTIVE
         report = functools.partial(self._report_entry, entered)
-        stay.watch = watch = own.thread.watch(view.n, report, may_be_done=is_spare)
+        stay.watch = watch = own.thread.watch(own.member.view.n, report, may_be_done=is_spare)
         left = Left(has_returned=True)
         try:
             try:
@@ -305,6 +276,12 @@ class Call:
 
     # ---- out of the function
 
+    def settle(self) -> None:
+        with self._watched():
+            self._settle()
+        if self.own.end.store_lost is not None:
+            raise self.own.end.store_lost
+
     def _settle(self) -> None:
         """Waits until everything is aborted, then ends what the function left behind."""
         watch, self._stay.watch = self._stay.watch, None
@@ -321,17 +298,22 @@ class Call:
         end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
         self._user_store = None
 
-    def _clean_up(self) -> None:
+    def clean_up(self) -> None:
         settings, own = self.settings, self.own
-        if settings.finalize is not None or settings.health_check is not None:
-            self._restore()  # what the function has left would fail them
-        if settings.finalize is not None:
-            settings.finalize(self.state.freeze())
-        self._check_health()
+        with self._watched():
+            if settings.finalize is not None or settings.health_check is not None:
+                self._restore()  # what the function has left would fail them
+            if settings.finalize is not None:
+                settings.finalize(self.state.freeze())
+            self._check_health()
         if own.monitor_lost.is_set():
             raise InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
 
-    def _tidy_up(self) -> None:
+    def onward(self) -> None:
+        close_aborted_sockets()
+        self.own.signals.forget()  # the iteration that they may be about is over
+
+    def tidy_up(self) -> None:
         self._restore()
         self._exit_watch.note()
         if self.settings.collect_garbage:
@@ -349,7 +331,8 @@ class Call:
         self._torch_state.restore()
         forget_old_ranks()
 
-    def _complete(self, state: State) -> None:
+    def complete(self) -> None:
+        state = self.state
         self.own.member.emit("done")
         self._stay.watch = None
         state.fn_exception = None
@@ -364,7 +347,7 @@ class Call:
         self._user_store = None
         self.own.remember(state)
 
-    def _leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
+    def leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
         own, watch = self.own, self._stay.watch
         if isinstance(error, Exception):
             self.state.fn_exception = error
@@ -385,9 +368,9 @@ class Call:
                 log.exception("abort failed: a collective may hold this rank until hard_timeout")
         return None
 
-    def _gone(self) -> None:
+    def gone(self) -> None:
         self._settle()
-        self._tidy_up()
+        self.tidy_up()
         self.state.mode = Mode.TERMINATED
         if self.settings.terminate is not None:
             self.settings.terminate(self.state.freeze())
@@ -410,7 +393,7 @@ class Call:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """In the block a rank that makes no progress counts as hung."""
+        """In the block a rank that makes no progress counts as hung; elsewhere it waits for others."""
         self.own.memory.enter_phase(Phase.WATCHED)
         try:
             yield
