@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import psutil
 
-from ._arguments import check_callable
+from .settings import as_seconds, check_callable
 from .state import FrozenState
 from .torch_groups import abort_all
 from .torch_groups.between import release_process_groups, wait_for_released_groups
@@ -157,14 +157,6 @@ class AbortProcesses(Abort):
             )
         if spare is not None:
             check_callable("spare", spare, "spare=lambda process: process.pid == server.pid")
-        if isinstance(termination_grace_time, timedelta):
-            termination_grace_time = termination_grace_time.total_seconds()
-        if isinstance(termination_grace_time, bool) or not isinstance(termination_grace_time, (int, float)):
-            raise TypeError(
-                f"termination_grace_time={termination_grace_time!r} must be seconds or a timedelta"
-            )
-        if not termination_grace_time >= 0:
-            raise ValueError(f"termination_grace_time={termination_grace_time!r} must not be negative")
         self._find: Callable[[], Processes]
         if find is None:
             self._find = find_children
@@ -174,7 +166,7 @@ class AbortProcesses(Abort):
             fixed = tuple(find)
             self._find = lambda: fixed
         self._spare = spare
-        self._grace = float(termination_grace_time)
+        self._grace = as_seconds("termination_grace_time", termination_grace_time, from_zero=True)
 
     def __call__(self, state: FrozenState) -> FrozenState:
         """Ends the processes.

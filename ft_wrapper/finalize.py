@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._arguments import as_timeout, check_callable
+from .settings import as_timeout, check_callable
 from .state import FrozenState
 from .store.bounded import call_in_thread
 from .torch_groups import cuda_device

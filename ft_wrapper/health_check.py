@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ._arguments import as_limit, as_timeout
 from .exception import HealthCheckError, RestartError
+from .settings import as_limit, as_timeout
 from .state import FrozenState
 from .store.bounded import call_in_thread
 from .torch_groups import cuda_device

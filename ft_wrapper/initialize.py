@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 
-from ._arguments import as_int, as_limit
 from .exception import RestartAbort
+from .settings import as_int, as_limit
 from .state import FrozenState
 
 

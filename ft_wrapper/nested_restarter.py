@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import sys
 
-from ._arguments import as_int
 from .abort import Abort
 from .completion import Completion
 from .initialize import Initialize
+from .settings import as_int
 from .state import FrozenState
 from .terminate import Terminate
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from .._arguments import as_int, as_limit, as_timeout, check_callable
 from ..exception import InternalError, RankDiscarded
+from ..settings import as_int, as_limit, as_timeout, check_callable
 from ..state import Mode, State
 from ..store import StoreMixin
 from .places import Arrival, Layer, LayerFlag, Place, arrange, check_key, key_of

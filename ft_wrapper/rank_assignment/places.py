@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
-from .._arguments import as_int, as_limit
+from ..settings import as_int, as_limit
 from ..state import State
 
 _NOT_ACTIVE = -1

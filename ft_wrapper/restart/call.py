@@ -40,8 +40,7 @@ from ..torch_groups.forget import (
     forget_old_ranks,
 )
 from ..torch_groups.warm_up import warm_up
-from . import torch_state
-from .arguments import Settings
+from . import Settings, torch_state
 from .exit_watch import ExitWatch
 from .loop import Endpoint, Left, Performer, RestartLoop
 from .resources import Resources

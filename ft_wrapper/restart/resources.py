@@ -35,7 +35,7 @@ from ..state import State
 from ..store import StorePlan
 from ..store.address import own_address
 from ..torch_groups.between import Environment
-from .arguments import Settings
+from . import Settings
 
 log = logging.getLogger(__name__)
 
