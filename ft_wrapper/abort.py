@@ -26,20 +26,9 @@ import psutil
 from .settings import as_seconds, check_callable
 from .state import FrozenState
 from .torch_groups import abort_all
-from .torch_groups.between import release_process_groups, wait_for_released_groups
-from .torch_groups.gloo import close_aborted_sockets
-
-__all__ = [
-    "Abort",
-    "AbortProcesses",
-    "AbortTorchDistributed",
-    "AbortTransformerEngine",
-    "close_aborted_sockets",
-    "protect_children",
-    "protect_process",
-    "release_process_groups",
-    "wait_for_released_groups",
-]
+from .torch_groups.between import release_process_groups as release_process_groups
+from .torch_groups.between import wait_for_released_groups as wait_for_released_groups
+from .torch_groups.gloo import close_aborted_sockets as close_aborted_sockets
 
 _logger = logging.getLogger(__name__)
 

@@ -126,10 +126,8 @@ class Wrapper:
         state = State.from_env()
         formation_size(state.world_size)
         state.use_global_iteration = self.use_global_iteration
-        for name, value in (
-            ("active_world_size", self.active_world_size),
-            ("min_world_size", self.min_world_size),
-        ):
+        for name in ("active_world_size", "min_world_size"):
+            value = getattr(self, name)
             if value is not None and value > state.world_size:
                 raise ValueError(
                     f"{name}={value} is more than WORLD_SIZE={state.world_size}; start more ranks or lower it"
@@ -147,17 +145,10 @@ class Wrapper:
         launched = _launched_active_world_size()
         if state.rank != 0 or launched in (None, self.settings.active_world_size):
             return
-        what = (
-            "a rank_assignment"
-            if self.active_world_size is None
-            else f"active_world_size={self.active_world_size}"
-        )
-        log.warning(
-            "%s=%d, as ftrun was told, does not count: the wrapper has %s",
-            ACTIVE_WORLD_SIZE_ENV,
-            launched,
-            what,
-        )
+        given = self.active_world_size
+        what = "a rank_assignment" if given is None else f"active_world_size={given}"
+        variable = ACTIVE_WORLD_SIZE_ENV
+        log.warning("%s=%d, as ftrun was told, does not count: the wrapper has %s", variable, launched, what)
 
 
 def _documented() -> tuple[str, inspect.Signature]:

@@ -17,27 +17,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from ..exception import InternalError, RankDiscarded
+from ..exception import InternalError
+from ..exception import RankDiscarded as RankDiscarded
 from ..settings import as_int, as_limit, as_timeout, check_callable
 from ..state import Mode, State
 from ..store import StoreMixin
-from .places import Arrival, Layer, LayerFlag, Place, arrange, check_key, key_of
-
-__all__ = [
-    "ActivateAllRanks",
-    "ActiveWorldSizeDivisibleBy",
-    "FillGaps",
-    "FilterCountGroupedByKey",
-    "Layer",
-    "LayerFlag",
-    "MaxActiveWorldSize",
-    "RankAssignment",
-    "RankAssignmentCtx",
-    "RankDiscarded",
-    "RankFilter",
-    "ShiftRanks",
-    "Tree",
-]
+from .places import Arrival, Place, arrange, check_key, key_of
+from .places import Layer as Layer
+from .places import LayerFlag as LayerFlag
 
 _logger = logging.getLogger(__name__)
 

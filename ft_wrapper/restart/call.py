@@ -42,12 +42,13 @@ from ..torch_groups.forget import (
 from ..torch_groups.warm_up import warm_up
 from . import Settings, torch_state
 from .exit_watch import ExitWatch
-from .loop import Endpoint, Left, Performer, RestartLoop
+from .loop import Endpoint, Left, Performer, RestartLoop, kind_and_place, times_before
 from .resources import Resources
-from .same_faults import PROGRESS_AFTER, kind_and_place, times_before
 
 log = logging.getLogger(__name__)
 
+PROGRESS_AFTER = 60.0
+"""Seconds in the function after which it has made progress, whether it said so (``ping``) or not."""
 _ABORTED_SOON = 0.5  # seconds
 # Seconds in an iteration. An import cannot be cut short, and a job that does not work mostly fails soon;
 # other ranks need the processors to begin.
