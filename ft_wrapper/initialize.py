@@ -44,10 +44,7 @@ class RetryController(Initialize):
     """
 
     def __init__(
-        self,
-        max_iterations: int | None = None,
-        min_world_size: int = 1,
-        min_active_world_size: int = 1,
+        self, max_iterations: int | None = None, min_world_size: int = 1, min_active_world_size: int = 1
     ) -> None:
         self.max_iterations = as_limit("max_iterations", max_iterations, at_least=1)
         self.min_world_size = as_int("min_world_size", min_world_size, at_least=0)

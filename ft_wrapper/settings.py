@@ -191,9 +191,7 @@ class Limits:
         1.0, "how late the monitor does, in whatever process.", "heartbeat_timeout", "soft_timeout"
     )
     heartbeat_interval: Seconds = Seconds(
-        1.0,
-        "between two requests of a heart, which beats and looks at others in turn.",
-        "heartbeat_timeout",
+        1.0, "between two requests of a heart, which beats and looks at others in turn.", "heartbeat_timeout"
     )
     progress_watchdog_interval: Seconds = Seconds(
         1.0, "between two automatic time stamps of progress.", "soft_timeout"

@@ -15,12 +15,7 @@ _SHOWN = 4  # faults and promotions named in a line; the others are counted
 
 
 def line_of_entry(
-    store: Operations,
-    view: View,
-    decision: Decision,
-    state: State,
-    faults: Sequence[Fault],
-    seconds: float,
+    store: Operations, view: View, decision: Decision, state: State, faults: Sequence[Fault], seconds: float
 ) -> str:
     """Puts a restart into words, from what the store has of it.
 

@@ -15,13 +15,7 @@ from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption
 from ..call_wrapper import CallWrapper
-from ..exception import (
-    HealthCheckError,
-    InternalError,
-    JobEnded,
-    RankShouldRestart,
-    StoreUnavailable,
-)
+from ..exception import HealthCheckError, InternalError, JobEnded, RankShouldRestart, StoreUnavailable
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part, whereabouts
 from ..monitor.shared_memory import Phase
 from ..monitor.threads import Watch
