@@ -8,6 +8,8 @@ writes the table again.
 from __future__ import annotations
 
 import enum
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,24 @@ HEAD = "| argument | default | the same on all ranks | meaning |\n| --- | --- | 
 
 def table() -> str:
     """One line for each argument, the plug-ins first."""
-    known = about(Settings)
+    known, meanings = about(Settings), {**_meanings(Limits), **_meanings(Settings)}
     text = HEAD
     for name in sorted(known, key=about(Limits).__contains__):
         cells = (
             f"`{name}`",
             _shown(known[name]),
             "yes" if known[name].is_shared else " ",
-            known[name].doc.replace("``", "`"),
+            meanings[name].replace("``", "`"),
         )
         text += f"| {' | '.join(cells)} |\n"
     return text.replace("|   |", "| |")
+
+
+def _meanings(settings: type) -> dict[str, str]:
+    """What each setting means, by the docstring."""
+    text = inspect.cleandoc(settings.__doc__ or "").partition("Args:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in found}
 
 
 def on_page() -> str:

@@ -17,9 +17,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import psutil
 
@@ -32,6 +32,7 @@ from .torch_groups.gloo import close_aborted_sockets as close_aborted_sockets
 
 _logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Processes: TypeAlias = Iterable["int | psutil.Process"]
 
 
@@ -218,34 +219,26 @@ def _compile_workers() -> set[int]:
     return {pid for pool in pools for pid in getattr(pool, "_processes", None) or ()}
 
 
-@contextlib.contextmanager
-def protect_children() -> Iterator[None]:
+def protect_children() -> contextlib.AbstractContextManager[None]:
     """Keeps `AbortProcesses` from ending the children that there are now, unless its ``find`` names them."""
-    children = multiprocessing.active_children()
-    with _protected_lock:
-        _protected_children.extend(children)
-    try:
-        yield
-    finally:
-        with _protected_lock:
-            for child in children:
-                _protected_children.remove(child)
+    return _added(_protected_children, multiprocessing.active_children())
+
+
+def protect_process(pid: int) -> contextlib.AbstractContextManager[None]:
+    """Keeps `AbortProcesses` from ending a process: that of the wrapper's monitor, while it runs."""
+    return _added(_protected, [pid])
 
 
 @contextlib.contextmanager
-def protect_process(pid: int) -> Iterator[None]:
-    """Keeps `AbortProcesses` from ending a process: that of the wrapper's monitor, while it runs.
-
-    Args:
-        pid: the process.
-    """
+def _added(protected: list[T], more: Sequence[T]) -> Iterator[None]:
     with _protected_lock:
-        _protected.append(pid)
+        protected.extend(more)
     try:
         yield
     finally:
         with _protected_lock:
-            _protected.remove(pid)
+            for one in more:
+                protected.remove(one)
 
 
 _protected: list[int] = []

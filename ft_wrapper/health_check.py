@@ -134,7 +134,6 @@ class GpuHealthCheck(HealthCheck):
         if device is None:
             return state
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        problems: list[str] = []
         problems = call_in_thread(
             lambda: _problems(self._nvml, uuid),
             what=f"{type(self).__name__} on rank {state.rank}: asking NVML about {uuid}",

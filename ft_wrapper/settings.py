@@ -1,7 +1,8 @@
 """What users pass: how arguments are checked, and the wrapper's numbers and switches.
 
-A setting that is added to `Limits` is an argument of the wrapper, checked, documented, known to the monitor,
-and compared between the ranks if it says so. Plug-ins and the store are in `ft_wrapper.restart`.
+A setting that is added to `Limits`, and to its docstring, is an argument of the wrapper, checked, documented,
+known to the monitor, and compared between the ranks if it says so. Plug-ins and the store are in
+`ft_wrapper.restart`.
 """
 
 from __future__ import annotations
@@ -123,14 +124,12 @@ class Setting(Generic[Given, Kept]):
 
     Args:
         default: its default.
-        doc: what it means.
         check: given the name and what a user passed; returns what is kept, or raises.
         is_shared: whether it must be the same on all ranks.
         shorter_than: settings that it has to be shorter than.
     """
 
     default: Kept
-    doc: str
     check: Callable[[str, Any], Kept]
     is_shared: bool = False
     shorter_than: tuple[str, ...] = ()
@@ -156,10 +155,10 @@ class Seconds(Setting["timedelta | float", float]):
     """A duration: a user gives it as ``timedelta`` or in seconds, and it is kept in seconds."""
 
     def __init__(
-        self, default: float, doc: str, *shorter_than: str, is_shared: bool = False, from_zero: bool = False
+        self, default: float, *shorter_than: str, is_shared: bool = False, from_zero: bool = False
     ) -> None:
         check = functools.partial(as_seconds, from_zero=from_zero)
-        super().__init__(default, doc, check, is_shared, shorter_than)
+        super().__init__(default, check, is_shared, shorter_than)
 
     def as_passed(self, value: float) -> timedelta:
         """What is kept, as users write it."""
@@ -182,82 +181,58 @@ _count_or_none = functools.partial(as_limit, at_least=1)
 
 @dataclasses.dataclass(unsafe_hash=True, kw_only=True)
 class Limits:
-    """What the wrapper, the monitor and the protocol have to know. Plain data that goes through JSON."""
+    """What the wrapper, the monitor and the protocol have to know. Plain data that goes through JSON.
 
-    monitor_thread_interval: Seconds = Seconds(
-        1.0, "how late the monitor thread notices a missed event at the most.", "soft_timeout"
-    )
-    monitor_process_interval: Seconds = Seconds(
-        1.0, "how late the monitor does, in whatever process.", "heartbeat_timeout", "soft_timeout"
-    )
-    heartbeat_interval: Seconds = Seconds(
-        1.0, "between two requests of a heart, which beats and looks at others in turn.", "heartbeat_timeout"
-    )
-    progress_watchdog_interval: Seconds = Seconds(
-        1.0, "between two automatic time stamps of progress.", "soft_timeout"
-    )
-    soft_timeout: Seconds = Seconds(60.0, "no progress for so long restarts all ranks.", "hard_timeout")
-    hard_timeout: Seconds = Seconds(90.0, "no progress for so long ends the process.", "barrier_timeout")
-    heartbeat_timeout: Seconds = Seconds(
-        30.0, "no heartbeat for so long, and a rank counts as lost.", "barrier_timeout", is_shared=True
-    )
-    barrier_timeout: Seconds = Seconds(
-        120.0,
-        "how long a restart waits for ranks that live but do not come. Between two wrapped calls they are "
-        "waited for as long as they live; the log says so this often.",
-        is_shared=True,
-    )
-    completion_timeout: Seconds = Seconds(
-        120.0,
-        "how long a rank that has finished waits for the others before it restarts them; once in a call.",
-        is_shared=True,
-    )
-    last_call_wait: Seconds = Seconds(
-        0.0, "how long to gather further faults before aborting.", from_zero=True
-    )
-    termination_grace_time: Seconds = Seconds(5.0, "from SIGTERM to SIGKILL.")
-    use_global_iteration: Plain[bool] = Plain(
-        False, "iteration numbers are unique for the whole life of the store.", as_switch, is_shared=True
-    )
-    active_world_size: Plain[int | None] = Plain(
-        None,
-        "so many ranks are active, the rest are hot spares; short for a rank assignment. When None, and "
-        "without a ``rank_assignment``: what ``ftrun --active-world-size`` or ``--spare-nodes`` says, or "
-        "fewer while there are not so many ranks.",
-        _count_or_none,
-        is_shared=True,
-    )
-    min_world_size: Plain[int] = Plain(
-        1, "with fewer ranks than this the call fails rather than going on.", _count, is_shared=True
-    )
-    on_join: Setting[str, OnJoin] = Setting(
-        OnJoin.DEGRADED,
-        "what a process causes that joins the running job (which needs ``use_global_iteration``): it waits "
-        "for the ``next`` restart; or it ends the iteration if fewer ranks are active than there were "
-        "(``degraded``), or in any case (``now``).",
-        _as_on_join,
-        is_shared=True,
-    )
-    join_window: Seconds = Seconds(
-        1.0,
-        "how long joins are gathered before that; longer in a crash loop.",
-        is_shared=True,
-        from_zero=True,
-    )
-    rejoin_wait: Seconds = Seconds(
-        2.0, "how long a restart waits for an announced replacement.", is_shared=True, from_zero=True
-    )
-    max_same_faults: Plain[int | None] = Plain(
-        5,
-        "the same fault so many times in a row ends the job with that error: what raises the same type at "
-        "the same line of your code, and without progress before, which is a ``ping()``, or a minute in the "
-        "function. From the second time on the ranks wait before they enter it again: 0.5 s, and twice as "
-        "long each time, at most 10 s. None: it is never ended, nor slowed down.",
-        _count_or_none,
-        is_shared=True,
-    )
+    Args:
+        monitor_thread_interval: how late the monitor thread notices a missed event at the most.
+        monitor_process_interval: how late the monitor does, in whatever process.
+        heartbeat_interval: between two requests of a heart, which beats and looks at others in turn.
+        progress_watchdog_interval: between two automatic time stamps of progress.
+        soft_timeout: no progress for so long restarts all ranks.
+        hard_timeout: no progress for so long ends the process.
+        heartbeat_timeout: no heartbeat for so long, and a rank counts as lost.
+        barrier_timeout: how long a restart waits for ranks that live but do not come. Between two wrapped
+            calls they are waited for as long as they live; the log says so this often.
+        completion_timeout: how long a rank that has finished waits for the others before it restarts them;
+            once in a call.
+        last_call_wait: how long to gather further faults before aborting.
+        termination_grace_time: from SIGTERM to SIGKILL.
+        use_global_iteration: iteration numbers are unique for the whole life of the store.
+        active_world_size: so many ranks are active, the rest are hot spares; short for a rank assignment.
+            When None, and without a ``rank_assignment``: what ``ftrun --active-world-size`` or
+            ``--spare-nodes`` says, or fewer while there are not so many ranks.
+        min_world_size: with fewer ranks than this the call fails rather than going on.
+        on_join: what a process causes that joins the running job (which needs ``use_global_iteration``): it
+            waits for the ``next`` restart; or it ends the iteration if fewer ranks are active than there were
+            (``degraded``), or in any case (``now``).
+        join_window: how long joins are gathered before that; longer in a crash loop.
+        rejoin_wait: how long a restart waits for an announced replacement.
+        max_same_faults: the same fault so many times in a row ends the job with that error: what raises the
+            same type at the same line of your code, and without progress before, which is a ``ping()``, or a
+            minute in the function. From the second time on the ranks wait before they enter it again: 0.5 s,
+            and twice as long each time, at most 10 s. None: it is never ended, nor slowed down.
+    """
+
+    monitor_thread_interval: Seconds = Seconds(1.0, "soft_timeout")
+    monitor_process_interval: Seconds = Seconds(1.0, "heartbeat_timeout", "soft_timeout")
+    heartbeat_interval: Seconds = Seconds(1.0, "heartbeat_timeout")
+    progress_watchdog_interval: Seconds = Seconds(1.0, "soft_timeout")
+    soft_timeout: Seconds = Seconds(60.0, "hard_timeout")
+    hard_timeout: Seconds = Seconds(90.0, "barrier_timeout")
+    heartbeat_timeout: Seconds = Seconds(30.0, "barrier_timeout", is_shared=True)
+    barrier_timeout: Seconds = Seconds(120.0, is_shared=True)
+    completion_timeout: Seconds = Seconds(120.0, is_shared=True)
+    last_call_wait: Seconds = Seconds(0.0, from_zero=True)
+    termination_grace_time: Seconds = Seconds(5.0)
+    use_global_iteration: Plain[bool] = Plain(False, as_switch, is_shared=True)
+    active_world_size: Plain[int | None] = Plain(None, _count_or_none, is_shared=True)
+    min_world_size: Plain[int] = Plain(1, _count, is_shared=True)
+    on_join: Setting[str, OnJoin] = Setting(OnJoin.DEGRADED, _as_on_join, is_shared=True)
+    join_window: Seconds = Seconds(1.0, is_shared=True, from_zero=True)
+    rejoin_wait: Seconds = Seconds(2.0, is_shared=True, from_zero=True)
+    max_same_faults: Plain[int | None] = Plain(5, _count_or_none, is_shared=True)
+    # Whether an agent starts another process in place of this one. No argument: the agent says so.
     replaced: bool = False
-    """Whether an agent starts another process in place of this one. No argument: the agent says so."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Limits:

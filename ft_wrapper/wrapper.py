@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 import os
-import textwrap
 import types
 import typing
 from collections.abc import Callable
@@ -153,17 +152,14 @@ class Wrapper:
 
 def _documented() -> tuple[str, inspect.Signature]:
     """The wrapper's docstring and signature, with the arguments that `Settings` has; the plug-ins first."""
-    arguments = sorted(about(Settings).items(), key=lambda item: item[0] in Limits.__annotations__)
-    paragraphs = [
-        textwrap.fill(f"{name}: {known.doc}", 105, initial_indent="    ", subsequent_indent="        ")
-        for name, known in arguments
-    ]
     before, raises, after = inspect.cleandoc(Wrapper.__doc__ or "").partition("Raises:\n")
+    documented = [inspect.cleandoc(one.__doc__ or "").partition("Args:\n")[2] for one in (Settings, Limits)]
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=known.as_passed(known.default))
-        for name, known in arguments
+        for name, known in sorted(about(Settings).items(), key=lambda item: item[0] in about(Limits))
     ]
-    return "\n".join([before + "Args:", *paragraphs, "", raises + after]), inspect.Signature(parameters)
+    text = [before + "Args:", *documented, "", raises + after]
+    return "\n".join(text), inspect.Signature(parameters)
 
 
 Wrapper.__doc__, Wrapper.__signature__ = _documented()

@@ -73,18 +73,7 @@ class RankAssignment(abc.ABC):
 
 
 class RankFilter(RankAssignment):
-    """Base of the rank assignments that only decide who is active; they run after those that close gaps."""
-
-    @abc.abstractmethod
-    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Decides whether this rank is active.
-
-        Args:
-            ctx: the state; its ranks have no gaps.
-
-        Returns:
-            The same, with the new state.
-        """
+    """Base of the rank assignments that only decide who is active. They run after those that close gaps."""
 
 
 class ActivateAllRanks(RankFilter):

@@ -58,7 +58,7 @@ def _check_warm_up(name: str, value: Any) -> Any:
     return value
 
 
-def _plug_in(kind: type, doc: str, default: object = None, *, is_shared: bool = False) -> Plain[Any]:
+def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> Plain[Any]:
     def check(name: str, value: object) -> object:
         if value is None or isinstance(value, kind):
             return value
@@ -66,70 +66,54 @@ def _plug_in(kind: type, doc: str, default: object = None, *, is_shared: bool = 
             f"{name}={value!r} must be None or a {kind.__module__}.{kind.__name__}: derive from it"
         )
 
-    return Plain(default, doc, check, is_shared)
+    return Plain(default, check, is_shared)
 
 
 @dataclasses.dataclass(unsafe_hash=True, kw_only=True)
 class Settings(Limits):
-    """All that a wrapped call is told by its `Wrapper`."""
+    """All that a wrapped call is told by its `Wrapper`.
 
-    store_factory: Plain[Callable[..., StoreMixin]] = Plain(
-        TCPStore, "makes the coordination store; ``ftrun``'s own store comes first.", _check_factory
-    )
-    store_kwargs: Plain[Mapping[str, Any] | None] = Plain(
-        None, "its arguments, ``host_name``, ``port`` and ``timeout`` for the TCPStore.", _check_kwargs
-    )
-    initialize: Plain[Initialize | None] = _plug_in(
-        Initialize, "run on each rank before the function, in every iteration."
-    )
-    abort: Plain[Abort | None] = _plug_in(
-        Abort,
-        "run in the monitor thread to free the function's thread from collectives. By default torch's groups "
-        "are aborted, then the function's child processes ended; `AbortTorchDistributed` alone does the "
-        "first only.",
-        Compose(AbortProcesses(), AbortTorchDistributed()),
-    )
-    finalize: Plain[Finalize | None] = _plug_in(
-        Finalize, "run on each rank once it has left the function after a fault."
-    )
-    health_check: Plain[HealthCheck | None] = _plug_in(
-        HealthCheck,
-        "run before the function, where raising is a fault; and after ``finalize``, where raising ends this "
-        "rank. A spare ends in both cases.",
-    )
-    completion: Plain[Completion | None] = _plug_in(Completion, "run once all ranks have finished.")
-    terminate: Plain[Terminate | None] = _plug_in(Terminate, "run when this rank leaves the job.")
-    rank_assignment: Plain[RankAssignment | None] = _plug_in(
-        RankAssignment,
-        "who gets which rank, and who is active; all ranks, shifted, when None.",
-        is_shared=True,
-    )
-    monitor_process_logfile: Plain[str | None] = Plain(
-        None,
-        "absolute path; ``{rank}`` is filled in. With this or the next one the rank has a monitor process of "
-        "its own, also where its agent would run the monitor.",
-        _check_path,
-    )
-    monitor_process_pidfile: Plain[str | None] = Plain(
-        None, "absolute path; ``{rank}`` is filled in.", _check_path
-    )
-    enabled: Plain[bool] = Plain(True, "False leaves the function as it is.", as_switch)
-    collect_garbage: Plain[bool] = Plain(
-        True,
-        "run Python's garbage collector between iterations, while this rank waits for the others, so that "
-        "old models in reference cycles are freed before new ones are made. At the first call and the first "
-        "restart what is left is frozen (``gc.freeze``), which makes it cheap.",
-        as_switch,
-    )
-    warm_up: Plain[Callable[[], object] | Literal[False] | None] = Plain(
-        None,
-        "run without arguments on each spare while it waits, once in a process: what would make its first "
-        "step slow (caches, kernels, files). No collectives, for no other rank takes part. Before it, and "
-        "also when None, a spare does what torch leaves to the first step. It is interrupted, and begun "
-        "again with the next wait, when the spare is needed; what it raises is logged, and the spare waits "
-        "all the same. False: nothing is warmed.",
-        _check_warm_up,
-    )
+    Args:
+        store_factory: makes the coordination store; ``ftrun``'s own store comes first.
+        store_kwargs: its arguments, ``host_name``, ``port`` and ``timeout`` for the TCPStore.
+        initialize: run on each rank before the function, in every iteration.
+        abort: run in the monitor thread to free the function's thread from collectives. By default torch's
+            groups are aborted, then the function's child processes ended; `AbortTorchDistributed` alone does
+            the first only.
+        finalize: run on each rank once it has left the function after a fault.
+        health_check: run before the function, where raising is a fault; and after ``finalize``, where raising
+            ends this rank. A spare ends in both cases.
+        completion: run once all ranks have finished.
+        terminate: run when this rank leaves the job.
+        rank_assignment: who gets which rank, and who is active; all ranks, shifted, when None.
+        monitor_process_logfile: absolute path; ``{rank}`` is filled in. With this or the next one the rank
+            has a monitor process of its own, also where its agent would run the monitor.
+        monitor_process_pidfile: absolute path; ``{rank}`` is filled in.
+        enabled: False leaves the function as it is.
+        collect_garbage: run Python's garbage collector between iterations, while this rank waits for the
+            others, so that old models in reference cycles are freed before new ones are made. At the first
+            call and the first restart what is left is frozen (``gc.freeze``), which makes it cheap.
+        warm_up: run without arguments on each spare while it waits, once in a process: what would make its
+            first step slow (caches, kernels, files). No collectives, for no other rank takes part. Before it,
+            and also when None, a spare does what torch leaves to the first step. It is interrupted, and begun
+            again with the next wait, when the spare is needed; what it raises is logged, and the spare waits
+            all the same. False: nothing is warmed.
+    """
+
+    store_factory: Plain[Callable[..., StoreMixin]] = Plain(TCPStore, _check_factory)
+    store_kwargs: Plain[Mapping[str, Any] | None] = Plain(None, _check_kwargs)
+    initialize: Plain[Initialize | None] = _plug_in(Initialize)
+    abort: Plain[Abort | None] = _plug_in(Abort, Compose(AbortProcesses(), AbortTorchDistributed()))
+    finalize: Plain[Finalize | None] = _plug_in(Finalize)
+    health_check: Plain[HealthCheck | None] = _plug_in(HealthCheck)
+    completion: Plain[Completion | None] = _plug_in(Completion)
+    terminate: Plain[Terminate | None] = _plug_in(Terminate)
+    rank_assignment: Plain[RankAssignment | None] = _plug_in(RankAssignment, is_shared=True)
+    monitor_process_logfile: Plain[str | None] = Plain(None, _check_path)
+    monitor_process_pidfile: Plain[str | None] = Plain(None, _check_path)
+    enabled: Plain[bool] = Plain(True, as_switch)
+    collect_garbage: Plain[bool] = Plain(True, as_switch)
+    warm_up: Plain[Callable[[], object] | Literal[False] | None] = Plain(None, _check_warm_up)
 
     @property
     def shared(self) -> dict[str, object]:

@@ -26,13 +26,8 @@ from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..report.restart import began_before, line_of_entry
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
+from ..torch_groups import forget
 from ..torch_groups.between import connect, point_to
-from ..torch_groups.forget import (
-    collect_garbage,
-    end_checkpoint_process,
-    forget_compiled_ranks,
-    forget_old_ranks,
-)
 from ..torch_groups.warm_up import warm_up
 from . import Settings, torch_state
 from .exit_watch import ExitWatch
@@ -80,7 +75,7 @@ class Call(Performer):
 
     def __init__(self, settings: Settings, plan: StorePlan, state: State, function_name: str) -> None:
         if settings.collect_garbage:
-            collect_garbage("call")
+            forget.collect_garbage("call")
         self.settings = settings
         self.state = state
         self.pinged = False
@@ -158,7 +153,7 @@ class Call(Performer):
         self.own.memory.rank = state.rank
         self.own.memory.active = state.mode == Mode.ACTIVE
         state.set_distributed_vars()
-        return state.active_rank is not None and forget_compiled_ranks(
+        return state.active_rank is not None and forget.forget_compiled_ranks(
             state.active_rank, state.active_world_size or 0
         )
 
@@ -245,7 +240,7 @@ class Call(Performer):
             return
         warm_up(users, lambda: self.own.interrupter.requested)
         if self.settings.collect_garbage:
-            collect_garbage("warm-up")
+            forget.collect_garbage("warm-up")
 
     def _check_health(self) -> None:
         if self.settings.health_check is None:
@@ -273,8 +268,8 @@ class Call(Performer):
     def settle(self) -> None:
         with self._watched():
             self._settle()
-        if self.own.end.store_lost is not None:
-            raise self.own.end.store_lost
+        if self.own.progress.store_lost is not None:
+            raise self.own.progress.store_lost
 
     def _settle(self) -> None:
         """Waits until everything is aborted, then ends what the function left behind."""
@@ -285,11 +280,11 @@ class Call(Performer):
             if not watch.handled.wait(self.settings.barrier_timeout):
                 raise InternalError("the abort plug-in did not return within barrier_timeout")
             self._ended_at = watch.ended_at
-            self.own.end.store_lost = watch.store_lost
+            self.own.progress.store_lost = watch.store_lost
         self.own.member.emit("left")
         if self.settings.abort is not None:
             release_process_groups(aborted=True)
-        end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
+        forget.end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
         self._user_store = None
 
     def clean_up(self) -> None:
@@ -311,7 +306,7 @@ class Call(Performer):
         self._restore()
         self._exit_watch.note()
         if self.settings.collect_garbage:
-            collect_garbage("restart")
+            forget.collect_garbage("restart")
 
     def _restore(self) -> None:
         """Undoes what the function has done to the process, and says what has failed: that takes its time."""
@@ -323,7 +318,7 @@ class Call(Performer):
             forget_frames(error)
             error.__traceback__ = trace  # with which it leaves the call
         self._torch_state.restore()
-        forget_old_ranks()
+        forget.forget_old_ranks()
 
     def complete(self) -> None:
         state = self.state
@@ -337,7 +332,7 @@ class Call(Performer):
                 log.exception("completion failed on rank %s; the call had ended well", state.rank)
         if self.settings.abort is not None:
             release_process_groups()
-        forget_old_ranks()
+        forget.forget_old_ranks()
         self._user_store = None
         self.own.remember(state)
 
@@ -348,10 +343,10 @@ class Call(Performer):
         level = logging.INFO if isinstance(error, JobEnded) else logging.ERROR
         log.log(level, "rank %s (slot %d) leaves the job: %r", self.state.rank, own.member.slot, error)
         if isinstance(error, StoreUnavailable):
-            own.end.store_lost = error  # it was tried for long enough; no one can be told
+            own.progress.store_lost = error  # it was tried for long enough; no one can be told
         if watch is not None and not own.memory.active:  # the others end the iteration, some time
-            self._stay.watch, own.end.thread_stays = None, True
-        if own.end.store_lost is None:
+            self._stay.watch, own.progress.thread_stays = None, True
+        if own.progress.store_lost is None:
             is_unwatched = own.monitor_lost.is_set()
             return Interruption.MONITOR_PROCESS_EXCEPTION if is_unwatched else Interruption.BASE_EXCEPTION
         if self._stay.watch is not None:  # whose thread waits for the store, too, and would abort nothing
