@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
 import multiprocessing
 import multiprocessing.process
@@ -147,14 +148,11 @@ class AbortProcesses(Abort):
             )
         if spare is not None:
             check_callable("spare", spare, "spare=lambda process: process.pid == server.pid")
-        self._find: Callable[[], Processes]
         if find is None:
-            self._find = find_children
-        elif callable(find):
-            self._find = find
-        else:
-            fixed = tuple(find)
-            self._find = lambda: fixed
+            find = find_children
+        elif not callable(find):
+            find = functools.partial(tuple, tuple(find))
+        self._find = find
         self._spare = spare
         self._grace = as_seconds("termination_grace_time", termination_grace_time, from_zero=True)
 

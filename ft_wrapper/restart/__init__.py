@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import pathlib
 from collections.abc import Callable, Mapping
@@ -27,18 +28,17 @@ def _check_factory(name: str, value: Any) -> Any:
     return value
 
 
-def _check_kwargs(name: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{name}={value!r} must be None or a dict of arguments for store_factory")
+def _check_kind(name: str, value: Any, kind: type, words: str) -> Any:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} must be None or {words}")
     return value
 
 
 def _check_path(name: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} must be None or a string")
-    if value is not None and not pathlib.Path(value).is_absolute():
+    path: str | None = _check_kind(name, value, str, "a string")
+    if path is not None and not pathlib.Path(path).is_absolute():
         raise ValueError(f"{name}={value!r} must be an absolute path; {{rank}} in it is filled in")
-    return value
+    return path
 
 
 def _check_warm_up(name: str, value: Any) -> Any:
@@ -59,14 +59,11 @@ def _check_warm_up(name: str, value: Any) -> Any:
 
 
 def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> Plain[Any]:
-    def check(name: str, value: object) -> object:
-        if value is None or isinstance(value, kind):
-            return value
-        raise TypeError(
-            f"{name}={value!r} must be None or a {kind.__module__}.{kind.__name__}: derive from it"
-        )
+    words = f"a {kind.__module__}.{kind.__name__}: derive from it"
+    return Plain(default, functools.partial(_check_kind, kind=kind, words=words), is_shared)
 
-    return Plain(default, check, is_shared)
+
+_mapping = functools.partial(_check_kind, kind=Mapping, words="a dict of arguments for store_factory")
 
 
 @dataclasses.dataclass(unsafe_hash=True, kw_only=True)
@@ -101,7 +98,7 @@ class Settings(Limits):
     """
 
     store_factory: Plain[Callable[..., StoreMixin]] = Plain(TCPStore, _check_factory)
-    store_kwargs: Plain[Mapping[str, Any] | None] = Plain(None, _check_kwargs)
+    store_kwargs: Plain[Mapping[str, Any] | None] = Plain(None, _mapping)
     initialize: Plain[Initialize | None] = _plug_in(Initialize)
     abort: Plain[Abort | None] = _plug_in(Abort, Compose(AbortProcesses(), AbortTorchDistributed()))
     finalize: Plain[Finalize | None] = _plug_in(Finalize)

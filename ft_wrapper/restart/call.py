@@ -321,20 +321,19 @@ class Call(Performer):
         forget.forget_old_ranks()
 
     def complete(self) -> None:
-        state = self.state
         self.own.member.emit("done")
         self._stay.watch = None
-        state.fn_exception = None
+        self.state.fn_exception = None
         if self.settings.completion is not None:
             try:
-                self.settings.completion(state.freeze())
+                self.settings.completion(self.state.freeze())
             except Exception:
-                log.exception("completion failed on rank %s; the call had ended well", state.rank)
+                log.exception("completion failed on rank %s; the call had ended well", self.state.rank)
         if self.settings.abort is not None:
             release_process_groups()
         forget.forget_old_ranks()
         self._user_store = None
-        self.own.remember(state)
+        self.own.remember(self.state)
 
     def leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
         own, watch = self.own, self._stay.watch

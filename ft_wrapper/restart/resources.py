@@ -113,8 +113,7 @@ class Resources:
             owned.callback(self.signals.forget)
             owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
             owned.callback(Environment().restore)
-            self.memory = RankMemory()
-            owned.callback(self.memory.close)
+            self.memory = owned.enter_context(contextlib.closing(RankMemory()))
             self.memory.lock_life()
             owned.callback(close_aborted_sockets)
             owned.callback(wait_for_released_groups)
@@ -124,8 +123,7 @@ class Resources:
             owned.push(self._end_monitor)
             owned.enter_context(protect_process(self.monitor.pid))
             owned.enter_context(protect_children())
-            store = plan.connect()
-            owned.callback(store.close)
+            store = owned.enter_context(contextlib.closing(plan.connect()))
             # A store that is on no one host says nothing of the way to the other ranks.
             towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
             self._address = own_address(towards)
