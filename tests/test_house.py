@@ -11,8 +11,8 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
-MOST_FILES = 144
-MOST_CODE_LINES = 21_070
+MOST_FILES = 143
+MOST_CODE_LINES = 20_815
 MOST_LINES_OF_A_FILE = 450
 
 # Files that are still too long, with their lines.
@@ -22,7 +22,7 @@ TALL = {
     "protocol/joining.py": 451,
     "protocol/membership.py": 471,
     "testing/invariants.py": 456,
-    "testing/simulation.py": 460,
+    "testing/simulation.py": 456,
 }
 
 _NO_CODE = (
