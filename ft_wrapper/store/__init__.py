@@ -8,11 +8,8 @@ from ..protocol.joining import Entry
 from ..protocol.operations import Operations as StoreOperations
 from ..protocol.records import Decision, Fault, Head, Member, View
 from .address import is_etcd
-from .file import FileStore
-from .holding import HoldingStore
-from .mixin import StoreMixin
+from .mixin import FileStore, HoldingStore, PrefixStore, StoreMixin
 from .plan import StorePlan, announced_plan, connect, connector, plan_store, without_secrets
-from .prefix import PrefixStore
 from .tcp import TCPStore, TCPStoreServer, serve
 
 if TYPE_CHECKING:
