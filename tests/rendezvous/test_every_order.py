@@ -13,7 +13,7 @@ import pytest
 from exhaustive.search import Search
 from explored_nodes import CLOSE, CRASH, EXIT, FAILURE, LATE, SUSPECT, ExploredJob, Job, search
 
-from ft_wrapper.rendezvous import executor, moves, operations
+from ft_wrapper.rendezvous import moves, operations
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.operations import Announced
 from ft_wrapper.rendezvous.record import Admission, Record, RoundPolicy, Seat, digest
@@ -111,7 +111,7 @@ def believes_that_it_has_left(patch: pytest.MonkeyPatch) -> None:
 def takes_entries_again(patch: pytest.MonkeyPatch) -> None:
     right = moves.fold
     patch.setattr(
-        executor, "fold", lambda record, entries: right(dataclasses.replace(record, folded=0), entries)
+        moves, "fold", lambda record, entries: right(dataclasses.replace(record, folded=0), entries)
     )
 
 
@@ -121,7 +121,7 @@ def takes_entries_though_all_is_over(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(after, closed=record.closed)
 
     right = moves.fold
-    patch.setattr(executor, "fold", fold)
+    patch.setattr(moves, "fold", fold)
 
 
 def is_not_final(patch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def is_not_final(patch: pytest.MonkeyPatch) -> None:
         return right(dataclasses.replace(record, closed=False), entries)
 
     right = moves.fold
-    patch.setattr(executor, "fold", fold)
+    patch.setattr(moves, "fold", fold)
 
 
 def sets_instead_of_comparing(patch: pytest.MonkeyPatch) -> None:
@@ -147,15 +147,15 @@ def sets_instead_of_comparing(patch: pytest.MonkeyPatch) -> None:
 
 
 def takes_out_though_it_is_out_itself(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(executor, "may_unseat", lambda record, node, silent: not record.closed)
+    patch.setattr(moves, "may_unseat", lambda record, node, silent: not record.closed)
 
 
 def takes_out_though_it_is_a_spare(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(executor, "may_unseat", lambda record, node, silent: record.place_of(node) is not None)
+    patch.setattr(moves, "may_unseat", lambda record, node, silent: record.place_of(node) is not None)
 
 
 def spares_never_take_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(executor, "may_unseat", lambda record, node, silent: record.seat_of(node) is not None)
+    patch.setattr(moves, "may_unseat", lambda record, node, silent: record.seat_of(node) is not None)
 
 
 def takes_a_seat_that_is_taken(patch: pytest.MonkeyPatch) -> None:
