@@ -155,17 +155,12 @@ class TcpBackend(Backend):
                 ) from error
             log.debug("%s is taken: another node of this machine hosts the store", self._where)
             return
-        self.port = self._server.port
+        self.is_host, self.port = True, self._server.port
         log.info("hosting the rendezvous store at %s", self._where)
 
     @property
     def _where(self) -> str:
         return host_port(self.host_name, self.port)
-
-    @property
-    def is_host(self) -> bool:  # type: ignore[override]
-        """Whether this node hosts the store."""
-        return self._server is not None
 
     def connect(self) -> StoreMixin:
         return self._connected().clone()
@@ -187,7 +182,7 @@ class TcpBackend(Backend):
             self._store = None
         if self._server is not None:
             self._server.close()
-            self._server = None
+            self.is_host, self._server = False, None
 
 
 class EtcdBackend(Backend):

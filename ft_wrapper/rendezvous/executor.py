@@ -205,7 +205,7 @@ class Executor:
                 snapshot = self._wait(snapshot, context)
             else:
                 log.debug("%s: %s: %s", self._settings.run_id, self.node, action.value)
-                snapshot = self._act(action, snapshot)
+                snapshot = self._act(action, snapshot, context.is_announced)
 
     def _context(self, record: Record, now: float, deadline: float) -> Context:
         return Context(
@@ -229,9 +229,8 @@ class Executor:
             return newer
         return self.refresh() if seconds >= REFRESH else snapshot
 
-    def _act(self, action: Action, snapshot: Snapshot) -> Snapshot:
+    def _act(self, action: Action, snapshot: Snapshot, announced: bool) -> Snapshot:
         record = snapshot.record
-        announced = self._announced is not None and self._announced.epoch == record.epoch
         if action is Action.MARK_RENDEZVOUS_COMPLETE:
             return self._fold(snapshot, moves.complete)
         if action in operations.REMOVAL.values():

@@ -117,13 +117,9 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 presence.forget_predecessors()
                 info = self._info(presence, record)
                 if info is not None:
+                    who, place = (self.settings.run_id, self.node), (info.rank, info.world_size)
                     log.info(
-                        "job %s: node %s has group rank %d of %d in round %d",
-                        self.settings.run_id,
-                        presence.node,
-                        info.rank,
-                        info.world_size,
-                        record.round,
+                        "job %s: node %s has group rank %d of %d in round %d", *who, *place, record.round
                     )
                     return info
 
@@ -260,11 +256,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     # Parts -------------------------------------------------------------------------------------------------
 
     def _start(self) -> Presence:
-        if self._ended:
-            raise elastic.RendezvousStateError(
-                f"this handler of {self.settings.run_id!r} was shut down; make another one"
-            )
-        self._board.check()
+        self._check()
         if self._presence is None:
             register = self._connect()
             self.node = self._make_node(register.store)
@@ -278,6 +270,13 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 self._on_change,
             )
         return self._presence
+
+    def _check(self) -> None:
+        if self._ended:
+            raise elastic.RendezvousStateError(
+                f"this handler of {self.settings.run_id!r} was shut down; make another one"
+            )
+        self._board.check()
 
     def _make_node(self, store: Operations) -> Node:
         identity = self.identity
@@ -301,9 +300,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     def _with_side(self, act: Callable[[Executor], Snapshot]) -> Record:
         """Uses a client of its own, since `next_rendezvous` may be under way in another thread."""
         with _store_errors(), self._side_lock:
-            if self._ended:
-                raise elastic.RendezvousStateError(f"this handler of {self.settings.run_id!r} was shut down")
-            self._board.check()
+            self._check()
             if self._side is None:
                 node = self.node or Node(new_node_id())
                 self._side = Executor(node, self._connect(), self._board, self.settings)

@@ -13,9 +13,8 @@ lost with that node: the policy is ``group`` again, and the others form a new ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from .record import Admission, Node, Place, Record, RoundPolicy, Seat, Waiting, digest
 
@@ -64,10 +63,8 @@ def complete(record: Record) -> Record:
     if not record.can_complete or record.policy is RoundPolicy.RANK:
         return record
     seats = [seat for seat in record.seats if seat.occupant is not None]
-    ranks = _ranks(seats)
-    ordered = sorted(zip(ranks, seats, strict=True), key=lambda pair: pair[0])
     placed, slot = [], 0
-    for rank, seat in ordered:
+    for rank, seat in enumerate(_in_order(seats)):
         placed.append(replace(seat, group_rank=rank, base_slot=slot))
         slot += seat.nproc
     done = replace(record, complete=True, seats=tuple(placed), formation_size=slot, next_slot=slot)
@@ -262,8 +259,6 @@ def _fill(record: Record) -> Record:
     """While a round forms: spares take part as long as there is room."""
     room = max(0, record.max_nodes - len(record.participants))
     come, stay = record.spares[:room], record.spares[room:]
-    if not come:
-        return record
     seats = (*record.seats, *(_new_seat(Waiting(node)) for node in come))
     return replace(record, seats=seats, spares=stay)
 
@@ -272,8 +267,6 @@ def _call_spares(record: Record) -> Record:
     """While a round is complete, under policy ``group``: spares wait for the next one if it has room."""
     room = max(0, record.max_nodes - len(record.participants) - len(record.waiting))
     come, stay = record.spares[:room], record.spares[room:]
-    if not come:
-        return record
     return replace(record, waiting=(*record.waiting, *map(Waiting, come)), spares=stay)
 
 
@@ -308,19 +301,14 @@ def _emptied(seat: Seat) -> Seat:
     return replace(seat, occupant=None)
 
 
-def _ranks(seats: Sequence[Seat]) -> list[int]:
-    """The group rank of each seat of a round that is about to complete."""
-    size = len(seats)
-    taken: dict[int, int] = {}
-    for number, seat in enumerate(seats):
-        if seat.group_rank is not None and seat.group_rank < size:
-            taken.setdefault(seat.group_rank, number)
-    ranks = {number: rank for rank, number in taken.items()}
-    gaps = (rank for rank in range(size) if rank not in taken)
-    ids = [seat.last for seat in seats]
-    by_id: Callable[[int], Any] = (
-        (lambda number: int(ids[number])) if all(i.isdecimal() for i in ids) else (lambda number: number)
-    )
-    for number in sorted((number for number in range(size) if number not in ranks), key=by_id):
-        ranks[number] = next(gaps)
-    return [ranks[number] for number in range(size)]
+def _in_order(seats: Sequence[Seat]) -> list[Seat]:
+    """The seats of a round that is about to complete, in the order of the group ranks that they get."""
+    kept: dict[int | None, Seat] = {}
+    for seat in seats:
+        if seat.group_rank is not None and seat.group_rank < len(seats):
+            kept.setdefault(seat.group_rank, seat)
+    others = [seat for seat in seats if kept.get(seat.group_rank) is not seat]
+    if all(seat.last.isdecimal() for seat in seats):
+        others.sort(key=lambda seat: int(seat.last))
+    gaps = iter(others)
+    return [kept.get(rank) or next(gaps) for rank in range(len(seats))]

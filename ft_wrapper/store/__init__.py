@@ -3,8 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.entering import BarrierError, BarrierOverflow, BarrierTimeout
-from ..protocol.evidence import CounterObserver, HeartbeatObserver, beat_lasts
-from ..protocol.joining import Entry
 from ..protocol.operations import Operations as StoreOperations
 from ..protocol.records import Decision, Fault, Head, Member, View
 from .address import is_etcd
@@ -19,14 +17,11 @@ __all__ = [
     "BarrierError",
     "BarrierOverflow",
     "BarrierTimeout",
-    "CounterObserver",
     "Decision",
-    "Entry",
     "EtcdStore",
     "Fault",
     "FileStore",
     "Head",
-    "HeartbeatObserver",
     "HoldingStore",
     "Member",
     "PrefixStore",
@@ -37,7 +32,6 @@ __all__ = [
     "TCPStoreServer",
     "View",
     "announced_plan",
-    "beat_lasts",
     "connect",
     "connector",
     "is_etcd",

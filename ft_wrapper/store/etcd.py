@@ -26,9 +26,8 @@ T = TypeVar("T")
 
 _TTL = timedelta(seconds=DEFAULT_TTL)
 
-_KEYS_A_WRITE = (
-    messages.MOST_OPERATIONS - 1
-) // 2  # a write and a deletion each, beside the client's register
+# A write and a deletion each, beside the client's register.
+_KEYS_A_WRITE = (messages.MOST_OPERATIONS - 1) // 2
 _BYTES_A_WRITE = messages.LARGEST_REQUEST * 2 // 3
 
 
@@ -102,11 +101,15 @@ class EtcdStore(Store, StoreMixin):
         return f"EtcdStore({self._etcd!r})"
 
     def clone(self) -> EtcdStore:
+        return self.within("")
+
+    def within(self, namespace: str) -> EtcdStore:
+        """A clone with other keys: they have this in front of them, behind the namespace of this store."""
         other = EtcdStore.__new__(EtcdStore)
         Store.__init__(other)
         other.set_timeout(self.timeout)
         other.patience, other._etcd, other._place = self.patience, self._etcd, self._place
-        other._keys = self._keys.within("")
+        other._keys = self._keys.within(namespace)
         other._writer = EtcdWriter(self._etcd)
         other._beats = EtcdBeats(self._etcd)
         other._origin = self._origin or self  # which keeps the lease alive
@@ -120,12 +123,6 @@ class EtcdStore(Store, StoreMixin):
     def remove(self) -> bool:
         """Deletes all keys of the job, for all its processes; tells whether they were there still."""
         return self._etcd.remove(self.patience)
-
-    def within(self, namespace: str) -> EtcdStore:
-        """A clone with other keys: they have this in front of them, behind the namespace of this store."""
-        other = self.clone()
-        other._keys = self._keys.within(namespace)
-        return other
 
     def clear(self) -> None:
         """Deletes all keys of the namespace."""
@@ -143,15 +140,9 @@ class EtcdStore(Store, StoreMixin):
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         """Writes several keys; all at once up to some 60 keys and a megabyte."""
-        part: dict[str, bytes] = {}
-        for key, value in zip(keys, map(_to_bytes, values), strict=True):
-            size = sum(len(name) + len(other) for name, other in part.items()) + len(key) + len(value)
-            if part and (len(part) == _KEYS_A_WRITE or size > _BYTES_A_WRITE):
-                self._write(part)
-                part = {}
-            part[key] = value
-        if part:
-            self._write(part)
+        pairs = [*zip(keys, map(_to_bytes, values), strict=True)]
+        for group in _groups(pairs, _fit_in_a_write):
+            self._write(dict(group))
 
     def append(self, key: str, value: str | bytes) -> None:
         entry = _to_bytes(value)
@@ -245,7 +236,7 @@ class EtcdStore(Store, StoreMixin):
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out steps: as few transactions as they fit in, and a request for each sign of life."""
         given = list[str | None]()
-        for group in _groups(steps):
+        for group in _groups(steps, _fit_together):
             match group:
                 case [Beat(key, lasts)]:
                     self._beats.beat(f"beat of {key!r}", self._keys.beats(key), lasts, self.patience)
@@ -365,16 +356,22 @@ class EtcdStore(Store, StoreMixin):
             raise
 
 
-def _groups(steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """Steps in a row that one transaction can hold; each of the others by itself."""
-    group = list[Step]()
-    for step in steps:
-        if group and not _fit_together([*group, step]):
+def _groups(items: Sequence[T], fit: Callable[[Sequence[T]], bool]) -> Iterator[list[T]]:
+    """Items in a row that one transaction can hold; each of the others by itself."""
+    group = list[T]()
+    for item in items:
+        if group and not fit([*group, item]):
             yield group
             group = []
-        group.append(step)
+        group.append(item)
     if group:
         yield group
+
+
+def _fit_in_a_write(pairs: Sequence[tuple[str, bytes]]) -> bool:
+    """Whether one transaction can write these keys."""
+    size = sum(len(key) + len(value) for key, value in pairs)
+    return len(pairs) <= _KEYS_A_WRITE and size <= _BYTES_A_WRITE
 
 
 def _fit_together(steps: Sequence[Step]) -> bool:

@@ -301,7 +301,7 @@ class EtcdWriter:
         return (found[0].value if found else None), done
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Lease:
     id: int
     ttl: int
@@ -349,4 +349,4 @@ class EtcdBeats:
             entry = put(entries.key + b"%x" % lease.id, b"", lease.id)
             self._job.transact(Transaction(what, [entry]), timeout)
             self._leases = {of: one for of, one in self._leases.items() if now - one.kept < one.ttl}
-        self._leases[entries] = dataclasses.replace(lease, kept=now)
+        lease.kept, self._leases[entries] = now, lease
