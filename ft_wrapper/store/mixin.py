@@ -106,8 +106,8 @@ class HoldingStore(StoreMixin):
 
     @property
     def torch_store(self) -> Store:
-        """The torch store, for ``init_process_group(store=…)`` and ``torch.distributed.PrefixStore``."""
-        return cast(Store, self._store)
+        """A torch store, for ``init_process_group(store=…)`` and ``torch.distributed.PrefixStore``."""
+        return self if isinstance(self, Store) else cast(Store, self._store)
 
     def _full(self, key: str) -> str:
         return self.namespace + key
@@ -253,7 +253,7 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
         HoldingStore.__init__(self, store, f"{prefix}/")
         # torch keeps only the C++ half of a store alive; the reference above keeps the rest.
         inner: Any = store
-        if isinstance(store, HoldingStore):
+        if isinstance(store, HoldingStore) and not isinstance(store, Store):
             inner, prefix = store.torch_store, store.namespace + prefix
         TorchPrefixStore.__init__(self, prefix, inner)
 

@@ -174,7 +174,17 @@ def begins_a_round_while_the_last_one_is_on(patch: pytest.MonkeyPatch) -> None:
 
 def gives_ranks_by_order_only(patch: pytest.MonkeyPatch) -> None:
     """All seats of a round have rank 0."""
-    patch.setattr(moves, "_ranks", lambda seats: [0] * len(seats))
+
+    def complete(record: Record) -> Record:
+        done = right(record)
+        if done is record:
+            return record
+        return dataclasses.replace(
+            done, seats=tuple(dataclasses.replace(seat, group_rank=0) for seat in done.seats)
+        )
+
+    right = moves.complete
+    patch.setattr(moves, "complete", complete)
 
 
 def waits_for_others_to_take_the_log(patch: pytest.MonkeyPatch) -> None:
