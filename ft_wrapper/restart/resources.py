@@ -177,10 +177,8 @@ class Resources:
 
     def _find_monitor(self, limits: Limits, slot: int) -> MonitorLine:
         """The monitor inside the agent, if there is one; otherwise one in a process of its own."""
-        files = MonitorFiles(
-            _filled_in(self.settings.monitor_process_logfile, slot),
-            _filled_in(self.settings.monitor_process_pidfile, slot),
-        )
+        paths = (self.settings.monitor_process_logfile, self.settings.monitor_process_pidfile)
+        files = MonitorFiles(*(path and path.replace("{rank}", str(slot)) for path in paths))
         has_none = files == MonitorFiles()  # those are a process's
         line, replaced = ask_agent(limits, self.plan, self.memory, self._on_monitor_lost, watch=has_none)
         if line is not None:
@@ -313,7 +311,3 @@ def _await_end(line: socket.socket, timeout: float) -> None:
     line.settimeout(timeout)
     with contextlib.suppress(OSError):
         line.recv(1)
-
-
-def _filled_in(path: str | None, rank: int) -> str | None:
-    return None if path is None else path.replace("{rank}", str(rank))
