@@ -155,7 +155,8 @@ def read_status(store: StoreMixin) -> Status:
     current = agreement.iterations.read_current()
     if current is None:
         return Status(NOT_FORMED, None, None, 0, None, (), None)
-    view, n = current[0], current[0].n
+    view, _ = current
+    n = view.n
     outcome = agreement.ends.outcome_of(n)
     state = RUNNING if outcome is None else RESTARTING if outcome == FAULT else COMPLETED
     key = keys.world(n)

@@ -67,12 +67,10 @@ def _begin_watch() -> None:
 def _watch() -> None:
     began = time.monotonic()
     _wait(began + SAID_AFTER)
-    if not _left():
-        return
-    log.warning("the process waits at its end for what an interrupted function left: %s", ", ".join(_left()))
+    if left := _left():
+        log.warning("the process waits at its end for what an interrupted function left: %s", ", ".join(left))
     _wait(began + ENDED_AFTER)
-    left = _left()
-    if left:
+    if left := _left():
         log.error("the process is ended, %g s after its main thread: %s", ENDED_AFTER, ", ".join(left))
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
