@@ -11,6 +11,7 @@ import os
 import selectors
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -20,33 +21,12 @@ from .._files import check_open_files
 from ..monitor.line import AGENT_ENV
 from ..monitor.service import MonitorService
 from ..store.tcp import raise_file_limit
-from .actions import (
-    Abandoned,
-    Action,
-    AskPlace,
-    CancelStarts,
-    Ended,
-    EndTemplate,
-    Event,
-    ForkAhead,
-    Forked,
-    Kill,
-    LeaveJob,
-    NotStarted,
-    Place,
-    RoundBegan,
-    Send,
-    SignalArrived,
-    Start,
-    Tell,
-    Tick,
-)
+from . import ranks
 from .group import Group
 from .nodes import End, Nodes, Round
 from .outputs import Failure, Logs, opened, read_failure
 from .policy import JobInStore, RestartPolicy
 from .process import Job, Orphans, Program, RankProcess, of_incarnation, start
-from .ranks import Ranks
 from .signals import SignalQueue
 from .standby import Request, Standby
 
@@ -102,7 +82,7 @@ class Loop:
         self._nodes = nodes
         self._orphans = orphans
         self._group = group
-        self._ranks = Ranks(policy, group, shutdown_timeout)
+        self._ranks = ranks.Ranks(policy, group, shutdown_timeout)
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
         self._in_store: JobInStore | None = None
@@ -123,7 +103,7 @@ class Loop:
     def __exit__(self, *_: object) -> None:
         with self._cleanup:
             self._cleanup.callback(self._close_store)
-            self._handle(Abandoned())
+            self._carry_out(self._ranks.abandoned())
 
     def start(self, where: Round) -> None:
         """Starts all ranks, in a new round: with a store of their own.
@@ -143,8 +123,8 @@ class Loop:
         # Otherwise ranks could not reach the store, and the others would call them missing.
         check_open_files(_FILES_OF_ALL + nproc * _FILES_OF_A_RANK, f"with {nproc} ranks this process")
         self._in_store = JobInStore(where.store, self._nodes.have_formed)
-        actions = self._ranks.handle(RoundBegan(where, self._in_store))
-        starts = [action for action in actions if isinstance(action, Start)]
+        actions = self._ranks.begin_round(where, self._in_store)
+        starts = [action for action in actions if isinstance(action, ranks.Start)]
         first_rank = where.base_rank if where.node else 0
         self._logs.begin_round({each.rank: self._environment(each) for each in starts}, first_rank)
         for each in starts:
@@ -173,9 +153,9 @@ class Loop:
                     if signum == signal.SIGCHLD:
                         self._reap_orphans()
                     else:
-                        self._handle(SignalArrived(signum))
+                        self._carry_out(self._ranks.signalled(signum))
                 for news in self._nodes.inbox.take():
-                    self._handle(news)
+                    self._carry_out(self._ranks.told(news))
                 self._do_what_is_due()
         finally:
             for waited_for in (signals.fd, self._nodes.inbox):
@@ -199,7 +179,7 @@ class Loop:
             log.warning("the standby process does not answer: ranks are started without it")
             for request in self._end_standby():
                 self._execute_or_fail(request)
-        self._handle(Tick())
+        self._carry_out(self._ranks.tick())
 
     def _reap_orphans(self) -> None:
         ours = [process.pid for process in self._running.values()]
@@ -215,36 +195,36 @@ class Loop:
 
     # Carrying out --------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
-        for action in self._ranks.handle(event):
-            self._carry_out(action)
+    def _carry_out(self, actions: Iterable[ranks.Action]) -> None:
+        for action in actions:
+            match action:
+                case ranks.Start():
+                    self._start_or_fail(action)
+                case ranks.CancelStarts():
+                    self._cancel_starts(action.why)
+                case ranks.ForkAhead():
+                    if self._standby is not None:
+                        self._standby.ask_ahead()
+                        self._take_answers(self._standby)
+                case ranks.EndTemplate():
+                    self._end_standby()
+                case ranks.Send():
+                    for rank, process in self._running.items():
+                        if action.rank in (None, rank):
+                            process.send(action.signum)
+                case ranks.Kill():
+                    self._kill()
+                case ranks.AskPlace():
+                    is_ours = self._nodes.has_place()
+                    self._carry_out(
+                        self._ranks.place(is_ours=is_ours, out_of_reach=self._nodes.out_of_reach())
+                    )
+                case ranks.LeaveJob():
+                    self._nodes.leave(action.why)
+                case ranks.Tell():
+                    self._tell(action)
 
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case Start():
-                self._start_or_fail(action)
-            case CancelStarts():
-                self._cancel_starts(action.why)
-            case ForkAhead():
-                if self._standby is not None:
-                    self._standby.ask_ahead()
-                    self._take_answers(self._standby)
-            case EndTemplate():
-                self._end_standby()
-            case Send():
-                for rank, process in self._running.items():
-                    if action.rank in (None, rank):
-                        process.send(action.signum)
-            case Kill():
-                self._kill()
-            case AskPlace():
-                self._handle(Place(self._nodes.has_place(), self._nodes.out_of_reach()))
-            case LeaveJob():
-                self._nodes.leave(action.why)
-            case Tell():
-                self._tell(action)
-
-    def _tell(self, told: Tell) -> None:
+    def _tell(self, told: ranks.Tell) -> None:
         failure = told.failure
         running = sum(not process.has_ended() for process in self._running.values())
         log.log(
@@ -259,10 +239,10 @@ class Loop:
 
     # Starting ------------------------------------------------------------------------------------------
 
-    def _environment(self, asked: Start) -> dict[str, str]:
+    def _environment(self, asked: ranks.Start) -> dict[str, str]:
         return self._job.environment(asked.rank, asked.restarts, self._ranks.round)
 
-    def _start(self, asked: Start) -> None:
+    def _start(self, asked: ranks.Start) -> None:
         """Starts a process, or asks the template for it."""
         if not self._ranks.wants(asked):
             return  # another one could not be started, and so none is
@@ -279,7 +259,7 @@ class Loop:
         self._standby.ask(request)
         self._take_answers(self._standby)
 
-    def _start_or_fail(self, asked: Start) -> None:
+    def _start_or_fail(self, asked: ranks.Start) -> None:
         """Starts a process in a job that is on: one that cannot be started is one that has failed."""
         try:
             self._start(asked)
@@ -306,14 +286,15 @@ class Loop:
     def _fail_to_start(self, rank: int, incarnation: int, error: OSError) -> None:
         self._logs.close(rank, incarnation)
         words, number = f"cannot be started: {error}", self._ranks.round.rank(rank)
-        self._handle(NotStarted(rank, Failure(number, 0, 1, time.time(), words, "", incarnation)))
+        failure = Failure(number, 0, 1, time.time(), words, "", incarnation)
+        self._carry_out(self._ranks.not_started(rank, failure))
 
     def _add(self, request: Request, process: RankProcess) -> None:
         self._running[process.rank] = process
         self._monitors.add(process.pid, replaced=request.is_replaced)
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self._emit("rank_started", process)
-        self._handle(Forked(process.rank, process.incarnation, process.pid))
+        self._carry_out(self._ranks.forked(process.rank, process.incarnation, process.pid))
 
     def _emit(self, event: str, process: RankProcess, **fields: object) -> None:
         rank = self._ranks.round.rank(process.rank)
@@ -392,7 +373,7 @@ class Loop:
         if exitcode != 0 and not self._ranks.is_stopping:
             rank = self._ranks.round.rank(process.rank)
             failure = read_failure(rank, process.pid, process.incarnation, exitcode, process.files)
-        self._handle(Ended(process.rank, exitcode, failure))
+        self._carry_out(self._ranks.ended(process.rank, exitcode, failure))
 
     def _kill(self) -> None:
         """Ends all that run, whatever they do."""
@@ -413,7 +394,7 @@ class Loop:
             self._selector.unregister(process.pidfd)
             os.close(process.pidfd)
             del self._running[rank]
-            self._handle(Ended(rank, -signal.SIGKILL))
+            self._carry_out(self._ranks.ended(rank, -signal.SIGKILL))
 
     def _close_store(self) -> None:
         if self._in_store is not None:
