@@ -39,7 +39,7 @@ from .health import health
 from .loop import Loop
 from .nodes import EXIT_BARRIER_TIMEOUT, End, Inbox, Nodes
 from .policy import RANK_RESTARTS, Policy, RestartPolicy
-from .process import LOCAL_RANK, Job, Program, adopted, program_of, python_program
+from .process import LOCAL_RANK, Job, Program, program_of, python_program
 from .rounds import CannotStart, Workers, run_rounds
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS, queued
 from .torch_events import agent_event, process_failures, record_event, state_of, tell_end
@@ -398,7 +398,6 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _open_workers(self, nodes: Nodes, job: Job, cleanup: ExitStack) -> Workers:
         program = self._program(cleanup)
-        orphans = cleanup.enter_context(adopted())
         return cleanup.enter_context(
             Loop(
                 program,
@@ -408,7 +407,6 @@ class LocalElasticAgent(SimpleElasticAgent):
                 self._logs_specs,
                 shutdown_timeout=self._shutdown_timeout,
                 standby=self._standby,
-                orphans=orphans,
                 group=self._group,
                 log_line_prefix=self._log_line_prefix,
             )

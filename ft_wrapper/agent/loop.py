@@ -10,9 +10,11 @@ import logging
 import os
 import selectors
 import signal
+import subprocess
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import connection
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
@@ -26,9 +28,9 @@ from .group import Group
 from .nodes import End, Nodes, Round
 from .outputs import Failure, Logs, opened, read_failure
 from .policy import JobInStore, RestartPolicy
-from .process import Job, Orphans, Program, RankProcess, of_incarnation, start
+from .process import Job, Program, RankProcess, Request, adopted, of_incarnation, start
 from .signals import SignalQueue
-from .standby import Request, Standby
+from .standby import Standby
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,6 @@ class Loop:
         logs_specs: where their streams and errors go.
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
         standby: whether they are forked from a process that has torch imported, where that is possible.
-        orphans: what this process has adopted: it is a subreaper.
         group: told what happens.
         log_line_prefix: what comes before the lines that are shown; see `Logs`.
     """
@@ -73,14 +74,12 @@ class Loop:
         *,
         shutdown_timeout: float,
         standby: bool,
-        orphans: Orphans,
         group: Group,
         log_line_prefix: str | None = None,
     ) -> None:
         self._program = program
         self._job = job
         self._nodes = nodes
-        self._orphans = orphans
         self._group = group
         self._ranks = ranks.Ranks(policy, group, shutdown_timeout)
         self._running: dict[int, RankProcess] = {}  # by local rank
@@ -88,6 +87,7 @@ class Loop:
         self._in_store: JobInStore | None = None
         self._cleanup = ExitStack()
         try:
+            self._orphans = self._cleanup.enter_context(adopted())
             self._selector = self._cleanup.enter_context(selectors.DefaultSelector())
             self._logs = self._cleanup.enter_context(Logs(logs_specs, job.role, log_line_prefix))
             self._monitors = self._cleanup.enter_context(MonitorService(job.run_id))
@@ -199,7 +199,8 @@ class Loop:
         for action in actions:
             match action:
                 case ranks.Start():
-                    self._start_or_fail(action)
+                    with self._or_failed(action.rank, action.incarnation):
+                        self._start(action)
                 case ranks.CancelStarts():
                     self._cancel_starts(action.why)
                 case ranks.ForkAhead():
@@ -259,46 +260,41 @@ class Loop:
         self._standby.ask(request)
         self._take_answers(self._standby)
 
-    def _start_or_fail(self, asked: ranks.Start) -> None:
-        """Starts a process in a job that is on: one that cannot be started is one that has failed."""
-        try:
-            self._start(asked)
-        except OSError as error:
-            self._fail_to_start(asked.rank, asked.incarnation, error)
-
     def _execute(self, request: Request) -> None:
         with ExitStack() as streams:
             stdout, stderr = (opened(path, streams) for path in (request.files.stdout, request.files.stderr))
             popen = start(
                 self._program.command_of(request.rank), {**os.environ, **request.environment}, stdout, stderr
             )
-        pidfd = os.pidfd_open(popen.pid)
-        self._add(
-            request, RankProcess(request.rank, request.incarnation, popen.pid, pidfd, request.files, popen)
-        )
+        self._add(request, popen.pid, popen)
+
+    @contextmanager
+    def _or_failed(self, rank: int, incarnation: int) -> Iterator[None]:
+        """In a job that is on, a process that cannot be started in the block is one that has failed."""
+        try:
+            yield
+        except OSError as error:
+            self._logs.close(rank, incarnation)
+            words, number = f"cannot be started: {error}", self._ranks.round.rank(rank)
+            failure = Failure(number, 0, 1, time.time(), words, "", incarnation)
+            self._carry_out(self._ranks.not_started(rank, failure))
 
     def _execute_or_fail(self, request: Request) -> None:
-        try:
+        with self._or_failed(request.rank, request.incarnation):
             self._execute(request)
-        except OSError as error:
-            self._fail_to_start(request.rank, request.incarnation, error)
 
-    def _fail_to_start(self, rank: int, incarnation: int, error: OSError) -> None:
-        self._logs.close(rank, incarnation)
-        words, number = f"cannot be started: {error}", self._ranks.round.rank(rank)
-        failure = Failure(number, 0, 1, time.time(), words, "", incarnation)
-        self._carry_out(self._ranks.not_started(rank, failure))
-
-    def _add(self, request: Request, process: RankProcess) -> None:
-        self._running[process.rank] = process
-        self._monitors.add(process.pid, replaced=request.is_replaced)
+    def _add(self, request: Request, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        process = RankProcess(request, pid, os.pidfd_open(pid), popen)  # of a child that is not reaped yet
+        self._running[request.rank] = process
+        self._monitors.add(pid, replaced=request.is_replaced)
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self._emit("rank_started", process)
-        self._carry_out(self._ranks.forked(process.rank, process.incarnation, process.pid))
+        self._carry_out(self._ranks.forked(request.rank, request.incarnation, pid))
 
     def _emit(self, event: str, process: RankProcess, **fields: object) -> None:
-        rank = self._ranks.round.rank(process.rank)
-        who = {"rank": rank, "incarnation": process.incarnation, "child": process.pid}
+        request = process.request
+        rank = self._ranks.round.rank(request.rank)
+        who = {"rank": rank, "incarnation": request.incarnation, "child": process.pid}
         events.emit(event, job=self._job.run_id, **who, **fields)
 
     # The template --------------------------------------------------------------------------------------
@@ -332,17 +328,13 @@ class Loop:
         if answers is None:
             self._replace_standby(standby)
             return
-        for forked in answers:
-            request = forked.request
-            if forked.pid is None:
-                rank = self._ranks.round.rank(request.rank)
-                log.warning("rank %d is started without the standby process: %s", rank, forked.error)
-                self._execute_or_fail(request)
-            else:
-                pidfd = os.pidfd_open(forked.pid)  # of a child that is not reaped yet
-                self._add(
-                    request, RankProcess(request.rank, request.incarnation, forked.pid, pidfd, request.files)
-                )
+        for request, answer in answers:
+            if isinstance(answer, int):
+                self._add(request, answer)
+                continue
+            rank = self._ranks.round.rank(request.rank)
+            log.warning("rank %d is started without the standby process: %s", rank, answer)
+            self._execute_or_fail(request)
 
     def _replace_standby(self, standby: Standby) -> None:
         """The template has ended: another one takes its place, unless that would be a loop."""
@@ -363,38 +355,36 @@ class Loop:
     # An end --------------------------------------------------------------------------------------------
 
     def _take_end(self, process: RankProcess) -> None:
-        self._selector.unregister(process.pidfd)
-        del self._running[process.rank]
+        asked = process.request
+        self._drop(process)
         self._monitors.remove(process.pid)
         exitcode = process.reap()
-        self._logs.close(process.rank, process.incarnation)
+        self._logs.close(asked.rank, asked.incarnation)
         self._emit("rank_ended", process, exitcode=exitcode)
         failure = None
         if exitcode != 0 and not self._ranks.is_stopping:
-            rank = self._ranks.round.rank(process.rank)
-            failure = read_failure(rank, process.pid, process.incarnation, exitcode, process.files)
-        self._carry_out(self._ranks.ended(process.rank, exitcode, failure))
+            rank = self._ranks.round.rank(asked.rank)
+            failure = read_failure(rank, process.pid, asked.incarnation, exitcode, asked.files)
+        self._carry_out(self._ranks.ended(asked.rank, exitcode, failure))
+
+    def _drop(self, process: RankProcess) -> None:
+        self._selector.unregister(process.pidfd)
+        del self._running[process.request.rank]
 
     def _kill(self) -> None:
         """Ends all that run, whatever they do."""
         for process in self._running.values():
             process.send(signal.SIGKILL)
         deadline = time.monotonic() + KILL_TIMEOUT
-        with selectors.DefaultSelector() as selector:
-            for process in self._running.values():
-                selector.register(process.pidfd, selectors.EVENT_READ, process)
-            while self._running and (timeout := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(timeout):
-                    selector.unregister(key.fd)
-                    self._take_end(key.data)
-        if not self._running:
-            return
-        log.error("%s: still there %g s after SIGKILL, left behind", self._ranks.names(), KILL_TIMEOUT)
-        for rank, process in list(self._running.items()):
-            self._selector.unregister(process.pidfd)
+        for process in list(self._running.values()):
+            if connection.wait([process.pidfd], max(0.0, deadline - time.monotonic())):
+                self._take_end(process)
+        if self._running:
+            log.error("%s: still there %g s after SIGKILL, left behind", self._ranks.names(), KILL_TIMEOUT)
+        for process in list(self._running.values()):
+            self._drop(process)
             os.close(process.pidfd)
-            del self._running[rank]
-            self._carry_out(self._ranks.ended(rank, -signal.SIGKILL))
+            self._carry_out(self._ranks.ended(process.request.rank, -signal.SIGKILL))
 
     def _close_store(self) -> None:
         if self._in_store is not None:

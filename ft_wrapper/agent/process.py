@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import psutil
@@ -196,23 +197,40 @@ def _own_device(local_rank: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class RankProcess:
-    """A process that runs, or has ended and was not reaped yet. Its pid cannot be another's until then.
+class Request:
+    """A rank that was asked for.
 
     Args:
         rank: its local rank.
-        incarnation: which process in a row of this rank, in this round.
-        pid: the process, a child of ours; it leads a session and a process group of its own.
-        pidfd: becomes readable when the process has ended, and all its memory is free.
+        incarnation: which process in a row of it, in this round.
         files: where its streams and its error go.
-        popen: what started it, if it was started by exec.
+        environment: in addition to our own.
+        is_replaced: whether another one is started if it dies.
+        asked: when, in monotonic seconds.
     """
 
     rank: int
     incarnation: int
+    files: RankFiles
+    environment: Mapping[str, str]
+    is_replaced: bool
+    asked: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankProcess:
+    """A process that runs, or has ended and was not reaped yet. Its pid cannot be another's until then.
+
+    Args:
+        request: what was asked for.
+        pid: the process, a child of ours; it leads a session and a process group of its own.
+        pidfd: becomes readable when the process has ended, and all its memory is free.
+        popen: what started it, if it was started by exec.
+    """
+
+    request: Request
     pid: int
     pidfd: int
-    files: RankFiles
     popen: subprocess.Popen[bytes] | None = None
 
     def send(self, signum: int) -> None:
