@@ -28,14 +28,14 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from . import report as restarts
 from ._files import replace_broken_streams
 from .agent.classic_nodes import ClassicNodes
-from .agent.elastic import CannotStart, LocalElasticAgent, WorkerSpec
+from .agent.elastic import CannotStart, Launch, LocalElasticAgent, WorkerSpec
 from .agent.ft_nodes import FtNodes
 from .agent.node_options import Meeting
 from .agent.nodes import End, Nodes, OneNode
 from .agent.options import Options, parse_args
 from .agent.outputs import report, write_own_error_file
 from .agent.policy import Policy
-from .agent.process import Job, Program
+from .agent.process import Job
 from .log_lines import LineFormatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
 from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
@@ -69,7 +69,7 @@ def run(options: Options) -> int:
                 tee=options.tee,
                 local_ranks_filter=options.local_ranks_filter,
             )
-            end = _Agent(options, logs_specs).run_to_end()
+            end = _agent(options, logs_specs).run_to_end()
             replace_broken_streams()
         except (OSError, CannotStart) as error:
             words = " ".join(str(error).split())
@@ -85,51 +85,35 @@ def run(options: Options) -> int:
     return _report(options, end)
 
 
-class _Agent(LocalElasticAgent):
-    """An agent that finds the other nodes, and what it runs, by the command line."""
-
-    def __init__(self, options: Options, logs_specs: LogsSpecs) -> None:
-        self._options = options
-        self._id = options.run_id or str(uuid.uuid4())
-        if options.meeting is not None:
-            self._id = options.meeting.parameters.run_id
-        program, *arguments = options.program.command
-        super().__init__(
-            WorkerSpec(
-                options.role,
-                options.nproc_per_node,
-                rdzv_handler=None,  # type: ignore[arg-type]  # the nodes meet by `meet`
-                entrypoint=program,
-                args=tuple(arguments),
-                max_restarts=options.max_restarts,
-            ),
-            logs_specs,
-            log_line_prefix_template=options.log_line_prefix,
-            shutdown_timeout=options.shutdown_timeout,
-            restart_policy=options.policy,
-            max_rank_restarts=options.max_rank_restarts,
-            standby=options.standby,
-            signals=options.signals,
-        )
-
-    def _run_id(self) -> str:
-        return self._id
-
-    def _meet(self) -> Nodes:
-        return meet(self._options)
-
-    def _program(self, cleanup: ExitStack) -> Program:
-        return self._options.program
-
-    def _job(self, timer_file: str) -> Job:
-        job = dataclasses.replace(
-            super()._job(timer_file),
-            active_world_size=self._options.active_world_size,
-            virtual_local_rank=self._options.virtual_local_rank,
-        )
-        if job.shares_processor():
-            log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
-        return job
+def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
+    meeting = options.meeting
+    job = Job(
+        options.nproc_per_node,
+        options.role,
+        (options.run_id or str(uuid.uuid4())) if meeting is None else meeting.parameters.run_id,
+        options.max_restarts,
+        active_world_size=options.active_world_size,
+        virtual_local_rank=options.virtual_local_rank,
+    )
+    if job.shares_processor():
+        log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
+    return LocalElasticAgent(
+        WorkerSpec(
+            options.role,
+            options.nproc_per_node,
+            rdzv_handler=None,  # type: ignore[arg-type]  # the nodes meet by `meet`
+            entrypoint=options.script,
+            max_restarts=options.max_restarts,
+        ),
+        logs_specs,
+        log_line_prefix_template=options.log_line_prefix,
+        shutdown_timeout=options.shutdown_timeout,
+        restart_policy=options.policy,
+        max_rank_restarts=options.max_rank_restarts,
+        standby=options.standby,
+        signals=options.signals,
+        launch=Launch(lambda: meet(options), options.program, job),
+    )
 
 
 # How the nodes find each other -----------------------------------------------------------------------------

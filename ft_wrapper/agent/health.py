@@ -23,7 +23,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from torch.distributed.elastic.agent.server.local_elastic_agent import TORCHELASTIC_HEALTH_CHECK_PORT
 
 from .group import Group
-from .nodes import Inbox
+from .nodes import CannotStart, Inbox
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -174,14 +174,14 @@ def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
         with several agents all find the same variable, and one of them answers.
 
     Raises:
-        ValueError: a variable is wrong, or the port is not allowed; says which.
+        CannotStart: a variable is wrong, or the port is not allowed; says which.
     """
     port = os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT)
     if port is None:
         yield None
         return
     if not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{TORCHELASTIC_HEALTH_CHECK_PORT}={port}: use a port's number")
+        raise CannotStart(f"{TORCHELASTIC_HEALTH_CHECK_PORT}={port}: use a port's number")
     try:
         server = Health(int(port), _timeout(), group, inbox)
     except OSError as error:
@@ -195,7 +195,7 @@ def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
             yield None
             return
         words = f"{TORCHELASTIC_HEALTH_CHECK_PORT}={port}: {error.strerror}; choose another port"
-        raise ValueError(words) from error
+        raise CannotStart(words) from error
     with server:
         log.info("the health endpoint is at port %d", server.port)
         yield server
@@ -208,7 +208,7 @@ def _timeout() -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < threading.TIMEOUT_MAX:
-        raise ValueError(f"{TIMEOUT_ENV}={value}: use a number of seconds")
+        raise CannotStart(f"{TIMEOUT_ENV}={value}: use a number of seconds")
     return seconds
 
 

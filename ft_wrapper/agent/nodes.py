@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import dataclasses
@@ -18,6 +17,10 @@ from .outputs import Failure
 
 EXIT_BARRIER_TIMEOUT = 300.0
 """Seconds for which a node whose ranks are done waits for the others, by default; as in torch's agents."""
+
+
+class CannotStart(Exception):
+    """No rank could be started."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +237,10 @@ class Inbox:
         self._knocks.clear()
 
 
-class Nodes(abc.ABC):
+class Nodes:
     """This node's part among the others, as its agent uses it: in the main thread, but for `inbox`.
+
+    What it does with the others is nothing here: there may be none.
 
     Attributes:
         inbox: news from the others.
@@ -244,7 +249,6 @@ class Nodes(abc.ABC):
     def __init__(self) -> None:
         self.inbox = Inbox()
 
-    @abc.abstractmethod
     def next_round(self) -> Round:
         """Waits until the next round has formed, for as long as that takes. A signal handler may raise in it.
 
@@ -255,6 +259,7 @@ class Nodes(abc.ABC):
             StoreError: there is no store for the ranks.
             ValueError: something that this node was started with is wrong.
         """
+        raise NotImplementedError
 
     def has_place(self) -> bool:
         """Whether this node is known to have its place among the others now. Bounded.
@@ -272,7 +277,6 @@ class Nodes(abc.ABC):
         """Whether the ranks are known to have formed a wrapped job. From memory; False if it is not known."""
         return False
 
-    @abc.abstractmethod
     def leave(self, why: str) -> None:
         """A signal ends this node's part: the others go on without it, or hear that they cannot. Bounded.
 
@@ -280,7 +284,6 @@ class Nodes(abc.ABC):
             why: for people.
         """
 
-    @abc.abstractmethod
     def fail(self, why: str) -> None:
         """Ends the job on all nodes. Bounded.
 
@@ -288,7 +291,6 @@ class Nodes(abc.ABC):
             why: for people, on all nodes.
         """
 
-    @abc.abstractmethod
     def await_others(self, *, as_host_only: bool) -> bool:
         """This node is done: begins to wait for the others, which may be busy yet.
 
@@ -298,8 +300,8 @@ class Nodes(abc.ABC):
         Returns:
             Whether they are waited for: the end comes as news, `What.CLOSED`.
         """
+        return False
 
-    @abc.abstractmethod
     def finish(self) -> None:
         """All is done, or this node is not needed any more: ends its part. Bounded."""
 
@@ -337,18 +339,6 @@ class OneNode(Nodes):
             ) from error
         self._server = server
         return alone(host_port(self._address, server.port), self._nproc)
-
-    def leave(self, why: str) -> None:
-        pass
-
-    def fail(self, why: str) -> None:
-        pass
-
-    def await_others(self, *, as_host_only: bool) -> bool:
-        return False
-
-    def finish(self) -> None:
-        pass
 
     def close(self) -> None:
         self._end_server()

@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 from .group import Group
 from .nodes import End, News, Round, What
 from .outputs import Failure, in_order
-from .policy import Remedy, RestartPolicy, WatchedJob
+from .policy import JobInStore, Remedy, RestartPolicy
 from .signals import signal_name
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Ranks:
         self._group = group
         self._shutdown_timeout = shutdown_timeout
         self._clock = clock
-        self._job: WatchedJob
+        self._job: JobInStore
         self._ranks: dict[int, _Asked | _Running | _Due] = {}  # by local rank
         self._failures: list[Failure] = []
         self._healed: set[int] = set()  # local ranks whose last process exited with 0
@@ -246,7 +246,7 @@ class Ranks:
 
     # What happens: each answers what is to be done, in this order ----------------------------------------
 
-    def begin_round(self, where: Round, job: WatchedJob) -> list[Action]:
+    def begin_round(self, where: Round, job: JobInStore) -> list[Action]:
         """The nodes have met: all ranks are to be started.
 
         Args:

@@ -16,14 +16,10 @@ from torch.distributed.elastic.rendezvous import (
 
 from ..exception import StoreError
 from ..log_lines import note_node
-from .nodes import End, Nodes, Round, What
+from .nodes import CannotStart, End, Nodes, Round, What
 from .signals import Signalled, SignalQueue, signal_name
 
 log = logging.getLogger(__name__)
-
-
-class CannotStart(Exception):
-    """No rank could be started."""
 
 
 class Workers(Protocol):
