@@ -81,9 +81,7 @@ class ClassicNodes(Nodes):
         if self._handler is None:
             self._handler = self._make_handler()
         info = self._handler.next_rendezvous()
-        before, self._worker_store = self._worker_store, None
-        if before is not None:
-            before.close()
+        self._close_worker_store()
         if info.rank == 0:
             bootstrap = info.bootstrap_store_info
             told = self._address or (bootstrap and bootstrap.master_addr)
@@ -141,20 +139,17 @@ class ClassicNodes(Nodes):
 
     # The end ------------------------------------------------------------------------------------------
 
-    def leave(self, why: str) -> None:
-        """The others notice that there is no sign of life any more, as with torch's agents."""
+    # `leave` says nothing: the others notice that there is no sign of life any more, as with torch's agents.
 
     def fail(self, why: str) -> None:
         self._shut_down()
 
     def await_others(self, *, as_host_only: bool) -> bool:
         store, where = self._store, self._round
-        assert store is not None
-        assert where is not None
+        assert store is not None and where is not None
         if as_host_only and where.group_rank != 0:
             return False
-        timeout = self._exit_barrier_timeout
-        term = self.inbox.term
+        timeout, term = self._exit_barrier_timeout, self.inbox.term
 
         def wait() -> None:
             why = ""
@@ -177,27 +172,25 @@ class ClassicNodes(Nodes):
 
     def close(self) -> None:
         self._stop_asking()
+        self._close_worker_store()
+        super().close()
+
+    def _close_worker_store(self) -> None:
         if self._worker_store is not None:
             self._worker_store.close()
             self._worker_store = None
-        super().close()
 
     def _shut_down(self) -> None:
         self._stop_asking()
         handler, self._handler = self._handler, None
-        if handler is None:
-            return
-
-        def end() -> None:
-            handler.shutdown()
-
-        bounded("the end of the rendezvous", end, END_TIMEOUT)
+        if handler is not None:
+            bounded("the end of the rendezvous", handler.shutdown, END_TIMEOUT)
 
 
 def exchange(store: Store, rank: int, size: int, nproc: int, role: str, address: str) -> Round:
-    """Exchanges ranks and places with the other nodes; O(size) in all.
+    """Exchanges ranks and places with the other nodes; O(size) operations in all.
 
-    As in torch's agents, the first node reads what all have written, and answers each of them.
+    As in torch's agents, the first node reads what all have written, and tells all of it.
 
     Args:
         store: fresh in each round.
@@ -215,41 +208,29 @@ def exchange(store: Store, rank: int, size: int, nproc: int, role: str, address:
     try:
         store.set(f"ranks/{rank}", json.dumps([nproc, role]))
         if rank == 0:
-            _assign(store, size, address)
-        return Round(**json.loads(_get(store, f"place/{rank}", 0)))
+            nodes = [json.loads(_get(store, f"ranks/{other}", other)) for other in range(size)]
+            store.set("nodes", json.dumps([address, nodes]))
+        address, nodes = json.loads(_get(store, "nodes", 0))
     except DistNetworkError as error:
         raise RendezvousConnectionError(f"the rendezvous store is lost: {error}") from error
-
-
-def _assign(store: Store, size: int, address: str) -> None:
-    nodes = [json.loads(_get(store, f"ranks/{rank}", rank)) for rank in range(size)]
-    world_size = sum(nproc for nproc, _ in nodes)
-    of_role: dict[str, int] = {}
-    for nproc, role in nodes:
-        of_role[role] = of_role.get(role, 0) + nproc
-    before, before_of_role = 0, dict.fromkeys(of_role, 0)
-    for rank, (nproc, role) in enumerate(nodes):
-        place = {
-            "address": address,
-            "world_size": world_size,
-            "base_rank": before,
-            "group_rank": rank,
-            "group_world_size": size,
-            "role_rank": before_of_role[role],
-            "role_world_size": of_role[role],
-            "formation_size": world_size,
-            "node": str(rank),
-        }
-        store.set(f"place/{rank}", json.dumps(place))
-        before += nproc
-        before_of_role[role] += nproc
+    same = [(other, count) for other, (count, its_role) in enumerate(nodes) if its_role == role]
+    world_size = sum(count for count, _ in nodes)
+    return Round(
+        address,
+        world_size=world_size,
+        base_rank=sum(count for count, _ in nodes[:rank]),
+        group_rank=rank,
+        group_world_size=size,
+        role_rank=sum(count for other, count in same if other < rank),
+        role_world_size=sum(count for _, count in same),
+        formation_size=world_size,
+        node=str(rank),
+    )
 
 
 def _get(store: Store, key: str, rank: int) -> str:
     try:
         return store.get(key).decode()
-    except DistNetworkError:
-        raise
     except DistStoreError as error:
         raise RendezvousTimeoutError(
             f"node {rank} joined the round, but did not say how many ranks it has within "

@@ -7,9 +7,8 @@ import select
 
 from torch.distributed import HashStore
 
-from ft_wrapper.agent.buried import log_deaths
 from ft_wrapper.agent.classic_nodes import exchange
-from ft_wrapper.agent.ft_nodes import round_of, what_follows
+from ft_wrapper.agent.ft_nodes import log_deaths, round_of, what_follows
 from ft_wrapper.agent.nodes import Inbox, News, What
 from ft_wrapper.agent.process import Job
 from ft_wrapper.protocol.agreement import Agreement
