@@ -9,6 +9,7 @@ script that uses no wrapper is ended, or restarted, as a whole. Options have tor
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import os
@@ -30,7 +31,6 @@ from ._files import replace_broken_streams
 from .agent.classic_nodes import ClassicNodes
 from .agent.elastic import CannotStart, Launch, LocalElasticAgent, WorkerSpec
 from .agent.ft_nodes import FtNodes
-from .agent.node_options import Meeting
 from .agent.nodes import End, Nodes, OneNode
 from .agent.options import Options, parse_args
 from .agent.outputs import report, write_own_error_file
@@ -86,11 +86,10 @@ def run(options: Options) -> int:
 
 
 def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
-    meeting = options.meeting
     job = Job(
         options.nproc_per_node,
         options.role,
-        (options.run_id or str(uuid.uuid4())) if meeting is None else meeting.parameters.run_id,
+        options.rendezvous.run_id if options.rendezvous is not None else options.run_id or str(uuid.uuid4()),
         options.max_restarts,
         active_world_size=options.active_world_size,
         virtual_local_rank=options.virtual_local_rank,
@@ -125,12 +124,12 @@ def meet(options: Options) -> Nodes:
     Args:
         options: the job.
     """
-    meeting = options.meeting
-    if meeting is None:
+    parameters = options.rendezvous
+    if parameters is None:
         return OneNode(options.nproc_per_node, _address_alone(options.address), options.port)
-    if meeting.parameters.backend in (NAME, *ETCD_NAMES):
-        return _ft(options, meeting)
-    return _classic(options, meeting)
+    if parameters.backend in (NAME, *ETCD_NAMES):
+        return _ft(options, parameters)
+    return _classic(options, parameters)
 
 
 def _address_alone(given: str) -> str:
@@ -142,8 +141,8 @@ def _address_alone(given: str) -> str:
     return given or loopback()
 
 
-def _ft(options: Options, meeting: Meeting) -> FtNodes:
-    settings, identity, how = read_parameters(meeting.parameters)
+def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
+    settings, identity, how = read_parameters(parameters)
     agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
     # A node that says less agrees with nodes of a version that had no such options.
     if options.active_world_size is not None:
@@ -151,28 +150,25 @@ def _ft(options: Options, meeting: Meeting) -> FtNodes:
     if options.spare_nodes:
         agreed["spare_nodes"] = str(options.spare_nodes)
     return FtNodes(
-        lambda: make_backend(meeting.parameters, how),
+        lambda: make_backend(parameters, how),
         dataclasses.replace(settings, agreed=agreed),
         identity,
         replaces=options.policy is not Policy.GROUP,
-        exit_barrier_timeout=meeting.exit_barrier_timeout,
+        exit_barrier_timeout=options.exit_barrier_timeout,
     )
 
 
-def _classic(options: Options, meeting: Meeting) -> ClassicNodes:
-    given = meeting.parameters
-    host_name, _ = parse_rendezvous_endpoint(given.endpoint, DEFAULT_PORT)
-    address = given.local_addr or address_of_this_node(host_name)
-    parameters = RendezvousParameters(
-        given.backend, given.endpoint, given.run_id, given.min_nodes, given.max_nodes, address, **given.config
-    )
+def _classic(options: Options, parameters: RendezvousParameters) -> ClassicNodes:
+    host_name, _ = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    parameters = copy.copy(parameters)
+    parameters.local_addr = parameters.local_addr or address_of_this_node(host_name)
     return ClassicNodes(
         lambda: get_rendezvous_handler(parameters),
-        address=address,
+        address=parameters.local_addr,
         nproc=options.nproc_per_node,
         role=options.role,
-        monitor_interval=meeting.monitor_interval,
-        exit_barrier_timeout=meeting.exit_barrier_timeout,
+        monitor_interval=options.monitor_interval,
+        exit_barrier_timeout=options.exit_barrier_timeout,
     )
 
 
@@ -216,7 +212,7 @@ def _set_up_logging(options: Options) -> None:
     console.setFormatter(LineFormatter("ftrun"))
     logging.basicConfig(handlers=[console])
     logging.getLogger("ft_wrapper").setLevel(os.environ.get("LOGLEVEL", "INFO"))
-    if options.meeting is None:
+    if options.rendezvous is None:
         note_node(0)
 
 
