@@ -20,6 +20,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -97,13 +98,7 @@ def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
     if job.shares_processor():
         log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
     return LocalElasticAgent(
-        WorkerSpec(
-            options.role,
-            options.nproc_per_node,
-            rdzv_handler=None,  # type: ignore[arg-type]  # the nodes meet by `meet`
-            entrypoint=options.script,
-            max_restarts=options.max_restarts,
-        ),
+        _spec(options, max_restarts=options.max_restarts),
         logs_specs,
         log_line_prefix_template=options.log_line_prefix,
         shutdown_timeout=options.shutdown_timeout,
@@ -113,6 +108,11 @@ def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
         signals=options.signals,
         launch=Launch(lambda: meet(options), options.program, job),
     )
+
+
+def _spec(options: Options, **more: Any) -> WorkerSpec:
+    # No handler: the nodes meet by `meet`.
+    return WorkerSpec(options.role, options.nproc_per_node, None, entrypoint=options.script, **more)  # type: ignore[arg-type]
 
 
 # How the nodes find each other -----------------------------------------------------------------------------
@@ -162,14 +162,8 @@ def _classic(options: Options, parameters: RendezvousParameters) -> ClassicNodes
     host_name, _ = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
     parameters = copy.copy(parameters)
     parameters.local_addr = parameters.local_addr or address_of_this_node(host_name)
-    return ClassicNodes(
-        lambda: get_rendezvous_handler(parameters),
-        address=parameters.local_addr,
-        nproc=options.nproc_per_node,
-        role=options.role,
-        monitor_interval=options.monitor_interval,
-        exit_barrier_timeout=options.exit_barrier_timeout,
-    )
+    spec = _spec(options, monitor_interval=options.monitor_interval, local_addr=parameters.local_addr)
+    return ClassicNodes(spec, options.exit_barrier_timeout, lambda: get_rendezvous_handler(parameters))
 
 
 # Before and after ------------------------------------------------------------------------------------------

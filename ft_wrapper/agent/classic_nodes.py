@@ -1,7 +1,8 @@
 """The other nodes, by any of torch's rendezvous handlers, in the way of torch's own agents.
 
 Every change of membership is a new round. Such a handler does not notify: this node asks `num_nodes_waiting`
-now and then. Single ranks are replaced within a round as with our own rendezvous; nodes are not.
+now and then, and the others notice by themselves that a node has left. Single ranks are replaced within a
+round as with our own rendezvous; nodes are not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError, DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -39,36 +41,23 @@ class ClassicNodes(Nodes):
     """This node's part, by a handler of torch's.
 
     Args:
-        make_handler: makes the handler; called with the first round.
-        address: how the other nodes reach this one; as the handler says when None. A node that is alone need
-            not have one that can be looked up.
-        port: where the store of the workers is to be, on the first node; 0 for a free port. Where the handler
-            has it for a store of its own, a free one is taken.
-        nproc: ranks of this node.
-        role: what they do.
-        monitor_interval: seconds between two questions whether nodes are waiting.
+        spec: the workers. Its ``master_addr``, else its ``local_addr``, is how the others reach this node; as
+            the handler says when both are None. A node that is alone need not have one that can be looked up.
+            The first node has the store of the workers at ``master_port``, unless the handler has that already.
         exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
+        make_handler: makes the handler, with the first round; the spec's when None.
     """
 
     def __init__(
         self,
-        make_handler: Callable[[], RendezvousHandler],
-        *,
-        address: str | None,
-        port: int = 0,
-        nproc: int,
-        role: str,
-        monitor_interval: float,
+        spec: WorkerSpec,
         exit_barrier_timeout: float,
+        make_handler: Callable[[], RendezvousHandler] | None = None,
     ) -> None:
         super().__init__()
-        self._make_handler = make_handler
-        self._address = address
-        self._port = port
-        self._nproc = nproc
-        self._role = role
-        self._monitor_interval = monitor_interval
+        self._spec = spec
         self._exit_barrier_timeout = exit_barrier_timeout
+        self._make_handler = make_handler or (lambda: spec.rdzv_handler)
         self._handler: RendezvousHandler | None = None
         self._store: Store | None = None
         self._round: Round | None = None
@@ -84,7 +73,7 @@ class ClassicNodes(Nodes):
         self._close_worker_store()
         if info.rank == 0:
             bootstrap = info.bootstrap_store_info
-            told = self._address or (bootstrap and bootstrap.master_addr)
+            told = self._spec.master_addr or self._spec.local_addr or (bootstrap and bootstrap.master_addr)
             address = told or address_of_this_node(socket.gethostname())
             if info.world_size == 1 and not _can_be_looked_up(address):
                 log.warning(
@@ -96,19 +85,19 @@ class ClassicNodes(Nodes):
         own = "" if hosted is None else host_port(hosted.address, hosted.port)
         store = _clone(info.store)
         place = call_in_thread(
-            lambda: exchange(store, info.rank, info.world_size, self._nproc, self._role, own),
-            "exchange of places",
+            lambda: exchange(store, info.rank, info.world_size, self._spec, own), "exchange of places"
         )
         self._store, self._round = store, place
         self._start_asking(self._handler)
         return place
 
     def _open_worker_store(self, address: str) -> WorkerStore:
-        if self._port:
+        port = self._spec.master_port
+        if port:
             try:
-                return WorkerStore(address, port=self._port)
+                return WorkerStore(address, port)
             except RendezvousConnectionError as error:
-                log.info("the store of the workers is on another port than %d: %s", self._port, error)
+                log.info("the store of the workers is on another port than %d: %s", port, error)
         return WorkerStore(address)
 
     # Whether others wait ------------------------------------------------------------------------------
@@ -120,7 +109,7 @@ class ClassicNodes(Nodes):
         self._asking = (asking, stop)
 
     def _ask(self, handler: RendezvousHandler, term: int, stop: threading.Event) -> None:
-        while not stop.wait(self._monitor_interval):
+        while not stop.wait(self._spec.monitor_interval):
             try:
                 waiting = handler.num_nodes_waiting()
             except (RendezvousError, DistError) as error:
@@ -138,8 +127,6 @@ class ClassicNodes(Nodes):
             self._asking = None
 
     # The end ------------------------------------------------------------------------------------------
-
-    # `leave` says nothing: the others notice that there is no sign of life any more, as with torch's agents.
 
     def fail(self, why: str) -> None:
         self._shut_down()
@@ -187,7 +174,7 @@ class ClassicNodes(Nodes):
             bounded("the end of the rendezvous", handler.shutdown, END_TIMEOUT)
 
 
-def exchange(store: Store, rank: int, size: int, nproc: int, role: str, address: str) -> Round:
+def exchange(store: Store, rank: int, size: int, spec: WorkerSpec, address: str) -> Round:
     """Exchanges ranks and places with the other nodes; O(size) operations in all.
 
     As in torch's agents, the first node reads what all have written, and tells all of it.
@@ -196,8 +183,7 @@ def exchange(store: Store, rank: int, size: int, nproc: int, role: str, address:
         store: fresh in each round.
         rank: this node's number.
         size: number of nodes.
-        nproc: ranks of this node.
-        role: what they do.
+        spec: the workers: how many this node has, and what they do.
         address: of the store of the ranks, on the first node.
 
     Raises:
@@ -206,14 +192,14 @@ def exchange(store: Store, rank: int, size: int, nproc: int, role: str, address:
     """
     store.set_timeout(timedelta(seconds=EXCHANGE_TIMEOUT))
     try:
-        store.set(f"ranks/{rank}", json.dumps([nproc, role]))
+        store.set(f"ranks/{rank}", json.dumps([spec.local_world_size, spec.role]))
         if rank == 0:
             nodes = [json.loads(_get(store, f"ranks/{other}", other)) for other in range(size)]
             store.set("nodes", json.dumps([address, nodes]))
         address, nodes = json.loads(_get(store, "nodes", 0))
     except DistNetworkError as error:
         raise RendezvousConnectionError(f"the rendezvous store is lost: {error}") from error
-    same = [(other, count) for other, (count, its_role) in enumerate(nodes) if its_role == role]
+    same = [(other, count) for other, (count, its_role) in enumerate(nodes) if its_role == spec.role]
     world_size = sum(count for count, _ in nodes)
     return Round(
         address,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -41,10 +42,9 @@ from .loop import Loop
 from .nodes import EXIT_BARRIER_TIMEOUT, CannotStart, End, Inbox, Nodes
 from .policy import RANK_RESTARTS, Policy, RestartPolicy
 from .process import LOCAL_RANK, Job, Program, program_of, python_program
-from .rounds import Workers, run_rounds
+from .rounds import WholeGroup, Workers, run_rounds
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS, queued
 from .watchdog import watchdog
-from .whole_group import WholeGroup
 
 __all__ = [
     "CannotStart",
@@ -219,16 +219,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _meet(self) -> Nodes:
         """This node's part among the others. Does not connect yet."""
-        spec = self._group.spec
-        return ClassicNodes(
-            lambda: spec.rdzv_handler,
-            address=spec.master_addr or spec.local_addr,
-            port=spec.master_port or 0,
-            nproc=spec.local_world_size,
-            role=spec.role,
-            monitor_interval=spec.monitor_interval,
-            exit_barrier_timeout=self._exit_barrier_timeout,
-        )
+        return ClassicNodes(self._group.spec, self._exit_barrier_timeout)
 
     def _open_workers(self, nodes: Nodes, cleanup: ExitStack) -> Workers:
         """What starts and waits for the workers of each round.
@@ -358,12 +349,16 @@ class LocalElasticAgent(SimpleElasticAgent):
                 uninterruptible_state_timeout,
             )
         self._health_check_server = health_check_server
-        self._logs_specs = logs_specs
-        self._log_line_prefix = log_line_prefix_template
-        self._shutdown_timeout = shutdown_timeout
-        self._policy = RestartPolicy(restart_policy, spec.max_restarts, max_rank_restarts)
-        self._standby = standby
         self._launch = launch
+        self._make_loop = functools.partial(
+            Loop,
+            policy=RestartPolicy(restart_policy, spec.max_restarts, max_rank_restarts),
+            logs_specs=logs_specs,
+            shutdown_timeout=shutdown_timeout,
+            standby=standby,
+            group=self._group,
+            log_line_prefix=log_line_prefix_template,
+        )
         self._call = call_function.pack(spec.entrypoint, spec.args) if callable(spec.entrypoint) else b""
 
     def _get_alive_time(self) -> int:
@@ -392,22 +387,10 @@ class LocalElasticAgent(SimpleElasticAgent):
             )
         else:
             program, job = launch.program, launch.job
-        loop = Loop(
-            program,
-            dataclasses.replace(
-                job,
-                timer_file=cleanup.enter_context(watchdog(job.run_id)),
-                signals=",".join(signum.name for signum in self._signals),
-            ),
-            self._policy,
-            nodes,
-            self._logs_specs,
-            shutdown_timeout=self._shutdown_timeout,
-            standby=self._standby,
-            group=self._group,
-            log_line_prefix=self._log_line_prefix,
-        )
-        return cleanup.enter_context(loop)
+        timer_file = cleanup.enter_context(watchdog(job.run_id))
+        names = ",".join(signum.name for signum in self._signals)
+        job = dataclasses.replace(job, timer_file=timer_file, signals=names)
+        return cleanup.enter_context(self._make_loop(program, job, nodes))
 
     def _program(self, cleanup: ExitStack) -> Program:
         """What each worker runs; files that it needs are removed at the end."""

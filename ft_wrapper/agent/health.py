@@ -223,25 +223,24 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         counts, role = self._group.counts, self._group.spec.role
-        for name, words, value in (
-            ("rank_failures", "Rank processes that failed", counts.failures),
-            ("rank_replacements", "Rank processes started again alone", counts.replacements),
-            ("group_restarts", "Restarts of all ranks because some had failed", counts.restarts),
-            ("rounds", "Starts of all ranks", counts.rounds),
+        state, remaining = self._group.state.name.lower(), self._group.remaining_restarts
+        for family, name, words, value, more in (
+            (CounterMetricFamily, "rank_failures", "Rank processes that failed", counts.failures, {}),
+            (CounterMetricFamily, "rank_replacements", "Ranks started again alone", counts.replacements, {}),
+            (
+                CounterMetricFamily,
+                "group_restarts",
+                "Restarts of all, as some failed",
+                counts.restarts,
+                {},
+            ),
+            (CounterMetricFamily, "rounds", "Starts of all ranks", counts.rounds, {}),
+            (GaugeMetricFamily, "workers_remaining_restarts", "Restarts of all that are left", remaining, {}),
+            (GaugeMetricFamily, "workers_state", "1 for the state of the ranks", 1, {"state": state}),
         ):
-            counter = CounterMetricFamily(f"ft_wrapper_{name}", words, labels=["role"])
-            counter.add_metric([role], value)
-            yield counter
-        remaining = GaugeMetricFamily(
-            "ft_wrapper_workers_remaining_restarts", "Restarts of all ranks that are left", labels=["role"]
-        )
-        remaining.add_metric([role], self._group.remaining_restarts)
-        yield remaining
-        state = GaugeMetricFamily(
-            "ft_wrapper_workers_state", "1 for the state of the ranks", labels=["role", "state"]
-        )
-        state.add_metric([role, self._group.state.name.lower()], 1)
-        yield state
+            metric = family(f"ft_wrapper_{name}", words, labels=["role", *more])
+            metric.add_metric([role, *more.values()], value)
+            yield metric
 
 
 def _metrics(group: Group) -> WSGIApplication:

@@ -55,8 +55,8 @@ class Loop:
     Args:
         program: what each rank runs.
         job: what they have in common.
-        policy: what is done about those that fail.
         nodes: the others: their news, and who hears that this node leaves.
+        policy: what is done about those that fail.
         logs_specs: where their streams and errors go.
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
         standby: whether they are forked from a process that has torch imported, where that is possible.
@@ -68,10 +68,10 @@ class Loop:
         self,
         program: Program,
         job: Job,
-        policy: RestartPolicy,
         nodes: Nodes,
-        logs_specs: LogsSpecs,
         *,
+        policy: RestartPolicy,
+        logs_specs: LogsSpecs,
         shutdown_timeout: float,
         standby: bool,
         group: Group,

@@ -147,7 +147,6 @@ class Inbox:
         self._write_end.setblocking(False)
         self._lock = threading.Lock()
         self._term = 0
-        self._open = True
         self._attended = True
         self._knocks: list[threading.Event] = []
 
@@ -173,18 +172,14 @@ class Inbox:
             news: what there is.
         """
         with self._lock:
-            if not self._open:
-                return
             self._items.append((term, news))
             self._wake()
 
     def take(self) -> list[News]:
         """Takes out the news of this round. Does not block."""
         with self._lock:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 self._read_end.recv(4096)
-            except BlockingIOError:
-                pass
             self._answer()
             items = [news for term, news in self._items if term == self._term]
             self._items.clear()
@@ -199,7 +194,7 @@ class Inbox:
         answered = threading.Event()
         with self._lock:
             self._knocks.append(answered)
-            if self._open and self._attended:
+            if self._attended:
                 self._wake()
             else:
                 self._answer()
@@ -220,16 +215,14 @@ class Inbox:
     def close(self) -> None:
         """Closes the sockets."""
         with self._lock:
-            self._open = False
+            self._attended = False
             self._answer()
             self._read_end.close()
             self._write_end.close()
 
     def _wake(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it is readable, or closed
             self._write_end.send(b"!")
-        except BlockingIOError:
-            pass  # it is readable
 
     def _answer(self) -> None:
         for answered in self._knocks:

@@ -12,12 +12,12 @@ import ctypes
 import dataclasses
 import functools
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from multiprocessing import connection
 
 import psutil
 
@@ -318,19 +318,11 @@ def await_adoption(parent: int) -> None:
         parent: that other one, the nearest subreaper. It is not waited for if it has died.
     """
     own = os.getppid()
-    if own == parent:
-        return
-    try:
-        pidfd = os.pidfd_open(own)
-    except ProcessLookupError:
-        return
-    try:
-        # The kernel hands children over before it says that a process has ended.
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        poll.poll()
-    finally:
-        os.close(pidfd)
+    if own != parent:
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(own)
+            connection.wait([pidfd])  # the kernel hands children over before it says that a process has ended
+            os.close(pidfd)
 
 
 class Orphans:
