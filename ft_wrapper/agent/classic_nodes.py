@@ -43,7 +43,7 @@ class ClassicNodes(Nodes):
     Args:
         spec: the workers. Its ``master_addr``, else its ``local_addr``, is how the others reach this node; as
             the handler says when both are None. A node that is alone need not have one that can be looked up.
-            The first node has the store of the workers at ``master_port``, unless the handler has that already.
+            The store of the workers, on the first node, is at ``master_port``, unless the handler has that.
         exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
         make_handler: makes the handler, with the first round; the spec's when None.
     """

@@ -26,9 +26,9 @@ from ..store.tcp import raise_file_limit
 from . import ranks
 from .group import Group
 from .nodes import End, Nodes, Round
-from .outputs import Failure, Logs, opened, read_failure
+from .outputs import ERROR_FILE_ENV, Failure, Logs, opened, read_failure
 from .policy import JobInStore, RestartPolicy
-from .process import Job, Program, RankProcess, Request, adopted, of_incarnation, start
+from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
 from .signals import SignalQueue
 from .standby import Standby
 
@@ -123,8 +123,7 @@ class Loop:
         # Otherwise ranks could not reach the store, and the others would call them missing.
         check_open_files(_FILES_OF_ALL + nproc * _FILES_OF_A_RANK, f"with {nproc} ranks this process")
         self._in_store = JobInStore(where.store, self._nodes.have_formed)
-        actions = self._ranks.begin_round(where, self._in_store)
-        starts = [action for action in actions if isinstance(action, ranks.Start)]
+        starts = self._ranks.begin_round(where, self._in_store)
         first_rank = where.base_rank if where.node else 0
         self._logs.begin_round({each.rank: self._environment(each) for each in starts}, first_rank)
         for each in starts:
@@ -250,7 +249,8 @@ class Loop:
         files = self._logs.open(asked.rank, asked.incarnation)
         environment = {
             **self._environment(asked),
-            **of_incarnation(asked.incarnation, files.error_file),
+            INCARNATION_ENV: str(asked.incarnation),
+            ERROR_FILE_ENV: "" if files.error_file == os.devnull else files.error_file,
             AGENT_ENV: self._monitors.name,
         }
         request = Request(asked.rank, asked.incarnation, files, environment, asked.is_replaced)
@@ -263,9 +263,8 @@ class Loop:
     def _execute(self, request: Request) -> None:
         with ExitStack() as streams:
             stdout, stderr = (opened(path, streams) for path in (request.files.stdout, request.files.stderr))
-            popen = start(
-                self._program.command_of(request.rank), {**os.environ, **request.environment}, stdout, stderr
-            )
+            command = with_local_rank(self._program.command, str(request.rank))
+            popen = start(command, {**os.environ, **request.environment}, stdout, stderr)
         self._add(request, popen.pid, popen)
 
     @contextmanager

@@ -25,7 +25,7 @@ from ..settings import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
 from ..store.address import split_host_port
 from ..store.plan import ANNOUNCED
 from .nodes import Round
-from .outputs import ERROR_FILE_ENV, RankFiles
+from .outputs import RankFiles
 
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
 TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"
@@ -59,10 +59,6 @@ class Program:
     script: str | None = None
     arguments: tuple[str, ...] = ()
     is_module: bool = False
-
-    def command_of(self, local_rank: int) -> list[str]:
-        """The same for one of the ranks, whose number is put into its arguments."""
-        return with_local_rank(self.command, str(local_rank))
 
 
 def python_program(
@@ -172,19 +168,6 @@ class Job:
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
             **own,
         }
-
-
-def of_incarnation(incarnation: int, error_file: str) -> dict[str, str]:
-    """What a process finds beside that.
-
-    Args:
-        incarnation: which process in a row of its rank it is.
-        error_file: where ``torch.distributed.elastic``'s ``record`` writes its exception.
-    """
-    return {
-        INCARNATION_ENV: str(incarnation),
-        ERROR_FILE_ENV: "" if error_file == os.devnull else error_file,
-    }
 
 
 def _own_device(local_rank: int) -> str:

@@ -246,7 +246,7 @@ class Ranks:
 
     # What happens: each answers what is to be done, in this order ----------------------------------------
 
-    def begin_round(self, where: Round, job: JobInStore) -> list[Action]:
+    def begin_round(self, where: Round, job: JobInStore) -> list[Start]:
         """The nodes have met: all ranks are to be started.
 
         Args:
