@@ -175,9 +175,9 @@ class ClassicNodes(Nodes):
 
 
 def exchange(store: Store, rank: int, size: int, spec: WorkerSpec, address: str) -> Round:
-    """Exchanges ranks and places with the other nodes; O(size) operations in all.
+    """Tells the other nodes how many ranks this one has, and finds its place; O(size) operations in all.
 
-    As in torch's agents, the first node reads what all have written, and tells all of it.
+    As in torch's agents, the first node reads what all have written; here it passes on the whole list.
 
     Args:
         store: fresh in each round.

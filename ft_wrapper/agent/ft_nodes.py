@@ -1,7 +1,7 @@
 """The other nodes, by our own rendezvous (`ft_wrapper.rendezvous`).
 
 Under the policy ``group`` every change of membership is a new round: the node ends its ranks and joins again.
-Once the ranks have formed a wrapped job, the agent of group rank 0 goes over to ``rank``: from then on nodes
+Once the ranks have formed a wrapped job, the agent of group rank 0 switches to ``rank``: from then on nodes
 take and lose seats while the ranks of the others go on.
 """
 
@@ -57,7 +57,7 @@ class FtNodes(Nodes):
         make_backend: connects to where the record is kept; called with the first round.
         settings: of the rendezvous.
         identity: who this node is.
-        replaces: whether the job may go over to the policy ``rank``.
+        replaces: whether the job may switch to the policy ``rank``.
         exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
     """
 
@@ -131,11 +131,11 @@ class FtNodes(Nodes):
         if newest is not None:
             self._look(newest)  # what has changed meanwhile
         if where.group_rank == 0 and self._replaces and not where.formed:
-            in_background("waiting for the head", lambda: self._go_over(handler, where))
+            in_background("waiting for the head", lambda: self._switch_to_rank(handler, where))
         return where
 
-    def _go_over(self, handler: FtRendezvousHandler, where: Round) -> None:
-        """Waits, in a thread, until the ranks have formed a job: then they are replaced one by one."""
+    def _switch_to_rank(self, handler: FtRendezvousHandler, where: Round) -> None:
+        """Waits, in a thread, until the ranks have formed a job: then failed ones are replaced one by one."""
         while self._is_on(where):
             try:
                 if self._await_head(where):
@@ -216,7 +216,7 @@ class FtNodes(Nodes):
             self.inbox.put(self._term[0], News(What.LOST, f"the rendezvous store is lost: {error}"))
 
     def _unseated(self, seats: tuple[Seat, ...]) -> None:
-        """This node has evicted others. Called in the thread that keeps it alive, so another one works."""
+        """This node has evicted others. Called in the keep-alive thread, so the work is done in another."""
         handler, agents, where = self._handler, self._agents, self._round
         if handler is None or agents is None or where is None:
             return
@@ -300,7 +300,7 @@ class FtNodes(Nodes):
             self.inbox.put(term, News(What.CLOSED, why))
 
     def finish(self) -> None:
-        """Closes the rendezvous, unless it is closed: spare nodes that wait end then, too."""
+        """Closes the rendezvous unless it is closed: this ends spare nodes that wait, too."""
         self._term = None
         handler = self._handler
         if handler is not None:
@@ -345,7 +345,7 @@ def log_deaths(
 
 
 def what_follows(state: Record, node: Node, round_number: int) -> News | None:
-    """What a node that has ranks running does about a record; None: nothing.
+    """What a record means for a node whose ranks run; None: nothing.
 
     Args:
         state: the record.
@@ -365,7 +365,7 @@ def what_follows(state: Record, node: Node, round_number: int) -> News | None:
 
 
 def _await_all(handler: FtRendezvousHandler, timeout: float | None) -> str:
-    """Waits until all nodes that take part are done; says in words which are late."""
+    """Waits until all nodes that take part are done; says which were not waited for any longer."""
     node = handler.node
     assert node is not None
     agents = handler.agents_store()

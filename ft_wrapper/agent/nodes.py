@@ -233,7 +233,7 @@ class Inbox:
 class Nodes:
     """This node's part among the others, as its agent uses it: in the main thread, but for `inbox`.
 
-    What it does with the others is nothing here: there may be none.
+    The methods do here what they do for a node without others.
 
     Attributes:
         inbox: news from the others.

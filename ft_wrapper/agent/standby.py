@@ -1,4 +1,4 @@
-"""The agent's handle on its template process: rank processes that have torch imported already."""
+"""The agent's side of the template process, which forks ranks that have torch imported already."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 @dataclasses.dataclass(frozen=True)
 class _Spare:
-    """A process that waits to be told what it is.
+    """A forked process that waits for its orders.
 
     Args:
         pid: the process, our child.
-        orders: the socket on which it is told.
+        orders: the socket on which it gets them.
     """
 
     pid: int
@@ -88,17 +88,17 @@ class Standby:
         return self._socket.fileno()
 
     def pids(self) -> list[int] | None:
-        """Our children among the processes; None while it is not known who they are."""
+        """The processes that are our children; None while the template forks one with a pid yet unknown."""
         if self._asked is not None:
             return None
         return [self.process.pid, *([self._spare.pid] if self._spare is not None else [])]
 
     def ask(self, request: Request) -> None:
-        """Asks for a process; what comes of it is among the `answers`."""
+        """Asks for a process; `answers` has the result."""
         self._requests.append(request)
 
     def cancel(self) -> None:
-        """Takes all requests back."""
+        """Withdraws all requests."""
         self._requests.clear()
 
     def ask_ahead(self) -> None:
@@ -106,7 +106,7 @@ class Standby:
         self._wants_spare = True
 
     def answers(self) -> list[tuple[Request, int | str]] | None:
-        """Carries out what can be, without blocking; to be called after `ask` and `ask_ahead`, too.
+        """Carries out what is possible without blocking. Call it after `ask` and `ask_ahead`, too.
 
         Returns:
             The requests that were carried out, in the order of asking, each with its process, our child, or
@@ -137,7 +137,7 @@ class Standby:
             self._take(json.loads(data), found)
 
     def drop_dead_spare(self) -> None:
-        """Waits for the process that was forked ahead, if it has died."""
+        """Reaps the process that was forked ahead, if it has died."""
         if self._spare is not None and os.waitpid(self._spare.pid, os.WNOHANG)[0] != 0:
             self._spare.orders.close()
             self._spare = None
@@ -200,7 +200,7 @@ class Standby:
             found.append((self._requests.popleft(), str(answer["error"])))
 
     def _carry_out(self, request: Request, spare: _Spare) -> int | str | None:
-        """Tells a process what it is; returns it, or why that fails, or None if it has died meanwhile."""
+        """Sends a process its orders; returns its pid, or why that failed, or None if it has died."""
         environment: dict[str, str | None] = {template.BLAS_THREADS: self._restored, **request.environment}
         with ExitStack() as files:
             try:
