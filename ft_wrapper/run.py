@@ -36,7 +36,6 @@ from .agent.nodes import End, Nodes, OneNode
 from .agent.options import Options, parse_args
 from .agent.outputs import report, write_own_error_file
 from .agent.policy import Policy
-from .agent.process import Job
 from .log_lines import LineFormatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
 from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
@@ -87,18 +86,14 @@ def run(options: Options) -> int:
 
 
 def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
-    job = Job(
-        options.nproc_per_node,
-        options.role,
-        options.rendezvous.run_id if options.rendezvous is not None else options.run_id or str(uuid.uuid4()),
-        options.max_restarts,
-        active_world_size=options.active_world_size,
-        virtual_local_rank=options.virtual_local_rank,
+    spec = _spec(options, max_restarts=options.max_restarts)
+    spec.virtual_local_rank = options.virtual_local_rank  # no argument in older torch
+    run_id = options.run_id if options.rendezvous is None else options.rendezvous.run_id
+    launch = Launch(
+        lambda: meet(options), options.program, run_id or str(uuid.uuid4()), options.active_world_size
     )
-    if job.shares_processor():
-        log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
     return LocalElasticAgent(
-        _spec(options, max_restarts=options.max_restarts),
+        spec,
         logs_specs,
         log_line_prefix_template=options.log_line_prefix,
         shutdown_timeout=options.shutdown_timeout,
@@ -106,7 +101,7 @@ def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
         max_rank_restarts=options.max_rank_restarts,
         standby=options.standby,
         signals=options.signals,
-        launch=Launch(lambda: meet(options), options.program, job),
+        launch=launch,
     )
 
 

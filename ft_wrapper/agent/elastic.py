@@ -271,12 +271,14 @@ class Launch:
     Args:
         meet: makes this node's part among the others, which does not connect yet.
         program: what each worker runs.
-        job: what all workers of this node find.
+        run_id: of the job.
+        active_world_size: so many ranks call the function of a wrapped job; None: as the wrapper says.
     """
 
     meet: Callable[[], Nodes]
     program: Program
-    job: Job
+    run_id: str
+    active_world_size: int | None
 
 
 class LocalElasticAgent(SimpleElasticAgent):
@@ -312,8 +314,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         max_rank_restarts: how often each worker may be replaced.
         standby: whether Python workers are forked from a process that has imported torch.
         signals: what is forwarded to the workers, and ends them.
-        launch: for ``ftrun``: how this node meets the others, what each worker runs, and what it finds there,
-            instead of what the spec says.
+        launch: for ``ftrun``: how this node meets the others, and what each worker runs, instead of what the
+            spec says.
 
     Raises:
         TypeError: a function that cannot be sent to the workers.
@@ -376,20 +378,20 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _open_workers(self, nodes: Nodes, cleanup: ExitStack) -> Workers:
         spec, launch = self._group.spec, self._launch
-        if launch is None:
-            program = self._program(cleanup)
-            job = Job(
-                spec.local_world_size,
-                spec.role,
-                str(spec.rdzv_handler.get_run_id()),
-                spec.max_restarts,
-                virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
-            )
-        else:
-            program, job = launch.program, launch.job
-        timer_file = cleanup.enter_context(watchdog(job.run_id))
-        names = ",".join(signum.name for signum in self._signals)
-        job = dataclasses.replace(job, timer_file=timer_file, signals=names)
+        run_id = str(spec.rdzv_handler.get_run_id()) if launch is None else launch.run_id
+        job = Job(
+            spec.local_world_size,
+            spec.role,
+            run_id,
+            spec.max_restarts,
+            active_world_size=None if launch is None else launch.active_world_size,
+            virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
+            timer_file=cleanup.enter_context(watchdog(run_id)),
+            signals=",".join(signum.name for signum in self._signals),
+        )
+        if job.shares_processor():
+            log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
+        program = self._program(cleanup) if launch is None else launch.program
         return cleanup.enter_context(self._make_loop(program, job, nodes))
 
     def _program(self, cleanup: ExitStack) -> Program:
