@@ -136,22 +136,18 @@ class ClassicNodes(Nodes):
         assert store is not None and where is not None
         if as_host_only and where.group_rank != 0:
             return False
-        timeout, term = self._exit_barrier_timeout, self.inbox.term
+        timeout = self._exit_barrier_timeout
 
-        def wait() -> None:
-            why = ""
+        def wait() -> str:
+            store.set(f"done/{where.group_rank}", "")
+            keys = [f"done/{rank}" for rank in range(where.group_world_size)]
             try:
-                store.set(f"done/{where.group_rank}", "")
-                keys = [f"done/{rank}" for rank in range(where.group_world_size)]
                 store.wait(keys, timedelta(seconds=max(timeout, 0.001)))
-            except DistNetworkError as error:
-                why = f"the other nodes are not waited for: {error}"
             except DistStoreError:
-                why = f"the other nodes are not waited for any longer, after {timeout:g} s"
-            finally:
-                self.inbox.put(term, News(What.CLOSED, why))
+                return f"the other nodes are not waited for any longer, after {timeout:g} s"
+            return ""
 
-        in_background("exit barrier", wait)
+        self._await(wait)
         return True
 
     def finish(self) -> None:

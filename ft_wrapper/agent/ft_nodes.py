@@ -286,18 +286,8 @@ class FtNodes(Nodes):
         if as_host_only and not needed:
             return False
         timeout = None if as_host_only else self._exit_barrier_timeout
-        term = self.inbox.term
-        in_background("exit barrier", lambda: self._await(handler, term, timeout))
+        self._await(lambda: _await_all(handler, timeout))
         return True
-
-    def _await(self, handler: FtRendezvousHandler, term: int, timeout: float | None) -> None:
-        why = ""
-        try:
-            why = _await_all(handler, timeout)
-        except (RendezvousError, StoreError, DistError) as error:
-            why = f"the other nodes are not waited for: {error}"
-        finally:
-            self.inbox.put(term, News(What.CLOSED, why))
 
     def finish(self) -> None:
         """Closes the rendezvous unless it is closed: this ends spare nodes that wait, too."""

@@ -8,11 +8,15 @@ import dataclasses
 import enum
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ..exception import StoreError
 from ..store import TCPStoreServer
 from ..store.address import host_port, loopback
+from ..store.bounded import in_background
 from .outputs import Failure
 
 EXIT_BARRIER_TIMEOUT = 300.0
@@ -294,6 +298,25 @@ class Nodes:
             Whether they are waited for: the end comes as news, `What.CLOSED`.
         """
         return False
+
+    def _await(self, wait: Callable[[], str]) -> None:
+        """Waits for the others in a thread, and puts the end of that into the inbox.
+
+        Args:
+            wait: does it; returns why it was too long, empty if it was not.
+        """
+        term = self.inbox.term
+
+        def run() -> None:
+            why = ""
+            try:
+                why = wait()
+            except (RendezvousError, StoreError, DistError) as error:
+                why = f"the other nodes are not waited for: {error}"
+            finally:
+                self.inbox.put(term, News(What.CLOSED, why))
+
+        in_background("exit barrier", run)
 
     def finish(self) -> None:
         """All is done, or this node is not needed any more: ends its part. Bounded."""
