@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ..rendezvous.workers import WorkerStore
-from ..store.address import address_of_this_node, host_port, loopback
+from ..store.address import address_of_this_node, host_port, is_this_host, loopback
 from ..store.bounded import bounded, call_in_thread, in_background
 from .nodes import News, Nodes, Round, What
 
@@ -75,10 +75,8 @@ class ClassicNodes(Nodes):
             bootstrap = info.bootstrap_store_info
             told = self._spec.master_addr or self._spec.local_addr or (bootstrap and bootstrap.master_addr)
             address = told or address_of_this_node(socket.gethostname())
-            if info.world_size == 1 and not _can_be_looked_up(address):
-                log.warning(
-                    "%s: no such host here; this node is alone, and its ranks use %s", address, loopback()
-                )
+            if info.world_size == 1 and not is_this_host(address):
+                log.warning("%s leads to no address of this host: its ranks use %s", address, loopback())
                 address = loopback()
             self._worker_store = self._open_worker_store(address)
         hosted = self._worker_store
@@ -218,14 +216,6 @@ def _get(store: Store, key: str, rank: int) -> str:
             f"node {rank} joined the round, but did not say how many ranks it has within "
             f"{EXCHANGE_TIMEOUT:g} s; see whether it runs"
         ) from error
-
-
-def _can_be_looked_up(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
 
 
 def _clone(store: Store) -> Store:

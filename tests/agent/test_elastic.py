@@ -190,7 +190,7 @@ def test_a_node_that_is_alone_needs_no_name(tmp_path: Path, caplog: pytest.LogCa
     address = '[ "$MASTER_ADDR" = 127.0.0.1 ]'
     spec = WorkerSpec(ROLE, 1, Alone(), entrypoint="sh", args=("-c", address), master_addr=name)
     assert not LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path))).run().is_failed()
-    assert f"{name}: no such host here" in caplog.text
+    assert f"{name} leads to no address of this host" in caplog.text
 
 
 def test_another_health_check_takes_the_place_of_ours(
