@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
         try:
             found: int = determine_local_world_size(value)
         except ValueError as error:
-            self.error(f"--nproc-per-node {value}: use a number from 1, cpu, gpu, xpu or auto ({error})")
+            self.error(f"--nproc-per-node {value}: use a number above 0, cpu, gpu, xpu or auto ({error})")
         if found < 1:
             self.error(f"--nproc-per-node {value}: at least one rank is needed")
         return found
@@ -203,7 +203,8 @@ class Parser(argparse.ArgumentParser):
         missing = sorted(rank for rank in ranks if not 0 <= rank < nproc)
         if missing:
             which = ", ".join(map(str, missing))
-            self.warn(f"{option} {value}: there is no local rank {which} with --nproc-per-node {nproc}")
+            there = f"there is no local rank {which} with --nproc-per-node {nproc}"
+            self.warn(f"{option} {value}: {there}; that part has no effect")
 
     def signals(self) -> tuple[signal.Signals, ...]:
         """Signals by their names."""
@@ -213,7 +214,7 @@ class Parser(argparse.ArgumentParser):
             try:
                 signum = signal.Signals[text]
             except KeyError:
-                self.warn(f"{option}: no signal is named {text!r}; the names are as in SIGTERM,SIGUSR1")
+                self.warn(f"{option}: no signal is named {text!r}, left out; names are as in SIGTERM,SIGUSR1")
                 continue
             if signum in (signal.SIGKILL, signal.SIGSTOP):
                 self.error(f"{option}: {text} cannot be handled by any program")

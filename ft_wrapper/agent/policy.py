@@ -52,14 +52,10 @@ class Policy(enum.Enum):
 class Remedy(enum.Enum):
     """What is done about a failure."""
 
-    REPLACE = enum.auto()
-    """Its process is started again, alone."""
-    LEAVE_OUT = enum.auto()
-    """Nothing: the others go on to their own end."""
-    RESTART_GROUP = enum.auto()
-    """All others are ended, then all are restarted."""
-    END_GROUP = enum.auto()
-    """All others are ended, and that is the end."""
+    REPLACE = enum.auto()  # its process is started again, alone
+    LEAVE_OUT = enum.auto()  # nothing: the others go on to their own end
+    RESTART_GROUP = enum.auto()  # all others are ended, then all are restarted
+    END_GROUP = enum.auto()  # all others are ended, and that is the end
 
 
 @dataclasses.dataclass(frozen=True)
