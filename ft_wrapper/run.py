@@ -137,7 +137,7 @@ def _address_alone(given: str) -> str:
 
 
 def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
-    settings, identity, how = read_parameters(parameters)
+    settings, identity = read_parameters(parameters)
     agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
     # A node that says less agrees with nodes of a version that had no such options.
     if options.active_world_size is not None:
@@ -145,7 +145,7 @@ def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
     if options.spare_nodes:
         agreed["spare_nodes"] = str(options.spare_nodes)
     return FtNodes(
-        lambda: make_backend(parameters, how),
+        lambda: make_backend(parameters),
         dataclasses.replace(settings, agreed=agreed),
         identity,
         replaces=options.policy is not Policy.GROUP,

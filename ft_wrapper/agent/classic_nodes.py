@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import (
@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from ..rendezvous.workers import WorkerStore
+from ..rendezvous.backends import host_workers_store
 from ..store.address import address_of_this_node, host_port, is_this_host, loopback
 from ..store.bounded import bounded, call_in_thread, in_background
 from .nodes import News, Nodes, Round, What
@@ -61,7 +61,7 @@ class ClassicNodes(Nodes):
         self._handler: RendezvousHandler | None = None
         self._store: Store | None = None
         self._round: Round | None = None
-        self._worker_store: WorkerStore | None = None
+        self._worker_store: TCPStore | None = None
         self._asking: tuple[threading.Thread, threading.Event] | None = None
 
     def next_round(self) -> Round:
@@ -70,7 +70,7 @@ class ClassicNodes(Nodes):
         if self._handler is None:
             self._handler = self._make_handler()
         info = self._handler.next_rendezvous()
-        self._close_worker_store()
+        self._worker_store = None
         if info.rank == 0:
             bootstrap = info.bootstrap_store_info
             told = self._spec.master_addr or self._spec.local_addr or (bootstrap and bootstrap.master_addr)
@@ -80,7 +80,7 @@ class ClassicNodes(Nodes):
                 address = loopback()
             self._worker_store = self._open_worker_store(address)
         hosted = self._worker_store
-        own = "" if hosted is None else host_port(hosted.address, hosted.port)
+        own = "" if hosted is None else host_port(hosted.host, hosted.port)
         store = _clone(info.store)
         place = call_in_thread(
             lambda: exchange(store, info.rank, info.world_size, self._spec, own), "exchange of places"
@@ -89,14 +89,14 @@ class ClassicNodes(Nodes):
         self._start_asking(self._handler)
         return place
 
-    def _open_worker_store(self, address: str) -> WorkerStore:
+    def _open_worker_store(self, address: str) -> TCPStore:
         port = self._spec.master_port
         if port:
             try:
-                return WorkerStore(address, port)
+                return host_workers_store(address, port)
             except RendezvousConnectionError as error:
                 log.info("the store of the workers is on another port than %d: %s", port, error)
-        return WorkerStore(address)
+        return host_workers_store(address)
 
     # Whether others wait ------------------------------------------------------------------------------
 
@@ -153,13 +153,8 @@ class ClassicNodes(Nodes):
 
     def close(self) -> None:
         self._stop_asking()
-        self._close_worker_store()
+        self._worker_store = None
         super().close()
-
-    def _close_worker_store(self) -> None:
-        if self._worker_store is not None:
-            self._worker_store.close()
-            self._worker_store = None
 
     def _shut_down(self) -> None:
         self._stop_asking()
