@@ -106,7 +106,8 @@ class FtRun:
 
     def family(self) -> list[psutil.Process]:
         """The processes below it: ranks, what they have started, the template and what was forked ahead."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return [process for process in below if not has_ended(process)]
 
     def template(self) -> psutil.Process:
         """The template process: the only child that ftrun started by exec."""
