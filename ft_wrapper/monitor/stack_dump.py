@@ -40,11 +40,12 @@ class StackDump:
         self._signum = free_signal()
         self._read, self._write = os.pipe()
         faulthandler.register(self._signum, file=self._write, all_threads=False, chain=False)
-        memory.dump = self._signum, self._read
+        memory.dump_fd = self._read
+        memory.dump_signal = self._signum  # last: it says that there is one to ask
 
     def close(self) -> None:
         """Gives the signal and the pipe back."""
-        self._memory.dump = None
+        self._memory.dump_signal = 0
         faulthandler.unregister(self._signum)
         os.close(self._read)
         os.close(self._write)
@@ -61,13 +62,12 @@ def where_it_stands(memory: RankMemory, pid: int, pidfd: int) -> str | None:
     Returns:
         As `whereabouts`; None if it cannot be said: there is no main thread to ask, or it does not answer.
     """
-    how = memory.dump
-    if how is None:
+    signum = memory.dump_signal
+    if not signum:
         return None
-    signum, fd = how
     text = b""
     try:
-        pipe = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        pipe = os.open(f"/proc/{pid}/fd/{memory.dump_fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:

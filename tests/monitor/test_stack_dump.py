@@ -101,9 +101,9 @@ def test_closing_gives_signal_and_descriptors_back() -> None:
     with contextlib.closing(RankMemory()) as memory:
         before = set(os.listdir("/proc/self/fd"))
         dump = StackDump(memory)
-        assert memory.dump is not None
+        assert memory.dump_signal
         dump.close()
-        assert memory.dump is None
+        assert not memory.dump_signal
         assert set(os.listdir("/proc/self/fd")) == before
 
 
