@@ -138,7 +138,7 @@ class MonitorThread:
                     self._free_main_thread(watch.n)
                 if watch.is_done and watch.leaves_when_done and not self._stopping.is_set():
                     self._interrupter.request()
-                    self._interrupter.interrupt_until_left()
+                    self._interrupter.interrupt_until_left(_LONG)
             except StoreError as error:
                 log.exception("the store is lost: this rank cannot be told of faults elsewhere, and leaves")
                 forget_frames(error)  # they hold this thread's client, and the watch would hold them

@@ -138,7 +138,6 @@ class Resources:
             towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
             self._address = own_address(towards)
             self.interrupter = Interrupter()
-            self.interrupter.install()
             owned.callback(self.interrupter.close)
             if is_main_thread:
                 owned.callback(StackDump(self.memory).close)
