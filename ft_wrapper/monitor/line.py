@@ -313,7 +313,10 @@ def send_hello(line: socket.socket, message: dict[str, Any], fd: int) -> None:
         OSError: as for `send`.
     """
     data = json.dumps(message).encode() + b"\n"
-    line.sendall(data[socket.send_fds(line, [data], [fd]) :])
+    sent = socket.send_fds(line, [data], [fd])
+    # Sending nothing would fail too, where the agent has heard all, answered and hung up.
+    if sent < len(data):
+        line.sendall(data[sent:])
 
 
 def receive_hello(line: socket.socket) -> tuple[dict[str, Any], int]:

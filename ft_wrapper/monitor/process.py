@@ -106,6 +106,7 @@ def _run(
             _tell_others(watch)
         if server is not None:
             watch.await_goodbyes()
+            server.close()  # not left to the exit: the next call's host takes the port once this has ended
         if died:
             # Freeing this process's memory takes a CPU for as long as freeing the rank's.
             watch.await_freed(limits.termination_grace_time)

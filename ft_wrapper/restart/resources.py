@@ -263,10 +263,11 @@ class Resources:
             # The host's monitor closes the port once all have said goodbye. A wrapped function that is called
             # next must not meet the old server there.
             host = getattr(self.member.agreement.store, "host_name", "")
-            with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5.0) as line:
-                line.settimeout(self.settings.completion_timeout)
+            with contextlib.ExitStack() as waited_for:
+                with contextlib.suppress(OSError):
+                    line = waited_for.enter_context(socket.create_connection((host, port), timeout=5.0))
+                    waited_for.callback(_await_end, line, self.settings.completion_timeout)
                 self.member.say_goodbye()
-                line.recv(1)
             return
         self.member.say_goodbye()
 
@@ -315,6 +316,12 @@ class Resources:
             Agreement(store).ends.end_iteration(self.member.view.n, FAULT)
         finally:
             store.close()
+
+
+def _await_end(line: socket.socket, timeout: float) -> None:
+    line.settimeout(timeout)
+    with contextlib.suppress(OSError):
+        line.recv(1)
 
 
 def _filled_in(path: str | None, rank: int) -> str | None:

@@ -290,7 +290,10 @@ class TCPStoreServer:
         _report_capacity(CONNECTIONS_OF_A_RANK + (_CONNECTIONS_OF_ITERATIONS if by_rank else 0), ranks)
 
     def close(self) -> None:
-        """Ends the server."""
+        """Ends the server: first its port is free, then connections to it end.
+
+        A process that just exits has them end in any order.
+        """
         del self._store
 
 

@@ -27,7 +27,7 @@ from monitored_rank import SETTINGS, TIMEOUT, Rank
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor import rank_monitor
 from ft_wrapper.monitor import service as module
-from ft_wrapper.monitor.line import VERSION, receive
+from ft_wrapper.monitor.line import VERSION, receive, receive_hello, send, send_hello
 from ft_wrapper.monitor.service import MonitorService
 from ft_wrapper.protocol import keys
 from ft_wrapper.protocol.agreement import Agreement
@@ -162,6 +162,26 @@ def test_hello_is_answered_with_who_is_replaced(monitors: MonitorService, start:
     assert rank.tell("ask", True, True) == (None, True)  # it has a monitor already
     assert start().tell("ask", True, False) == (None, False)
     rank.tell("end")
+
+
+def test_an_agent_that_answers_and_hangs_up_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has heard all of hello by then, so nothing is left that the rank could fail to send."""
+    agent, rank = socket.socketpair()
+    send_fds = socket.send_fds
+
+    def is_answered_at_once(line: socket.socket, data: list[bytes], fds: list[int]) -> int:
+        sent = send_fds(line, data, fds)
+        message, fd = receive_hello(agent)
+        os.close(fd)
+        assert message == {"replaced": None}
+        send(agent, {"replaced": True})
+        agent.close()
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", is_answered_at_once)
+    with rank, open(os.devnull) as memory:
+        send_hello(rank, {"replaced": None}, memory.fileno())
+        assert receive(rank) == {"replaced": True}
 
 
 # ---- one heart for all

@@ -222,6 +222,26 @@ def test_port_in_use() -> None:
             TCPStoreServer(port)
 
 
+def test_the_port_is_free_once_a_connection_to_the_server_ends() -> None:
+    """The next call's host waits for that end, and takes the port."""
+    for _ in range(20):
+        server = TCPStoreServer(0, "127.0.0.1")
+        port = server.port
+
+        def take(line: socket.socket, port: int = port) -> None:
+            assert line.recv(1) == b""
+            TCPStoreServer(port, "127.0.0.1").close()
+
+        with contextlib.ExitStack() as lines:
+            connected = [
+                lines.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30.0))
+                for _ in range(20)
+            ]
+            waiting = Background(lambda connected=connected: take(connected[0]))
+            server.close()
+            waiting.join()
+
+
 def test_client_may_come_before_the_server() -> None:
     with socket.create_server(("localhost", 0)) as chosen:
         port = chosen.getsockname()[1]
