@@ -11,7 +11,7 @@ import os
 import selectors
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
@@ -110,7 +110,7 @@ class Loop:
         try:
             self._selector = self._cleanup.enter_context(selectors.DefaultSelector())
             self._logs = self._cleanup.enter_context(Logs(logs_specs, job.role, log_line_prefix))
-            self._monitors = self._cleanup.enter_context(MonitorService(job.run_id))
+            self._monitors = self._cleanup.enter_context(closing(MonitorService(job.run_id)))
             if standby and program.script is not None:
                 self._start_standby()
         except BaseException:

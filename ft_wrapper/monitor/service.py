@@ -1,47 +1,50 @@
-"""The service that watches this node's ranks from inside the agent: no process is needed beside a rank.
+"""Who runs the watch over a rank: the agent, for each of its ranks, or a process forked from the rank.
 
-A rank that enters a wrapped call connects, says hello and hands over the memory that it shares with its
-monitor. From then on it talks to a `RankWatch`, in a thread of this process, as it would to one in a process
-of its own, which it forks if it is refused. What goes wrong with one rank's monitor ends that one only: the
-rank sees the line's end.
+Inside the agent, no process is needed beside a rank. A rank that enters a wrapped call connects, says hello
+and hands over the memory that it shares with its monitor. From then on it talks to a `RankWatch`, in a thread
+of the agent. What goes wrong with one rank's monitor ends that one only: the rank sees the line's end. No
+wait is the agent's main thread's, but for the end.
 
-No wait here is the main thread's, but for the end.
+A rank that has no agent, or is refused, forks a process before it uses CUDA.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import os
-import select
+import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 
 import psutil
 
+from .._files import owners_only
 from ..exception import StoreError
 from ..protocol import keys
 from ..protocol.heart import Heart
 from ..settings import Limits
 from ..store import StorePlan, announced_plan
-from .line import VERSION, peer, receive_hello, send
+from .line import VERSION, MonitorLine, peer, receive, receive_fd, send
+from .rank_monitor import await_exit
 from .shared_memory import RankMemory
-from .watch import RankWatch, Stage
+from .watch import RankWatch, Stage, step_back_for_good
 
 log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT = 5.0
-"""Seconds at the agent's end to tell the other nodes of the last deaths."""
-# Seconds from a connection to its hello.
-_HELLO_TIMEOUT = 10.0
-# Seconds for `add`: a process may say hello before the agent has noted that it started it.
-_KNOWN_WITHIN = 5.0
-# Seconds to the next try where descriptors or threads have run out.
-_PAUSE = 1.0
+CLOSE_TIMEOUT = 5.0  # seconds at the agent's end to tell the other nodes of the last deaths
+_HELLO_TIMEOUT = 10.0  # seconds from a connection to its hello
+_KNOWN_WITHIN = (
+    5.0  # seconds for `add`: a process may say hello before the agent has noted that it started it
+)
+_PAUSE = 1.0  # seconds to the next try where descriptors or threads have run out
 
 
 class _Refused(Exception):
@@ -50,19 +53,12 @@ class _Refused(Exception):
 
 @dataclasses.dataclass
 class _Attended:
-    """A process that has connected.
-
-    Args:
-        line: to it.
-        pid: it; 0 before it is known.
-        watch: over it, once it has one.
-        replaced: whether another process takes its place if it ends, and can join; as far as is known.
-    """
+    """A process that has connected."""
 
     line: socket.socket
-    pid: int = 0
-    watch: RankWatch | None = None
-    replaced: bool = False
+    pid: int = 0  # before it is known
+    watch: RankWatch | None = None  # once it has one
+    replaced: bool = False  # whether another takes its place if it ends, and can join; as far as is known
 
     @property
     def has_left(self) -> bool:
@@ -80,15 +76,10 @@ class _Attended:
 
 @dataclasses.dataclass
 class _SharedHeart:
-    """The heart of the ranks that are in the same job, with the same times to keep.
-
-    Args:
-        heart: it.
-        users: how many connections have it.
-    """
+    """The heart of the ranks that are in the same job, with the same times to keep."""
 
     heart: Heart
-    users: int = 0
+    users: int = 0  # connections
 
 
 class MonitorService:
@@ -120,18 +111,9 @@ class MonitorService:
             self._listener = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._listener.bind(f"\0{self.name}")
             self._listener.listen(128)
-            self._listener.setblocking(False)
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-            cleanup.callback(os.close, self._wake)
             self._acceptor = threading.Thread(target=self._accept, name="ft_wrapper-monitors", daemon=True)
             self._acceptor.start()
             self._cleanup = cleanup.pop_all()
-
-    def __enter__(self) -> MonitorService:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def add(self, pid: int, *, replaced: bool = False) -> None:
         """A rank's process was started.
@@ -159,7 +141,7 @@ class MonitorService:
                 return
             self._closing = True
             self._changed.notify_all()
-        os.eventfd_write(self._wake, 1)
+        self._listener.shutdown(socket.SHUT_RD)
         self._acceptor.join()  # at once
         with self._changed:
             attended = dict(self._attended)
@@ -176,17 +158,12 @@ class MonitorService:
     # ---- in the acceptor's thread
 
     def _accept(self) -> None:
-        poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
         while not self._closing:
-            poll.poll()
             try:
                 line, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionError):
-                continue
             except OSError as error:
-                log.warning("cannot accept a rank, trying again in %g s: %s", _PAUSE, error)
+                if not self._closing:
+                    log.warning("cannot accept a rank, trying again in %g s: %s", _PAUSE, error)
                 self._pause()
                 continue
             attended = _Attended(line)
@@ -239,7 +216,7 @@ class MonitorService:
         owned.callback(os.close, pidfd)
         # With the pidfd at hand: the number cannot have become another process's, unless that is ours, too.
         process, is_replaced = self._process_of(pid)
-        limits, plan, memory = _hear(line)
+        limits, plan, memory = _hear_hello(line)
         owned.callback(memory.close)
         attended.replaced = is_replaced and limits.use_global_iteration
         if plan is None:
@@ -247,7 +224,7 @@ class MonitorService:
         heart = owned.enter_context(self._shared_heart(limits, plan))
         limits = dataclasses.replace(limits, replaced=attended.replaced)
         with self._claimed(process, attended):
-            watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, self._job, heart)
+            watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, self._job)
             owned.callback(watch.close)
             owned.callback(line.close)  # before that: the rank waits for it, and the watch for the rank
             with self._changed:
@@ -259,24 +236,7 @@ class MonitorService:
             died = watch.run()
         line.close()
         if died:
-            self._tell_others(watch, heart, pid, limits.heartbeat_interval)
-
-    def _tell_others(self, watch: RankWatch, heart: Heart, pid: int, pause: float) -> None:
-        """Tells the others of a death, until they know it, as long as the dead rank's heart beats for others.
-
-        Then its silence does not tell them. In a job that has ended the heart soon beats for no rank at all.
-        """
-        is_over = False
-        while not is_over:
-            try:
-                watch.tell_others()
-            except StoreError as error:
-                level = logging.DEBUG if watch.stage is Stage.BETWEEN else logging.INFO
-                log.log(level, "cannot tell the other ranks that process %d died: %s", pid, error)
-            else:
-                return
-            with self._changed:
-                is_over = self._changed.wait_for(lambda: self._closing, pause) or not heart.is_beating
+            watch.tell_others()
 
     @contextlib.contextmanager
     def _shared_heart(self, limits: Limits, plan: StorePlan) -> Iterator[Heart]:
@@ -284,8 +244,7 @@ class MonitorService:
         key = limits, json.dumps(plan.plain, sort_keys=True)
         with self._changed:
             if key not in self._hearts:
-                name = keys.shared_heart(os.urandom(8).hex())
-                self._hearts[key] = _SharedHeart(Heart(plan.connect, name, limits))
+                self._hearts[key] = _SharedHeart(Heart(plan.connect, _heart_name(), limits))
             shared = self._hearts[key]
             shared.users += 1
         try:
@@ -337,11 +296,16 @@ class MonitorService:
             line.close()
 
 
-def _hear(line: socket.socket) -> tuple[Limits, StorePlan | None, RankMemory]:
+def _heart_name() -> str:
+    return keys.shared_heart(os.urandom(8).hex())
+
+
+def _hear_hello(line: socket.socket) -> tuple[Limits, StorePlan | None, RankMemory]:
     """Receives hello; without a plan if no monitor is wanted."""
     try:
-        hello, fd = receive_hello(line)
+        fd = receive_fd(line)
         try:
+            hello = receive(line)
             if hello["version"] != VERSION:
                 raise ValueError(f"version {hello['version']} instead of {VERSION}")
             limits = Limits.from_json(hello["settings"])
@@ -351,3 +315,132 @@ def _hear(line: socket.socket) -> tuple[Limits, StorePlan | None, RankMemory]:
             os.close(fd)
     except (EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise _Refused(f"no proper hello: {error!r}") from error
+
+
+# ---- a process beside the rank
+
+
+def fork_monitor(
+    limits: Limits,
+    plan: StorePlan,
+    *,
+    hosts: bool,
+    memory: RankMemory,
+    logfile: str | None,
+    pidfile: str | None,
+    on_lost: Callable[[], None],
+) -> MonitorLine:
+    """Forks a monitor process for the calling one, which is a rank.
+
+    Args:
+        limits: the timeouts it keeps.
+        plan: how it gets at the store.
+        hosts: whether it hosts the store's server as well.
+        memory: shared with the rank; the caller holds its life mutex.
+        logfile: where it logs to; None for nowhere.
+        pidfile: where it writes its process id.
+        on_lost: called, in a thread of its own, if the monitor ends without having been told to.
+
+    Returns:
+        The line to it; closing that ends and reaps the process.
+
+    Raises:
+        StoreError: the port to host is taken.
+    """
+    ours, theirs = socket.socketpair()
+    rank_pid = os.getpid()
+    heart = _heart_name()
+    with warnings.catch_warnings():
+        # Python warns of forking with threads: the child takes no lock that a thread of ours may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            # Launchers kill by process group; and a collection here would destroy torch objects of the rank.
+            gc.disable()
+            os.setsid()
+            _reset_signals()
+            _close_inherited({theirs.fileno(), memory.fd})
+            _redirect(logfile, pidfile)
+            _watch_from_beside(limits, plan, hosts, memory, theirs, rank_pid, heart)
+            status = 0
+        except BaseException:
+            log.critical(
+                "the monitor of process %d failed, so the rank leaves the job", rank_pid, exc_info=True
+            )
+        finally:
+            os._exit(status)  # never into the rank's code; what was inherited is never dropped
+    theirs.close()
+    line = MonitorLine(ours, pid, on_lost, heart, is_child=True, replaced=limits.replaced)
+    try:
+        line.await_start()
+    except BaseException:
+        line.kill()
+        raise
+    return line
+
+
+def _watch_from_beside(
+    limits: Limits,
+    plan: StorePlan,
+    hosts: bool,
+    memory: RankMemory,
+    line: socket.socket,
+    pid: int,
+    heart: str,
+) -> None:
+    try:
+        server = plan.open_server() if hosts else None
+    except StoreError as error:
+        send(line, {"error": str(error)})
+        raise
+    pidfd = os.pidfd_open(pid)
+    watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, Heart(plan.connect, heart, limits))
+    send(line, {})
+    died = watch.run()
+    if died:
+        watch.tell_others()
+    if server is not None:
+        watch.await_goodbyes()
+        server.close()  # not left to the exit: the next call's host takes the port once this has ended
+    if died:
+        # Freeing this process's memory takes a CPU for as long as freeing the rank's.
+        await_exit(pidfd, limits.termination_grace_time)
+        step_back_for_good()
+
+
+def _reset_signals() -> None:
+    """The rank's handlers are not for this process, and a terminal's Ctrl-C is meant for the rank."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _close_inherited(keep: set[int]) -> None:
+    """Closes every file that is the rank's: peers would see its sockets open until this process ends."""
+    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if fd > 2 and fd not in keep:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _redirect(logfile: str | None, pidfile: str | None) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    out = null
+    if logfile is not None:
+        out = os.open(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    if pidfile is not None:
+        with open(pidfile, "w", encoding="utf-8", opener=owners_only) as file:
+            file.write(f"{os.getpid()}\n")
+    root = logging.getLogger()
+    for logger in (root, *(logging.getLogger(name) for name in root.manager.loggerDict)):
+        logger.handlers = []
+    handler = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
+    root.addHandler(handler)
+    sys.stderr = sys.stdout = handler.stream

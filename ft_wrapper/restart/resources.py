@@ -20,7 +20,7 @@ from ..exception import StoreError
 from ..monitor.frames import interruptions_unreported
 from ..monitor.interrupt import Interrupter
 from ..monitor.line import MonitorLine, ask_agent
-from ..monitor.process import MonitorFiles, fork_monitor
+from ..monitor.service import fork_monitor
 from ..monitor.shared_memory import RankMemory
 from ..monitor.signals import KeptSignals
 from ..monitor.stack_dump import StackDump
@@ -186,26 +186,24 @@ class Resources:
 
     def _find_monitor(self, limits: Limits, slot: int) -> MonitorLine:
         """The monitor inside the agent, if there is one; otherwise one in a process of its own."""
-        files = MonitorFiles(
-            _filled_in(self.settings.monitor_process_logfile, slot),
-            _filled_in(self.settings.monitor_process_pidfile, slot),
-        )
-        has_none = files == MonitorFiles()  # those are a process's
-        line, replaced = ask_agent(limits, self.plan, self.memory, self._on_monitor_lost, watch=has_none)
+        logfile = _filled_in(self.settings.monitor_process_logfile, slot)
+        pidfile = _filled_in(self.settings.monitor_process_pidfile, slot)
+        has_files = logfile is not None or pidfile is not None  # those are a process's
+        line, replaced = ask_agent(limits, self.plan, self.memory, self._on_monitor_lost, watch=not has_files)
         if line is not None:
             return line
         limits = dataclasses.replace(limits, replaced=replaced)
         try:
-            return self._monitor_process(limits, files)
+            return self._monitor_process(limits, logfile, pidfile)
         except StoreError:
             # This process may have been started again: then its predecessor's monitor still has the port. Or
             # the user's store is there.
             if not (self._hosts and self.plan.is_served(by_rank=limits.use_global_iteration)):
                 raise
             self._hosts = False
-            return self._monitor_process(limits, files)
+            return self._monitor_process(limits, logfile, pidfile)
 
-    def _monitor_process(self, limits: Limits, files: MonitorFiles) -> MonitorLine:
+    def _monitor_process(self, limits: Limits, logfile: str | None, pidfile: str | None) -> MonitorLine:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "CUDA is already initialized in this process, so the monitor process cannot be forked "
@@ -217,7 +215,8 @@ class Resources:
             self.plan,
             hosts=self._hosts,
             memory=self.memory,
-            files=files,
+            logfile=logfile,
+            pidfile=pidfile,
             on_lost=self._on_monitor_lost,
         )
 
