@@ -23,8 +23,8 @@ from ..protocol.heart import Heart
 from ..protocol.neighbours import NeighbourWatch
 from ..settings import Limits
 from ..store import Fault, Member, StoreMixin, View
+from .frames import is_stopped, where_it_stands
 from .shared_memory import Phase, RankMemory
-from .stack_dump import is_stopped, where_it_stands
 
 log = logging.getLogger(__name__)
 

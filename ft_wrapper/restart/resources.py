@@ -17,13 +17,12 @@ from .._files import check_open_files
 from ..abort import close_aborted_sockets, protect_children, protect_process, wait_for_released_groups
 from ..attribution import Interruption
 from ..exception import StoreError
-from ..monitor.frames import interruptions_unreported
+from ..monitor.frames import StackDump, interruptions_unreported
 from ..monitor.interrupt import Interrupter
 from ..monitor.line import MonitorLine, ask_agent
 from ..monitor.service import fork_monitor
 from ..monitor.shared_memory import RankMemory
 from ..monitor.signals import KeptSignals
-from ..monitor.stack_dump import StackDump
 from ..monitor.threads import MonitorThread, ProgressWatchdog
 from ..protocol.agreement import Agreement
 from ..protocol.membership import Membership, Remembered

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ..monitor.frames import current_frames
-from .gloo import shut_down_gloo_sockets
-from .sockets import shut_down_clients
+from .gloo import shut_down_clients, shut_down_gloo_sockets
 
 log = logging.getLogger(__name__)
 

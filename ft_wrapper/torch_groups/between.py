@@ -38,7 +38,6 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_U
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 _background: list[threading.Thread] = []
-_background_lock = threading.Lock()
 
 
 def release_process_groups(*, aborted: bool = False) -> None:
@@ -84,17 +83,15 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
         timeout: seconds.
 
     Returns:
-        False when some are still there; they are named in a warning.
+        False when some are still there; a warning says so.
     """
     deadline = time.monotonic() + timeout
-    with _background_lock:
-        threads = list(_background)
-    for thread in threads:
+    for thread in _background:
         thread.join(max(0.0, deadline - time.monotonic()))
-    left = [thread.name for thread in threads if thread.is_alive()]
-    if left:
-        log.warning("process groups still not gone after %g s: %s", timeout, ", ".join(left))
-    return not left
+    _background[:] = [thread for thread in _background if thread.is_alive()]
+    if _background:
+        log.warning("process groups still not gone after %g s: %d of them", timeout, len(_background))
+    return not _background
 
 
 def _references(world: Any) -> list[Any]:
@@ -172,14 +169,10 @@ def _drop_in_background(references: list[Any]) -> None:
                 references.pop()
         except Exception:
             log.warning("process groups could not be dropped", exc_info=True)
-        finally:
-            with _background_lock:
-                _background.remove(thread)
 
-    thread = threading.Thread(target=drop, name="ft_wrapper-release-groups", daemon=True)
-    with _background_lock:
-        _background.append(thread)
-    thread.start()
+    _background[:] = [thread for thread in _background if thread.is_alive()]
+    _background.append(threading.Thread(target=drop, name="ft_wrapper-release-groups", daemon=True))
+    _background[-1].start()
 
 
 def _wait_until_idle(tids: list[int]) -> None:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from ft_wrapper.monitor.frames import StackDump, is_stopped, where_it_stands
 from ft_wrapper.monitor.shared_memory import RankMemory
-from ft_wrapper.monitor.stack_dump import StackDump, is_stopped, where_it_stands
 
 sleep_with_gil = ctypes.PyDLL(None).sleep
 
