@@ -163,23 +163,10 @@ class RankMonitor:
 
     def pause(self) -> float:
         """Seconds until `keep_time` has to look again."""
-        limits, now = self._limits, time.monotonic()
-        left_out = limits.termination_grace_time - self._since(self._left_out_at, now)
-        left = [limits.monitor_process_interval, left_out]
-        if self._memory.hang_protection_disabled == 0:
-            if self._memory.phase == Phase.WATCHED:
-                still = self._since(self._memory.progress_stamp(limits.progress_watchdog_interval), now)
-                if self._may_be_reported():
-                    left.append(limits.soft_timeout - still)
-                left.append(limits.hard_timeout - still)
-            left.append(limits.hard_timeout - self._since(self._memory.gil_stamp, now))
-        pause = max(0.0, min(left))
+        now = time.monotonic()
+        pause = max(0.0, min(self._limits.monitor_process_interval, *self._left(now)))
         self._pauses.expect(now + pause)
         return pause
-
-    def _since(self, moment: float, now: float) -> float:
-        """Seconds since a moment in which this monitor ran itself: see `Pauses`."""
-        return self._pauses.since(moment, now)
 
     def keep_time(self, pidfd: int) -> None:
         """Publishes a soft timeout; ends the process at a hard one, or when it is out and does not leave.
@@ -191,21 +178,17 @@ class RankMonitor:
         self._pauses.look(now)
         if self._is_dying:
             return
-        if self._since(self._left_out_at, now) >= self._limits.termination_grace_time:
+        to_leave, hard, soft = self._left(now)
+        if to_leave <= 0.0:
             self._end_rank(pidfd, "did not leave, though the others had gone on without it")
-            return
-        if self._memory.hang_protection_disabled > 0:
-            return
-        watched = self._memory.phase == Phase.WATCHED
-        progress = self._since(self._memory.progress_stamp(self._limits.progress_watchdog_interval), now)
-        gil = self._since(self._memory.gil_stamp, now)
-        hard = self._limits.hard_timeout
-        if gil >= hard or (watched and progress >= hard):
-            what = "held the GIL" if gil >= hard / 2 else "made no progress"
+        elif hard <= 0.0:
+            timeout = self._limits.hard_timeout
+            no_gil = self._pauses.since(self._memory.gil_stamp, now)
+            what = "held the GIL" if no_gil >= timeout / 2 else "made no progress"
             if is_stopped(self._pid):
                 what = "was stopped by a signal"
-            self._end_rank(pidfd, f"{what} for hard_timeout={hard:g} s")
-        elif watched and progress >= self._limits.soft_timeout and self._may_be_reported():
+            self._end_rank(pidfd, f"{what} for hard_timeout={timeout:g} s")
+        elif soft <= 0.0:
             self._reported = self._memory.iteration
             # Not here: a store that is out of reach for the moment must not keep the hard timeout waiting.
             self._teller = threading.Thread(
@@ -213,9 +196,20 @@ class RankMonitor:
             )
             self._teller.start()
 
-    def _may_be_reported(self) -> bool:
-        """Whether to publish a soft timeout: once an iteration, and a spare's ends nothing."""
-        return self._memory.active and self._reported < self._memory.iteration
+    def _left(self, now: float) -> tuple[float, float, float]:
+        """Seconds until the rank has to have left, to the hard and to the soft timeout; those that count."""
+        limits, memory, since = self._limits, self._memory, self._pauses.since
+        to_leave = limits.termination_grace_time - since(self._left_out_at, now)
+        hard = soft = math.inf
+        if memory.hang_protection_disabled == 0:
+            hard = limits.hard_timeout - since(memory.gil_stamp, now)
+            if memory.phase == Phase.WATCHED:
+                still = since(memory.progress_stamp(limits.progress_watchdog_interval), now)
+                hard = min(hard, limits.hard_timeout - still)
+                # Once an iteration; and a spare's ends nothing.
+                if memory.active and self._reported < memory.iteration:
+                    soft = limits.soft_timeout - still
+        return to_leave, hard, soft
 
     def await_goodbyes(self) -> None:
         """Waits until all members have said that they need the store no more.

@@ -36,6 +36,7 @@ _THREAD_NAME = "gloo_tcp_loop"
 _EPOLL_SYSCALLS = {"x86_64": {232, 281, 441}, "aarch64": {22, 441}}
 _COMM_SIZE = 64  # bytes; a thread's name takes up to 16
 _CONNECT_TIMEOUT = 0.2
+_BUSY_LIMIT = 1.0  # seconds to wait for event loops that are busy with a transfer
 _libc = ctypes.CDLL(None, use_errno=True)
 _SOCKADDR_SIZE = 128  # sizeof(struct sockaddr_storage)
 _WATCHED = re.compile(r"^tfd:\s*(\d+).*?\bino:\s*([0-9a-f]+)", re.MULTILINE)
@@ -44,7 +45,7 @@ _held: dict[int, int] = {}  # inode number: duplicate
 _held_lock = threading.Lock()
 
 
-def shut_down_gloo_sockets(being_made: Callable[[], int] = int, timeout: float = 1.0) -> int:
+def shut_down_gloo_sockets(being_made: Callable[[], int] = int) -> None:
     """Shuts down the connections of all gloo groups of this process, for this process only.
 
     Listening sockets, and sockets that are not gloo's, are not touched. The connections stay open, and
@@ -55,17 +56,11 @@ def shut_down_gloo_sockets(being_made: Callable[[], int] = int, timeout: float =
 
     Args:
         being_made: gives the size of the group that is being made; 0 for none. Asked if there is a group.
-        timeout: seconds to wait for event loops that are busy with a transfer; what they watch is left
-            alone after that, with a warning.
-
-    Returns:
-        How many connections were shut down.
     """
-    count = 0
     pending = named_threads(_THREAD_NAME)
     newest = pending[-1:]
     size = being_made() if pending else 0
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + _BUSY_LIMIT
     while pending:
         busy = []
         for tid in pending:
@@ -75,24 +70,23 @@ def shut_down_gloo_sockets(being_made: Callable[[], int] = int, timeout: float =
                 continue
             except OSError as error:
                 log.warning("gloo's sockets cannot be found on this machine: %s", error)
-                return count
+                return
             if epoll is None:
                 busy.append(tid)
                 continue
             try:
                 watched = _watched(epoll)
-                count += _shut_down_connections(watched)
+                _shut_down_connections(watched)
                 if size and tid in newest:
                     _connect_for_peers(watched, size)
             finally:
                 os.close(epoll)
         pending = busy
         if pending and time.monotonic() > deadline:
-            log.warning("%d gloo event loops were busy for %g s; not aborted", len(pending), timeout)
+            log.warning("%d gloo event loops were busy for %g s; not aborted", len(pending), _BUSY_LIMIT)
             break
         if pending:
             time.sleep(0.0005)  # nothing signals that a thread has entered a system call
-    return count
 
 
 def close_aborted_sockets() -> None:
@@ -170,20 +164,14 @@ def _watched(epoll: int) -> list[tuple[int, int]]:
         return [(int(fd), int(inode, 16)) for fd, inode in _WATCHED.findall(file.read())]
 
 
-def _shut_down_connections(watched: list[tuple[int, int]]) -> int:
-    count = 0
+def _shut_down_connections(watched: list[tuple[int, int]]) -> None:
     for number, inode in watched:
         with duplicate(number, inode) as fd:
             if fd is not None:
-                _hold(fd, inode)
-                count += shut_down(fd, socket.SHUT_RD)
-    return count
-
-
-def _hold(fd: int, inode: int) -> None:
-    with _held_lock:
-        if inode not in _held:
-            _held[inode] = os.dup(fd)
+                with _held_lock:
+                    if inode not in _held:
+                        _held[inode] = os.dup(fd)
+                shut_down(fd, socket.SHUT_RD)
 
 
 def _connect_for_peers(watched: list[tuple[int, int]], size: int) -> None:
@@ -241,46 +229,34 @@ def duplicate(fd: int, inode: int | None = None, *, listening: bool = False) -> 
         os.close(held)
 
 
-def shut_down(fd: int, how: int = socket.SHUT_RDWR) -> bool:
-    """Ends a connection, and anyone who waits on it wakes.
+def shut_down(fd: int, how: int) -> None:
+    """Ends a connection, and anyone who waits on it wakes; one that is not connected any more is left alone.
 
     Args:
         fd: file descriptor of a connected or connecting socket. It stays open.
         how: ``SHUT_RDWR`` wakes the other end as well; of ``SHUT_RD`` that learns nothing.
 
-    Returns:
-        False when it was not connected any more.
-
     Raises:
         OSError: the system call failed otherwise.
     """
-    if _libc.shutdown(fd, how) == 0:
-        return True
-    error = ctypes.get_errno()
-    if error == errno.ENOTCONN:
-        return False
-    raise OSError(error, os.strerror(error))
+    if _libc.shutdown(fd, how) != 0 and ctypes.get_errno() != errno.ENOTCONN:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def shut_down_clients(host: str, port: int) -> int:
+def shut_down_clients(host: str, port: int) -> None:
     """Shuts down this process's connections to a server. No other socket is touched.
 
     Args:
         host: name or address of the server. A name is looked up, once, when there is a connection to
             the port.
         port: the server's TCP port.
-
-    Returns:
-        How many connections were shut down.
     """
-    count = 0
     for name in os.listdir("/proc/self/fd"):
         if not _is_client_of(int(name), host, port):
             continue  # most are not; only what looks right is held, and looked at again
         with duplicate(int(name)) as fd:
-            if fd is not None and _is_client_of(fd, host, port) and shut_down(fd):
-                count += 1
-    return count
+            if fd is not None and _is_client_of(fd, host, port):
+                shut_down(fd, socket.SHUT_RDWR)
 
 
 def _is_client_of(fd: int, host: str, port: int) -> bool:
