@@ -281,7 +281,7 @@ class Rank:
         rank, size = view.members.index(member), len(view.members)
         assert self.monitor is not None
         self.memory.rank = rank
-        self.monitor.enter(view)
+        self.monitor.view = view
         endpoint = (HOST, 1) if rank == 0 else None
         self.job.agreement.entering.check_assignment(view.n, member, rank, size, size, endpoint=endpoint)
         if endpoint is None and self.job.await_endpoint(rank, 60.0) is None:

@@ -98,13 +98,12 @@ class MonitorLine:
             view: the iteration.
             decision: what changed since the last one said; None to say it all.
         """
-        message: dict[str, Any] = {"type": "view", "nonce": view.nonce}
         if decision is None:
-            message["view"] = [view.call, view.n, view.first, view.min_world_size]
-            message["members"] = [str(member) for member in view.members]
+            members = [str(member) for member in view.members]
+            whole = [view.call, view.n, view.nonce, view.first, members, view.min_world_size]
+            self._send({"type": "view", "whole": whole})
         else:
-            message["decision"] = decision.to_json()
-        self._send(message)
+            self._send({"type": "view", "nonce": view.nonce, "decision": decision.to_json()})
 
     def serve(self, host: str) -> int:
         """Has the monitor open the store that ``torch.distributed`` uses in one iteration.

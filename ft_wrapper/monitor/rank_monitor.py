@@ -95,7 +95,7 @@ class RankMonitor:
         job: str | None = None,
     ) -> None:
         self.member = member
-        self.view: View | None = None
+        self.view: View | None = None  # of the iteration that the rank is in
         self.is_between = False  # two calls: the rank is anywhere, and there is no memory to look at
         self._memory = memory
         self._pid = pid
@@ -110,10 +110,6 @@ class RankMonitor:
         self._teller: threading.Thread | None = None  # of a soft timeout
         self._heart = heart
         self._heart.add(self)
-
-    def enter(self, view: View) -> None:
-        """The rank goes into an iteration."""
-        self.view = view
 
     @property
     def rank(self) -> int | None:

@@ -60,11 +60,6 @@ class _Attended:
     watch: RankWatch | None = None  # once it has one
     replaced: bool = False  # whether another takes its place if it ends, and can join; as far as is known
 
-    @property
-    def has_left(self) -> bool:
-        """Whether it has left a wrapped call in order, and may come to another one."""
-        return self.watch is not None and self.watch.stage is not Stage.IN_CALL
-
     def stop(self) -> None:
         """Ends what waits for it, unless it has died and the others have to be told."""
         if self.watch is not None:
@@ -107,13 +102,11 @@ class MonitorService:
         self._attended: dict[threading.Thread, _Attended] = {}
         self._hearts: dict[tuple[Limits, str], _SharedHeart] = {}
         self._closing = False
-        with contextlib.ExitStack() as cleanup:
-            self._listener = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            self._listener.bind(f"\0{self.name}")
-            self._listener.listen(128)
-            self._acceptor = threading.Thread(target=self._accept, name="ft_wrapper-monitors", daemon=True)
-            self._acceptor.start()
-            self._cleanup = cleanup.pop_all()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(128)
+        self._acceptor = threading.Thread(target=self._accept, name="ft_wrapper-monitors", daemon=True)
+        self._acceptor.start()
 
     def add(self, pid: int, *, replaced: bool = False) -> None:
         """A rank's process was started.
@@ -153,7 +146,7 @@ class MonitorService:
         left = sum(thread.is_alive() for thread in attended)
         if left:
             log.warning("%d ranks still hold their monitors after %g s: left behind", left, CLOSE_TIMEOUT)
-        self._cleanup.close()
+        self._listener.close()
 
     # ---- in the acceptor's thread
 
@@ -280,7 +273,8 @@ class MonitorService:
         Beside it the one of an earlier call goes on, until the rank says bye to that.
         """
         with self._changed:
-            if process in self._watched and not self._watched[process].has_left:
+            former = self._watched.get(process)
+            if former is not None and (former.watch is None or former.watch.stage is Stage.IN_CALL):
                 raise _Refused(f"process {process} has a monitor already")
             self._watched[process] = attended
         try:

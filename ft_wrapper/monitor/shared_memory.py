@@ -67,17 +67,10 @@ class RankMemory(ctypes.Structure):
 
     _fields_ = (
         ("_mutex", ctypes.c_char * _MUTEX_SIZE),
-        ("main_stamp", ctypes.c_double),
-        ("gil_stamp", ctypes.c_double),
-        ("ping_stamp", ctypes.c_double),
-        ("phase", ctypes.c_int64),
-        ("iteration", ctypes.c_int64),
-        ("_rank", ctypes.c_int64),
-        ("active", ctypes.c_bool),
-        ("hang_protection_disabled", ctypes.c_int64),
-        ("dump_signal", ctypes.c_int64),
-        ("dump_fd", ctypes.c_int64),
-        ("_is_life_held", ctypes.c_bool),
+        *((name, ctypes.c_double) for name in ("main_stamp", "gil_stamp", "ping_stamp")),
+        *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
+        *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
+        *((name, ctypes.c_bool) for name in ("active", "_is_life_held")),
     )
     main_stamp: float
     gil_stamp: float

@@ -131,7 +131,7 @@ class RankWatch:
                         return False  # it has hung up before it joined: another monitor watches it
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                if self._has_died or self._pidfd in ready or (self._stopped.is_set() and self._has_ended()):
+                if self._has_died or await_exit(self._pidfd, 0.0):
                     self._read()  # what the rank said last, before it died
                     break
                 if self._stopped.is_set():
@@ -177,9 +177,6 @@ class RankWatch:
         if self.stage is Stage.BETWEEN:
             return None
         return self._limits.monitor_process_interval if self._monitor is None else self._monitor.pause()
-
-    def _has_ended(self) -> bool:
-        return await_exit(self._pidfd, 0.0)
 
     def _wake_up(self) -> None:
         with self._lock:
@@ -235,7 +232,7 @@ class RankWatch:
                 self._made.callback(self._monitor.close)
             case "view":
                 assert self._monitor is not None
-                self._monitor.enter(self._view(message))
+                self._monitor.view = self._view(message)
             case "serve":
                 self._serve(message["host"])
             case "between":  # the monitor does not look at the shared memory any more, and serves nothing
@@ -259,9 +256,9 @@ class RankWatch:
             assert self._monitor is not None and self._monitor.view is not None
             decision = Decision.from_json(message["decision"], "view")
             return self._monitor.view.after(decision, message["nonce"])
-        call, n, first, min_world_size = message["view"]
-        members = tuple(Member.parse(name, "view") for name in message["members"])
-        return View(call, n, message["nonce"], first, members, min_world_size)
+        call, n, nonce, first, names, min_world_size = message["whole"]
+        members = tuple(Member.parse(name, "view") for name in names)
+        return View(call, n, nonce, first, members, min_world_size)
 
 
 class IterationStores:
