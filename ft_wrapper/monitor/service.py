@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import psutil
 
@@ -57,8 +57,14 @@ class _Attended:
 
     line: socket.socket
     pid: int = 0  # before it is known
+    process: int = 0  # of the agent's, that it is or is below, as long as it has that one's monitor
     watch: RankWatch | None = None  # once it has one
     replaced: bool = False  # whether another takes its place if it ends, and can join; as far as is known
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether it is in a wrapped call, or about to get a monitor for one."""
+        return self.watch is None or self.watch.stage is Stage.IN_CALL
 
     def stop(self) -> None:
         """Ends what waits for it, unless it has died and the others have to be told."""
@@ -67,14 +73,6 @@ class _Attended:
         else:
             with contextlib.suppress(OSError):  # closed, or hung up
                 self.line.shutdown(socket.SHUT_RDWR)
-
-
-@dataclasses.dataclass
-class _SharedHeart:
-    """The heart of the ranks that are in the same job, with the same times to keep."""
-
-    heart: Heart
-    users: int = 0  # connections
 
 
 class MonitorService:
@@ -98,9 +96,8 @@ class MonitorService:
         self._changed = threading.Condition()
         # Those that the agent has started and not reaped, and whether another process takes their place.
         self._processes: dict[int, bool] = {}
-        self._watched: dict[int, _Attended] = {}  # who has the monitor of each that has one
         self._attended: dict[threading.Thread, _Attended] = {}
-        self._hearts: dict[tuple[Limits, str], _SharedHeart] = {}
+        self._hearts: dict[tuple[Limits, str], Heart] = {}  # those in one job, with the same times, share one
         self._closing = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.name}")
@@ -214,41 +211,29 @@ class MonitorService:
         attended.replaced = is_replaced and limits.use_global_iteration
         if plan is None:
             raise _Refused(f"process {pid} has a monitor process")
-        heart = owned.enter_context(self._shared_heart(limits, plan))
+        with self._changed:  # first come, first served; an earlier call's goes on until the rank says bye
+            if any(one.process == process and one.is_in_call for one in self._attended.values()):
+                raise _Refused(f"process {process} has a monitor already")
+            attended.process = process
+            key = limits, json.dumps(plan.plain, sort_keys=True)
+            if key not in self._hearts:
+                self._hearts[key] = Heart(plan.connect, _heart_name(), limits)
+            heart = self._hearts[key]
         limits = dataclasses.replace(limits, replaced=attended.replaced)
-        with self._claimed(process, attended):
-            watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, self._job)
-            owned.callback(watch.close)
-            owned.callback(line.close)  # before that: the rank waits for it, and the watch for the rank
-            with self._changed:
-                attended.watch = watch
-                if self._closing:
-                    return
-            send(line, {"heart": heart.name, "replaced": attended.replaced})
-            line.settimeout(None)
-            died = watch.run()
+        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, self._job)
+        owned.callback(watch.close)
+        owned.callback(line.close)  # before that: the rank waits for it, and the watch for the rank
+        with self._changed:
+            attended.watch = watch
+            if self._closing:
+                return
+        send(line, {"heart": heart.name, "replaced": attended.replaced})
+        line.settimeout(None)
+        died = watch.run()
+        attended.process = 0
         line.close()
         if died:
             watch.tell_others()
-
-    @contextlib.contextmanager
-    def _shared_heart(self, limits: Limits, plan: StorePlan) -> Iterator[Heart]:
-        """The heart of all ranks with this store and these settings; ends with the last that has it."""
-        key = limits, json.dumps(plan.plain, sort_keys=True)
-        with self._changed:
-            if key not in self._hearts:
-                self._hearts[key] = _SharedHeart(Heart(plan.connect, _heart_name(), limits))
-            shared = self._hearts[key]
-            shared.users += 1
-        try:
-            yield shared.heart
-        finally:
-            with self._changed:
-                shared.users -= 1
-                if not shared.users:
-                    del self._hearts[key]
-            if not shared.users:
-                shared.heart.close()
 
     def _process_of(self, pid: int) -> tuple[int, bool]:
         """Which of the agent's processes this is, or is below (a shell, say), and whether it is replaced."""
@@ -266,28 +251,16 @@ class MonitorService:
                         return candidate, self._processes[candidate]
         raise _Refused(f"process {pid} is no rank's")
 
-    @contextlib.contextmanager
-    def _claimed(self, process: int, attended: _Attended) -> Iterator[None]:
-        """One monitor at a time for each process that the agent has started: first come, first served.
-
-        Beside it the one of an earlier call goes on, until the rank says bye to that.
-        """
-        with self._changed:
-            former = self._watched.get(process)
-            if former is not None and (former.watch is None or former.watch.stage is Stage.IN_CALL):
-                raise _Refused(f"process {process} has a monitor already")
-            self._watched[process] = attended
-        try:
-            yield
-        finally:
-            with self._changed:
-                if self._watched.get(process) is attended:
-                    del self._watched[process]
-
     def _forget(self, thread: threading.Thread, line: socket.socket) -> None:
+        """A connection has ended; the hearts end with the last one."""
         with self._changed:
             del self._attended[thread]
             line.close()
+            hearts = [] if self._attended else list(self._hearts.values())
+            if hearts:
+                self._hearts = {}
+        for heart in hearts:
+            heart.close()
 
 
 def _heart_name() -> str:
