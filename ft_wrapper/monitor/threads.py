@@ -185,7 +185,7 @@ class MonitorThread:
 
 
 class ProgressWatchdog:
-    """Stamps a rank's memory every interval, from a daemon thread.
+    """Stamps a rank's memory every interval, from a daemon thread. The stamps are fresh when it is made.
 
     Args:
         memory: where the stamps go. Must stay open until `stop` has returned.
@@ -196,15 +196,14 @@ class ProgressWatchdog:
     """
 
     def __init__(self, memory: RankMemory, interval: float, watches_main_thread: bool = True) -> None:
-        self._memory = memory
-        self._interval = interval
-        self._watches_main_thread = watches_main_thread
+        memory.gil_stamp = memory.main_stamp = time.monotonic()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ft_wrapper.progress_watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread. The stamps are fresh when it returns."""
-        self._memory.gil_stamp = self._memory.main_stamp = time.monotonic()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(memory, interval, watches_main_thread),
+            name="ft_wrapper.progress_watchdog",
+            daemon=True,
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -218,19 +217,19 @@ class ProgressWatchdog:
         if self._thread.is_alive():
             raise RuntimeError(f"the progress watchdog's thread did not end within {_ENDS_WITHIN} s")
 
-    def _run(self) -> None:
+    def _run(self, memory: RankMemory, interval: float, watches_main_thread: bool) -> None:
         add_pending_call: Any = ctypes.pythonapi.Py_AddPendingCall
         post = ctypes.cast(_libc.sem_post, ctypes.c_void_p)
         is_pending = False
         while not self._stopping.is_set():
             now = time.monotonic()
-            self._memory.gil_stamp = now
-            has_run = not self._watches_main_thread
+            memory.gil_stamp = now
+            has_run = not watches_main_thread
             while _libc.sem_trywait(_semaphore) == 0:
                 has_run, is_pending = True, False
             if has_run:
-                self._memory.main_stamp = now
-            if self._watches_main_thread and not is_pending:
+                memory.main_stamp = now
+            if watches_main_thread and not is_pending:
                 # -1: the interpreter's queue is full. The next interval tries again.
                 is_pending = add_pending_call(post, _semaphore) == 0
-            self._stopping.wait(self._interval)
+            self._stopping.wait(interval)

@@ -227,7 +227,6 @@ class RankWatch:
             case "join":
                 if self._monitor is not None:
                     self._monitor.stop()  # the rank has taken another incarnation of its slot
-                    self._monitor = None
                 self._monitor = self._monitor_of(Member.parse(message["member"], "join"))
                 self._made.callback(self._monitor.close)
             case "view":

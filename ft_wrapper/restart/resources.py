@@ -140,11 +140,8 @@ class Resources:
             owned.callback(self.interrupter.close)
             if is_main_thread:
                 owned.callback(StackDump(self.memory).close)
-            watchdog = ProgressWatchdog(
-                self.memory, limits.progress_watchdog_interval, watches_main_thread=is_main_thread
-            )
-            watchdog.start()
-            owned.callback(watchdog.stop)
+            interval = limits.progress_watchdog_interval
+            owned.callback(ProgressWatchdog(self.memory, interval, is_main_thread).stop)
             terms = {"function": function_name, "formation_size": size, **settings.shared}
             self.member = Membership(Agreement(store), slot, slots, limits, remembered.call, terms)
             self.member.heart = self.monitor.heart

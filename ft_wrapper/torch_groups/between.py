@@ -221,9 +221,7 @@ class Environment:
 
 def point_to(host: str, port: int) -> None:
     """Sets the variables so that ``init_process_group`` finds the iteration's store."""
-    os.environ["MASTER_ADDR"] = host
-    os.environ["MASTER_PORT"] = str(port)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
 
 
 def connect(n: int) -> PrefixStore:
