@@ -11,8 +11,8 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
-MOST_FILES = 141
-MOST_CODE_LINES = 20_881
+MOST_FILES = 137
+MOST_CODE_LINES = 20_410
 MOST_LINES_OF_A_FILE = 450
 
 # Files that are still too long, with their lines.
