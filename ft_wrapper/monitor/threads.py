@@ -109,7 +109,7 @@ class MonitorThread:
         self._watches.put(watch)
         return watch
 
-    def stop(self, timeout: float) -> bool:
+    def stop(self, timeout: float) -> None:
         """Ends the thread. Its iteration has ended by then, or it stays until that ends, and does nothing.
 
         Args:
@@ -119,7 +119,6 @@ class MonitorThread:
         self._watches.put(None)
         has_nothing_to_do = self._last is None or self._last.handled.is_set()
         self._thread.join(max(timeout, _ENDS_WITHIN) if has_nothing_to_do else timeout)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         looked_ahead = False

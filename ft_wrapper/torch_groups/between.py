@@ -117,15 +117,9 @@ def _forget_leftovers(c10d: Any) -> None:
             log.warning("could not abort %r", group, exc_info=True)
     if leftovers or world.default_pg is not None:
         c10d._update_default_pg(None)
-        for table in (
-            world.pg_map,
-            world.pg_names,
-            world.pg_group_ranks,
-            world.pg_backend_config,
-            world.pg_to_tag,
-            world.tags_to_pg,
-            world.pg_coalesce_state,
-        ):
+        tables = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
+        tables += [world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state]
+        for table in tables:
             table.clear()
         c10d._unregister_all_process_groups()
     # Names are made from this counter. Left raised, it makes them differ between ranks, and the next
@@ -150,12 +144,8 @@ def _leave_meshes() -> None:
     """Forgets meshes of dead groups: an active one, and torch < 2.8's tables of sub-meshes."""
     device_mesh: Any = sys.modules.get("torch.distributed.device_mesh")
     resources = getattr(device_mesh, "_mesh_resources", None)
-    for name in (
-        "mesh_stack",
-        "child_to_root_mapping",
-        "root_to_flatten_mapping",
-        "flatten_name_to_root_dims",
-    ):
+    tables = ("mesh_stack", "child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims")
+    for name in tables:
         table = getattr(resources, name, None)
         if table is not None:
             table.clear()
