@@ -332,6 +332,7 @@ def test_the_next_calls_monitor_takes_over(
         assert rank.tell("between")
         _, earlier = rank.tell("what is left")
         assert rank.tell(begin)
+        store.set(keys.member(str(member)), json.dumps({"heart": rank.tell("heart")}))
         rank.tell("join", member.slot, member.incarnation)
         if begin == "begin":
             assert not rank.tell("begin")
