@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import logging
 import os
 import socket
@@ -34,7 +33,7 @@ from ..state import State
 from ..store import StorePlan
 from ..store.address import own_address
 from ..torch_groups.between import Environment
-from .arguments import Settings
+from . import Settings
 
 log = logging.getLogger(__name__)
 
@@ -43,26 +42,20 @@ _FILES_OF_A_CALL = 18  # with what its monitor, if that is a process, opens for 
 _remembered: dict[str, Remembered] = {}
 
 
-class Standing(enum.Enum):
-    """How far this process has got into the job."""
-
-    OUTSIDE = enum.auto()
-    REGISTERED = enum.auto()
-    """It holds its slot."""
-    IN = enum.auto()
-    """Decided upon; or its call had completed before it came."""
-
-
 @dataclasses.dataclass
-class End:
-    """How the call ends, for those that give things back.
+class Progress:
+    """How far the call has come, for those that give things back.
 
     Args:
+        is_registered: whether this process holds its slot.
+        is_in: whether it has got into the job; also if its call had completed before it came.
         has_completed: whether all ranks have finished.
         store_lost: why the store cannot be reached any more.
         thread_stays: whether the monitor thread is left to wait for an end that others bring about.
     """
 
+    is_registered: bool = False
+    is_in: bool = False
     has_completed: bool = False
     store_lost: StoreError | None = None
     thread_stays: bool = False
@@ -100,10 +93,9 @@ class Resources:
         check_open_files(_FILES_OF_A_CALL, f"rank {base.initial_rank}")
         self.settings = settings
         self.plan = plan
-        self.end = End()
+        self.progress = Progress()
         self.signals = KeptSignals()
         self.monitor_lost = threading.Event()
-        self._standing = Standing.OUTSIDE
         limits = settings.limits
         slot, size = base.initial_rank or 0, formation_size(base.world_size)
         remembered = _remembered.pop(plan.description, Remembered(call=0))
@@ -120,8 +112,7 @@ class Resources:
             owned.callback(self.signals.forget)
             owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
             owned.callback(Environment().restore)
-            self.memory = RankMemory()
-            owned.callback(self.memory.close)
+            self.memory = owned.enter_context(contextlib.closing(RankMemory()))
             self.memory.lock_life()
             owned.callback(close_aborted_sockets)
             owned.callback(wait_for_released_groups)
@@ -131,8 +122,7 @@ class Resources:
             owned.push(self._end_monitor)
             owned.enter_context(protect_process(self.monitor.pid))
             owned.enter_context(protect_children())
-            store = plan.connect()
-            owned.callback(store.close)
+            store = owned.enter_context(contextlib.closing(plan.connect()))
             # A store that is on no one host says nothing of the way to the other ranks.
             towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
             self._address = own_address(towards)
@@ -154,7 +144,7 @@ class Resources:
             )
             owned.callback(self._end_thread)
             self.is_in_time = self._join(remembered, base, since_last_call)
-            self._standing = Standing.IN
+            self.progress.is_in = True
             self._owned = owned.pop_all()
 
     def close(self, error: BaseException | None) -> None:
@@ -163,7 +153,7 @@ class Resources:
             self._owned.__exit__(None, None, None)
         else:  # with its traceback: what of this is a generator puts that back which it was given
             self._owned.__exit__(type(error), error, error.__traceback__)
-        self.end.store_lost = None  # its frames refer to all of this
+        self.progress.store_lost = None  # its frames refer to all of this
 
     def serve(self) -> tuple[str, int]:
         """Opens the store at which ``torch.distributed`` meets in this iteration; host and port."""
@@ -171,7 +161,7 @@ class Resources:
 
     def remember(self, state: State) -> None:
         """Notes what the next wrapped call on this store has to know."""
-        self.end.has_completed = True
+        self.progress.has_completed = True
         if self.is_in_time:
             assert state.rank is not None
             _remembered[self.plan.description] = self.member.remember(state.rank, state.world_size)
@@ -182,10 +172,10 @@ class Resources:
 
     def _find_monitor(self, limits: Limits, slot: int) -> MonitorLine:
         """The monitor inside the agent, if there is one; otherwise one in a process of its own."""
-        logfile = _filled_in(self.settings.monitor_process_logfile, slot)
-        pidfile = _filled_in(self.settings.monitor_process_pidfile, slot)
-        has_files = logfile is not None or pidfile is not None  # those are a process's
-        line, replaced = ask_agent(limits, self.plan, self.memory, self._on_monitor_lost, watch=not has_files)
+        paths = (self.settings.monitor_process_logfile, self.settings.monitor_process_pidfile)
+        logfile, pidfile = (path and path.replace("{rank}", str(slot)) for path in paths)
+        has_none = logfile is None and pidfile is None  # those are a process's
+        line, replaced = ask_agent(limits, self.plan, self.memory, self._on_monitor_lost, watch=has_none)
         if line is not None:
             return line
         limits = dataclasses.replace(limits, replaced=replaced)
@@ -217,7 +207,7 @@ class Resources:
         )
 
     def _registered(self, member: Member) -> None:
-        self._standing = Standing.REGISTERED
+        self.progress.is_registered = True
         self.monitor.join(member)
 
     def _join(self, remembered: Remembered, base: State, since_last_call: contextlib.ExitStack) -> bool:
@@ -251,10 +241,10 @@ class Resources:
     # Giving it back --------------------------------------------------------------------------------------
 
     def _say_goodbye(self) -> None:
-        if self._standing is Standing.OUTSIDE or self.end.store_lost is not None:
+        if not self.progress.is_registered or self.progress.store_lost is not None:
             return
         port = self.plan.port
-        if self.end.has_completed and port is not None and not self._hosts and self._is_hosted_by_rank():
+        if self.progress.has_completed and port is not None and not self._hosts and self._is_hosted_by_rank():
             # The host's monitor closes the port once all have said goodbye. A wrapped function that is called
             # next must not meet the old server there.
             host = getattr(self.member.agreement.store, "host_name", "")
@@ -274,11 +264,11 @@ class Resources:
             return False
 
     def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.end.has_completed and kind is None and self.plan.port is None and self.monitor.between():
+        if self.progress.has_completed and kind is None and self.plan.port is None and self.monitor.between():
             # Those who go on to the next call on this store wait for this rank, as long as it lives.
             last = _remembered[self.plan.description]
             _remembered[self.plan.description] = dataclasses.replace(last, monitor=self.monitor)
-        elif self._hosts and kind is not None and self._standing is Standing.IN:
+        elif self._hosts and kind is not None and self.progress.is_in:
             self.monitor.detach()  # the others go on, and need the store that it hosts
         else:
             # One that hosts nothing has nothing left to do; it may still look for a store that has ended.
@@ -287,7 +277,7 @@ class Resources:
 
     def _end_thread(self) -> None:
         # It waits for the store, too, or for an end that this rank does not bring about.
-        is_left = self.end.store_lost is not None or self.end.thread_stays
+        is_left = self.progress.store_lost is not None or self.progress.thread_stays
         self.thread.stop(0.0 if is_left else self.settings.barrier_timeout)
         del self.thread  # it refers to the call
 
@@ -298,7 +288,7 @@ class Resources:
     def _on_monitor_lost(self) -> None:
         """In a thread of its own: no one would notice this rank's faults any more, so it leaves the job."""
         self.monitor_lost.set()
-        if self._standing is not Standing.IN:
+        if not self.progress.is_in:
             return  # the rank finds out when it wants to tell the monitor that it is in
         if self._hosts:
             return  # nor is there a store any more: all ranks find out at once
@@ -317,7 +307,3 @@ def _await_end(line: socket.socket, timeout: float) -> None:
     line.settimeout(timeout)
     with contextlib.suppress(OSError):
         line.recv(1)
-
-
-def _filled_in(path: str | None, rank: int) -> str | None:
-    return None if path is None else path.replace("{rank}", str(rank))

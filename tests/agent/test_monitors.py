@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from agent_job import FtRun, await_that
 from monitored_rank import SETTINGS, TIMEOUT, Rank
+from support import warm_ftrun
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor import rank_monitor
@@ -121,7 +122,7 @@ def test_deaths_are_told_and_nothing_piles_up(
     """Every other rank dies in its call; the others leave in order, and have a second call."""
     dead = set()
     idle = threads()
-    for slot in range(20):
+    for slot in range(8):
         rank = start()
         member = join(rank, store, slot)
         assert rank.tell("serve") > 0
@@ -506,7 +507,7 @@ JOB = """
 
 def test_no_process_is_needed_beside_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens: a rank is killed, one is stopped past its timeout, another call begins."""
-    monkeypatch.setattr(FtRun, "warm_process", None)  # a rank's import of torch reads how much c10d says
+    monkeypatch.setattr(warm_ftrun, "warm_process", None)  # a rank's import of torch reads how much c10d says
     script, folder = tmp_path / "script.py", tmp_path / "job"
     script.write_text(textwrap.dedent(JOB))
     with FtRun(folder, "--nproc-per-node", "3", str(script)) as job:
