@@ -16,13 +16,12 @@ from .._files import check_open_files
 from ..abort import close_aborted_sockets, protect_children, protect_process, wait_for_released_groups
 from ..attribution import Interruption
 from ..exception import StoreError
-from ..monitor.frames import interruptions_unreported
+from ..monitor.frames import StackDump, interruptions_unreported
 from ..monitor.interrupt import Interrupter
 from ..monitor.line import MonitorLine, ask_agent
-from ..monitor.process import MonitorFiles, fork_monitor
+from ..monitor.service import fork_monitor
 from ..monitor.shared_memory import RankMemory
 from ..monitor.signals import KeptSignals
-from ..monitor.stack_dump import StackDump
 from ..monitor.threads import MonitorThread, ProgressWatchdog
 from ..protocol.agreement import Agreement
 from ..protocol.membership import Membership, Remembered
@@ -128,15 +127,11 @@ class Resources:
             towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
             self._address = own_address(towards)
             self.interrupter = Interrupter()
-            self.interrupter.install()
             owned.callback(self.interrupter.close)
             if is_main_thread:
                 owned.callback(StackDump(self.memory).close)
-            watchdog = ProgressWatchdog(
-                self.memory, limits.progress_watchdog_interval, watches_main_thread=is_main_thread
-            )
-            watchdog.start()
-            owned.callback(watchdog.stop)
+            interval = limits.progress_watchdog_interval
+            owned.callback(ProgressWatchdog(self.memory, interval, is_main_thread).stop)
             terms = {"function": function_name, "formation_size": size, **settings.shared}
             self.member = Membership(Agreement(store), slot, slots, limits, remembered.call, terms)
             self.member.heart = self.monitor.heart
@@ -178,23 +173,23 @@ class Resources:
     def _find_monitor(self, limits: Limits, slot: int) -> MonitorLine:
         """The monitor inside the agent, if there is one; otherwise one in a process of its own."""
         paths = (self.settings.monitor_process_logfile, self.settings.monitor_process_pidfile)
-        files = MonitorFiles(*(path and path.replace("{rank}", str(slot)) for path in paths))
-        has_none = files == MonitorFiles()  # those are a process's
+        logfile, pidfile = (path and path.replace("{rank}", str(slot)) for path in paths)
+        has_none = logfile is None and pidfile is None  # those are a process's
         line, replaced = ask_agent(limits, self.plan, self.memory, self._on_monitor_lost, watch=has_none)
         if line is not None:
             return line
         limits = dataclasses.replace(limits, replaced=replaced)
         try:
-            return self._monitor_process(limits, files)
+            return self._monitor_process(limits, logfile, pidfile)
         except StoreError:
             # This process may have been started again: then its predecessor's monitor still has the port. Or
             # the user's store is there.
             if not (self._hosts and self.plan.is_served(by_rank=limits.use_global_iteration)):
                 raise
             self._hosts = False
-            return self._monitor_process(limits, files)
+            return self._monitor_process(limits, logfile, pidfile)
 
-    def _monitor_process(self, limits: Limits, files: MonitorFiles) -> MonitorLine:
+    def _monitor_process(self, limits: Limits, logfile: str | None, pidfile: str | None) -> MonitorLine:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "CUDA is already initialized in this process, so the monitor process cannot be forked "
@@ -206,7 +201,8 @@ class Resources:
             self.plan,
             hosts=self._hosts,
             memory=self.memory,
-            files=files,
+            logfile=logfile,
+            pidfile=pidfile,
             on_lost=self._on_monitor_lost,
         )
 
