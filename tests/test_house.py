@@ -11,15 +11,14 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
-MOST_FILES = 143
-MOST_CODE_LINES = 21_250
+MOST_FILES = 126
+MOST_CODE_LINES = 19_419
 MOST_LINES_OF_A_FILE = 450
 
 # Files that are still too long, with their lines.
 TALL = {
-    "restart/call.py": 456,
     "testing/invariants.py": 456,
-    "testing/simulation.py": 460,
+    "testing/simulation.py": 456,
 }
 
 _NO_CODE = (

@@ -21,7 +21,7 @@ from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.outputs import Logs
 from ft_wrapper.agent.process import Job
 from ft_wrapper.rank_assignment import ActivateAllRanks, MaxActiveWorldSize
-from ft_wrapper.rendezvous.settings import Identity, Settings, TcpOptions, read_parameters
+from ft_wrapper.rendezvous.settings import Identity, Settings, read_parameters
 from ft_wrapper.run import main, meet
 from ft_wrapper.testing.ports import free_port
 
@@ -41,9 +41,10 @@ def parsed(*arguments: str) -> Options:
     return parse_args([*arguments, "--no-python", "true"])
 
 
-def read(options: Options) -> tuple[Settings, Identity, TcpOptions]:
-    assert options.meeting is not None
-    return read_parameters(options.meeting.parameters)
+def read(options: Options) -> tuple[Settings, Identity, bool | None]:
+    """Settings, identity, and whether this node hosts the store."""
+    assert options.rendezvous is not None
+    return *read_parameters(options.rendezvous), options.rendezvous.get_as_bool("is_host")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -68,7 +69,7 @@ def test_they_have_torchruns_defaults_but_for_what_is_documented() -> None:
     other = {name for name in theirs if str(ours[name]) != str(theirs[name])}
     assert other == {
         "rdzv_backend",
-        *("master_addr", "master_port", "node_rank"),  # taken when they are needed
+        *("master_addr", "node_rank"),  # taken when they are needed
         "max_restarts",  # 0, unless the policy forbids it
         *({"shutdown_timeout"} & theirs.keys()),  # newer than torch 2.6
     }
@@ -87,7 +88,7 @@ def test_they_have_torchruns_defaults_but_for_what_is_documented() -> None:
 )
 def test_lines_for_one_node(line: str) -> None:
     options = parsed(*line.split())
-    assert options.meeting is None
+    assert options.rendezvous is None
     assert options.nproc_per_node == 4
 
 
@@ -101,11 +102,11 @@ def test_where_the_store_of_one_node_is(line: str, port: int) -> None:
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_static_line(rank: str) -> None:
     options = parsed(*STATIC, "--node-rank", rank)
-    assert options.meeting is not None
-    assert (options.meeting.parameters.backend, options.meeting.parameters.endpoint) == ("ft", "head:29501")
-    settings, identity, tcp = read(options)
+    assert options.rendezvous is not None
+    assert (options.rendezvous.backend, options.rendezvous.endpoint) == ("ft", "head:29501")
+    settings, identity, is_host = read(options)
     assert (settings.min_nodes, settings.max_nodes, identity.node_id) == (2, 2, rank)
-    assert tcp.is_host is (rank == "0"), "node 0 hosts, whatever the name of the master leads to"
+    assert is_host is (rank == "0"), "node 0 hosts, whatever the name of the master leads to"
 
 
 def test_the_static_line_without_all_of_it() -> None:
@@ -114,32 +115,32 @@ def test_the_static_line_without_all_of_it() -> None:
     assert meets_at("--master-addr", "[::1]") == "[::1]:29500"
     # Given, it comes first, as with torchrun.
     assert meets_at("--master-addr", "head", "--rdzv-endpoint", "other:1") == "other:1"
-    _, identity, tcp = read(parsed("--nnodes", "2", "--master-addr", "head"))
-    assert (identity.node_id, tcp.is_host) == (None, None)
+    _, identity, is_host = read(parsed("--nnodes", "2", "--master-addr", "head"))
+    assert (identity.node_id, is_host) == (None, None)
 
 
 def meets_at(*options: str) -> str:
-    meeting = parsed("--nnodes", "2", *options).meeting
+    meeting = parsed("--nnodes", "2", *options).rendezvous
     assert meeting is not None
-    return meeting.parameters.endpoint
+    return meeting.endpoint
 
 
 def test_node_rank_is_an_id_only_where_the_endpoint_is_not_the_master() -> None:
-    _, identity, tcp = read(parsed(*MEET, "--node-rank", "0"))
-    assert (identity.node_id, tcp.is_host) == ("0", None)
-    _, _, tcp = read(parsed(*MEET, "--node-rank", "0", "--rdzv-backend", "static"))
-    assert tcp.is_host is True
-    _, _, tcp = read(parsed(*STATIC, "--node-rank", "0", "--rdzv-conf", "is_host=false"))
-    assert tcp.is_host is False, "said in words"
+    _, identity, is_host = read(parsed(*MEET, "--node-rank", "0"))
+    assert (identity.node_id, is_host) == ("0", None)
+    _, _, is_host = read(parsed(*MEET, "--node-rank", "0", "--rdzv-backend", "static"))
+    assert is_host is True
+    _, _, is_host = read(parsed(*STATIC, "--node-rank", "0", "--rdzv-conf", "is_host=false"))
+    assert is_host is False, "said in words"
     _, identity, _ = read(parsed(*MEET, "--node-rank", "1", "--node-id", "1"))
     assert identity.node_id == "1"
 
 
 def test_other_handlers_know_no_node_rank() -> None:
     """A platform sets it in any case; torchrun does not use it then, either."""
-    meeting = parsed(*MEET, "--rdzv-backend", "c10d", "--node-rank", "1").meeting
+    meeting = parsed(*MEET, "--rdzv-backend", "c10d", "--node-rank", "1").rendezvous
     assert meeting is not None
-    assert meeting.parameters.config == {}
+    assert meeting.config == {}
     assert parsed(*MEET, "--rdzv-backend", "c10d", "--node-rank", "7").warnings == ()
 
 
@@ -153,12 +154,12 @@ def test_variables_of_a_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setenv(name, value)
     options = parsed()
-    assert options.meeting is not None
-    assert options.meeting.parameters.endpoint == "head:29501"
+    assert options.rendezvous is not None
+    assert options.rendezvous.endpoint == "head:29501"
     assert read(options)[1] == Identity("1", nproc=3)
     monkeypatch.setenv("PET_NNODES", "1")
     monkeypatch.setenv("PET_NODE_RANK", "0")
-    assert parsed().meeting is None
+    assert parsed().rendezvous is None
 
 
 def test_its_own_number_goes_before_the_cluster_managers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +251,7 @@ def test_spare_nodes_take_part_and_their_ranks_do_not_count() -> None:
     # On one node there may be spares, too.
     options = parsed(*MEET[2:], "--spare-nodes", "1", "--node-rank", "1")
     assert (read(options)[0].max_nodes, options.active_world_size) == (2, 1)
-    assert parsed("--spare-nodes", "0").meeting is None
+    assert parsed("--spare-nodes", "0").rendezvous is None
 
 
 def test_all_nodes_agree_on_spares() -> None:

@@ -14,12 +14,12 @@ from store_helpers import Background
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.evidence import beat_lasts
+from ft_wrapper.protocol.evidence import CounterObserver, HeartbeatObserver, beat_lasts
 from ft_wrapper.protocol.operations import LAPSED, Beat, beats
 from ft_wrapper.rendezvous.presence import NodeWatch
 from ft_wrapper.rendezvous.record import Node, Record, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import alive_key
-from ft_wrapper.store import CounterObserver, EtcdStore, HeartbeatObserver, Member, PrefixStore
+from ft_wrapper.store import EtcdStore, Member, PrefixStore
 from ft_wrapper.store.etcd_messages import Span
 from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer, FakeStore
@@ -145,11 +145,13 @@ def test_another_time_makes_another_lease(etcd: EtcdServer, make: Make) -> None:
 def test_leases_of_those_who_come_and_go_do_not_stay(etcd: EtcdServer, make: Make) -> None:
     store = make(etcd.endpoints)
     began = revision(store)
-    clones = [store.clone() for _ in range(30)]
-    for number, clone in enumerate(clones):
+    leases = set()
+    for number in range(30):
+        clone = store.clone()
         clone.execute([Beat(KEY, SHORT)])
         store.execute([Beat(f"of {number}", SHORT)])
-    leases = {lease.id for one in (store, *clones) for lease in one._beats._leases.values()}
+        # Noted at once: on a busy machine the first ones lapse before the last ones are granted.
+        leases |= {lease.id for one in (store, clone) for lease in one._beats._leases.values()}
     assert len(leases) == 60
     await_lapses(store, began, 30)
     for number in range(30):

@@ -222,6 +222,26 @@ def test_port_in_use() -> None:
             TCPStoreServer(port)
 
 
+def test_the_port_is_free_once_a_connection_to_the_server_ends() -> None:
+    """The next call's host waits for that end, and takes the port."""
+    for _ in range(20):
+        server = TCPStoreServer(0, "127.0.0.1")
+        port = server.port
+
+        def take(line: socket.socket, port: int = port) -> None:
+            assert line.recv(1) == b""
+            TCPStoreServer(port, "127.0.0.1").close()
+
+        with contextlib.ExitStack() as lines:
+            connected = [
+                lines.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30.0))
+                for _ in range(20)
+            ]
+            waiting = Background(lambda connected=connected: take(connected[0]))
+            server.close()
+            waiting.join()
+
+
 def test_client_may_come_before_the_server() -> None:
     with socket.create_server(("localhost", 0)) as chosen:
         port = chosen.getsockname()[1]
@@ -279,7 +299,7 @@ def test_client_knows_whether_a_rank_hosts_the_store(by_rank: bool, namespace: s
     plan = plan_store(TCPStore, arguments, LONG)
     store = plan.connect()
     try:
-        assert plan.may_be_hosted and plan.chosen
+        assert plan.port is not None and plan.chosen
         assert plan.is_hosted_by_rank(store) is by_rank
     finally:
         store.close()
@@ -292,8 +312,8 @@ def test_plan_says_whether_its_address_was_chosen(monkeypatch: pytest.MonkeyPatc
     derived = plan_store(TCPStore, {"timeout": LONG}, LONG)
     monkeypatch.setenv("FT_WRAPPER_STORE", "127.0.0.1:29501")
     announced = plan_store(TCPStore, None, LONG)
-    assert (derived.may_be_hosted, derived.chosen) == (True, False)
-    assert (announced.may_be_hosted, announced.chosen) == (False, False)
+    assert derived.port is not None and not derived.chosen
+    assert announced.port is None and not announced.chosen
 
 
 # The limit of open files
