@@ -100,6 +100,8 @@ def go_on(
     return current
 
 
-def delete_past(store: StoreMixin, view: View) -> None:
-    """Deletes all past keys at once."""
-    store.execute([Delete(tuple(past_keys(store, view, store.list_keys())))])
+def delete_past(store: StoreMixin, view: View) -> int:
+    """Deletes all past keys at once; gives their number."""
+    past = past_keys(store, view, store.list_keys())
+    store.execute([Delete(tuple(past))])
+    return len(past)
