@@ -11,8 +11,8 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
-MOST_FILES = 146
-MOST_CODE_LINES = 21_250
+MOST_FILES = 140
+MOST_CODE_LINES = 20_810
 MOST_LINES_OF_A_FILE = 450
 
 # Files that are still too long, with their lines.
@@ -22,8 +22,6 @@ TALL = {
     "protocol/joining.py": 451,
     "protocol/membership.py": 471,
     "restart/call.py": 456,
-    "testing/invariants.py": 456,
-    "testing/simulation.py": 460,
 }
 
 _NO_CODE = (

@@ -28,8 +28,7 @@ from ft_wrapper.restart.loop import (
     do,
 )
 from ft_wrapper.state import Mode, State
-from ft_wrapper.testing.process import SimulatedJob
-from ft_wrapper.testing.simulated_store import SimulatedStore
+from ft_wrapper.testing.defaults import SimulatedStore
 
 
 def changed(course: Course[object], change: Callable[[Action[Any]], Course[Any]]) -> Course[object]:
@@ -55,9 +54,9 @@ def changed(course: Course[object], change: Callable[[Action[Any]], Course[Any]]
 # A fault is not published
 
 
-class NothingPublished(MistakenSimulation):
-    def course(self, loop: RestartLoop) -> Course[object]:
-        return changed(loop.course(), self.change)
+class PublishesNothing(RestartLoop):
+    def course(self) -> Course[object]:
+        return changed(super().course(), self.change)
 
     @staticmethod
     def change(action: Action[Any]) -> Course[Any]:
@@ -65,11 +64,15 @@ class NothingPublished(MistakenSimulation):
         return dataclasses.replace(answer, error=None) if isinstance(action, Run) else answer
 
 
+class NothingPublished(MistakenSimulation):
+    loops = PublishesNothing
+
+
 # Ranks are assigned once
 
 
-class AssignedOnce(MistakenSimulation):
-    def course(self, loop: RestartLoop) -> Course[object]:
+class AssignsOnce(RestartLoop):
+    def course(self) -> Course[object]:
         assigned: list[State] = []
 
         def change(action: Action[Any]) -> Course[Any]:
@@ -79,7 +82,11 @@ class AssignedOnce(MistakenSimulation):
                 assigned.append(copy.copy((yield from do(action))))
             return dataclasses.replace(assigned[0], iteration=action.state.iteration)
 
-        return changed(loop.course(), change)
+        return changed(super().course(), change)
+
+
+class AssignedOnce(MistakenSimulation):
+    loops = AssignsOnce
 
 
 # The rank says that it has left the function, and is still in it
@@ -107,8 +114,7 @@ class ArrivesFirst(RestartLoop):
 
 
 class ArrivedFirst(MistakenSimulation):
-    def restart_loop(self, member: SimulatedJob, base: State) -> RestartLoop:
-        return ArrivesFirst(member, base, self.scenario.limits)
+    loops = ArrivesFirst
 
 
 # A rank whose function has returned does not ask whether the others' have
@@ -126,8 +132,7 @@ class CompletesAlone(RestartLoop):
 
 
 class CompletedAlone(MistakenSimulation):
-    def restart_loop(self, member: SimulatedJob, base: State) -> RestartLoop:
-        return CompletesAlone(member, base, self.scenario.limits)
+    loops = CompletesAlone
 
 
 LOOP_MISTAKES = [
