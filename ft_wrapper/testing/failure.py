@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from .clock import shorter
 from .policies import Policy, RandomPolicy, RecordingPolicy, Switch, SwitchPolicy
@@ -132,9 +132,7 @@ class Shrinker:
         return self.failure
 
     def _simplify(
-        self,
-        simpler: Callable[[Scenario], Iterator[Scenario]],
-        orders: Callable[[], Iterable[Callable[[], Policy]]],
+        self, simpler: Callable[[Scenario], Iterator[Scenario]], orders: Callable[[], Iterator[Policy]]
     ) -> None:
         """Takes simpler scenarios for as long as one of the orders goes wrong."""
         while any(
@@ -142,50 +140,35 @@ class Shrinker:
         ):
             pass
 
-    def _same_order(self) -> Iterator[Callable[[], Policy]]:
-        yield lambda: SwitchPolicy(())
+    def _same_order(self) -> Iterator[Policy]:
+        yield SwitchPolicy(())
         if self.failure.switches:
-            yield lambda: SwitchPolicy(self.failure.switches)
+            yield SwitchPolicy(self.failure.switches)
 
-    def _any_order(self) -> Iterator[Callable[[], Policy]]:
+    def _any_order(self) -> Iterator[Policy]:
         yield from self._same_order()
-        yield from (functools.partial(RandomPolicy, seed) for seed in range(SEEDS))
+        yield from map(RandomPolicy, range(SEEDS))
 
-    def _try(self, scenario: Scenario, policy: Callable[[], Policy]) -> bool:
-        found = self._attempt(scenario, policy)
-        if found is not None:
-            self.failure = found
-        return found is not None
-
-    def _attempt(self, scenario: Scenario, policy: Callable[[], Policy]) -> Failure | None:
+    def _try(self, scenario: Scenario, policy: Policy, below: float = math.inf) -> bool:
+        """Whether a run goes wrong in the same way, with fewer switches than ``below``. It is kept then."""
         if self.runs >= self.most_runs:
-            return None
+            return False
         self.runs += 1
-        found = attempt(self.make, scenario, policy())
-        return found if found is not None and self.same(found) else None
+        found = attempt(self.make, scenario, policy)
+        if found is None or not self.same(found) or len(found.switches) >= below:
+            return False
+        self.failure = found
+        return True
 
     def drop_switches(self) -> None:
         """Leaves out whatever is not needed: halves first, then quarters, and single ones last."""
         size = max(1, len(self.failure.switches) // 2)
-        while True:
-            switches = self.failure.switches
-            dropped = any(
-                self._keeps(switches[:start] + switches[start + size :])
-                for start in range(0, len(switches), size)
-            )
-            if dropped:
-                continue
-            if size == 1 or self.runs >= self.most_runs:
-                return
-            size = max(1, size // 2)
-
-    def _keeps(self, switches: Sequence[Switch]) -> bool:
-        found = self._attempt(self.failure.scenario, lambda: SwitchPolicy(switches))
-        # Those that were left may have had no occasion, and others have come instead.
-        if found is None or len(found.switches) >= len(self.failure.switches):
-            return False
-        self.failure = found
-        return True
+        while size:
+            scenario, switches = self.failure.scenario, self.failure.switches
+            rests = [switches[:start] + switches[start + size :] for start in range(0, len(switches), size)]
+            # Those that were left may have had no occasion, and others have come instead.
+            if not any(self._try(scenario, SwitchPolicy(rest), len(switches)) for rest in rests):
+                size = 0 if self.runs >= self.most_runs else size // 2
 
 
 def fewer(scenario: Scenario) -> Iterator[Scenario]:
