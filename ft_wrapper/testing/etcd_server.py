@@ -263,10 +263,9 @@ class EtcdServer:
             RuntimeError: no member answers, or knows of a leader.
         """
         try:
-            leader: int = _retrying(timeout)(self._ask_for_leader)
-            return leader
-        except tenacity.RetryError as failure:
-            raise RuntimeError(f"{self!r} has no leader") from failure.last_attempt.exception()
+            return _retrying(timeout)(self._ask_for_leader)
+        except StoreError as error:
+            raise RuntimeError(f"{self!r} has no leader") from error
 
     # Steps ---------------------------------------------------------------------------------------------
 
@@ -329,8 +328,7 @@ class EtcdServer:
     def _await_health(self, member: _Member, timeout: float) -> None:
         try:
             _retrying(timeout)(self._check_health, member)
-        except tenacity.RetryError as failure:
-            error = failure.last_attempt.exception()
+        except StoreError as error:
             raise RuntimeError(
                 f"{member.name} of etcd was not healthy within {timeout:g} s: {error}\n{member.end_of_log()}"
             ) from error
@@ -372,4 +370,5 @@ def _retrying(timeout: float) -> tenacity.Retrying:
         retry=tenacity.retry_if_exception_type(StoreError),
         stop=tenacity.stop_after_delay(timeout),
         wait=tenacity.wait_exponential(multiplier=0.01, max=0.2),
+        reraise=True,
     )

@@ -135,11 +135,9 @@ class SimulatedProcess:
     def _all_calls(self, agreement: Agreement) -> None:
         simulation, scenario = self.simulation, self.simulation.scenario
         last: SimulatedJob | None = None
-        state = State(0, 1)
+        state, slots = State(0, 1), list(range(scenario.members))
         for call in range(scenario.calls):
-            job = self._job = SimulatedJob(
-                agreement, self.slot, list(range(scenario.members)), scenario.limits, call
-            )
+            job = self._job = SimulatedJob(agreement, self.slot, slots, scenario.limits, call)
             job.process = self
             job.host, job.pid = "host", self.slot  # every run is the same, in whatever process it is made
             job.on_member = self._on_member
