@@ -185,14 +185,18 @@ class Client:
 
     def wait(self, name: str, key: str) -> float:
         """Waits for a key; returns when it was back."""
-        self._stores[name].wait([key], TIMEOUT)
+        store = self._stores[name]
+        if key.startswith(keys.WAKE):
+            store.hear(key, TIMEOUT.total_seconds())
+        else:
+            store.wait([key], TIMEOUT)
         return time.monotonic()
 
     def wait_in_threads(self, threads: int, key: str, seconds: float) -> None:
         """Waits in many threads for keys that are never written."""
         clients = [self._stores[ETCD].clone() for _ in range(threads)]
         waiting = [
-            threading.Thread(target=client.wait_for, args=(key.format(number), seconds))
+            threading.Thread(target=client.hear, args=(key.format(number), seconds))
             for number, client in enumerate(clients)
         ]
         for thread in waiting:

@@ -159,7 +159,7 @@ def _address_alone(given: str) -> str:
 
 
 def _ft(options: Options, meeting: Meeting) -> FtNodes:
-    settings, identity, how = read_parameters(meeting.parameters)
+    settings, identity = read_parameters(meeting.parameters)
     agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
     # A node that says less agrees with nodes of a version that had no such options.
     if options.active_world_size is not None:
@@ -167,7 +167,7 @@ def _ft(options: Options, meeting: Meeting) -> FtNodes:
     if options.spare_nodes:
         agreed["spare_nodes"] = str(options.spare_nodes)
     return FtNodes(
-        lambda: make_backend(meeting.parameters, how),
+        lambda: make_backend(meeting.parameters),
         dataclasses.replace(settings, agreed=agreed),
         identity,
         replaces=options.policy is not Policy.GROUP,

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from ..rendezvous.workers import WorkerStore
+from ..rendezvous.backends import host_workers_store
 from ..store.address import address_of_this_node, host_port, loopback
 from ..store.bounded import bounded, call_in_thread, in_background
 from .nodes import News, Nodes, Round, What
@@ -72,7 +72,7 @@ class ClassicNodes(Nodes):
         self._handler: RendezvousHandler | None = None
         self._store: Store | None = None
         self._round: Round | None = None
-        self._worker_store: WorkerStore | None = None
+        self._worker_store: TCPStore | None = None
         self._asking: tuple[threading.Thread, threading.Event] | None = None
 
     def next_round(self) -> Round:
@@ -81,9 +81,7 @@ class ClassicNodes(Nodes):
         if self._handler is None:
             self._handler = self._make_handler()
         info = self._handler.next_rendezvous()
-        before, self._worker_store = self._worker_store, None
-        if before is not None:
-            before.close()
+        self._worker_store = None
         if info.rank == 0:
             bootstrap = info.bootstrap_store_info
             told = self._address or (bootstrap and bootstrap.master_addr)
@@ -95,7 +93,7 @@ class ClassicNodes(Nodes):
                 address = loopback()
             self._worker_store = self._open_worker_store(address)
         hosted = self._worker_store
-        own = "" if hosted is None else host_port(hosted.address, hosted.port)
+        own = "" if hosted is None else host_port(hosted.host, hosted.port)
         store = _clone(info.store)
         place = call_in_thread(
             lambda: exchange(store, info.rank, info.world_size, self._nproc, self._role, own),
@@ -105,13 +103,13 @@ class ClassicNodes(Nodes):
         self._start_asking(self._handler)
         return place
 
-    def _open_worker_store(self, address: str) -> WorkerStore:
+    def _open_worker_store(self, address: str) -> TCPStore:
         if self._port:
             try:
-                return WorkerStore(address, port=self._port)
+                return host_workers_store(address, self._port)
             except RendezvousConnectionError as error:
                 log.info("the store of the workers is on another port than %d: %s", self._port, error)
-        return WorkerStore(address)
+        return host_workers_store(address)
 
     # Whether others wait ------------------------------------------------------------------------------
 
@@ -177,9 +175,7 @@ class ClassicNodes(Nodes):
 
     def close(self) -> None:
         self._stop_asking()
-        if self._worker_store is not None:
-            self._worker_store.close()
-            self._worker_store = None
+        self._worker_store = None
         super().close()
 
     def _shut_down(self) -> None:

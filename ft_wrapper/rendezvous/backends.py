@@ -1,4 +1,8 @@
-"""Where the record is kept: on a TCPStore that a node hosts, or in etcd."""
+"""Where the record is kept: on a TCPStore that a node hosts, or in etcd. And the store that workers use.
+
+That of the workers is fresh in each round, so that nothing of an earlier one is in it. Where no store
+outlives all nodes, the node of group rank 0 hosts it; the others learn its address from the rendezvous store.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,20 @@ import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+from torch._C._distributed_c10d import TCPStore as TorchTCPStore
+from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ..exception import StoreError
-from ..store import StoreMixin, TCPStore, TCPStoreServer
-from ..store.address import (
-    EtcdAddress,
-    address_of_this_node,
-    host_port,
-    is_loopback,
-    is_this_host,
-    parse_endpoints,
-)
+from ..protocol.operations import Operations, read
+from ..store import StoreMixin, TCPStore, TCPStoreServer, serve
+from ..store import address as addresses
+from ..store.address import EtcdAddress, host_port, split_host_port
+from ..store.bounded import call_in_thread
 from ..store.plan import connect_etcd
-from .register import gone_key
-from .settings import ETCD_NAMES, EtcdOptions, TcpOptions
+from .record import Record, RoundPolicy
+from .register import Board, agents_prefix, endpoint_key, gone_key
+from .settings import ETCD_NAMES, Settings, etcd_address, read_timeout
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ RENDEZVOUS = "rendezvous/"
 """On etcd: namespace of the record, below the job's prefix."""
 _TAKEN = 5.0  # seconds to find out whether another node of this machine has the port
 _FIRST = 10.0  # seconds within which etcd has to answer at first
+_WORKERS_TIMEOUT = timedelta(seconds=30)  # of operations on the workers' store
 
 
 def workers_namespace(round_number: int) -> str:
@@ -98,7 +101,8 @@ class TcpBackend(Backend):
 
     Args:
         endpoint: ``host:port``; without a port, 29400; without anything, localhost.
-        options: how to reach it.
+        is_host: whether this node hosts the store; found out from the endpoint when None.
+        read_timeout: seconds for which a store that does not answer is tried again.
         name: what ``--rdzv-backend`` calls it.
 
     Raises:
@@ -106,16 +110,17 @@ class TcpBackend(Backend):
         ValueError: the endpoint is none.
     """
 
-    def __init__(self, endpoint: str, options: TcpOptions | None = None, name: str = "ft") -> None:
-        options = options or TcpOptions()
+    def __init__(
+        self, endpoint: str, is_host: bool | None = None, read_timeout: float = 60.0, name: str = "ft"
+    ) -> None:
         self.name = name
         self.host_name, self.port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
         self._store: TCPStore | None = None
         self._server: TCPStoreServer | None = None
-        is_named = self.host_name == socket.gethostname() or is_this_host(self.host_name)
-        host = is_named if options.is_host is None else options.is_host
+        is_named = self.host_name == socket.gethostname() or addresses.is_this_host(self.host_name)
+        host = is_named if is_host is None else is_host
         if host:
-            self._host(required=options.is_host is not None)
+            self._host(required=is_host is not None)
         if self.port == 0:
             raise ValueError(
                 f"--rdzv-endpoint {endpoint}: port 0 lets the host of the store take a free port, and this "
@@ -123,14 +128,14 @@ class TcpBackend(Backend):
             )
         # Another process listens here already: if that is another node, it answers at once.
         taken = host and self._server is None
-        seconds = min(options.read_timeout, _TAKEN) if taken else options.read_timeout
+        seconds = min(read_timeout, _TAKEN) if taken else read_timeout
         try:
             self._store = TCPStore(self.host_name, self.port, timeout=timedelta(seconds=seconds))
-            self._store.patience = options.read_timeout
-            self._store.set_timeout(timedelta(seconds=options.read_timeout))
+            self._store.patience = read_timeout
+            self._store.set_timeout(timedelta(seconds=read_timeout))
         except StoreError as error:
             self.close()
-            raise RendezvousConnectionError(
+            raise elastic.RendezvousConnectionError(
                 f"--rdzv-endpoint {self._where}: {error}; is the node that it names up?"
             ) from error
         except BaseException:
@@ -142,39 +147,34 @@ class TcpBackend(Backend):
             self._server = TCPStoreServer(self.port, self.host_name)
         except StoreError as error:
             if isinstance(error.__cause__, socket.gaierror):
-                raise RendezvousConnectionError(f"--rdzv-endpoint {self._where}: {error}") from error
+                raise elastic.RendezvousConnectionError(f"--rdzv-endpoint {self._where}: {error}") from error
             if required or self.port == 0:
-                raise RendezvousConnectionError(
+                raise elastic.RendezvousConnectionError(
                     f"--rdzv-endpoint {self._where}: this node must host the store, "
                     f"and cannot: {error.__cause__}; choose another port, or let another node host it"
                 ) from error
             log.debug("%s is taken: another node of this machine hosts the store", self._where)
             return
-        self.port = self._server.port
+        self.is_host, self.port = True, self._server.port
         log.info("hosting the rendezvous store at %s", self._where)
 
     @property
     def _where(self) -> str:
         return host_port(self.host_name, self.port)
 
-    @property
-    def is_host(self) -> bool:  # type: ignore[override]
-        """Whether this node hosts the store."""
-        return self._server is not None
-
     def connect(self) -> StoreMixin:
         return self._connected().clone()
 
     def _connected(self) -> TCPStore:
         if self._store is None:
-            raise RendezvousConnectionError(f"{self._where}: this backend was closed")
+            raise elastic.RendezvousConnectionError(f"{self._where}: this backend was closed")
         return self._store
 
     def agents_store(self, prefix: str) -> Store:
         return PrefixStore(prefix, self._connected().torch_store.clone())  # type: ignore[attr-defined]
 
     def local_address(self) -> str:
-        return address_of_this_node(self.host_name)
+        return addresses.address_of_this_node(self.host_name)
 
     def close(self) -> None:
         if self._store is not None:
@@ -182,7 +182,7 @@ class TcpBackend(Backend):
             self._store = None
         if self._server is not None:
             self._server.close()
-            self._server = None
+            self.is_host, self._server = False, None
 
 
 class EtcdBackend(Backend):
@@ -206,7 +206,9 @@ class EtcdBackend(Backend):
         try:
             store = connect_etcd(address, timedelta(seconds=min(_FIRST, read_timeout)), begins=True)
         except (StoreError, ImportError) as error:
-            raise RendezvousConnectionError(f"--rdzv-endpoint {address.endpoints}: {error}") from error
+            raise elastic.RendezvousConnectionError(
+                f"--rdzv-endpoint {address.endpoints}: {error}"
+            ) from error
         store.patience = read_timeout
         store.set_timeout(timedelta(seconds=read_timeout))
         self._store = store
@@ -228,9 +230,11 @@ class EtcdBackend(Backend):
         self._store.within(workers_namespace(round_number)).clear()
 
     def local_address(self) -> str:
-        hosts = [endpoint.host for endpoint in parse_endpoints(self._address.endpoints)]
+        hosts = [endpoint.host for endpoint in addresses.parse_endpoints(self._address.endpoints)]
         # Where each node names its own member first, the others show that there are several nodes.
-        return address_of_this_node(next((host for host in hosts if not is_loopback(host)), hosts[0]))
+        return addresses.address_of_this_node(
+            next((host for host in hosts if not addresses.is_loopback(host)), hosts[0])
+        )
 
     def leave(self, name: str, others: list[str]) -> None:
         """The last one removes everything."""
@@ -244,17 +248,116 @@ class EtcdBackend(Backend):
         self._store.close()
 
 
-def make_backend(parameters: RendezvousParameters, options: TcpOptions | EtcdOptions) -> Backend:
+def make_backend(parameters: elastic.RendezvousParameters) -> Backend:
     """Connects to where the record is kept.
-
-    Args:
-        parameters: torch's.
-        options: what `settings.read_parameters` has made of them.
 
     Raises:
         ValueError: a parameter is wrong; names it and the way out.
         RendezvousConnectionError: no one answers at the endpoint, or the port is taken.
     """
-    if isinstance(options, EtcdOptions):
-        return EtcdBackend(options.address, options.read_timeout, parameters.backend)
-    return TcpBackend(parameters.endpoint, options, parameters.backend)
+    name, seconds = parameters.backend, read_timeout(parameters)
+    if name in ETCD_NAMES:
+        return EtcdBackend(etcd_address(parameters), seconds, name)
+    return TcpBackend(parameters.endpoint, parameters.get_as_bool("is_host"), seconds, name)
+
+
+def host_workers_store(address: str, port: int = 0) -> TorchTCPStore:
+    """Hosts the store of the workers in this process, until the result is dropped.
+
+    Args:
+        address: this node, as the others reach it.
+        port: where it listens; 0 for a free port.
+
+    Raises:
+        RendezvousConnectionError: it cannot be opened.
+    """
+    try:
+        return serve(address, port, _WORKERS_TIMEOUT)
+    except OSError as error:
+        raise elastic.RendezvousConnectionError(
+            f"the store of the workers cannot be opened at {address}: {error}; give an address of this node "
+            "that the others reach with --local-addr"
+        ) from error
+
+
+class WorkerStores:
+    """The workers' stores of one round after the other, as one node sees them.
+
+    Args:
+        backend: where the record is kept.
+        board: the newest record.
+        settings: of the rendezvous.
+    """
+
+    def __init__(self, backend: Backend, board: Board, settings: Settings) -> None:
+        self._backend = backend
+        self._board = board
+        self._settings = settings
+        self._hosted: TorchTCPStore | None = None
+
+    def open(self, store: Operations, number: int, address: str) -> elastic.RendezvousStoreInfo:
+        """Opens the store of a round on this node, and tells the others.
+
+        Args:
+            store: a client of the rendezvous store.
+            number: of the round.
+            address: this node's.
+        """
+        self._hosted = hosted = host_workers_store(address)  # which ends the last round's
+        store.set(endpoint_key(number), host_port(address, hosted.port))
+        if number >= 2:
+            self._forget(store, number - 2)
+        return elastic.RendezvousStoreInfo(address, hosted.port)
+
+    def find(self, store: Operations, record: Record) -> elastic.RendezvousStoreInfo | None:
+        """Waits for the address of the store that another node opens; None if the round is lost before.
+
+        Args:
+            store: a client of the rendezvous store.
+            record: in which the round is complete.
+
+        Raises:
+            RendezvousTimeoutError: that node has not opened it in time.
+            RendezvousStateError: what it has written is no address.
+        """
+        key = endpoint_key(record.round)
+        if record.policy is RoundPolicy.GROUP:
+            self.close()
+        deadline, limit = store.now() + self._settings.join_timeout, self._settings.keep_alive_timeout
+        # A caller that is interrupted leaves this client waiting, and needs the other to give up its place.
+        waiting = self._backend.connect()
+        try:
+            while call_in_thread(lambda: waiting.hear(key, limit), "waiting for the workers' store") is None:
+                if self._is_lost(record.round):
+                    return None
+                if store.now() >= deadline:
+                    raise elastic.RendezvousTimeoutError(
+                        f"node {record.seats[0].occupant}, which has group rank 0 in round {record.round} of "
+                        f"the rendezvous {self._settings.run_id!r}, has not opened the store of the workers "
+                        f"within {self._settings.join_timeout:g} s"
+                    )
+        finally:
+            waiting.close()
+        text = read(store, key) or ""
+        address, port = split_host_port(text)
+        if not address or not port.isdecimal():
+            raise elastic.RendezvousStateError(f"store key {key!r} holds {text!r}, which is no address")
+        return elastic.RendezvousStoreInfo(address, int(port))
+
+    def close(self) -> None:
+        """Ends the store that this node hosts, if any."""
+        self._hosted = None
+
+    def _is_lost(self, number: int) -> bool:
+        record = self._board.known()
+        no_host = any(seat.group_rank == 0 and seat.occupant is None for seat in record.seats)
+        return record.round != number or record.closed or no_host
+
+    def _forget(self, store: Operations, number: int) -> None:
+        """Deletes what the agents and workers of an old round have left."""
+        store.delete_key(endpoint_key(number))
+        prefix = f"{agents_prefix(number)}/"
+        for key in store.list_keys():
+            if key.startswith(prefix):
+                store.delete_key(key)
+        self._backend.forget_workers_store(number)

@@ -6,17 +6,11 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic import rendezvous as elastic
 
+from ..protocol.evidence import beat_lasts
 from ..protocol.operations import Beat
-from ..store import beat_lasts
-from . import operations
-from .moves import close, complete, fold, may_unseat, remove
+from . import moves, operations
 from .operations import Action, Announced, Context
 from .record import Admission, Node, Place, Record, Seat, differences, digest
 from .register import Board, Register, Snapshot, alive_key, call_back
@@ -118,9 +112,9 @@ class Executor:
         def without(record: Record) -> Record:
             nonlocal lost
             lost = ()
-            if not may_unseat(record, self.node, silent):
+            if not moves.may_unseat(record, self.node, silent):
                 return record
-            after, lost = remove(record, [node for node in silent if record.place_of(node) is not None])
+            after, lost = moves.remove(record, [node for node in silent if record.place_of(node) is not None])
             return after
 
         self.change(without)
@@ -155,20 +149,20 @@ class Executor:
         self._register.pass_on(snapshot)
         if snapshot.record.closed or snapshot.record.place_of(self.node) is None:
             return snapshot
-        after = fold(snapshot.record, self._register.admissions(snapshot.record.epoch))
+        after = moves.fold(snapshot.record, self._register.admissions(snapshot.record.epoch))
         return snapshot if after == snapshot.record else self._replace(snapshot, after)[0]
 
     def check(self, record: Record) -> None:
         """Raises RendezvousError if this node does not belong to this record."""
         differing = differences(record.options, self._options)
         if differing:
-            raise RendezvousError(
+            raise elastic.RendezvousError(
                 f"node {self.node} was started with other options than the job at this endpoint: "
                 f"{'; '.join(differing)}; start all nodes with the same, or use another endpoint"
             )
         other = record.find(self.node.id)
         if other is not None and other.incarnation > self.node.incarnation:
-            raise RendezvousError(
+            raise elastic.RendezvousError(
                 f"node id {self.node.id!r}: this agent was superseded by another one with the same id, at "
                 f"{other.address or 'an unknown address'}; give each node an id of its own"
             )
@@ -186,13 +180,13 @@ class Executor:
             if operation is operations.join:
                 self.check(record)
             context = self._context(record, now(), deadline)
-            if was_spare and context.place is not Place.SPARE:
+            is_spare = context.place is Place.SPARE
+            if was_spare and not is_spare:
                 deadline = now() + timeout  # its turn begins only now
-            if context.place is Place.SPARE and not was_spare:
-                log.info(
-                    "%s: node %s is a spare: there is no seat for it now", self._settings.run_id, self.node
-                )
-            was_spare = context.place is Place.SPARE
+            if is_spare and not was_spare:
+                job = self._settings.run_id
+                log.info("%s: node %s is a spare: there is no seat for it now", job, self.node)
+            was_spare = is_spare
             if not context.has_enough:
                 enough = None
             elif enough is None or enough[0] != record.round:
@@ -211,7 +205,7 @@ class Executor:
                 snapshot = self._wait(snapshot, context)
             else:
                 log.debug("%s: %s: %s", self._settings.run_id, self.node, action.value)
-                snapshot = self._act(action, snapshot)
+                snapshot = self._act(action, snapshot, context.is_announced)
 
     def _context(self, record: Record, now: float, deadline: float) -> Context:
         return Context(
@@ -235,25 +229,22 @@ class Executor:
             return newer
         return self.refresh() if seconds >= REFRESH else snapshot
 
-    def _act(self, action: Action, snapshot: Snapshot) -> Snapshot:
+    def _act(self, action: Action, snapshot: Snapshot, announced: bool) -> Snapshot:
         record = snapshot.record
-        announced = self._announced is not None and self._announced.epoch == record.epoch
-        if action in operations.ADDING:
-            if not announced:
-                self._announce(record)
-                return self.look()
-            return self._fold(snapshot, lambda record: record)
         if action is Action.MARK_RENDEZVOUS_COMPLETE:
-            return self._fold(snapshot, complete)
-        if action in operations.REMOVING:
+            return self._fold(snapshot, moves.complete)
+        if action in operations.REMOVAL.values():
             return self._leave(snapshot, announced)
         if action is Action.KEEP_ALIVE:
             self.store.execute([Beat(alive_key(self.node.name), self._beat_lasts)])
             self._last_beat = self.store.now()
             return snapshot
         if action is Action.MARK_RENDEZVOUS_CLOSED:
-            return self._replace(snapshot, close(record, self._reason))[0]
-        raise AssertionError(f"{action} is no action of this executor")
+            return self._replace(snapshot, moves.close(record, self._reason))[0]
+        if announced:  # all others put this node into the record
+            return self._fold(snapshot, lambda record: record)
+        self._announce(record)
+        return self.look()
 
     def _announce(self, record: Record) -> None:
         admission = Admission(self.node, self._leaving, digest(self._options))
@@ -265,7 +256,7 @@ class Executor:
     def _fold(self, snapshot: Snapshot, then: Callable[[Record], Record]) -> Snapshot:
         """Takes the log into the record."""
         record = snapshot.record
-        after = then(fold(record, self._register.admissions(record.epoch)))
+        after = then(moves.fold(record, self._register.admissions(record.epoch)))
         if after == record:
             newest = self.refresh()
             if newest.text == snapshot.text:
@@ -284,8 +275,8 @@ class Executor:
     def _leave(self, snapshot: Snapshot, announced: bool) -> Snapshot:
         record = snapshot.record
         if announced:  # its admission may not be in the record yet, and would get into it later
-            record = fold(record, self._register.admissions(record.epoch))
-        after, _ = remove(record, [self.node])
+            record = moves.fold(record, self._register.admissions(record.epoch))
+        after, _ = moves.remove(record, [self.node])
         if after == snapshot.record:
             # Another node may have taken the log into the record since that was read, and deleted it.
             newest = self.refresh()
@@ -304,23 +295,23 @@ class Executor:
 
     # Errors ----------------------------------------------------------------------------------------------
 
-    def _closed(self, record: Record, was_spare: bool) -> RendezvousError:
+    def _closed(self, record: Record, was_spare: bool) -> elastic.RendezvousError:
         why = f": {record.reason}" if record.reason else ""
         text = f"the rendezvous {self._settings.run_id!r} is closed: the job is over{why}"
         if was_spare:
-            return RendezvousGracefulExitError(f"{text}, and spare node {self.node} was not needed")
-        return RendezvousClosedError(f"{text}; start another one with another --rdzv-id or endpoint")
+            return elastic.RendezvousGracefulExitError(f"{text}, and spare node {self.node} was not needed")
+        return elastic.RendezvousClosedError(f"{text}; start another one with another --rdzv-id or endpoint")
 
-    def _timed_out(self, record: Record, timeout: float) -> RendezvousError:
+    def _timed_out(self, record: Record, timeout: float) -> elastic.RendezvousError:
         if record.complete:
             names = ", ".join(map(str, record.participants))
-            return RendezvousTimeoutError(
+            return elastic.RendezvousTimeoutError(
                 f"node {self.node} waited {timeout:g} s for the end of round {record.round} of the "
                 f"rendezvous {self._settings.run_id!r}; still in it: {names}"
             )
         # This one has left already.
         came = [self.node, *(node for node in record.participants if node.id != self.node.id)]
-        return RendezvousTimeoutError(
+        return elastic.RendezvousTimeoutError(
             f"{len(came)} of {_wanted(record)} nodes came to round {record.round} of the rendezvous "
             f"{self._settings.run_id!r} within {timeout:g} s: {', '.join(map(str, came))}"
             f"{_missing(record, came)}; see whether the others run, and reach this endpoint"

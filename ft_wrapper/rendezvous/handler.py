@@ -10,27 +10,18 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistStoreError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStateError,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
-from ..store import StoreOperations
+from ..protocol.operations import Operations
 from . import operations
-from .backends import Backend, make_backend
+from .backends import Backend, WorkerStores, make_backend
 from .executor import Executor, OnUnseated
 from .moves import adopt_rank_policy
 from .presence import OnChange, Presence
 from .record import Node, Record, RoundPolicy, Seat
 from .register import Board, Register, Snapshot, agents_prefix, goodbye_key, incarnations_key
 from .settings import ETCD_NAMES, Identity, Settings, new_node_id, parameters_from_url, read_parameters
-from .workers import WorkerStores
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +30,7 @@ _GOODBYE = 5.0
 _JOIN_THREAD = 5.0
 
 
-class FtRendezvousHandler(RendezvousHandler):
+class FtRendezvousHandler(elastic.RendezvousHandler):
     """One node's part in the rendezvous.
 
     It has two threads from the first `next_rendezvous` until `shutdown` or `leave`: one waits for changes of
@@ -55,6 +46,10 @@ class FtRendezvousHandler(RendezvousHandler):
         on_change: told each new record. Called in the thread that waits for them.
         on_lost: told, once, that the store is lost: no change will be seen any more. Called in the thread
             that noticed.
+
+    Attributes:
+        node: this node; None before the first `next_rendezvous`.
+        joined: the record in which it was last given its seat; None before that.
     """
 
     def __init__(
@@ -75,8 +70,8 @@ class FtRendezvousHandler(RendezvousHandler):
         self._initial = Record(
             settings.min_nodes, settings.max_nodes, settings.options(), hosted=backend.hosts_workers
         )
-        self._node: Node | None = None
-        self._joined: Record | None = None
+        self.node: Node | None = None
+        self.joined: Record | None = None
         self._presence: Presence | None = None
         self._workers = WorkerStores(backend, self._board, settings)
         self._side: Executor | None = None
@@ -99,7 +94,7 @@ class FtRendezvousHandler(RendezvousHandler):
         """Whether the store at MASTER_ADDR and MASTER_PORT is there before the workers are. It always is."""
         return True
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> elastic.RendezvousInfo:
         """Takes part in the next round; in the running one under the policy ``rank``.
 
         Returns:
@@ -117,18 +112,14 @@ class FtRendezvousHandler(RendezvousHandler):
         with _store_errors():
             presence = self._start()
             while True:
-                leaving = None if self._joined is None else self._joined.round
-                record = self._joined = presence.executor.join(leaving).record
+                leaving = None if self.joined is None else self.joined.round
+                record = self.joined = presence.executor.join(leaving).record
                 presence.forget_predecessors()
                 info = self._info(presence, record)
                 if info is not None:
+                    who, place = (self.settings.run_id, self.node), (info.rank, info.world_size)
                     log.info(
-                        "job %s: node %s has group rank %d of %d in round %d",
-                        self.settings.run_id,
-                        presence.node,
-                        info.rank,
-                        info.world_size,
-                        record.round,
+                        "job %s: node %s has group rank %d of %d in round %d", *who, *place, record.round
                     )
                     return info
 
@@ -159,10 +150,10 @@ class FtRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: the store is lost.
         """
         self._board.check()
-        record, node = self.record, self._node
-        if record is None or node is None or self._joined is None:
+        record, node = self.record, self.node
+        if record is None or node is None or self.joined is None:
             return 0
-        return operations.nodes_waiting(record, node, self._joined.round)
+        return operations.nodes_waiting(record, node, self.joined.round)
 
     def shutdown(self) -> bool:
         """Ends this node's part; and closes the rendezvous if the node takes part at this time.
@@ -172,27 +163,22 @@ class FtRendezvousHandler(RendezvousHandler):
         Returns:
             Whether the others could be told.
         """
-        record, node = self.record, self._node
+        record, node = self.record, self.node
         takes_part = record is not None and node is not None and record.place_of(node) is not None
         try:
-            if self._joined is not None and takes_part:
+            if self.joined is not None and takes_part:
                 self.set_closed()
                 self._wait_for_goodbyes()
             else:
                 self.leave()
             return True
-        except RendezvousError as error:
+        except elastic.RendezvousError as error:
             log.warning("job %s: the rendezvous could not be shut down: %s", self.settings.run_id, error)
             return False
         finally:
             self._end()
 
     # What our agent asks for beside ------------------------------------------------------------------------
-
-    @property
-    def node(self) -> Node | None:
-        """This node; None before the first `next_rendezvous`."""
-        return self._node
 
     @property
     def record(self) -> Record | None:
@@ -203,13 +189,8 @@ class FtRendezvousHandler(RendezvousHandler):
     @property
     def seat(self) -> Seat | None:
         """This node's seat; None if it has none."""
-        record, node = self.record, self._node
+        record, node = self.record, self.node
         return None if record is None or node is None else record.seat_of(node)
-
-    @property
-    def joined(self) -> Record | None:
-        """The record in which this node was last given its seat; None before that."""
-        return self._joined
 
     @property
     def is_host(self) -> bool:
@@ -218,8 +199,8 @@ class FtRendezvousHandler(RendezvousHandler):
 
     def agents_store(self) -> Store:
         """Another client of the store that the agents of this node's round share."""
-        assert self._joined is not None
-        return self._backend.agents_store(agents_prefix(self._joined.round))
+        assert self.joined is not None
+        return self._backend.agents_store(agents_prefix(self.joined.round))
 
     def workers_store(self, round_number: int) -> str:
         """Address of the store in which a round's workers agree, if it outlives all nodes; else empty."""
@@ -275,16 +256,12 @@ class FtRendezvousHandler(RendezvousHandler):
     # Parts -------------------------------------------------------------------------------------------------
 
     def _start(self) -> Presence:
-        if self._ended:
-            raise RendezvousStateError(
-                f"this handler of {self.settings.run_id!r} was shut down; make another one"
-            )
-        self._board.check()
+        self._check()
         if self._presence is None:
             register = self._connect()
-            self._node = self._make_node(register.store)
+            self.node = self._make_node(register.store)
             self._presence = Presence(
-                self._node,
+                self.node,
                 register,
                 self._new_register,
                 self._board,
@@ -294,7 +271,14 @@ class FtRendezvousHandler(RendezvousHandler):
             )
         return self._presence
 
-    def _make_node(self, store: StoreOperations) -> Node:
+    def _check(self) -> None:
+        if self._ended:
+            raise elastic.RendezvousStateError(
+                f"this handler of {self.settings.run_id!r} was shut down; make another one"
+            )
+        self._board.check()
+
+    def _make_node(self, store: Operations) -> Node:
         identity = self.identity
         node_id, incarnation = identity.node_id, 0
         if node_id is None:
@@ -316,20 +300,18 @@ class FtRendezvousHandler(RendezvousHandler):
     def _with_side(self, act: Callable[[Executor], Snapshot]) -> Record:
         """Uses a client of its own, since `next_rendezvous` may be under way in another thread."""
         with _store_errors(), self._side_lock:
-            if self._ended:
-                raise RendezvousStateError(f"this handler of {self.settings.run_id!r} was shut down")
-            self._board.check()
+            self._check()
             if self._side is None:
-                node = self._node or Node(new_node_id())
+                node = self.node or Node(new_node_id())
                 self._side = Executor(node, self._connect(), self._board, self.settings)
             return act(self._side).record
 
-    def _info(self, presence: Presence, record: Record) -> RendezvousInfo | None:
+    def _info(self, presence: Presence, record: Record) -> elastic.RendezvousInfo | None:
         """What the agent needs to know of the round; None if the round is lost before it has begun."""
         seat = record.seat_of(presence.node)
         assert seat is not None
         assert seat.group_rank is not None
-        workers: RendezvousStoreInfo | None
+        workers: elastic.RendezvousStoreInfo | None
         if seat.group_rank == 0 and record.policy is RoundPolicy.GROUP:
             workers = self._workers.open(presence.store, record.round, presence.node.address)
         else:
@@ -337,7 +319,7 @@ class FtRendezvousHandler(RendezvousHandler):
         if workers is None:
             return None
         agents = self._backend.agents_store(agents_prefix(record.round))
-        return RendezvousInfo(agents, seat.group_rank, len(record.seats), workers)
+        return elastic.RendezvousInfo(agents, seat.group_rank, len(record.seats), workers)
 
     # The end -----------------------------------------------------------------------------------------------
 
@@ -381,7 +363,7 @@ class FtRendezvousHandler(RendezvousHandler):
             log.debug("%s: nothing was tidied up: %s", self.settings.run_id, error)
 
 
-def create_handler(parameters: RendezvousParameters) -> FtRendezvousHandler:
+def create_handler(parameters: elastic.RendezvousParameters) -> FtRendezvousHandler:
     """Makes a handler, from torch's parameters.
 
     Args:
@@ -391,8 +373,7 @@ def create_handler(parameters: RendezvousParameters) -> FtRendezvousHandler:
         ValueError: a parameter is unknown or wrong; names it and the way out.
         RendezvousConnectionError: no one answers at the endpoint, or the port is taken.
     """
-    settings, identity, options = read_parameters(parameters)
-    return FtRendezvousHandler(settings, identity, make_backend(parameters, options))
+    return FtRendezvousHandler(*read_parameters(parameters), make_backend(parameters))
 
 
 def create_handler_from_url(url: str) -> FtRendezvousHandler:
@@ -419,8 +400,7 @@ class EtcdRendezvousHandler(FtRendezvousHandler):
         parameters = parameters_from_url(url)
         if parameters.backend not in ETCD_NAMES:
             raise ValueError(f"rendezvous URL {url!r}: must begin with etcd://")
-        settings, identity, options = read_parameters(parameters)
-        super().__init__(settings, identity, make_backend(parameters, options))
+        super().__init__(*read_parameters(parameters), make_backend(parameters))
 
 
 @contextlib.contextmanager
@@ -429,4 +409,4 @@ def _store_errors() -> Iterator[None]:
     try:
         yield
     except (StoreError, DistError) as error:
-        raise RendezvousConnectionError(f"the rendezvous store cannot be used: {error}") from error
+        raise elastic.RendezvousConnectionError(f"the rendezvous store cannot be used: {error}") from error

@@ -13,9 +13,8 @@ lost with that node: the policy is ``group`` again, and the others form a new ro
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from .record import Admission, Node, Place, Record, RoundPolicy, Seat, Waiting, digest
 
@@ -36,7 +35,7 @@ def fold(record: Record, admissions: Sequence[Admission]) -> Record:
     for admission in admissions[record.folded :]:
         if admission.digest == agreed:  # a node with other options sees that in the record, and raises
             record = _admit(record, admission)
-    record = dataclasses.replace(record, folded=max(record.folded, len(admissions)))
+    record = replace(record, folded=max(record.folded, len(admissions)))
     record = normalize(record)
     return _next_log(record) if record.folded >= MOST_ADMISSIONS else record
 
@@ -64,15 +63,11 @@ def complete(record: Record) -> Record:
     if not record.can_complete or record.policy is RoundPolicy.RANK:
         return record
     seats = [seat for seat in record.seats if seat.occupant is not None]
-    ranks = _ranks(seats)
-    ordered = sorted(zip(ranks, seats, strict=True), key=lambda pair: pair[0])
     placed, slot = [], 0
-    for rank, seat in ordered:
-        placed.append(dataclasses.replace(seat, group_rank=rank, base_slot=slot))
+    for rank, seat in enumerate(_in_order(seats)):
+        placed.append(replace(seat, group_rank=rank, base_slot=slot))
         slot += seat.nproc
-    done = dataclasses.replace(
-        record, complete=True, seats=tuple(placed), formation_size=slot, next_slot=slot
-    )
+    done = replace(record, complete=True, seats=tuple(placed), formation_size=slot, next_slot=slot)
     return _next_log(done)
 
 
@@ -93,7 +88,7 @@ def remove(record: Record, nodes: Iterable[Node]) -> tuple[Record, tuple[Seat, .
     else:
         seats = tuple(seat for seat in record.seats if not goes(seat.occupant))
     hosts = record.policy is RoundPolicy.RANK and any(record.hosts_workers(seat) for seat in lost)
-    left = dataclasses.replace(
+    left = replace(
         record,
         policy=RoundPolicy.GROUP if hosts else record.policy,
         seats=seats,
@@ -121,7 +116,7 @@ def may_unseat(record: Record, node: Node, silent: Iterable[Node]) -> bool:
 
 def close(record: Record, reason: str = "") -> Record:
     """Closes the rendezvous; the first reason stands."""
-    return record if record.closed else dataclasses.replace(record, closed=True, reason=reason)
+    return record if record.closed else replace(record, closed=True, reason=reason)
 
 
 def adopt_rank_policy(record: Record) -> Record:
@@ -134,7 +129,7 @@ def adopt_rank_policy(record: Record) -> Record:
         return record
     if any(record.hosts_workers(seat) and seat.occupant is None for seat in record.seats):
         return record
-    return normalize(dataclasses.replace(record, policy=RoundPolicy.RANK))
+    return normalize(replace(record, policy=RoundPolicy.RANK))
 
 
 # One node ------------------------------------------------------------------------------------------------
@@ -145,7 +140,7 @@ def _admit(record: Record, admission: Admission) -> Record:
     before = record.find(node.id)
     if before is not None and before.incarnation > node.incarnation:
         return record  # a superseded agent, which does not know it yet
-    record = dataclasses.replace(record, restarts=record.restarts + _is_restart(record, admission, before))
+    record = replace(record, restarts=record.restarts + _is_restart(record, admission, before))
     if record.policy is RoundPolicy.RANK:
         return _admit_to_seat(record, admission, before)
     if record.complete:
@@ -174,8 +169,8 @@ def _admit_to_round(record: Record, node: Node, before: Node | None) -> Record:
     if before is not None:
         return _replace_node(record, before, node)
     if len(record.participants) >= record.max_nodes:
-        return dataclasses.replace(record, spares=(*record.spares, node))
-    return dataclasses.replace(record, seats=(*record.seats, _new_seat(Waiting(node))))
+        return replace(record, spares=(*record.spares, node))
+    return replace(record, seats=(*record.seats, _new_seat(Waiting(node))))
 
 
 def _admit_to_next_round(record: Record, admission: Admission, before: Node | None) -> Record:
@@ -189,13 +184,13 @@ def _admit_to_next_round(record: Record, admission: Admission, before: Node | No
         if before == node and admission.leaves != record.round:
             return record  # an admission of long ago
         seats = tuple(_emptied(other) if other is seat else other for other in record.seats)
-        record, rank = dataclasses.replace(record, seats=seats), seat.group_rank
+        record, rank = replace(record, seats=seats), seat.group_rank
     elif record.is_full:
-        return dataclasses.replace(record, spares=(*record.spares, node))
+        return replace(record, spares=(*record.spares, node))
     else:
         empty = (seat for seat in record.seats if seat.occupant is None and seat.last == node.id)
         rank = next((seat.group_rank for seat in empty), None)
-    return dataclasses.replace(record, waiting=(*record.waiting, Waiting(node, rank)))
+    return replace(record, waiting=(*record.waiting, Waiting(node, rank)))
 
 
 def _admit_to_seat(record: Record, admission: Admission, before: Node | None) -> Record:
@@ -206,7 +201,7 @@ def _admit_to_seat(record: Record, admission: Admission, before: Node | None) ->
     if before is not None:
         seat = record.seat_of(before)
         hosts = seat is not None and record.hosts_workers(seat)
-        if not hosts and (seat is None or dataclasses.replace(seat, occupant=None).fits(node)):
+        if not hosts and (seat is None or replace(seat, occupant=None).fits(node)):
             return _replace_node(record, before, node)
         # It comes back with another number of ranks, or without the workers' store.
         record, _ = remove(record, [before])
@@ -215,7 +210,7 @@ def _admit_to_seat(record: Record, admission: Admission, before: Node | None) ->
         if record.policy is RoundPolicy.GROUP:
             return _admit_to_round(record, node, None)
     seated = _take_seat(record, node)
-    return dataclasses.replace(record, spares=(*record.spares, node)) if seated is None else seated
+    return replace(record, spares=(*record.spares, node)) if seated is None else seated
 
 
 def _take_seat(record: Record, node: Node) -> Record | None:
@@ -226,10 +221,10 @@ def _take_seat(record: Record, node: Node) -> Record | None:
     if fitting:
         old = [number for number in fitting if record.seats[number].last == node.id]
         place = (old or fitting)[0]
-        seat = dataclasses.replace(record.seats[place], occupant=node, last=node.id)
-        return dataclasses.replace(record, seats=(*record.seats[:place], seat, *record.seats[place + 1 :]))
+        seat = replace(record.seats[place], occupant=node, last=node.id)
+        return replace(record, seats=(*record.seats[:place], seat, *record.seats[place + 1 :]))
     seat = Seat(len(record.seats), record.next_slot, node.nproc, node.role, node, node.id)
-    return dataclasses.replace(record, seats=(*record.seats, seat), next_slot=record.next_slot + node.nproc)
+    return replace(record, seats=(*record.seats, seat), next_slot=record.next_slot + node.nproc)
 
 
 def _replace_node(record: Record, before: Node, node: Node) -> Record:
@@ -241,12 +236,12 @@ def _replace_node(record: Record, before: Node, node: Node) -> Record:
     def other_seat(seat: Seat) -> Seat:
         if not before.is_same(seat.occupant):
             return seat
-        return dataclasses.replace(seat, occupant=node, nproc=node.nproc, role=node.role)
+        return replace(seat, occupant=node, nproc=node.nproc, role=node.role)
 
-    return dataclasses.replace(
+    return replace(
         record,
         seats=tuple(map(other_seat, record.seats)),
-        waiting=tuple(dataclasses.replace(w, node=other(w.node)) for w in record.waiting),
+        waiting=tuple(replace(w, node=other(w.node)) for w in record.waiting),
         spares=tuple(map(other, record.spares)),
     )
 
@@ -257,34 +252,28 @@ def _replace_node(record: Record, before: Node, node: Node) -> Record:
 def _begin_round(record: Record) -> Record:
     """All have left the round: the next one forms of those that wait."""
     seats = tuple(map(_new_seat, record.waiting))
-    return dataclasses.replace(
-        record, round=record.round + 1, complete=False, seats=seats, waiting=(), next_slot=0
-    )
+    return replace(record, round=record.round + 1, complete=False, seats=seats, waiting=(), next_slot=0)
 
 
 def _fill(record: Record) -> Record:
     """While a round forms: spares take part as long as there is room."""
     room = max(0, record.max_nodes - len(record.participants))
     come, stay = record.spares[:room], record.spares[room:]
-    if not come:
-        return record
     seats = (*record.seats, *(_new_seat(Waiting(node)) for node in come))
-    return dataclasses.replace(record, seats=seats, spares=stay)
+    return replace(record, seats=seats, spares=stay)
 
 
 def _call_spares(record: Record) -> Record:
     """While a round is complete, under policy ``group``: spares wait for the next one if it has room."""
     room = max(0, record.max_nodes - len(record.participants) - len(record.waiting))
     come, stay = record.spares[:room], record.spares[room:]
-    if not come:
-        return record
-    return dataclasses.replace(record, waiting=(*record.waiting, *map(Waiting, come)), spares=stay)
+    return replace(record, waiting=(*record.waiting, *map(Waiting, come)), spares=stay)
 
 
 def _seat_all(record: Record) -> Record:
     """Under policy ``rank``: waiting nodes and spares take seats, as far as there are any."""
     candidates = (*(waiting.node for waiting in record.waiting), *record.spares)
-    record = dataclasses.replace(record, waiting=(), spares=())
+    record = replace(record, waiting=(), spares=())
     # First the nodes that fit an empty seat: a new seat for them would leave that one empty for good.
     for by_fit in (True, False):
         left = []
@@ -296,11 +285,11 @@ def _seat_all(record: Record) -> Record:
             else:
                 record = seated
         candidates = tuple(left)
-    return dataclasses.replace(record, spares=candidates)
+    return replace(record, spares=candidates)
 
 
 def _next_log(record: Record) -> Record:
-    return dataclasses.replace(record, epoch=record.epoch + 1, folded=0)
+    return replace(record, epoch=record.epoch + 1, folded=0)
 
 
 def _new_seat(waiting: Waiting) -> Seat:
@@ -309,22 +298,17 @@ def _new_seat(waiting: Waiting) -> Seat:
 
 
 def _emptied(seat: Seat) -> Seat:
-    return dataclasses.replace(seat, occupant=None)
+    return replace(seat, occupant=None)
 
 
-def _ranks(seats: Sequence[Seat]) -> list[int]:
-    """The group rank of each seat of a round that is about to complete."""
-    size = len(seats)
-    taken: dict[int, int] = {}
-    for number, seat in enumerate(seats):
-        if seat.group_rank is not None and seat.group_rank < size:
-            taken.setdefault(seat.group_rank, number)
-    ranks = {number: rank for rank, number in taken.items()}
-    gaps = (rank for rank in range(size) if rank not in taken)
-    ids = [seat.last for seat in seats]
-    by_id: Callable[[int], Any] = (
-        (lambda number: int(ids[number])) if all(i.isdecimal() for i in ids) else (lambda number: number)
-    )
-    for number in sorted((number for number in range(size) if number not in ranks), key=by_id):
-        ranks[number] = next(gaps)
-    return [ranks[number] for number in range(size)]
+def _in_order(seats: Sequence[Seat]) -> list[Seat]:
+    """The seats of a round that is about to complete, in the order of the group ranks that they get."""
+    kept: dict[int | None, Seat] = {}
+    for seat in seats:
+        if seat.group_rank is not None and seat.group_rank < len(seats):
+            kept.setdefault(seat.group_rank, seat)
+    others = [seat for seat in seats if kept.get(seat.group_rank) is not seat]
+    if all(seat.last.isdecimal() for seat in seats):
+        others.sort(key=lambda seat: int(seat.last))
+    gaps = iter(others)
+    return [kept.get(rank) or next(gaps) for rank in range(len(seats))]

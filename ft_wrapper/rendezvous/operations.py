@@ -32,30 +32,12 @@ class Action(enum.Enum):
     TAKE_SEAT = "take a seat in the running job"
 
 
-ADDING = frozenset(
-    {
-        Action.ADD_TO_PARTICIPANTS,
-        Action.ADD_TO_WAIT_LIST,
-        Action.ADD_TO_REDUNDANCY_LIST,
-        Action.TAKE_SEAT,
-    }
-)
-"""Actions that put this node into the record."""
-
-REMOVING = frozenset(
-    {
-        Action.REMOVE_FROM_PARTICIPANTS,
-        Action.REMOVE_FROM_WAIT_LIST,
-        Action.REMOVE_FROM_REDUNDANCY_LIST,
-    }
-)
-"""Actions that take it out."""
-
-_REMOVAL = {
+REMOVAL = {
     Place.SEAT: Action.REMOVE_FROM_PARTICIPANTS,
     Place.WAITING: Action.REMOVE_FROM_WAIT_LIST,
     Place.SPARE: Action.REMOVE_FROM_REDUNDANCY_LIST,
 }
+"""The actions that take this node out of the record, by where it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +135,8 @@ class Context:
     @property
     def next_timer(self) -> float:
         """When `join` may answer differently though the record has not changed."""
-        times = (
-            math.inf if self.place is Place.SPARE else self.deadline,
-            self.last_call_ends if self.has_enough else math.inf,
-            self.patience_ends,
-        )
-        return min(times)
+        deadline = math.inf if self.place is Place.SPARE else self.deadline
+        return min(deadline, self.patience_ends, self.last_call_ends if self.has_enough else math.inf)
 
 
 def join(context: Context) -> Action:
@@ -176,7 +154,7 @@ def join(context: Context) -> Action:
     if context.now >= context.deadline:
         if place is None and not context.is_announced:
             return Action.ERROR_TIMEOUT
-        return _REMOVAL[place or Place.SEAT]
+        return REMOVAL[place or Place.SEAT]
     if place is not None:
         return Action.SYNC
     return Action.SYNC if context.is_announced and not is_due(context) else _way_in(context)
@@ -217,7 +195,7 @@ def exit_(context: Context) -> Action:
     place = context.record.place_of(context.node)
     if place is None and not context.is_announced:
         return Action.FINISH
-    return Action.ERROR_TIMEOUT if context.now >= context.deadline else _REMOVAL[place or Place.SEAT]
+    return Action.ERROR_TIMEOUT if context.now >= context.deadline else REMOVAL[place or Place.SEAT]
 
 
 def keep_alive(context: Context) -> Action:

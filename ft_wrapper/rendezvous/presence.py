@@ -13,8 +13,8 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ..exception import StoreError, StoreUnavailable
-from ..protocol.operations import beats
-from ..store import CounterObserver, StoreOperations
+from ..protocol.evidence import CounterObserver
+from ..protocol.operations import Operations, beats
 from .executor import REFRESH, Executor, OnUnseated
 from .moves import may_unseat
 from .record import Node, Place, Record, RoundPolicy
@@ -56,18 +56,13 @@ def ring(record: Record, node: Node) -> list[Node]:
     return [*everybody[here + 1 :], *everybody[:here]]
 
 
-def neighbours(record: Record, node: Node) -> list[Node]:
-    """The nodes that this one watches while nothing is wrong.
+def nearest(record: Record, others: list[Node]) -> list[Node]:
+    """The nodes of a ring that are watched while nothing is wrong: up to the second one that watches others.
 
-    Under policy ``group`` the next two in a ring of all. Under policy ``rank``, where only a node with a seat
-    takes others out, the next two with seats and the spares between them; a spare watches the first two that
-    have seats.
+    Under policy ``group`` that is the next two. Under policy ``rank``, where only a node with a seat takes
+    others out, the next two with seats and the spares between them; a spare watches the first two that have
+    seats.
     """
-    return _nearest(record, ring(record, node))
-
-
-def _nearest(record: Record, others: list[Node]) -> list[Node]:
-    """The first of them, up to the second that watches others itself."""
     watching = _watching(record)
     watched: list[Node] = []
     for other in others:
@@ -79,9 +74,8 @@ def _nearest(record: Record, others: list[Node]) -> list[Node]:
 
 def _watching(record: Record) -> set[str]:
     """Names of the nodes that may take others out."""
-    return {
-        node.name for node in (record.participants if record.policy is RoundPolicy.RANK else record.nodes)
-    }
+    nodes = record.participants if record.policy is RoundPolicy.RANK else record.nodes
+    return {node.name for node in nodes}
 
 
 class NodeWatch:
@@ -103,7 +97,7 @@ class NodeWatch:
         interval: seconds between two looks, and between two heartbeats.
     """
 
-    def __init__(self, store: StoreOperations, node: Node, timeout: float, interval: float) -> None:
+    def __init__(self, store: Operations, node: Node, timeout: float, interval: float) -> None:
         self._store = store
         self._node = node
         self._timeout = timeout
@@ -138,7 +132,7 @@ class NodeWatch:
     def _look(self, record: Record) -> dict[Node, float]:
         """The nodes to look at, and for how long each has stood still."""
         others = ring(record, self._node)
-        near = _nearest(record, others)
+        near = nearest(record, others)
         watching = _watching(record)
         still: dict[Node, float] = {}
 
@@ -175,7 +169,40 @@ class NodeWatch:
             self._judges_from = max(self._judges_from, until)
 
 
-class Watcher(threading.Thread):
+class _Keeper(threading.Thread):
+    """A thread that helps to keep a node in, with a client of its own, which it closes.
+
+    Args:
+        name: of the thread.
+        store: the client.
+        board: is told if the store is lost.
+    """
+
+    def __init__(self, name: str, store: Operations, board: Board) -> None:
+        super().__init__(name=f"ft_wrapper-rendezvous-{name}", daemon=True)
+        self._store = store
+        self._board = board
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Makes it end; a `Watcher` with the next change."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        try:
+            self._keep()
+        except (StoreError, DistError, RendezvousError) as error:
+            if not self._stopping.is_set():
+                self._board.lose(error)
+        finally:
+            self._store.close()
+
+    def _keep(self) -> None:
+        """Returns when it is stopped, or the rendezvous is closed."""
+        raise NotImplementedError
+
+
+class Watcher(_Keeper):
     """Waits for changes of the record and puts them on the board, until the rendezvous is closed.
 
     If another thread of this node puts a newer record there, `on_change` is told of that as well.
@@ -188,54 +215,38 @@ class Watcher(threading.Thread):
     """
 
     def __init__(self, node: Node, register: Register, board: Board, on_change: OnChange | None) -> None:
-        super().__init__(name=f"ft_wrapper-rendezvous-watch-{node.id}", daemon=True)
+        super().__init__(f"watch-{node.id}", register.store, board)
         self._node = node
         self._register = register
-        self._board = board
         self._on_change = on_change
-        first = board.latest()
-        assert first is not None
-        self._told = first.record.version
-        self._stopping = threading.Event()
+        self._told = board.known().version
 
-    def stop(self) -> None:
-        """Makes it end with the next change."""
-        self._stopping.set()
-
-    def run(self) -> None:
-        store = self._register.store
-        read_at = store.now()
-        try:
-            while True:
-                known = self._board.latest()
-                assert known is not None
-                if known.record.version > self._told:
-                    self._told = known.record.version
-                    call_back("on_change", self._on_change, known.record)
-                    continue  # that may have taken a while
-                if known.record.closed:
-                    # Said by this thread, which has nothing to ask the store any more.
-                    store.set(goodbye_key(self._node.name), "")
-                    store.check([RECORD_KEY])  # a set is not answered: now it has arrived
-                    return
-                if self._stopping.is_set():
-                    return
-                try:
-                    woken = None
-                    if store.now() < read_at + _FRESH:
-                        woken = self._register.wait(known.record.version, LOOK_AGAIN)
-                    self._board.learn(woken or self._register.read())
-                    read_at = store.now()
-                except StoreUnavailable:
-                    read_at = -math.inf  # the heart says so; much may have changed meanwhile
-        except (StoreError, DistError, RendezvousError) as error:
-            if not self._stopping.is_set():
-                self._board.lose(error)
-        finally:
-            store.close()
+    def _keep(self) -> None:
+        read_at = self._store.now()
+        while True:
+            known = self._board.known()
+            if known.version > self._told:
+                self._told = known.version
+                call_back("on_change", self._on_change, known)
+                continue  # that may have taken a while
+            if known.closed:
+                # Said by this thread, which has nothing to ask the store any more.
+                self._store.set(goodbye_key(self._node.name), "")
+                self._store.check([RECORD_KEY])  # a set is not answered: now it has arrived
+                return
+            if self._stopping.is_set():
+                return
+            try:
+                woken = None
+                if self._store.now() < read_at + _FRESH:
+                    woken = self._register.wait(known.version, LOOK_AGAIN)
+                self._board.learn(woken or self._register.read())
+                read_at = self._store.now()
+            except StoreUnavailable:
+                read_at = -math.inf  # the heart says so; much may have changed meanwhile
 
 
-class Heart(threading.Thread):
+class Heart(_Keeper):
     """Sends a node's heartbeat and takes out neighbours that are silent, until the rendezvous is closed.
 
     Args:
@@ -245,46 +256,33 @@ class Heart(threading.Thread):
     """
 
     def __init__(self, executor: Executor, board: Board, settings: Settings) -> None:
-        super().__init__(name=f"ft_wrapper-rendezvous-heart-{executor.node.id}", daemon=True)
+        super().__init__(f"heart-{executor.node.id}", executor.store, board)
         self._executor = executor
-        self._board = board
         self._interval = settings.keep_alive_interval
         self._timeout = settings.keep_alive_timeout
         self._watch = NodeWatch(executor.store, executor.node, self._timeout, self._interval)
         self._beats = 0
-        self._stopping = threading.Event()
 
-    def stop(self) -> None:
-        """Makes it end."""
-        self._stopping.set()
-
-    def run(self) -> None:
-        store = self._executor.store
+    def _keep(self) -> None:
         unavailable = False
-        try:
-            while not self._stopping.is_set():
-                began = store.now()
-                try:
-                    if self._beat():
-                        return
-                    if unavailable:
-                        log.warning("the rendezvous store is back")
-                    unavailable = False
-                except StoreUnavailable as error:
-                    if not unavailable:
-                        log.warning(
-                            "the rendezvous store does not answer; the job goes on, and nodes can join and "
-                            "leave once it is back: %s",
-                            error,
-                        )
-                    unavailable = True
-                # If it had to wait for the store it is late already: then the next beat is due at once.
-                self._stopping.wait(max(0.0, began + self._interval - store.now()))
-        except (StoreError, DistError, RendezvousError) as error:
-            if not self._stopping.is_set():
-                self._board.lose(error)
-        finally:
-            store.close()
+        while not self._stopping.is_set():
+            began = self._store.now()
+            try:
+                if self._beat():
+                    return
+                if unavailable:
+                    log.warning("the rendezvous store is back")
+                unavailable = False
+            except StoreUnavailable as error:
+                if not unavailable:
+                    log.warning(
+                        "the rendezvous store does not answer; the job goes on, and nodes can join and leave "
+                        "once it is back: %s",
+                        error,
+                    )
+                unavailable = True
+            # If it had to wait for the store it is late already: then the next beat is due at once.
+            self._stopping.wait(max(0.0, began + self._interval - self._store.now()))
 
     def _beat(self) -> bool:
         """Sends one heartbeat and looks after the others; True if the rendezvous is closed."""
@@ -359,9 +357,7 @@ class Presence:
         """Gives up the node's place, also where it was joining in a thread that was interrupted."""
         self.executor.exit()
         self.watcher.stop()
-        known = self._board.latest()
-        assert known is not None
-        if self.watcher.is_alive() and not known.record.closed:
+        if self.watcher.is_alive() and not self._board.known().closed:
             self.executor.touch()  # nothing may have changed: this wakes the watcher
 
     def end(self, patience: float) -> None:

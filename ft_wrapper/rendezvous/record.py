@@ -11,9 +11,7 @@ import dataclasses
 import enum
 import hashlib
 import json
-import types
-import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 FORMAT = 1
@@ -132,7 +130,8 @@ class Admission:
             ValueError: it cannot be read as one.
         """
         with _readable("entry of the log", text):
-            return _READ_ADMISSION(json.loads(text))  # type: ignore[no-any-return]
+            node, leaves, digest = json.loads(text)
+            return cls(Node(*node), leaves, digest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +235,11 @@ class Record:
             fields = json.loads(text)
             if fields.pop("format") != FORMAT:
                 raise ValueError("another version of ft_wrapper wrote it; use one version on all nodes")
-            return cls(**{name: _READ_FIELD[name](value) for name, value in fields.items()})
+            fields["policy"] = RoundPolicy(fields["policy"])
+            fields["seats"] = tuple(_seat(*seat) for seat in fields["seats"])
+            fields["waiting"] = tuple(Waiting(Node(*node), rank) for node, rank in fields["waiting"])
+            fields["spares"] = tuple(Node(*node) for node in fields["spares"])
+            return cls(**fields)
 
 
 def digest(options: dict[str, str]) -> str:
@@ -266,28 +269,8 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else list(vars(value).values())
 
 
-def _field_readers(kind: type) -> dict[str, Callable[[Any], Any]]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
-
-
-def _reader(hint: Any) -> Callable[[Any], Any]:
-    """What makes a value of this type from what `_to_json` has made of it."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        readers = list(_field_readers(hint).values())
-        return lambda value: hint(*(read(one) for read, one in zip(readers, value, strict=True)))
-    if origin is tuple:
-        item = _reader(arguments[0])
-        return lambda value: tuple(map(item, value))
-    if origin is types.UnionType:  # with None
-        item = _reader(arguments[0])
-        return lambda value: None if value is None else item(value)
-    return origin or hint  # type: ignore[no-any-return]
-
-
-_READ_ADMISSION = _reader(Admission)
-_READ_FIELD = _field_readers(Record)
+def _seat(group_rank: int | None, slot: int, nproc: int, role: str, node: Any, last: str) -> Seat:
+    return Seat(group_rank, slot, nproc, role, node and Node(*node), last)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,7 @@ from typing import TypeVar
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
-from ..protocol.operations import Append, read, read_log
-from ..store import StoreOperations
+from ..protocol.operations import Append, Operations, read, read_log
 from .record import Admission, Record
 
 log = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ class Register:
         initial: the record as long as none has been written.
     """
 
-    def __init__(self, store: StoreOperations, initial: Record) -> None:
+    def __init__(self, store: Operations, initial: Record) -> None:
         self.store = store
         self._initial = Snapshot("", initial)
 
@@ -202,6 +201,12 @@ class Board:
     def latest(self) -> Snapshot | None:
         """The newest record; None if none is known yet."""
         return self._latest
+
+    def known(self) -> Record:
+        """The newest record, where one is known."""
+        latest = self.latest()
+        assert latest is not None
+        return latest.record
 
     def learn(self, snapshot: Snapshot) -> None:
         """Takes note of a record, if it is newer."""

@@ -118,41 +118,13 @@ class Identity:
             raise ValueError(f"nproc={self.nproc} is too small; pass a number of at least 1")
 
 
-@dataclasses.dataclass(frozen=True)
-class TcpOptions:
-    """How the store is reached.
-
-    Args:
-        is_host: whether this node hosts it; found out from the endpoint when None.
-        read_timeout: seconds for which a store that does not answer is tried again.
-    """
-
-    is_host: bool | None = None
-    read_timeout: float = 60.0
-
-
-@dataclasses.dataclass(frozen=True)
-class EtcdOptions:
-    """How etcd is reached.
-
-    Args:
-        address: where the job's keys are.
-        read_timeout: seconds for which an etcd that does not answer is tried again.
-    """
-
-    address: EtcdAddress
-    read_timeout: float = 60.0
-
-
 _SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "keep_alive_interval", "patience")
 _KNOWN = (*_SECONDS, "keep_alive_max_attempt", "read_timeout", "node_id", "nproc", "role")
 _TCP_ONLY = ("is_host", "store_type")
 _ETCD_ONLY = ("etcd_prefix", "cacert", "cert", "key", "ttl")
 
 
-def read_parameters(
-    parameters: RendezvousParameters,
-) -> tuple[Settings, Identity, TcpOptions | EtcdOptions]:
+def read_parameters(parameters: RendezvousParameters) -> tuple[Settings, Identity]:
     """Reads torch's parameters, as torchrun makes them of ``--rdzv-*`` and ``--nnodes``.
 
     Args:
@@ -165,8 +137,7 @@ def read_parameters(
     Raises:
         ValueError: something is unknown, or has a wrong value; names it and the way out.
     """
-    config = {name: value for name, value in parameters.config.items() if value is not None}
-    on_etcd = parameters.backend in ETCD_NAMES
+    config = _given(parameters)
     for name, hint in unknown_options(parameters.backend, config).items():
         raise ValueError(f"--rdzv-conf {name}={config[name]}: unknown option; {hint}")
     if str(config.get("store_type", "tcp")).strip().lower() != "tcp":
@@ -183,11 +154,20 @@ def read_parameters(
         nproc=_whole("nproc", config.get("nproc", 1)),
         role=str(config.get("role", "default")),
     )
-    read_timeout = _number("read_timeout", config.get("read_timeout", 60))
-    _check_seconds("read_timeout", read_timeout, zero=False)
-    if on_etcd:
-        return settings, identity, EtcdOptions(_etcd_address(parameters, config), read_timeout)
-    return settings, identity, TcpOptions(parameters.get_as_bool("is_host"), read_timeout)
+    # What a backend will ask for: what is wrong is said before anything is done.
+    read_timeout(parameters)
+    if parameters.backend in ETCD_NAMES:
+        etcd_address(parameters)
+    else:
+        parameters.get_as_bool("is_host")
+    return settings, identity
+
+
+def read_timeout(parameters: RendezvousParameters) -> float:
+    """Seconds for which a store, or an etcd, that does not answer is tried again; errors as above."""
+    seconds = _number("read_timeout", _given(parameters).get("read_timeout", 60))
+    _check_seconds("read_timeout", seconds, zero=False)
+    return seconds
 
 
 def unknown_options(backend: str, names: Iterable[str]) -> dict[str, str]:
@@ -206,8 +186,9 @@ def unknown_options(backend: str, names: Iterable[str]) -> dict[str, str]:
     return hints
 
 
-def _etcd_address(parameters: RendezvousParameters, config: Mapping[str, Any]) -> EtcdAddress:
-    """Where a job's keys are: under its own name."""
+def etcd_address(parameters: RendezvousParameters) -> EtcdAddress:
+    """Where a job's keys are in etcd: under its own name. Errors as of `read_parameters`."""
+    config = _given(parameters)
     members = [member.strip() for member in parameters.endpoint.split(",") if member.strip()]
     if not members:
         raise ValueError("--rdzv-endpoint is empty; name etcd's members: HOST:PORT,HOST:PORT")
@@ -275,6 +256,10 @@ def node_id_from_environment(environment: Mapping[str, str] = os.environ) -> str
 def new_node_id() -> str:
     """An id that no other node has."""
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '-', socket.gethostname())}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+
+
+def _given(parameters: RendezvousParameters) -> dict[str, Any]:
+    return {name: value for name, value in parameters.config.items() if value is not None}
 
 
 def _check_seconds(name: str, value: float, *, zero: bool) -> None:

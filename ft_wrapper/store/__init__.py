@@ -3,16 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.entering import BarrierError, BarrierOverflow, BarrierTimeout
-from ..protocol.evidence import CounterObserver, HeartbeatObserver, beat_lasts
-from ..protocol.joining import Entry
 from ..protocol.operations import Operations as StoreOperations
 from ..protocol.records import Decision, Fault, Head, Member, View
 from .address import is_etcd
-from .file import FileStore
-from .holding import HoldingStore
-from .mixin import StoreMixin
+from .mixin import FileStore, HoldingStore, PrefixStore, StoreMixin
 from .plan import StorePlan, announced_plan, connect, connector, plan_store, without_secrets
-from .prefix import PrefixStore
 from .tcp import TCPStore, TCPStoreServer, serve
 
 if TYPE_CHECKING:
@@ -22,14 +17,11 @@ __all__ = [
     "BarrierError",
     "BarrierOverflow",
     "BarrierTimeout",
-    "CounterObserver",
     "Decision",
-    "Entry",
     "EtcdStore",
     "Fault",
     "FileStore",
     "Head",
-    "HeartbeatObserver",
     "HoldingStore",
     "Member",
     "PrefixStore",
@@ -40,7 +32,6 @@ __all__ = [
     "TCPStoreServer",
     "View",
     "announced_plan",
-    "beat_lasts",
     "connect",
     "connector",
     "is_etcd",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import TypeVar
 
@@ -13,32 +14,21 @@ from torch.distributed import DistStoreError
 from ..exception import StoreError
 from ..protocol import keys as names
 from ..protocol.operations import Beat, Beats, Delete, Read, ReadLog, Step, keys_of, to_text
+from . import etcd_messages as messages
 from .address import DEFAULT_TTL
 from .etcd_changes import EtcdBeats, EtcdJob, EtcdWriter
 from .etcd_client import EtcdClient
-from .etcd_keys import EtcdKeys, value_of
-from .etcd_messages import (
-    LARGEST_REQUEST,
-    MOST_OPERATIONS,
-    Answer,
-    Comparison,
-    EtcdRefused,
-    KeyValue,
-    Operation,
-    Span,
-    delete,
-    get,
-)
-from .etcd_watch import Waiting
-from .mixin import StoreMixin
+from .etcd_messages import EtcdCompacted, EtcdKeys, EtcdRefused, KeyValue, Operation, Span, Transaction
+from .etcd_watch import LOOK_AGAIN, StandingWatch, Watch
+from .mixin import DEFAULT_TIMEOUT, StoreMixin
 
 T = TypeVar("T")
 
-_TIMEOUT = timedelta(seconds=30)
 _TTL = timedelta(seconds=DEFAULT_TTL)
 
-_KEYS_A_WRITE = (MOST_OPERATIONS - 1) // 2  # a write and a deletion each, beside the client's register
-_BYTES_A_WRITE = LARGEST_REQUEST * 2 // 3
+# A write and a deletion each, beside the client's register.
+_KEYS_A_WRITE = (messages.MOST_OPERATIONS - 1) // 2
+_BYTES_A_WRITE = messages.LARGEST_REQUEST * 2 // 3
 
 
 class EtcdTimeout(DistStoreError, LookupError):
@@ -84,7 +74,7 @@ class EtcdStore(Store, StoreMixin):
         ca: str | None = None,
         cert: str | None = None,
         key: str | None = None,
-        timeout: timedelta = _TIMEOUT,
+        timeout: timedelta = DEFAULT_TIMEOUT,
         ttl: timedelta = _TTL,
         namespace: str = "",
         begins: bool = True,
@@ -111,11 +101,15 @@ class EtcdStore(Store, StoreMixin):
         return f"EtcdStore({self._etcd!r})"
 
     def clone(self) -> EtcdStore:
+        return self.within("")
+
+    def within(self, namespace: str) -> EtcdStore:
+        """A clone with other keys: they have this in front of them, behind the namespace of this store."""
         other = EtcdStore.__new__(EtcdStore)
         Store.__init__(other)
         other.set_timeout(self.timeout)
         other.patience, other._etcd, other._place = self.patience, self._etcd, self._place
-        other._keys = self._keys.within("")
+        other._keys = self._keys.within(namespace)
         other._writer = EtcdWriter(self._etcd)
         other._beats = EtcdBeats(self._etcd)
         other._origin = self._origin or self  # which keeps the lease alive
@@ -130,18 +124,9 @@ class EtcdStore(Store, StoreMixin):
         """Deletes all keys of the job, for all its processes; tells whether they were there still."""
         return self._etcd.remove(self.patience)
 
-    def within(self, namespace: str) -> EtcdStore:
-        """A clone with other keys: they have this in front of them, behind the namespace of this store."""
-        other = self.clone()
-        other._keys = self._keys.within(namespace)
-        return other
-
     def clear(self) -> None:
         """Deletes all keys of the namespace."""
-        self._change("clear", {}, [delete(self._keys.all())])
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        super().set_timeout(timeout)
+        self._change(Transaction("clear", [messages.delete(self._keys.all())]))
 
     @property
     def timeout(self) -> timedelta:
@@ -155,19 +140,13 @@ class EtcdStore(Store, StoreMixin):
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         """Writes several keys; all at once up to some 60 keys and a megabyte."""
-        part: dict[str, bytes] = {}
-        for key, value in zip(keys, map(_to_bytes, values), strict=True):
-            size = sum(len(name) + len(other) for name, other in part.items()) + len(key) + len(value)
-            if part and (len(part) == _KEYS_A_WRITE or size > _BYTES_A_WRITE):
-                self._write(part)
-                part = {}
-            part[key] = value
-        if part:
-            self._write(part)
+        pairs = [*zip(keys, map(_to_bytes, values), strict=True)]
+        for group in _groups(pairs, _fit_in_a_write):
+            self._write(dict(group))
 
     def append(self, key: str, value: str | bytes) -> None:
         entry = _to_bytes(value)
-        self._change(f"append to {key!r}", {key: entry}, [self._keys.append(key, entry)])
+        self._change(Transaction(f"append to {key!r}", [self._keys.append(key, entry)]), {key: entry})
 
     def add(self, key: str, amount: int) -> int:
         def decide(value: bytes | None) -> tuple[list[Operation], int]:
@@ -194,7 +173,7 @@ class EtcdStore(Store, StoreMixin):
 
     def delete_key(self, key: str) -> bool:
         def decide(value: bytes | None) -> tuple[list[Operation], bool]:
-            return ([], False) if value is None else ([delete(self._keys.span(key))], True)
+            return ([], False) if value is None else ([messages.delete(self._keys.span(key))], True)
 
         return self._modify(f"delete_key {key!r}", key, decide, self._held(key))
 
@@ -213,7 +192,7 @@ class EtcdStore(Store, StoreMixin):
             self._await("get", keys, deadline)
 
     def check(self, keys: list[str]) -> bool:
-        ranges = [get(self._keys.span(key), keys_only=True) for key in keys]
+        ranges = [messages.get(self._keys.span(key), keys_only=True) for key in keys]
         return all(found.keys for found in self._etcd.read(f"check {keys}", ranges, self.patience)[1])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -224,7 +203,9 @@ class EtcdStore(Store, StoreMixin):
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        _, (found,) = self._etcd.read("list_keys", [get(self._keys.all(), keys_only=True)], self.patience)
+        _, (found,) = self._etcd.read(
+            "list_keys", [messages.get(self._keys.all(), keys_only=True)], self.patience
+        )
         return sorted({self._keys.name(kv.key) for kv in found.keys})
 
     def has_extended_api(self) -> bool:
@@ -238,18 +219,24 @@ class EtcdStore(Store, StoreMixin):
     # The protocol's operations --------------------------------------------------------------------------
 
     def hear(self, key: str, seconds: float) -> str | None:
-        if not key.startswith(names.WAKE):
-            return super().hear(key, seconds)
-        try:
-            said = self._await("hear", [key], time.monotonic() + max(0.0, seconds))
-        except EtcdTimeout:
-            return None
-        return to_text(said.get(self._keys.span(key), b""), key)
+        span, deadline = self._keys.span(key), time.monotonic() + seconds
+        while key.startswith(names.WAKE) and (standing := self._standing_watch()) is not None:
+            remaining = max(0.0, deadline - time.monotonic())
+            try:
+                said = standing.hear(span.key).result(min(remaining, LOOK_AGAIN))
+            except futures.TimeoutError:
+                # What was written just now may not have been told yet.
+                said = self._look(f"hear {key!r}", [span])[1].get(span)
+                if said is None and remaining <= LOOK_AGAIN:
+                    return None
+            if said is not None:
+                return to_text(said, key)
+        return super().hear(key, deadline - time.monotonic())
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out steps: as few transactions as they fit in, and a request for each sign of life."""
         given = list[str | None]()
-        for group in _groups(steps):
+        for group in _groups(steps, _fit_together):
             match group:
                 case [Beat(key, lasts)]:
                     self._beats.beat(f"beat of {key!r}", self._keys.beats(key), lasts, self.patience)
@@ -270,7 +257,7 @@ class EtcdStore(Store, StoreMixin):
         what = ", ".join(
             f"{type(step).__name__.lower()} {', '.join(map(repr, keys_of(step)))}" for step in steps
         )
-        answers = iter(self._etcd.transact(what, every, self.patience).answers)
+        answers = iter(self._etcd.transact(Transaction(what, every), self.patience).answers)
         return [
             self._keys.given(step, [next(answers) for _ in some])
             for step, some in zip(steps, operations, strict=True)
@@ -280,36 +267,51 @@ class EtcdStore(Store, StoreMixin):
 
     def _held(self, key: str) -> Sequence[KeyValue]:
         """What a key holds, with the revisions at which it was written."""
-        return self._etcd.read(f"get {key!r}", [get(self._keys.span(key))], self.patience)[1][0].keys
+        return self._etcd.read(f"get {key!r}", [messages.get(self._keys.span(key))], self.patience)[1][0].keys
 
     def _look(self, what: str, spans: Sequence[Span]) -> tuple[int, dict[Span, bytes]]:
         """What those of some spans hold that are there, and as of which revision."""
-        revision, answers = self._etcd.read(what, [get(span) for span in spans], self.patience)
-        held = ((span, value_of(found.keys)) for span, found in zip(spans, answers, strict=True))
+        revision, answers = self._etcd.read(what, [messages.get(span) for span in spans], self.patience)
+        held = ((span, messages.value_of(found.keys)) for span, found in zip(spans, answers, strict=True))
         return revision, {span: value for span, value in held if value is not None}
 
-    def _await(self, what: str, keys: Sequence[str], deadline: float) -> dict[Span, bytes]:
-        """Waits until keys exist; returns what those said that wake somebody, if only such are waited for."""
-        spans, said = {self._keys.span(key): key for key in keys}, dict[Span, bytes]()
-        waiting = Waiting(
-            self._etcd.client,
-            lambda: self._etcd.standing_watch(self._keys.all(names.WAKE), self.patience),
-            lambda spans: self._look(f"{what} {list(keys)}", spans),
-            deadline,
-        )
-        if all(key.startswith(names.WAKE) for key in keys):
-            said, missing = waiting.for_wakes(spans)
-        else:
-            missing = waiting.for_each(spans)
-        if missing:
-            late = sorted(spans[span] for span in missing)
-            raise EtcdTimeout(f"{self!r}: {what} timed out: no one wrote the keys {late}")
-        return said
+    def _standing_watch(self) -> StandingWatch | None:
+        """Of the keys that wake somebody; None once the store that this one was made by is closed."""
+        return self._etcd.standing_watch(self._keys.all(names.WAKE), self.patience)
+
+    def _await(self, what: str, keys: Sequence[str], deadline: float) -> None:
+        """Waits for keys, one after the other; raises `EtcdTimeout` unless each is written in time.
+
+        Each is watched from the first look on: one that is written and deleted meanwhile has been there.
+        """
+        missing, since = {self._keys.span(key): key for key in keys}, dict[Span, int]()
+        while missing:
+            revision, found = self._look(f"{what} {list(keys)}", [*missing])
+            missing = {span: key for span, key in missing.items() if span not in found}
+            if not missing:
+                break
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                late = sorted(missing.values())
+                raise EtcdTimeout(f"{self!r}: {what} timed out: no one wrote the keys {late}")
+            span, since = min(missing), dict.fromkeys(missing, revision + 1) | since
+            try:
+                if self._is_written(span, since.pop(span), min(remaining, LOOK_AGAIN)):
+                    del missing[span]
+            except EtcdCompacted:
+                since.clear()
+
+    def _is_written(self, span: Span, start: int, seconds: float) -> bool:
+        """Waits until something is written from a revision on; tells whether it was in time."""
+        standing = self._standing_watch()
+        if standing is not None:
+            return standing.await_write(span, start, seconds)
+        return Watch(self._etcd.client, span, start, deletes=False).first(seconds) is not None
 
     def _write(self, values: dict[str, bytes]) -> None:
         operations = [o for key, value in values.items() for o in self._keys.replace(key, value)]
         what = f"set {next(iter(values))!r}" if len(values) == 1 else "multi_set"
-        self._change(what, values, operations)
+        self._change(Transaction(what, operations), values)
 
     def _modify(
         self,
@@ -329,48 +331,47 @@ class EtcdStore(Store, StoreMixin):
             values: what is written, by key, for messages.
         """
         while True:
-            operations, result = decide(value_of(held))
+            operations, result = decide(messages.value_of(held))
             if not operations:
                 return result
-            conditions = self._keys.unchanged(key, held)
-            found = self._change(what, values or {}, operations, conditions, [get(self._keys.span(key))])
+            conditions, look = self._keys.unchanged(key, held), [messages.get(self._keys.span(key))]
+            found = self._change(Transaction(what, operations, conditions, look), values)
             if found is None:
                 return result
             held = found[0].keys
 
     def _change(
-        self,
-        what: str,
-        values: dict[str, bytes],
-        operations: Sequence[Operation],
-        conditions: Sequence[Comparison] = (),
-        otherwise: Sequence[Operation] = (),
-    ) -> Sequence[Answer] | None:
+        self, change: Transaction, values: dict[str, bytes] | None = None
+    ) -> Sequence[messages.Answer] | None:
         """Carries out a change once; returns what was read because a condition did not hold, else None."""
         try:
-            return self._writer.change(
-                what, operations, self.patience, conditions=conditions, otherwise=otherwise
-            )
+            return self._writer.change(change, self.patience)
         except EtcdRefused as error:
             if values and error.is_too_large:
                 key = max(values, key=lambda key: len(values[key]))
                 raise StoreError(
                     f"{self!r}: the value of key {key!r} is too large: {len(values[key])} bytes, of at most "
-                    f"about {LARGEST_REQUEST}"
+                    f"about {messages.LARGEST_REQUEST}"
                 ) from error
             raise
 
 
-def _groups(steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """Steps in a row that one transaction can hold; each of the others by itself."""
-    group = list[Step]()
-    for step in steps:
-        if group and not _fit_together([*group, step]):
+def _groups(items: Sequence[T], fit: Callable[[Sequence[T]], bool]) -> Iterator[list[T]]:
+    """Items in a row that one transaction can hold; each of the others by itself."""
+    group = list[T]()
+    for item in items:
+        if group and not fit([*group, item]):
             yield group
             group = []
-        group.append(step)
+        group.append(item)
     if group:
         yield group
+
+
+def _fit_in_a_write(pairs: Sequence[tuple[str, bytes]]) -> bool:
+    """Whether one transaction can write these keys."""
+    size = sum(len(key) + len(value) for key, value in pairs)
+    return len(pairs) <= _KEYS_A_WRITE and size <= _BYTES_A_WRITE
 
 
 def _fit_together(steps: Sequence[Step]) -> bool:

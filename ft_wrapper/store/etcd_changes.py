@@ -15,18 +15,7 @@ from collections.abc import Callable, Sequence
 
 from ..exception import StoreError
 from .etcd_client import EtcdClient
-from .etcd_messages import (
-    MOST_OPERATIONS,
-    Answer,
-    Comparison,
-    Operation,
-    Span,
-    Transaction,
-    compare,
-    delete,
-    get,
-    put,
-)
+from .etcd_messages import MOST_OPERATIONS, Answer, Operation, Span, Transaction, compare, delete, get, put
 from .etcd_watch import StandingWatch
 
 log = logging.getLogger(__name__)
@@ -76,35 +65,21 @@ class EtcdJob:
 
     # Keys ----------------------------------------------------------------------------------------------
 
-    def transact(
-        self,
-        what: str,
-        operations: Sequence[Operation],
-        timeout: float,
-        *,
-        conditions: Sequence[Comparison] = (),
-        otherwise: Sequence[Operation] = (),
-    ) -> Transaction:
-        """Does some operations if some conditions hold, and others if not; all at once.
+    def transact(self, transaction: Transaction, timeout: float) -> Answer:
+        """Carries out a transaction; after a lost answer perhaps twice, or late.
 
         Args:
-            what: what to call it in messages.
-            operations: what to do; at most `MOST_OPERATIONS`. After a lost answer it may be done twice, or
-                late.
+            transaction: what to do.
             timeout: seconds for which it is tried again.
-            conditions: what must hold.
-            otherwise: what to do if a condition does not hold.
 
         Raises:
             StoreError: it failed, or the job's keys are gone.
         """
-        done = self.client.transaction(
-            [compare(self._life, "value", self.nonce), *conditions],
-            operations,
-            [get(self._life), *otherwise],
-            what=what,
-            timeout=timeout,
+        while_it_lasts = transaction._replace(
+            compare=[compare(self._life, "value", self.nonce), *transaction.compare],
+            failure=[get(self._life), *transaction.failure],
         )
+        done = self.client.transaction(while_it_lasts, timeout)
         if done.succeeded:
             return done
         life, *answers = done.answers
@@ -126,7 +101,7 @@ class EtcdJob:
         """
         revision, answers = 0, list[Answer]()
         for start in range(0, max(1, len(spans)), MOST_OPERATIONS):
-            done = self.transact(what, spans[start : start + MOST_OPERATIONS], timeout)
+            done = self.transact(Transaction(what, spans[start : start + MOST_OPERATIONS]), timeout)
             revision = revision or done.revision
             answers += done.answers
         return revision, answers
@@ -138,12 +113,12 @@ class EtcdJob:
         as soon as ``life`` is gone. And not all below the prefix: other jobs may have theirs there.
         """
         spans = [self._life, Span.prefix(self.keys), Span.prefix(self.prefix + _REGISTERS)]
-        done = self.client.transaction(
-            [compare(self._life, "value", self.nonce)],
+        removal = Transaction(
+            "removal of the job",
             [delete(span) for span in spans],
-            what="removal of the job",
-            timeout=timeout,
+            [compare(self._life, "value", self.nonce)],
         )
+        done = self.client.transaction(removal, timeout)
         return self.client.revoke(self.lease, timeout) or done.succeeded
 
     # Waiting -------------------------------------------------------------------------------------------
@@ -178,18 +153,17 @@ class EtcdJob:
         """The lease and the nonce of the job."""
         found = self.client.read(self._life, timeout=timeout)
         lease = 0
-        if not found and ttl is None:
-            raise StoreError(f"{self!r}: there is no job of this name: it has ended, or never began")
-        if not found and ttl is not None:
-            lease = self.client.grant(ttl, timeout)
-            nonce = secrets.token_hex(8).encode()
-            begun = self.client.transaction(
-                [compare(self._life, "version", 0)],
+        if not found:
+            if ttl is None:
+                raise StoreError(f"{self!r}: there is no job of this name: it has ended, or never began")
+            lease, nonce = self.client.grant(ttl, timeout), secrets.token_hex(8).encode()
+            beginning = Transaction(
+                "beginning of the job",
                 [put(self._life.key, nonce, lease)],
+                [compare(self._life, "version", 0)],
                 [get(self._life)],
-                what="beginning of the job",
-                timeout=timeout,
             )
+            begun = self.client.transaction(beginning, timeout)
             if begun.succeeded:
                 return lease, nonce
             found = begun.answers[0].keys
@@ -275,23 +249,12 @@ class EtcdWriter:
         self._number = 0
         self._revision = 0  # at which the register was written last
 
-    def change(
-        self,
-        what: str,
-        operations: Sequence[Operation],
-        timeout: float,
-        *,
-        conditions: Sequence[Comparison] = (),
-        otherwise: Sequence[Operation] = (),
-    ) -> Sequence[Answer] | None:
-        """Carries out operations, if some conditions hold.
+    def change(self, change: Transaction, timeout: float) -> Sequence[Answer] | None:
+        """Carries out a transaction once.
 
         Args:
-            what: what to call it in messages.
-            operations: at most `MOST_OPERATIONS` less one.
+            change: what to do; at most `MOST_OPERATIONS` less one.
             timeout: seconds for which it is tried again.
-            conditions: what must hold.
-            otherwise: what to read if a condition does not hold.
 
         Returns:
             None if it was carried out, else what was read because a condition did not hold.
@@ -306,14 +269,15 @@ class EtcdWriter:
             mine = self._next_number()
             while True:
                 before = self._revision
-                held, done = self._try(what, mine, operations, timeout, conditions, otherwise)
+                held, done = self._try(mine, change, timeout)
                 if held == mine:
                     return None  # by this try, or by an earlier one whose answer was lost
                 if self._revision != before:
                     continue  # an earlier change, which had been given up, has come
                 # The conditions did not hold for the last try. They may for one that is still on its way: it
                 # is carried out no more once the register has been written again.
-                if done.repeated and self._try(what, self._next_number(), (), timeout)[0] == mine:
+                nothing = Transaction(change.what, ())
+                if done.repeated and self._try(self._next_number(), nothing, timeout)[0] == mine:
                     return None
                 return done.answers[1:]
 
@@ -321,23 +285,14 @@ class EtcdWriter:
         self._number += 1
         return str(self._number).encode()
 
-    def _try(
-        self,
-        what: str,
-        number: bytes,
-        operations: Sequence[Operation],
-        timeout: float,
-        conditions: Sequence[Comparison] = (),
-        otherwise: Sequence[Operation] = (),
-    ) -> tuple[bytes | None, Transaction]:
+    def _try(self, number: bytes, change: Transaction, timeout: float) -> tuple[bytes | None, Answer]:
         """Writes the register with the operations; returns what the register holds then."""
-        done = self._job.transact(
-            what,
-            [put(self._register.key, number, self._job.lease), *operations],
-            timeout,
-            conditions=[compare(self._register, "mod", self._revision), *conditions],
-            otherwise=[get(self._register), *otherwise],
+        counted = change._replace(
+            success=[put(self._register.key, number, self._job.lease), *change.success],
+            compare=[compare(self._register, "mod", self._revision), *change.compare],
+            failure=[get(self._register), *change.failure],
         )
+        done = self._job.transact(counted, timeout)
         if done.succeeded:
             self._revision = done.revision
             return number, done
@@ -346,7 +301,7 @@ class EtcdWriter:
         return (found[0].value if found else None), done
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Lease:
     id: int
     ttl: int
@@ -392,6 +347,6 @@ class EtcdBeats:
             lease = _Lease(client.grant(ttl, timeout), ttl, now)
             # The name is the lease's: after a lost answer, or late, it is written once more and no other.
             entry = put(entries.key + b"%x" % lease.id, b"", lease.id)
-            self._job.transact(what, [entry], timeout)
+            self._job.transact(Transaction(what, [entry]), timeout)
             self._leases = {of: one for of, one in self._leases.items() if now - one.kept < one.ttl}
-        self._leases[entries] = dataclasses.replace(lease, kept=now)
+        lease.kept, self._leases[entries] = now, lease

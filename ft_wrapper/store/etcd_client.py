@@ -22,21 +22,9 @@ from typing import Any
 import tenacity
 
 from ..exception import StoreError, StoreUnavailable
+from . import etcd_messages as messages
 from .address import Endpoint, parse_endpoints
-from .etcd_messages import (
-    Answer,
-    Comparison,
-    EtcdRefused,
-    KeyValue,
-    NoAnswer,
-    Operation,
-    Span,
-    Transaction,
-    branch,
-    get,
-    meaning_of,
-    read_answer,
-)
+from .etcd_messages import Answer, EtcdRefused, KeyValue, NoAnswer, Span, Transaction
 
 try:
     import urllib3
@@ -95,12 +83,8 @@ class EtcdClient:
         if (cert is None) != (key is None):
             raise ValueError(f"cert={cert!r} and key={key!r} go together: pass both or none")
         self._endpoints = parse_endpoints(endpoints, tls=ca is not None or cert is not None)
-        self._tls: dict[str, Any] = {
-            "cert_reqs": "CERT_REQUIRED",
-            "ca_certs": ca,
-            "cert_file": cert,
-            "key_file": key,
-        }
+        files = {"ca_certs": ca, "cert_file": cert, "key_file": key}
+        self._tls: dict[str, Any] = {"cert_reqs": "CERT_REQUIRED", **files}
         if any(endpoint.tls for endpoint in self._endpoints):
             _check_files(ca, cert, key)
         self.timeout = timeout
@@ -129,36 +113,22 @@ class EtcdClient:
         self, span: Span, *, keys_only: bool = False, timeout: float | None = None
     ) -> Sequence[KeyValue]:
         """Reads keys; see `transaction` for errors."""
-        request = get(span, keys_only=keys_only)["request_range"]
+        request = messages.get(span, keys_only=keys_only)["request_range"]
         return Answer.parse(self.request("range", "kv/range", request, timeout)[0]).keys
 
-    def transaction(
-        self,
-        compare: Sequence[Comparison],
-        success: Sequence[Operation],
-        failure: Sequence[Operation] = (),
-        *,
-        what: str = "transaction",
-        timeout: float | None = None,
-    ) -> Transaction:
-        """Does some operations if all comparisons hold, and others if not; all at once.
+    def transaction(self, transaction: Transaction, timeout: float | None = None) -> Answer:
+        """Carries out a transaction.
 
         Args:
-            compare: what must hold, made by `compare`.
-            success: what to do then.
-            failure: what to do otherwise.
-            what: what to call it in messages.
+            transaction: what to do.
             timeout: seconds for which it is tried again; the client's when None.
 
         Raises:
             StoreUnavailable: no member answered in time. It may have been carried out.
             StoreError: it failed; names endpoints and operation.
         """
-        body = branch(compare, success, failure)["request_txn"]
-        reply, tries = self.request(what, "kv/txn", body, timeout)
-        answer = Answer.parse(reply)
-        revision = int(reply.get("header", {}).get("revision", 0))
-        return Transaction(answer.succeeded, answer.answers, revision, tries > 1)
+        reply, tries = self.request(transaction.what, "kv/txn", transaction.json, timeout)
+        return Answer.parse(reply)._replace(repeated=tries > 1)
 
     def grant(self, ttl: int, timeout: float | None = None) -> int:
         """Makes a lease for so many seconds; returns its id. After a lost answer there is one more."""
@@ -174,7 +144,7 @@ class EtcdClient:
         try:
             self.request("lease revoke", "lease/revoke", {"ID": str(lease)}, timeout)
         except EtcdRefused as error:
-            if not error.is_not_found:
+            if error.code != messages.NOT_FOUND:
                 raise
             return False
         return True
@@ -333,10 +303,10 @@ class EtcdClient:
                 redirect=False,
                 timeout=urllib3.Timeout(connect=patience, read=patience),
             )
-            return read_answer(what, endpoint, response.status, response.data)
+            return messages.read_answer(what, endpoint, response.status, response.data)
         except urllib3.exceptions.HTTPError as error:
             self.leave(endpoint)
-            raise meaning_of(what, endpoint, error) from None
+            raise messages.meaning_of(what, endpoint, error) from None
         except NoAnswer:
             self.leave(endpoint)
             raise
@@ -345,13 +315,12 @@ class EtcdClient:
 def _check_files(ca: str | None, cert: str | None, key: str | None) -> None:
     """Raises ValueError if the files for TLS cannot be used."""
     context = ssl.create_default_context()
-    for name, path in (("ca", ca), ("cert", cert), ("key", key)):
-        if path is not None and not os.access(path, os.R_OK):
-            raise ValueError(f"{name}={path!r} for etcd cannot be read")
     try:
         if ca is not None:
             context.load_verify_locations(ca)
         if cert is not None:
             context.load_cert_chain(cert, key)
     except (ssl.SSLError, OSError) as error:
-        raise ValueError(f"ca={ca!r}, cert={cert!r}, key={key!r} for etcd do not fit: {error}") from None
+        raise ValueError(
+            f"ca={ca!r}, cert={cert!r}, key={key!r} for etcd cannot be read, or do not fit: {error}"
+        ) from None

@@ -1,4 +1,4 @@
-"""What etcd's JSON gateway is asked, as JSON, and what its answers mean. No input or output.
+"""What etcd's JSON gateway is asked, what its answers mean, where a store's keys are. No input or output.
 
 In the gateway's JSON bytes are in base 64, 64-bit numbers are text, and what is 0 or empty is left out.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import base64
 import http.client
+import itertools
 import json
+import secrets
 import ssl
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..exception import StoreError
+from ..protocol import operations as steps
+from ..protocol.operations import Step, to_text
 from .address import Endpoint
 
 LARGEST_REQUEST = 1_500_000
@@ -20,9 +24,12 @@ LARGEST_REQUEST = 1_500_000
 MOST_OPERATIONS = 128
 """The most operations that etcd takes in a transaction, by default."""
 
-_NOT_FOUND, _UNAUTHENTICATED = 5, 16  # gRPC's codes, as the gateway gives them
+NOT_FOUND, _UNAUTHENTICATED = 5, 16  # gRPC's codes, as the gateway gives them
 _PASSING = {1, 2, 4, 10, 14}  # canceled, unknown, deadline exceeded, aborted, unavailable
 _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old", "invalid auth", "user name is empty")
+
+_END = b"\0\0"  # of a key's name
+_ENTRY = b"/"
 
 
 class EtcdRefused(StoreError):
@@ -39,11 +46,6 @@ class EtcdRefused(StoreError):
         self.reason = reason
 
     @property
-    def is_not_found(self) -> bool:
-        """Whether there is no such thing."""
-        return self.code == _NOT_FOUND
-
-    @property
     def wants_login(self) -> bool:
         """Whether the request came without a valid token."""
         return self.code == _UNAUTHENTICATED or any(words in self.reason for words in _LOGIN_AGAIN)
@@ -55,15 +57,7 @@ class EtcdRefused(StoreError):
 
 
 class EtcdCompacted(StoreError):
-    """The revision asked for lies before etcd's last compaction: read again, and go on from there.
-
-    Attributes:
-        revision: the oldest revision that is kept; 0 where etcd does not say.
-    """
-
-    def __init__(self, message: str, revision: int = 0) -> None:
-        super().__init__(message)
-        self.revision = revision
+    """The revision asked for lies before etcd's last compaction: read again, and go on from there."""
 
 
 class NoAnswer(Exception):
@@ -109,19 +103,23 @@ class KeyValue(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to one operation.
+    """The answer to one operation, or to a transaction.
 
     Args:
         keys: that `get` read, in the order in which they were created.
         number: how many keys `get` found, or `delete` deleted.
-        succeeded: whether the comparisons of a `branch` held.
-        answers: to the operations that a `branch` carried out.
+        succeeded: whether the comparisons of a transaction held.
+        answers: to the operations that it carried out, in order.
+        revision: of the store after a transaction.
+        repeated: whether it was sent more than once: an earlier one may still be on its way.
     """
 
     keys: tuple[KeyValue, ...]
     number: int
     succeeded: bool
     answers: list[Answer]
+    revision: int
+    repeated: bool = False
 
     @classmethod
     def parse(cls, reply: dict[str, Any]) -> Answer:
@@ -131,29 +129,14 @@ class Answer(NamedTuple):
             int(reply.get("count", reply.get("deleted", 0))),
             bool(reply.get("succeeded")),
             [cls.parse(next(iter(one.values()), {})) for one in reply.get("responses", [])],
+            int(reply.get("header", {}).get("revision", 0)),
         )
-
-
-class Transaction(NamedTuple):
-    """The answer to a transaction.
-
-    Args:
-        succeeded: whether all comparisons held.
-        answers: to the operations that were carried out, in order.
-        revision: of the store after it.
-        repeated: whether it was sent more than once: an earlier one may still be on its way.
-    """
-
-    succeeded: bool
-    answers: list[Answer]
-    revision: int
-    repeated: bool
 
 
 Comparison = dict[str, str]
 """What must hold of some keys, as JSON: made by `compare`."""
 Operation = dict[str, dict[str, Any]]
-"""An operation of a transaction, as JSON: made by `get`, `put`, `delete` or `branch`."""
+"""An operation of a transaction, as JSON: made by `get`, `put` or `delete`."""
 
 
 def get(span: Span, *, keys_only: bool = False, count_only: bool = False) -> Operation:
@@ -172,11 +155,25 @@ def delete(span: Span) -> Operation:
     return {"request_delete_range": span.json}
 
 
-def branch(
-    compare: Sequence[Comparison], success: Sequence[Operation], failure: Sequence[Operation] = ()
-) -> Operation:
-    """A transaction within a transaction. Arguments as for `EtcdClient.transaction`."""
-    return {"request_txn": {"compare": [*compare], "success": [*success], "failure": [*failure]}}
+class Transaction(NamedTuple):
+    """Operations that are done all at once if all comparisons hold, and others that are done if not.
+
+    Args:
+        what: what to call it in messages.
+        success: what to do if they hold; at most `MOST_OPERATIONS`.
+        compare: what must hold, made by `compare`.
+        failure: what to do otherwise.
+    """
+
+    what: str
+    success: Sequence[Operation]
+    compare: Sequence[Comparison] = ()
+    failure: Sequence[Operation] = ()
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """As a request, or another transaction, holds it."""
+        return {"compare": [*self.compare], "success": [*self.success], "failure": [*self.failure]}
 
 
 def compare(span: Span, target: str, than: bytes | int, result: str = "equal") -> Comparison:
@@ -288,3 +285,130 @@ def _is_final(error: ssl.SSLError) -> bool:
 
 def _to_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
+
+
+# Where keys are ------------------------------------------------------------------------------------------
+
+
+class EtcdKeys:
+    """The keys of a store: what was set is at a key's name, what was appended since is behind it, as entries.
+
+    Args:
+        prefix: in front of all of them.
+        lease: that they go with.
+        nonce: of the job; signs of life of another one with the same prefix are none.
+    """
+
+    def __init__(self, prefix: bytes, lease: int, nonce: bytes) -> None:
+        self._prefix = prefix
+        self._lease = lease
+        self._nonce = nonce
+        self._looks = itertools.count(1)
+
+    def within(self, namespace: str) -> EtcdKeys:
+        """Those with a namespace in front of their names, behind the prefix."""
+        return EtcdKeys(self.all(namespace).key, self._lease, self._nonce)
+
+    # Where they are -------------------------------------------------------------------------------------
+
+    def all(self, start: str = "") -> Span:
+        """All keys whose names begin so."""
+        return Span.prefix(self._prefix + start.encode().replace(b"\0", b"\0\xff"))
+
+    def span(self, key: str) -> Span:
+        """What was set and, in the order in which they were created, all entries since."""
+        return Span.prefix(self.all(key).key + _END)  # no name with its end is the beginning of another one
+
+    def entries(self, key: str) -> Span:
+        """What was appended."""
+        return Span.prefix(self.span(key).key + _ENTRY)
+
+    def beats(self, key: str) -> Span:
+        """Signs of life: entries that go with leases of their own."""
+        return Span.prefix(self.entries(key).key + self._nonce)
+
+    def name(self, place: bytes) -> str:
+        """The name of the key that has something at a place."""
+        name = place.removeprefix(self._prefix)
+        return name[: name.index(_END)].replace(b"\0\xff", b"\0").decode()
+
+    # What is done with them -----------------------------------------------------------------------------
+
+    def replace(self, key: str, value: bytes) -> list[Operation]:
+        """Sets a key."""
+        return [put(self.span(key).key, value, self._lease), delete(self.entries(key))]
+
+    def append(self, key: str, value: bytes) -> Operation:
+        """Appends, under a name of its own: however often it is written, it is one entry."""
+        return put(self.entries(key).key + secrets.token_hex(12).encode(), value, self._lease)
+
+    def unchanged(self, key: str, held: Sequence[KeyValue]) -> list[Comparison]:
+        """What holds as long as a key holds the same: nothing was written since, and it is there still.
+
+        No entry is deleted without the first one, or what was set.
+        """
+        span = self.span(key)
+        if not held:
+            return [compare(span, "version", 0)]
+        newest = max(kv.mod_revision for kv in held)
+        return [
+            compare(Span(held[0].key), "create", held[0].create_revision),
+            compare(span, "mod", newest + 1, "less"),
+        ]
+
+    def operations(self, step: Step) -> list[Operation]:
+        """Carries out a step, any but `Beat`; it does no harm if it is carried out twice, or late."""
+        match step:
+            case steps.Read(key) | steps.ReadLog(key):
+                return [get(self.span(key))]
+            case steps.Beats(key):
+                return [get(self.beats(key), count_only=True)]
+            case steps.Count(key):
+                # Counted by entries: clients that count at once are not in each other's way.
+                return [self.append(key, b""), get(self.entries(key), count_only=True)]
+            case steps.Append(key, entry):
+                return [self.append(key, f"{entry}\n".encode())]
+            case steps.Write(values):
+                return [o for key, text in values.items() for o in self.replace(key, text.encode())]
+            case steps.Claim(key, value) | steps.Wake(key, value):  # written again it would wake all again
+                return [self._move(key, "", value)]
+            case steps.Move(key, expected, desired):
+                return [self._move(key, expected, desired)]
+            case steps.Delete(keys):
+                return [delete(self.span(key)) for key in keys]
+            case steps.Beat():
+                raise AssertionError("a lease is kept alive by no transaction")
+
+    def _move(self, key: str, expected: str, desired: str) -> Operation:
+        """Writes a register if it holds what is expected (``""``: is absent), else reads it."""
+        span = self.span(key)
+        holds = [compare(span, "version", 0)]
+        if expected:
+            held = compare(Span(span.key), "value", expected.encode())
+            holds = [held, compare(self.entries(key), "version", 0)]
+        move = Transaction("move", [put(span.key, desired.encode(), self._lease)], holds, [get(span)])
+        return {"request_txn": move.json}
+
+    def given(self, step: Step, answers: Sequence[Answer]) -> str | None:
+        """What a step gives by the answers to its operations."""
+        match step:
+            case steps.Read(key):
+                value = value_of(answers[0].keys)
+                return None if value is None else to_text(value, key)
+            case steps.ReadLog(key):
+                return to_text(value_of(answers[0].keys) or b"", key).rstrip("\n")
+            case steps.Claim(key, desired) | steps.Move(key, _, desired):
+                (moved,) = answers
+                held = desired.encode() if moved.succeeded else value_of(moved.answers[0].keys)
+                return to_text(held or b"", key)
+            case steps.Beats():
+                return str(next(self._looks) if answers[0].number else steps.LAPSED)
+            case steps.Count():
+                return str(answers[-1].number)
+            case _:
+                return None
+
+
+def value_of(held: Sequence[KeyValue]) -> bytes | None:
+    """What a key holds whose span was read; None if it is absent."""
+    return b"".join(kv.value for kv in held) if held else None

@@ -14,27 +14,19 @@ import http.client
 import json
 import logging
 import math
-import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import urllib3
 
+from . import etcd_messages as messages
 from .address import Endpoint
 from .etcd_client import EtcdClient
-from .etcd_messages import (
-    EtcdCompacted,
-    EtcdRefused,
-    KeyValue,
-    NoAnswer,
-    Span,
-    meaning_of,
-    read_answer,
-    refusal,
-)
+from .etcd_messages import EtcdCompacted, EtcdRefused, KeyValue, NoAnswer, Span
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +140,7 @@ class Watch:
         except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError) as error:
             if self._left() > 0:  # else it is the end that ended the connection
                 client.leave(endpoint)
-                raise meaning_of("watch", endpoint, error) from None
+                raise messages.meaning_of("watch", endpoint, error) from None
         except NoAnswer:
             if self._left() > 0:
                 client.leave(endpoint)
@@ -166,10 +158,12 @@ class Watch:
         self, connection: urllib3.connection.HTTPConnection, endpoint: Endpoint, token: str | None
     ) -> Iterator[dict[str, Any]]:
         connection.connect()
+        line = connection.sock
+        assert line is not None
         with self._lock:
             if self._closed.is_set():
                 return
-            self._socket, self._endpoint = connection.sock, endpoint
+            self._socket, self._endpoint = line, endpoint
         request = {**self._span.json, "start_revision": str(self._start), "filters": self._without}
         # A member without a leader says so, rather than nothing.
         headers = {**self._client.headers(token), "Grpc-Metadata-hasleader": "true"}
@@ -177,35 +171,27 @@ class Watch:
         connection.request("POST", "/v3/watch", body=body, headers=headers, preload_content=False)
         response = connection.getresponse()
         if response.status != 200:
-            read_answer("watch", endpoint, response.status, response.read())
-        if connection.sock is not None:
-            left = self._left()
-            connection.sock.settimeout(None if math.isinf(left) else max(left, 0.001))
-        buffer = b""
-        for chunk in response.read_chunked(decode_content=False):
-            *lines, buffer = (buffer + chunk).split(b"\n")
-            for line in lines:
-                if line:
-                    yield read_answer("watch", endpoint, 200, line)
+            messages.read_answer("watch", endpoint, response.status, response.read())
+        left = self._left()
+        line.settimeout(None if math.isinf(left) else max(left, 0.001))
+        for message in response:
+            if message.strip():
+                yield messages.read_answer("watch", endpoint, 200, message)
 
     def _events(self, message: dict[str, Any], endpoint: Endpoint) -> Iterator[Event]:
         result = message.get("result", {})
         if result.get("canceled"):
-            compacted = int(result.get("compact_revision", 0))
-            if compacted:
-                raise EtcdCompacted(f"{endpoint}: watch: revisions before {compacted} are gone", compacted)
-            reason = str(result.get("cancel_reason", "canceled"))
-            raise refusal("watch", endpoint, 7 if "permission" in reason else 2, reason)
+            kept = int(result.get("compact_revision", 0))
+            reason = (
+                f"compacted: {kept} is the first" if kept else str(result.get("cancel_reason", "canceled"))
+            )
+            raise messages.refusal("watch", endpoint, 7 if "permission" in reason else 2, reason)
         kv = None
         for event in result.get("events", []):
             kv = KeyValue.parse(event["kv"])
             yield Event(kv.key, None if event.get("type") == "DELETE" else kv.value, kv.mod_revision)
         if kv is not None:  # all writes of a revision come in one message
             self._start = kv.mod_revision + 1
-
-
-# What a thread that listens is told: a write; None if it has to look again; an error to raise.
-_Listener = queue.SimpleQueue[Event | None | Exception]
 
 
 class StandingWatch:
@@ -226,8 +212,9 @@ class StandingWatch:
     ) -> None:
         self._client = client
         self._lock = threading.Lock()
-        self._present = {kv.key: Event(kv.key, kv.value, kv.mod_revision) for kv in present}
-        self._listeners: dict[_Listener, frozenset[bytes]] = {}
+        self._said: dict[bytes, Future[bytes | None]] = {}
+        for kv in present:
+            self._tell(Event(kv.key, kv.value, kv.mod_revision))
         self.ended = False
         """Whether it follows nothing any more: those who waited were told to look again, with another one."""
         self._why: Exception | None = None
@@ -241,25 +228,16 @@ class StandingWatch:
         for thread in self._threads:
             thread.start()
 
-    @contextlib.contextmanager
-    def listening(self, keys: Iterable[bytes]) -> Iterator[_Listener]:
-        """A block in which a thread is told which of some keys are there, or are written.
+    def hear(self, key: bytes) -> Future[bytes | None]:
+        """What one of the keys says, as soon as it is there.
 
-        Yields:
-            A queue of writes; None if one has to look again to know; or an error to raise.
+        None if one has to look again to know; or an error.
         """
-        listener: _Listener = queue.SimpleQueue()
         with self._lock:
-            self._listeners[listener] = wanted = frozenset(keys)
-            for key in wanted & self._present.keys():
-                listener.put(self._present[key])
+            said = self._said.setdefault(key, Future())
             if self.ended:
-                listener.put(self._why)
-        try:
-            yield listener
-        finally:
-            with self._lock:
-                del self._listeners[listener]
+                self._release()
+            return said
 
     def await_write(self, span: Span, start: int, seconds: float) -> bool:
         """Waits, in this thread, until another key is written from a revision on.
@@ -302,101 +280,22 @@ class StandingWatch:
 
     def _tell(self, event: Event) -> None:
         with self._lock:
-            if event.value is None:
-                self._present.pop(event.key, None)
-                return
-            self._present[event.key] = event
-            for listener, keys in self._listeners.items():
-                if event.key in keys:
-                    listener.put(event)
+            if event.key in self._said and self._said[event.key].done():
+                del self._said[event.key]  # those who waited for it have it
+            if event.value is not None:
+                self._said.setdefault(event.key, Future()).set_result(event.value)
 
     def _end(self, how: Exception | None) -> None:
         with self._lock:
             self.ended, self._why = True, self._why or how
-            for listener in self._listeners:
-                listener.put(how)
+            self._release()
             watches = [*self._watches]
         for watch in watches:
             watch.close()
 
-
-class Waiting:
-    """Waits of one thread for keys; see `StandingWatch` for those that wake somebody.
-
-    Args:
-        client: of etcd.
-        standing: the standing watch; None where there is none any more.
-        look: reads keys that may be there: the revision as of which it did so, and what those hold that are.
-        deadline: as `time.monotonic` gives it, until when to wait.
-    """
-
-    def __init__(
-        self,
-        client: EtcdClient,
-        standing: Callable[[], StandingWatch | None],
-        look: Callable[[Sequence[Span]], tuple[int, dict[Span, bytes]]],
-        deadline: float,
-    ) -> None:
-        self._client = client
-        self._standing = standing
-        self._look = look
-        self._deadline = deadline
-
-    def for_wakes(self, spans: Iterable[Span]) -> tuple[dict[Span, bytes], set[Span]]:
-        """Waits for keys that are written to wake somebody.
-
-        Returns:
-            What those hold that were seen, and which ones were not written in time.
-        """
-        missing, said = set(spans), dict[Span, bytes]()
-        while missing and (standing := self._standing()) is not None:
-            places = {span.key: span for span in missing}
-            with standing.listening(places) as listener:
-                while missing:
-                    remaining = self._deadline - time.monotonic()
-                    try:
-                        woken = listener.get(timeout=max(0.0, min(remaining, LOOK_AGAIN)))
-                    except queue.Empty:
-                        # What was written just now may not have been told yet.
-                        said |= self._look([*missing])[1]
-                        missing -= said.keys()
-                        if remaining <= LOOK_AGAIN:
-                            return said, missing
-                        continue
-                    if woken is None:
-                        break
-                    if isinstance(woken, Exception):
-                        raise woken
-                    said[places[woken.key]] = woken.value or b""
-                    missing.discard(places[woken.key])
-        return said, self.for_each(missing)
-
-    def for_each(self, spans: Iterable[Span]) -> set[Span]:
-        """Waits for keys, one after the other; returns those that were not written in time.
-
-        Each is watched from the first look on: one that is written and deleted meanwhile has been there.
-        """
-        missing, since = set(spans), dict[Span, int]()
-        while missing:
-            revision, found = self._look([*missing])
-            missing -= found.keys()
-            remaining = self._deadline - time.monotonic()
-            if not missing or remaining <= 0:
-                break
-            for span in missing:
-                since.setdefault(span, revision + 1)
-            span = min(missing)
-            try:
-                if self._is_written(span, since[span], min(remaining, LOOK_AGAIN)):
-                    missing.discard(span)
-                else:
-                    del since[span]
-            except EtcdCompacted:
-                since.clear()
-        return missing
-
-    def _is_written(self, span: Span, start: int, seconds: float) -> bool:
-        standing = self._standing()
-        if standing is not None:
-            return standing.await_write(span, start, seconds)
-        return Watch(self._client, span, start, deletes=False).first(seconds) is not None
+    def _release(self) -> None:
+        for said in self._said.values():
+            if not said.done() and self._why is None:
+                said.set_result(None)
+            elif not said.done():
+                said.set_exception(self._why)

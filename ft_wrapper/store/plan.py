@@ -46,13 +46,8 @@ class StorePlan:
     chosen: bool = False
     plain: Mapping[str, Any] | None = None
 
-    @property
-    def may_be_hosted(self) -> bool:
-        """Whether a rank of the job may host the store: its monitor, then."""
-        return self.port is not None
-
     def open_server(self) -> TCPStoreServer:
-        """Hosts the store in this process, a rank's monitor; `may_be_hosted` says whether that is possible.
+        """Hosts the store in this process, a rank's monitor; only where there is a `port`.
 
         Raises:
             StoreError: the port is taken.
@@ -69,7 +64,7 @@ class StorePlan:
         Raises:
             StoreError: the store cannot be reached.
         """
-        return self.may_be_hosted and isinstance(store, TCPStore) and store.is_hosted_by_rank()
+        return self.port is not None and isinstance(store, TCPStore) and store.is_hosted_by_rank()
 
     def is_served(self, *, by_rank: bool) -> bool:
         """Whether a store of this job answers already where one was to be hosted, and not a stranger.
@@ -128,9 +123,8 @@ def connect_etcd(address: EtcdAddress, timeout: timedelta, *, begins: bool = Fal
     """
     from .etcd import EtcdStore  # only now: it needs a library that comes with an extra
 
-    login = etcd_login()
-    given = dataclasses.asdict(address) | {"timeout": timeout, "ttl": timedelta(seconds=address.ttl)}
-    return EtcdStore(**given, user=login.get("user"), password=login.get("password"), begins=begins)
+    given = dataclasses.asdict(address) | etcd_login() | {"ttl": timedelta(seconds=address.ttl)}
+    return EtcdStore(**given, timeout=timeout, begins=begins)
 
 
 def plan_store(

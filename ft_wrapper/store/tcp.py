@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import logging
@@ -11,20 +12,19 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import tenacity
-from torch._C._distributed_c10d import Store
 from torch._C._distributed_c10d import TCPStore as TorchTCPStore
 from torch.distributed import DistError, DistNetworkError
 
 from .._files import check_open_files
 from ..exception import StoreError, TimeoutError
 from ..protocol.keys import LIFE
-from ..protocol.operations import to_text
+from ..protocol.operations import Operations, to_text
 from .address import host_port, listening_address, tcp_address
 from .bounded import call_in_thread
-from .holding import HoldingStore
+from .mixin import DEFAULT_TIMEOUT, HoldingStore
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ _NEVER = "\x00no key holds this"
 # Of a server, not of a job that uses it, so it has no namespace: that a rank's monitor hosts it.
 _HOSTED_BY_RANK = "ft_wrapper/hosted_by_rank"
 _BACKLOG = 4096  # all ranks of a job come at once
-DEFAULT_TIMEOUT = timedelta(seconds=30)
 _MOST_UNANSWERED = 64
 # Where the server goes while torch's client connects, that takes up to three times its timeout to say so. So
 # attempts are short, but each twice as long as the one before, for a server that thousands come to at once.
@@ -89,7 +88,7 @@ class TCPStore(HoldingStore):
     ) -> None:
         self.host_name, self.port = tcp_address(host_name, port)
         self.patience = timeout.total_seconds()
-        self._unanswered: list[Callable[[Store], None]] = []
+        self._unanswered: list[Callable[[Operations], None]] = []
         self._loss = _Loss()
         wait_for_port(self.host_name, self.port, self.patience)
 
@@ -123,14 +122,8 @@ class TCPStore(HoldingStore):
         return self._do(f"check {_HOSTED_BY_RANK}", lambda store: store.check([_HOSTED_BY_RANK]))
 
     def clone(self) -> TCPStore:
-        other = TCPStore.__new__(TCPStore)
-        other.host_name, other.port = self.host_name, self.port
-        other.patience, other._life = self.patience, self._life
-        other._unanswered = []
-        other._loss = self._loss
-        other.namespace = self.namespace
-        other._place = self._place
-        other._store = self._store.clone()  # type: ignore[attr-defined]
+        other = copy.copy(self)
+        other._store, other._unanswered, other._observer = self._store.clone(), [], None
         return other
 
     def _read(self, key: str) -> str | None:
@@ -139,17 +132,7 @@ class TCPStore(HoldingStore):
         value = self.compare_set(key, _NEVER, _NEVER)
         return None if value == _NEVER.encode() else to_text(value, key)
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._tell(f"set {key}", lambda store: store.set(self._full(key), value))  # type: ignore[arg-type]
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._tell(f"append {key}", lambda store: store.append(self._full(key), value))  # type: ignore[attr-defined]
-
-    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        full = self._all_full(keys)
-        self._tell(f"multi_set {keys}", lambda store: store.multi_set(full, values))  # type: ignore[attr-defined]
-
-    def _do(self, what: str, operation: Callable[[Store], T]) -> T:
+    def _do(self, what: str, operation: Callable[[Operations], T]) -> T:
         """Carries out an operation that the server answers."""
         try:
             result = operation(self._store)
@@ -159,7 +142,7 @@ class TCPStore(HoldingStore):
         self._unanswered.clear()
         return result
 
-    def _tell(self, what: str, operation: Callable[[Store], None]) -> None:
+    def _tell(self, what: str, operation: Callable[[Operations], None]) -> None:
         """Carries out an operation that the server does not answer.
 
         On a connection that is lost already the first of them seems to succeed. So they are kept until an
@@ -173,7 +156,7 @@ class TCPStore(HoldingStore):
         if len(self._unanswered) >= _MOST_UNANSWERED:
             self.check([LIFE])
 
-    def _repeat(self, what: str, operation: Callable[[Store], T], error: Exception) -> T:
+    def _repeat(self, what: str, operation: Callable[[Operations], T], error: Exception) -> T:
         if self._loss.noted:
             self._look_again()
         log.warning("%r: lost during %s, trying again: %s", self, what, error)
@@ -200,7 +183,7 @@ class TCPStore(HoldingStore):
             raise StoreError(self._loss.noted) from error
         self._loss.noted = ""
 
-    def _reconnect_and_do(self, operation: Callable[[Store], T], tried: tenacity.RetryCallState) -> T:
+    def _reconnect_and_do(self, operation: Callable[[Operations], T], tried: tenacity.RetryCallState) -> T:
         fresh = self._open(self.timeout, tried)
         if self._read_life(fresh) != self._life:
             raise StoreError(f"store at {self._where} came back without its contents; this job cannot go on")
@@ -216,7 +199,7 @@ class TCPStore(HoldingStore):
             wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
         )
 
-    def _open(self, timeout: timedelta, tried: tenacity.RetryCallState) -> TorchTCPStore:
+    def _open(self, timeout: timedelta, tried: tenacity.RetryCallState) -> Operations:
         """Makes a connection, in one attempt.
 
         Args:
@@ -238,9 +221,9 @@ class TCPStore(HoldingStore):
             wait_for_workers=False,
         )
         client.set_timeout(timeout)
-        return client
+        return cast(Operations, client)
 
-    def _read_life(self, store: Store) -> bytes:
+    def _read_life(self, store: Operations) -> bytes:
         """The nonce written once in a store's life; the first client writes it."""
         nonce = socket.gethostname() + "-" + os.urandom(6).hex()
         store.compare_set(self._full(LIFE), "", nonce)

@@ -17,7 +17,7 @@ from training import Training
 
 from ft_wrapper.run import main
 from ft_wrapper.store import EtcdStore
-from ft_wrapper.store.etcd_messages import Span, put
+from ft_wrapper.store.etcd_messages import Span, Transaction, put
 from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer
 from ft_wrapper.testing.etcd_server import EtcdNotFound, EtcdTLS, free_port
@@ -300,7 +300,7 @@ def test_no_majority_at_the_beginning(end_of: Callable[[str], str], members: Etc
 
 def test_somebody_else_s_keys(end_of: Callable[[str], str], members: EtcdServer) -> None:
     with contextlib.closing(members.get_client()) as client:
-        client.transaction([], [put(b"ft_wrapper/job/life", b"somebody's")])
+        client.transaction(Transaction("put", [put(b"ft_wrapper/job/life", b"somebody's")]))
     assert "another program uses this prefix" in end_of(members.endpoints)
 
 

@@ -21,7 +21,7 @@ from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.outputs import Logs
 from ft_wrapper.agent.process import Job
 from ft_wrapper.rank_assignment import ActivateAllRanks, MaxActiveWorldSize
-from ft_wrapper.rendezvous.settings import Identity, Settings, TcpOptions, read_parameters
+from ft_wrapper.rendezvous.settings import Identity, Settings, read_parameters
 from ft_wrapper.run import main, meet
 from ft_wrapper.testing.etcd_server import free_port
 
@@ -41,9 +41,11 @@ def parsed(*arguments: str) -> Options:
     return parse_args([*arguments, "--no-python", "true"])
 
 
-def read(options: Options) -> tuple[Settings, Identity, TcpOptions]:
+def read(options: Options) -> tuple[Settings, Identity, bool | None]:
+    """Settings, identity, and whether this node hosts the store."""
     assert options.meeting is not None
-    return read_parameters(options.meeting.parameters)
+    given = options.meeting.parameters
+    return *read_parameters(given), given.get_as_bool("is_host")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -103,9 +105,9 @@ def test_the_static_line(rank: str) -> None:
     options = parsed(*STATIC, "--node-rank", rank)
     assert options.meeting is not None
     assert (options.meeting.parameters.backend, options.meeting.parameters.endpoint) == ("ft", "head:29501")
-    settings, identity, tcp = read(options)
+    settings, identity, is_host = read(options)
     assert (settings.min_nodes, settings.max_nodes, identity.node_id) == (2, 2, rank)
-    assert tcp.is_host is (rank == "0"), "node 0 hosts, whatever the name of the master leads to"
+    assert is_host is (rank == "0"), "node 0 hosts, whatever the name of the master leads to"
 
 
 def test_the_static_line_without_all_of_it() -> None:
@@ -114,8 +116,8 @@ def test_the_static_line_without_all_of_it() -> None:
     assert meets_at("--master-addr", "[::1]") == "[::1]:29500"
     # Given, it comes first, as with torchrun.
     assert meets_at("--master-addr", "head", "--rdzv-endpoint", "other:1") == "other:1"
-    _, identity, tcp = read(parsed("--nnodes", "2", "--master-addr", "head"))
-    assert (identity.node_id, tcp.is_host) == (None, None)
+    _, identity, is_host = read(parsed("--nnodes", "2", "--master-addr", "head"))
+    assert (identity.node_id, is_host) == (None, None)
 
 
 def meets_at(*options: str) -> str:
@@ -125,12 +127,12 @@ def meets_at(*options: str) -> str:
 
 
 def test_node_rank_is_an_id_only_where_the_endpoint_is_not_the_master() -> None:
-    _, identity, tcp = read(parsed(*MEET, "--node-rank", "0"))
-    assert (identity.node_id, tcp.is_host) == ("0", None)
-    _, _, tcp = read(parsed(*MEET, "--node-rank", "0", "--rdzv-backend", "static"))
-    assert tcp.is_host is True
-    _, _, tcp = read(parsed(*STATIC, "--node-rank", "0", "--rdzv-conf", "is_host=false"))
-    assert tcp.is_host is False, "said in words"
+    _, identity, is_host = read(parsed(*MEET, "--node-rank", "0"))
+    assert (identity.node_id, is_host) == ("0", None)
+    _, _, is_host = read(parsed(*MEET, "--node-rank", "0", "--rdzv-backend", "static"))
+    assert is_host is True
+    _, _, is_host = read(parsed(*STATIC, "--node-rank", "0", "--rdzv-conf", "is_host=false"))
+    assert is_host is False, "said in words"
     _, identity, _ = read(parsed(*MEET, "--node-rank", "1", "--node-id", "1"))
     assert identity.node_id == "1"
 

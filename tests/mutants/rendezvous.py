@@ -13,8 +13,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "presence",
         "wrong-neighbour",
-        "[*everybody[here + 1 :], *everybody[:here]]\n\n\ndef neighbours",
-        "[*everybody[here + 2 :], *everybody[:here]]\n\n\ndef neighbours",
+        "[*everybody[here + 1 :], *everybody[:here]]\n\n\ndef nearest",
+        "[*everybody[here + 2 :], *everybody[:here]]\n\n\ndef nearest",
         "each node is watched by the two in front of it",
     ),
     _of(
@@ -84,21 +84,21 @@ RENDEZVOUS: list[Mutant] = [
         "presence",
         "does-not-read-the-record-after-a-wait-in-vain",
         "self._board.learn(woken or self._register.read())",
-        "self._board.learn(woken or known)",
+        "woken and self._board.learn(woken)",
         "the key that it waits for may be gone",
     ),
     _of(
         "presence",
         "waits-without-a-limit",
-        "self._register.wait(known.record.version, LOOK_AGAIN)",
-        "self._register.wait(known.record.version, 14 * 24 * 3600.0)",
+        "self._register.wait(known.version, LOOK_AGAIN)",
+        "self._register.wait(known.version, 14 * 24 * 3600.0)",
         "the key that it waits for may be gone",
     ),
     _of(
         "presence",
         "passes-over-a-change",
-        "known.record.version > self._told",
-        "known.record.version > self._told + 1",
+        "known.version > self._told",
+        "known.version > self._told + 1",
         "the agent is told each record",
     ),
     _of(
@@ -167,8 +167,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "executor",
         "takes-nobody-out",
-        "if not may_unseat(record, self.node, silent)",
-        "if may_unseat(record, self.node, silent)",
+        "if not moves.may_unseat(record, self.node, silent)",
+        "if moves.may_unseat(record, self.node, silent)",
         "silent nodes are taken out",
     ),
     _of(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from exhaustive.search import Count, Search
 from exhaustive.states import StateScheduler
-from simulated_nodes import StoreBoard, check_change, check_record
+from simulated_nodes import StoreBoard, check_change, check_record, neighbours
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -26,7 +26,6 @@ from ft_wrapper.agent.nodes import What
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.moves import adopt_rank_policy
 from ft_wrapper.rendezvous.operations import nodes_waiting
-from ft_wrapper.rendezvous.presence import neighbours
 from ft_wrapper.rendezvous.record import Admission, Node, Place, Record, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import RECORD_KEY, Board, Register, Snapshot, log_key
 from ft_wrapper.rendezvous.settings import Settings

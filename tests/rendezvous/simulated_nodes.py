@@ -15,13 +15,18 @@ from ft_wrapper.protocol.operations import Beat, Step
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.moves import adopt_rank_policy
 from ft_wrapper.rendezvous.operations import nodes_waiting
-from ft_wrapper.rendezvous.presence import Heart, Watcher
+from ft_wrapper.rendezvous.presence import Heart, Watcher, nearest, ring
 from ft_wrapper.rendezvous.record import Node, Place, Record, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import RECORD_KEY, Board, Register, Snapshot
 from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.testing import Scheduler, Task
 from ft_wrapper.testing.clock import Waiter
 from ft_wrapper.testing.defaults import SimulatedStore
+
+
+def neighbours(record: Record, node: Node) -> list[Node]:
+    """The nodes that this one watches while nothing is wrong."""
+    return nearest(record, ring(record, node))
 
 
 class StoreBoard(Board):

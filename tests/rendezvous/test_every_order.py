@@ -13,7 +13,7 @@ import pytest
 from exhaustive.search import Search
 from explored_nodes import CLOSE, CRASH, EXIT, FAILURE, LATE, SUSPECT, ExploredJob, Job, search
 
-from ft_wrapper.rendezvous import executor, moves, operations
+from ft_wrapper.rendezvous import moves, operations
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.operations import Announced
 from ft_wrapper.rendezvous.record import Admission, Record, RoundPolicy, Seat, digest
@@ -111,7 +111,7 @@ def believes_that_it_has_left(patch: pytest.MonkeyPatch) -> None:
 def takes_entries_again(patch: pytest.MonkeyPatch) -> None:
     right = moves.fold
     patch.setattr(
-        executor, "fold", lambda record, entries: right(dataclasses.replace(record, folded=0), entries)
+        moves, "fold", lambda record, entries: right(dataclasses.replace(record, folded=0), entries)
     )
 
 
@@ -121,7 +121,7 @@ def takes_entries_though_all_is_over(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(after, closed=record.closed)
 
     right = moves.fold
-    patch.setattr(executor, "fold", fold)
+    patch.setattr(moves, "fold", fold)
 
 
 def is_not_final(patch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def is_not_final(patch: pytest.MonkeyPatch) -> None:
         return right(dataclasses.replace(record, closed=False), entries)
 
     right = moves.fold
-    patch.setattr(executor, "fold", fold)
+    patch.setattr(moves, "fold", fold)
 
 
 def sets_instead_of_comparing(patch: pytest.MonkeyPatch) -> None:
@@ -147,15 +147,15 @@ def sets_instead_of_comparing(patch: pytest.MonkeyPatch) -> None:
 
 
 def takes_out_though_it_is_out_itself(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(executor, "may_unseat", lambda record, node, silent: not record.closed)
+    patch.setattr(moves, "may_unseat", lambda record, node, silent: not record.closed)
 
 
 def takes_out_though_it_is_a_spare(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(executor, "may_unseat", lambda record, node, silent: record.place_of(node) is not None)
+    patch.setattr(moves, "may_unseat", lambda record, node, silent: record.place_of(node) is not None)
 
 
 def spares_never_take_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(executor, "may_unseat", lambda record, node, silent: record.seat_of(node) is not None)
+    patch.setattr(moves, "may_unseat", lambda record, node, silent: record.seat_of(node) is not None)
 
 
 def takes_a_seat_that_is_taken(patch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,17 @@ def begins_a_round_while_the_last_one_is_on(patch: pytest.MonkeyPatch) -> None:
 
 def gives_ranks_by_order_only(patch: pytest.MonkeyPatch) -> None:
     """All seats of a round have rank 0."""
-    patch.setattr(moves, "_ranks", lambda seats: [0] * len(seats))
+
+    def complete(record: Record) -> Record:
+        done = right(record)
+        if done is record:
+            return record
+        return dataclasses.replace(
+            done, seats=tuple(dataclasses.replace(seat, group_rank=0) for seat in done.seats)
+        )
+
+    right = moves.complete
+    patch.setattr(moves, "complete", complete)
 
 
 def waits_for_others_to_take_the_log(patch: pytest.MonkeyPatch) -> None:

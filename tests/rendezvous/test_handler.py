@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ft_wrapper.protocol.operations import read
-from ft_wrapper.rendezvous import workers as workers_module
+from ft_wrapper.rendezvous import backends
 from ft_wrapper.rendezvous.backends import Backend, EtcdBackend, TcpBackend
 from ft_wrapper.rendezvous.handler import (
     EtcdRendezvousHandler,
@@ -35,7 +35,7 @@ from ft_wrapper.rendezvous.handler import (
 )
 from ft_wrapper.rendezvous.record import Record, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import RECORD_KEY, alive_key, endpoint_key
-from ft_wrapper.rendezvous.settings import Identity, Settings, TcpOptions
+from ft_wrapper.rendezvous.settings import Identity, Settings
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.testing import EtcdServer, FakeStore
@@ -307,7 +307,7 @@ def test_garbage_in_the_record_names_the_key(nodes: Nodes) -> None:
 
 def test_lost_store_is_an_error() -> None:
     server = TCPStoreServer(0)
-    backend = TcpBackend(f"localhost:{server.port}", TcpOptions(read_timeout=0.5))
+    backend = TcpBackend(f"localhost:{server.port}", read_timeout=0.5)
     settings = Settings("job", 1, 1, keep_alive_interval=0.1, last_call_timeout=0.0)
     handler = FtRendezvousHandler(settings, Identity("0", "localhost"), backend)
     handler.next_rendezvous()
@@ -370,7 +370,7 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
     def interrupt(signum: int, frame: object) -> None:
         raise Interrupted
 
-    main, wait = threading.get_ident(), workers_module.call_in_thread
+    main, wait = threading.get_ident(), backends.call_in_thread
 
     def interrupted(function: Callable[[], bool], what: str) -> bool:
         def signalled() -> bool:
@@ -385,7 +385,7 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
     )
     at = RendezvousStoreInfo("localhost", 1)
     monkeypatch.setattr(host._workers, "open", lambda *arguments: opened.wait(TIMEOUT) and at)
-    monkeypatch.setattr(workers_module, "call_in_thread", interrupted)
+    monkeypatch.setattr(backends, "call_in_thread", interrupted)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         hosting = nodes.join(host)

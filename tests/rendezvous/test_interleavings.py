@@ -14,7 +14,7 @@ import pytest
 from simulated_nodes import SimulatedNode, World, check_settled, random_world
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from ft_wrapper.rendezvous import executor, moves, operations
+from ft_wrapper.rendezvous import moves, operations
 from ft_wrapper.rendezvous.moves import adopt_rank_policy
 from ft_wrapper.rendezvous.record import Admission, Record, RoundPolicy
 from ft_wrapper.rendezvous.settings import Settings
@@ -199,7 +199,7 @@ def test_finds_that_entries_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> 
         return right(dataclasses.replace(record, folded=0), entries)
 
     right = moves.fold
-    monkeypatch.setattr(executor, "fold", takes_all)
+    monkeypatch.setattr(moves, "fold", takes_all)
     assert finds(range(200))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from simulated_nodes import neighbours
 
 from ft_wrapper.rendezvous.moves import may_unseat
-from ft_wrapper.rendezvous.presence import NodeWatch, neighbours
+from ft_wrapper.rendezvous.presence import NodeWatch
 from ft_wrapper.rendezvous.record import Node, Record, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import alive_key
 from ft_wrapper.testing import FakeStore

@@ -10,13 +10,13 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from ft_wrapper.rendezvous.backends import TcpBackend
 from ft_wrapper.rendezvous.settings import (
-    EtcdOptions,
     Identity,
     Settings,
-    TcpOptions,
+    etcd_address,
     node_id_from_environment,
     parameters_from_url,
     read_parameters,
+    read_timeout,
 )
 from ft_wrapper.store import TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
@@ -27,14 +27,13 @@ def parameters(**config: object) -> RendezvousParameters:
 
 
 def test_reads_what_torchrun_hands_over() -> None:
-    settings, identity, tcp = read_parameters(
+    settings, identity = read_parameters(
         parameters(timeout=900, join_timeout="60", keep_alive_max_attempt="2", is_host="0", node_id="7")
     )
     assert (settings.run_id, settings.min_nodes, settings.max_nodes) == ("job", 1, 2)
     assert (settings.join_timeout, settings.last_call_timeout) == (60.0, 30.0)
     assert settings.keep_alive_timeout == 10.0
     assert identity == Identity("7", "here")
-    assert tcp == TcpOptions(is_host=False)
 
 
 def test_reads_a_url() -> None:
@@ -51,11 +50,11 @@ def test_reads_where_etcd_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("ETCDCTL_USER", "ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"):
         monkeypatch.delenv(variable, raising=False)
     # Programs pass is_host to any backend; torch's etcd takes it too.
-    settings, _, options = read_parameters(
-        etcd("is_host=1&timeout=5&etcd_prefix=/team/&cacert=ca.pem&ttl=60")
-    )
+    read = etcd("is_host=1&timeout=5&etcd_prefix=/team/&cacert=ca.pem&ttl=60")
+    settings, _ = read_parameters(read)
     assert (settings.run_id, settings.max_nodes, settings.join_timeout) == ("my job", 3, 5.0)
-    assert options == EtcdOptions(EtcdAddress("a:2379,b:1", "team/my job", ca="ca.pem", ttl=60))
+    assert etcd_address(read) == EtcdAddress("a:2379,b:1", "team/my job", ca="ca.pem", ttl=60)
+    assert read_timeout(read) == 60.0
 
 
 @pytest.mark.parametrize(
@@ -139,13 +138,13 @@ def test_first_node_of_a_machine_hosts_the_store_and_the_next_one_uses_it() -> N
 def test_endpoints_that_do_not_work() -> None:
     server = TCPStoreServer(0)
     with pytest.raises(RendezvousConnectionError, match="must host the store, and cannot"):
-        TcpBackend(f"localhost:{server.port}", TcpOptions(is_host=True))
+        TcpBackend(f"localhost:{server.port}", is_host=True)
     port = server.port
     server.close()
     with pytest.raises(RendezvousConnectionError, match=f"localhost:{port}.*cannot be reached"):
-        TcpBackend(f"localhost:{port}", TcpOptions(is_host=False, read_timeout=0.1))
+        TcpBackend(f"localhost:{port}", is_host=False, read_timeout=0.1)
     with pytest.raises(ValueError, match="port 0 lets the host"):
-        TcpBackend("localhost:0", TcpOptions(is_host=False))
+        TcpBackend("localhost:0", is_host=False)
 
 
 def test_entry_point_imports_nothing_of_torch_elastic() -> None:

@@ -10,17 +10,17 @@ import threading
 from typing import Any
 
 from ft_wrapper.store.etcd_client import EtcdClient
-from ft_wrapper.store.etcd_messages import Span, delete, put
+from ft_wrapper.store.etcd_messages import Span, Transaction, delete, put
 
 
 def write(client: EtcdClient, key: bytes, value: bytes, lease: int = 0) -> int:
     """Writes a key; returns the store's revision by it."""
-    return client.transaction([], [put(key, value, lease)], what="put").revision
+    return client.transaction(Transaction("put", [put(key, value, lease)])).revision
 
 
 def erase(client: EtcdClient, span: Span) -> int:
     """Deletes keys; returns how many."""
-    return client.transaction([], [delete(span)], what="delete").answers[0].number
+    return client.transaction(Transaction("delete", [delete(span)])).answers[0].number
 
 
 def ask(client: EtcdClient, path: str, body: dict[str, Any]) -> dict[str, Any]:

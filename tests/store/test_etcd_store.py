@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +24,7 @@ from ft_wrapper.protocol import keys as names
 from ft_wrapper.protocol.operations import append_counted, read, read_log
 from ft_wrapper.store import EtcdStore, PrefixStore, StoreMixin, plan_store
 from ft_wrapper.store.etcd_messages import Span
-from ft_wrapper.store.etcd_watch import Waiting, Watch
+from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer
 
 TIMEOUT = timedelta(seconds=30)
@@ -432,9 +431,9 @@ def test_wait_goes_on_when_members_fail(cluster: EtcdServer, make: Make, how: st
         cluster.restart(index) if how == "kill" else cluster.resume(index)
 
 
-@pytest.mark.parametrize("is_standing", [True, False])
+@pytest.mark.parametrize("is_closed", [True, False])
 def test_wait_looks_again_when_what_it_missed_is_compacted(
-    etcd: EtcdServer, make: Make, is_standing: bool
+    etcd: EtcdServer, make: Make, is_closed: bool
 ) -> None:
     store = make(etcd.endpoints)
     store.set("k", "1")
@@ -443,10 +442,11 @@ def test_wait_looks_again_when_what_it_missed_is_compacted(
     last = client.read(span)[0].mod_revision
     ask(client, "kv/compaction", {"revision": str(last)})
     client.close()
-    standing = store._etcd.standing_watch(store._keys.all(names.WAKE), 30.0) if is_standing else None
     looks = [(last, {span: b"2"}), (0, {})]  # the second one first
-    waiting = Waiting(store._etcd.client, lambda: standing, lambda _: looks.pop(), time.monotonic() + 60.0)
-    assert Background(lambda: waiting.for_each([span])).join() == set()
+    store._look = lambda what, spans: looks.pop()  # type: ignore[method-assign, assignment]
+    if is_closed:
+        store.close()
+    Background(lambda: store.wait(["k"], timedelta(seconds=60))).join()
     assert looks == []
 
 
@@ -454,13 +454,13 @@ def test_threads_that_wait_to_be_woken_cost_no_traffic(
     relay: Relay, etcd: EtcdServer, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for a look in ten seconds: neither while they wait, nor when one of them is woken."""
-    monkeypatch.setattr("ft_wrapper.store.etcd_watch.LOOK_AGAIN", 600.0)
+    monkeypatch.setattr("ft_wrapper.store.etcd.LOOK_AGAIN", 600.0)
     store, other, number = make(relay.endpoint), make(etcd.endpoints), 20
     relay.wait_for("lease/keepalive", 1)
     before = relay.requests.count("kv/txn")
     clients = [store.clone() for _ in range(number)]
     waiting = [
-        Background(lambda client=client, one=one: client.wait([f"{names.WAKE}{one}"]))  # type: ignore[misc]
+        Background(lambda client=client, one=one: client.hear(f"{names.WAKE}{one}", 60.0))  # type: ignore[misc]
         for one, client in enumerate(clients)
     ]
     relay.wait_for("kv/txn", before + 1)  # what is there, and as of when to watch
@@ -468,7 +468,7 @@ def test_threads_that_wait_to_be_woken_cost_no_traffic(
     blocked = len(relay.requests)
     for one in reversed(range(number)):
         other.set(f"{names.WAKE}{one}", "1")
-        assert waiting[one].join() is None
+        assert waiting[one].join() == "1"
         assert relay.requests[blocked:] == []
 
 
@@ -486,9 +486,9 @@ def test_wait_after_a_compaction_costs_no_more(relay: Relay, etcd: EtcdServer, m
     # What is there, and as of when to watch; wakes, and the end of the job; whether it is there in the end.
     assert sorted(relay.requests[before:]) == [*["kv/txn"] * 2, *["watch"] * 2]
     other = make(etcd.endpoints)
-    waiting = Background(lambda: store.wait([f"{names.WAKE}k"]))
+    waiting = Background(lambda: store.hear(f"{names.WAKE}k", 60.0))
     other.set(f"{names.WAKE}k", "1")
-    assert waiting.join() is None
+    assert waiting.join() == "1"
 
 
 # The life of a job

@@ -10,7 +10,8 @@ from torch.distributed import DistStoreError
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import keys
 from ft_wrapper.protocol.agreement import Agreement
-from ft_wrapper.store import EtcdStore, HeartbeatObserver, Member, StoreMixin
+from ft_wrapper.protocol.evidence import HeartbeatObserver
+from ft_wrapper.store import EtcdStore, Member, StoreMixin
 from ft_wrapper.testing import Clock, FakeStore
 
 TIMEOUT = 10.0

@@ -13,11 +13,12 @@ from ft_wrapper.exception import StoreError, TimeoutError
 from ft_wrapper.protocol import keys
 from ft_wrapper.protocol.agreement import Agreement
 from ft_wrapper.protocol.housekeeping import delete_past
+from ft_wrapper.protocol.joining import Entry
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.protocol.records import DONE, FAULT, Decision
 from ft_wrapper.rank_assignment import RankDiscarded
 from ft_wrapper.settings import Limits, OnJoin
-from ft_wrapper.store import Entry, Member, StoreMixin, View
+from ft_wrapper.store import Member, StoreMixin, View
 from ft_wrapper.testing import FakeStore
 
 LIMITS = Limits(

@@ -22,7 +22,7 @@ SECOND = timedelta(seconds=1)
 def expect_timeout(store: StoreMixin, function: object) -> DistStoreError:
     """Runs something that waits in vain; turns the clock where it is virtual."""
     waiting = Background(function)  # type: ignore[arg-type]
-    inner = store._inner if isinstance(store, PrefixStore) else store
+    inner = store._store if isinstance(store, PrefixStore) else store
     if isinstance(inner, FakeStore):
         inner.clock.wait_for_sleepers(1)
         inner.clock.advance(60.0)

@@ -299,7 +299,7 @@ def test_client_knows_whether_a_rank_hosts_the_store(by_rank: bool, namespace: s
     plan = plan_store(TCPStore, arguments, LONG)
     store = plan.connect()
     try:
-        assert plan.may_be_hosted and plan.chosen
+        assert plan.port is not None and plan.chosen
         assert plan.is_hosted_by_rank(store) is by_rank
     finally:
         store.close()
@@ -312,8 +312,8 @@ def test_plan_says_whether_its_address_was_chosen(monkeypatch: pytest.MonkeyPatc
     derived = plan_store(TCPStore, {"timeout": LONG}, LONG)
     monkeypatch.setenv("FT_WRAPPER_STORE", "127.0.0.1:29501")
     announced = plan_store(TCPStore, None, LONG)
-    assert (derived.may_be_hosted, derived.chosen) == (True, False)
-    assert (announced.may_be_hosted, announced.chosen) == (False, False)
+    assert derived.port is not None and not derived.chosen
+    assert announced.port is None and not announced.chosen
 
 
 # The limit of open files
