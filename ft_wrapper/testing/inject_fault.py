@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .. import events
-from .._arguments import as_limit
 from ..finalize import Finalize
 from ..initialize import Initialize
+from ..settings import as_limit
 from ..state import FrozenState
 
 E = TypeVar("E", bound=enum.Enum)

@@ -18,10 +18,10 @@ from ..protocol.housekeeping import note_wanted
 from ..protocol.membership import Membership
 from ..rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
 from ..report.restart import waiting_line
-from ..restart import loop
+from ..restart.loop import Endpoint, Left, Performer
 from ..settings import Limits
 from ..state import Mode, State
-from ..store import Fault, Member, PrefixStore, View
+from ..store import Decision, Fault, Member, PrefixStore, View
 from .clock import Task
 from .history import Facts
 from .scenario import process_name
@@ -37,7 +37,7 @@ class CtrlC(BaseException):
     """Ctrl-C, or SIGTERM: the process leaves the job in order."""
 
 
-class SimulatedProcess:
+class SimulatedProcess(Performer):
     """One process of a slot.
 
     Args:
@@ -154,12 +154,12 @@ class SimulatedProcess:
             else:
                 self._go_on(job, last, state)
             self._rank_assignment = simulation.rank_assignment()
-            restarts = simulation.loops(job, state, scenario.limits)
-            loop.carry_out(restarts.course(), self.perform)
-            state, last = restarts.base, job
+            loop = simulation.restart_loop(job, state, self)
+            loop.run()
+            state, last = loop.base, job
             if call < scenario.calls - 1:
                 if simulation.quits(self, call):
-                    self._note_between()
+                    self._tell_monitor().between = True
                     self._ends("quit")
                     return
                 self._between_calls(call)
@@ -183,7 +183,7 @@ class SimulatedProcess:
         """The program does something else; the monitor goes on, if it had one."""
         gap = self.simulation.scenario.gap(self.slot, call)
         if self.facts.last >= 0:
-            self._note_between()
+            self._tell_monitor().between = True
         else:
             gap = min(gap, _GAP_OF_LATE)  # many that come late would take for ever
         self.facts.away = True
@@ -205,68 +205,70 @@ class SimulatedProcess:
         self.monitor = SimulatedMonitor(self, self.monitor)
         self.simulation.heart_began(self.monitor)
 
-    def _note_between(self) -> None:
+    def _tell_monitor(self) -> SimulatedMonitor:
         assert self.monitor is not None
-        self.monitor.between = True
+        return self.monitor
 
-    def perform(self, action: loop.Action[Any]) -> Any:
-        """Carries out what the restart loop asks for."""
-        simulation, scenario, monitor = self.simulation, self.simulation.scenario, self.monitor
-        assert monitor is not None
-        match action:
-            case loop.Know(view):
-                monitor.view, monitor.rank, monitor.active = view, None, True
-            case loop.Assign(state, decision):
-                return self._assign(state, set(decision.ranks))
-            case loop.Take(state):
-                monitor.rank, monitor.active = state.rank, state.mode == Mode.ACTIVE
-                return False
-            case loop.Serve():
-                return ("host", 1) if scenario.endpoint else None
-            case loop.Run(view, state):
-                simulation.invariants.entered(self, view, state)
-                self.facts.entered += 1
-                return self._run(state)
-            case loop.Settle():
-                if self.inside is not None:  # its own fault has ended the iteration: so it is heard
-                    self._job.agreement.store.hear(keys.wake_end(self.inside), scenario.step_seconds)
-                    self._hear_of_end()
-            case loop.Complete():
-                simulation.invariants.completed(self, self._job.view)
-            case loop.Leave():
-                return Interruption.BASE_EXCEPTION if self._leaves() else None
-            case loop.Gone():
-                self.told = not self.is_silent
-        return None
+    # What its restart loop asks for; see `Performer` -------------------------------------------------------
 
-    def _assign(self, state: State, terminated: set[int]) -> State:
+    def know(self, view: View, decision: Decision) -> None:
+        monitor = self._tell_monitor()
+        monitor.view, monitor.rank, monitor.active = view, None, True
+
+    def take(self, state: State) -> bool:
+        monitor = self._tell_monitor()
+        monitor.rank, monitor.active = state.rank, state.mode == Mode.ACTIVE
+        return False
+
+    def serve(self) -> Endpoint | None:
+        return ("host", 1) if self.simulation.scenario.endpoint else None
+
+    def settle(self) -> None:
+        if self.inside is not None:  # its own fault has ended the iteration: so it is heard
+            seconds = self.simulation.scenario.step_seconds
+            self._job.agreement.store.hear(keys.wake_end(self.inside), seconds)
+            self._hear_of_end()
+
+    def complete(self) -> None:
+        self.simulation.invariants.completed(self, self._job.view)
+
+    def leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
+        return Interruption.BASE_EXCEPTION if self._leaves() else None
+
+    def gone(self) -> None:
+        self.told = not self.is_silent
+
+    def assign(self, state: State, decision: Decision) -> State:
         store = PrefixStore(self._job.view.n, self._job.agreement.store)
+        context = RankAssignmentCtx(state, store, set(decision.ranks))
         try:
-            assigned: State = self._rank_assignment(RankAssignmentCtx(state, store, terminated)).state
+            assigned: State = self._rank_assignment(context).state
         except AssertionError:  # an invariant does not hold
             self.fate = "broken"
             raise
         return assigned
 
-    def _run(self, state: State) -> loop.Left:
+    def call_function(self, state: State, entered: int) -> Left:
         simulation, scenario, store = self.simulation, self.simulation.scenario, self._job.agreement.store
         n = self._job.view.n
+        simulation.invariants.entered(self, self._job.view, state)
+        self.facts.entered += 1
         if state.active_rank is None:
-            return loop.Left(has_returned=True)
+            return Left(has_returned=True)
         if state.active_rank == 0:
             note_wanted(store, n)
         raises = simulation.raises(self)
         for step in range(scenario.steps):
             if raises is not None and step == scenario.steps - 1:
                 simulation.raised(self, raises)
-                return loop.Left(error=RuntimeError("simulated"))
+                return Left(error=RuntimeError("simulated"))
             # The wrapper waits in another thread, which interrupts this one.
             if store.hear(keys.wake_end(n), scenario.step_seconds) is not None:
                 self._hear_of_end()
-                return loop.Left()
+                return Left()
         self.inside = None
         simulation.invariants.history.returned.setdefault(n, set()).add(state.active_rank)
-        return loop.Left(has_returned=True)
+        return Left(has_returned=True)
 
     def _hear_of_end(self) -> None:
         self.inside = None

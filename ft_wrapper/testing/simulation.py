@@ -18,13 +18,14 @@ from ..protocol.agreement import Agreement
 from ..protocol.deaths import holders, report_lost
 from ..rank_assignment import RankAssignment
 from ..restart.loop import RestartLoop
+from ..state import State
 from ..store import Fault, StoreMixin
 from .clock import Task, describe, shorter
 from .defaults import StoreFactory, simulated_assignment, simulated_stores
 from .fake_store import FakeStore
 from .invariants import Invariants
 from .policies import Policy
-from .process import CtrlC, SimulatedMonitor, SimulatedProcess
+from .process import CtrlC, SimulatedJob, SimulatedMonitor, SimulatedProcess
 from .scenario import HARD_TIMEOUT, LOOPS, SENTENCES, Disturbance, Scenario
 from .scheduler import Deadlock, Scheduler, TooLong
 
@@ -98,7 +99,6 @@ class Simulation:
     parts: ClassVar[Mapping[type, Any]] = {}
     """Parts of the protocol that take the place of others."""
     schedulers: type[Scheduler] = Scheduler
-    loops: type[RestartLoop] = RestartLoop
 
     def run(self) -> Simulation:
         """Runs it to its end.
@@ -126,6 +126,10 @@ class Simulation:
     def agreement(self, name: str, slot: int) -> Agreement:
         """What the ranks agree on, seen by such a client."""
         return Agreement(self.connect(name, slot), self.parts)
+
+    def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
+        """What a process does in one wrapped call."""
+        return RestartLoop(member, base, self.scenario.limits, process)
 
     def quits(self, process: SimulatedProcess, call: int) -> bool:
         """Whether a process ends after a call, numbered from 0, and makes no other one."""
