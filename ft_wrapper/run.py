@@ -9,6 +9,8 @@ script that uses no wrapper is ended, or restarted, as a whole. Options have tor
 
 from __future__ import annotations
 
+import atexit
+import copy
 import dataclasses
 import logging
 import os
@@ -16,9 +18,11 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -28,21 +32,19 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from . import report as restarts
 from ._files import replace_broken_streams
 from .agent.classic_nodes import ClassicNodes
-from .agent.elastic import CannotStart, LocalElasticAgent, WorkerSpec
+from .agent.elastic import CannotStart, Launch, LocalElasticAgent, WorkerSpec
 from .agent.ft_nodes import FtNodes
-from .agent.node_options import Meeting
 from .agent.nodes import End, Nodes, OneNode
 from .agent.options import Options, parse_args
 from .agent.outputs import report, write_own_error_file
 from .agent.policy import Policy
-from .agent.process import Job, Program
 from .log_lines import LineFormatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
 from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
 from .report import status
 from .store.address import address_of_this_node, is_this_host, loopback
 
-__all__ = ["main", "parse_args", "run"]
+__all__ = ["command", "main", "parse_args", "run"]
 
 COMMANDS = {"status": status.main, "report": restarts.main}
 """What ``ftrun`` does beside starting a script. One of such a name is started as ``./status``."""
@@ -69,7 +71,7 @@ def run(options: Options) -> int:
                 tee=options.tee,
                 local_ranks_filter=options.local_ranks_filter,
             )
-            end = _Agent(options, logs_specs).run_to_end()
+            end = _agent(options, logs_specs).run_to_end()
             replace_broken_streams()
         except (OSError, CannotStart) as error:
             words = " ".join(str(error).split())
@@ -85,51 +87,29 @@ def run(options: Options) -> int:
     return _report(options, end)
 
 
-class _Agent(LocalElasticAgent):
-    """An agent that finds the other nodes, and what it runs, by the command line."""
+def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
+    spec = _spec(options, max_restarts=options.max_restarts)
+    spec.virtual_local_rank = options.virtual_local_rank  # no argument in older torch
+    run_id = options.run_id if options.rendezvous is None else options.rendezvous.run_id
+    launch = Launch(
+        lambda: meet(options), options.program, run_id or str(uuid.uuid4()), options.active_world_size
+    )
+    return LocalElasticAgent(
+        spec,
+        logs_specs,
+        log_line_prefix_template=options.log_line_prefix,
+        shutdown_timeout=options.shutdown_timeout,
+        restart_policy=options.policy,
+        max_rank_restarts=options.max_rank_restarts,
+        standby=options.standby,
+        signals=options.signals,
+        launch=launch,
+    )
 
-    def __init__(self, options: Options, logs_specs: LogsSpecs) -> None:
-        self._options = options
-        self._id = options.run_id or str(uuid.uuid4())
-        if options.meeting is not None:
-            self._id = options.meeting.parameters.run_id
-        program, *arguments = options.program.command
-        super().__init__(
-            WorkerSpec(
-                options.role,
-                options.nproc_per_node,
-                rdzv_handler=None,  # type: ignore[arg-type]  # the nodes meet by `meet`
-                entrypoint=program,
-                args=tuple(arguments),
-                max_restarts=options.max_restarts,
-            ),
-            logs_specs,
-            log_line_prefix_template=options.log_line_prefix,
-            shutdown_timeout=options.shutdown_timeout,
-            restart_policy=options.policy,
-            max_rank_restarts=options.max_rank_restarts,
-            standby=options.standby,
-            signals=options.signals,
-        )
 
-    def _run_id(self) -> str:
-        return self._id
-
-    def _meet(self) -> Nodes:
-        return meet(self._options)
-
-    def _program(self, cleanup: ExitStack) -> Program:
-        return self._options.program
-
-    def _job(self, timer_file: str) -> Job:
-        job = dataclasses.replace(
-            super()._job(timer_file),
-            active_world_size=self._options.active_world_size,
-            virtual_local_rank=self._options.virtual_local_rank,
-        )
-        if job.shares_processor():
-            log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
-        return job
+def _spec(options: Options, **more: Any) -> WorkerSpec:
+    # No handler: the nodes meet by `meet`.
+    return WorkerSpec(options.role, options.nproc_per_node, None, entrypoint=options.script, **more)  # type: ignore[arg-type]
 
 
 # How the nodes find each other -----------------------------------------------------------------------------
@@ -141,12 +121,12 @@ def meet(options: Options) -> Nodes:
     Args:
         options: the job.
     """
-    meeting = options.meeting
-    if meeting is None:
+    parameters = options.rendezvous
+    if parameters is None:
         return OneNode(options.nproc_per_node, _address_alone(options.address), options.port)
-    if meeting.parameters.backend in (NAME, *ETCD_NAMES):
-        return _ft(options, meeting)
-    return _classic(options, meeting)
+    if parameters.backend in (NAME, *ETCD_NAMES):
+        return _ft(options, parameters)
+    return _classic(options, parameters)
 
 
 def _address_alone(given: str) -> str:
@@ -158,8 +138,8 @@ def _address_alone(given: str) -> str:
     return given or loopback()
 
 
-def _ft(options: Options, meeting: Meeting) -> FtNodes:
-    settings, identity = read_parameters(meeting.parameters)
+def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
+    settings, identity = read_parameters(parameters)
     agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
     # A node that says less agrees with nodes of a version that had no such options.
     if options.active_world_size is not None:
@@ -167,29 +147,20 @@ def _ft(options: Options, meeting: Meeting) -> FtNodes:
     if options.spare_nodes:
         agreed["spare_nodes"] = str(options.spare_nodes)
     return FtNodes(
-        lambda: make_backend(meeting.parameters),
+        lambda: make_backend(parameters),
         dataclasses.replace(settings, agreed=agreed),
         identity,
         replaces=options.policy is not Policy.GROUP,
-        exit_barrier_timeout=meeting.exit_barrier_timeout,
+        exit_barrier_timeout=options.exit_barrier_timeout,
     )
 
 
-def _classic(options: Options, meeting: Meeting) -> ClassicNodes:
-    given = meeting.parameters
-    host_name, _ = parse_rendezvous_endpoint(given.endpoint, DEFAULT_PORT)
-    address = given.local_addr or address_of_this_node(host_name)
-    parameters = RendezvousParameters(
-        given.backend, given.endpoint, given.run_id, given.min_nodes, given.max_nodes, address, **given.config
-    )
-    return ClassicNodes(
-        lambda: get_rendezvous_handler(parameters),
-        address=address,
-        nproc=options.nproc_per_node,
-        role=options.role,
-        monitor_interval=meeting.monitor_interval,
-        exit_barrier_timeout=meeting.exit_barrier_timeout,
-    )
+def _classic(options: Options, parameters: RendezvousParameters) -> ClassicNodes:
+    host_name, _ = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    parameters = copy.copy(parameters)
+    parameters.local_addr = parameters.local_addr or address_of_this_node(host_name)
+    spec = _spec(options, monitor_interval=options.monitor_interval, local_addr=parameters.local_addr)
+    return ClassicNodes(spec, options.exit_barrier_timeout, lambda: get_rendezvous_handler(parameters))
 
 
 # Before and after ------------------------------------------------------------------------------------------
@@ -232,12 +203,12 @@ def _set_up_logging(options: Options) -> None:
     console.setFormatter(LineFormatter("ftrun"))
     logging.basicConfig(handlers=[console])
     logging.getLogger("ft_wrapper").setLevel(os.environ.get("LOGLEVEL", "INFO"))
-    if options.meeting is None:
+    if options.rendezvous is None:
         note_node(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``ftrun``.
+    """Does what ``ftrun`` does, in this process.
 
     Args:
         argv: the arguments; ``sys.argv`` without the program's name when None.
@@ -255,5 +226,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(options)
 
 
+def command() -> NoReturn:
+    """What the command ``ftrun`` is: `main`, and the end of the process with its exit code.
+
+    Before Python 3.14 a thread that returns from torch's code while Python ends aborts the process. Where one
+    is still there, waiting for a store say, the process ends without Python's own last steps.
+    """
+    code = main()
+    if any(thread.daemon for thread in threading.enumerate()):
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -1,7 +1,8 @@
 """The other nodes, by any of torch's rendezvous handlers, in the way of torch's own agents.
 
 Every change of membership is a new round. Such a handler does not notify: this node asks `num_nodes_waiting`
-now and then. Single ranks are replaced within a round as with our own rendezvous; nodes are not.
+now and then, and the others notice by themselves that a node has left. Single ranks are replaced within a
+round as with our own rendezvous; nodes are not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -23,7 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ..rendezvous.backends import host_workers_store
-from ..store.address import address_of_this_node, host_port, loopback
+from ..store.address import address_of_this_node, host_port, is_this_host, loopback
 from ..store.bounded import bounded, call_in_thread, in_background
 from .nodes import News, Nodes, Round, What
 
@@ -39,36 +41,23 @@ class ClassicNodes(Nodes):
     """This node's part, by a handler of torch's.
 
     Args:
-        make_handler: makes the handler; called with the first round.
-        address: how the other nodes reach this one; as the handler says when None. A node that is alone need
-            not have one that can be looked up.
-        port: where the store of the workers is to be, on the first node; 0 for a free port. Where the handler
-            has it for a store of its own, a free one is taken.
-        nproc: ranks of this node.
-        role: what they do.
-        monitor_interval: seconds between two questions whether nodes are waiting.
+        spec: the workers. Its ``master_addr``, else its ``local_addr``, is how the others reach this node; as
+            the handler says when both are None. A node that is alone need not have one that can be looked up.
+            The store of the workers, on the first node, is at ``master_port``, unless the handler has that.
         exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
+        make_handler: makes the handler, with the first round; the spec's when None.
     """
 
     def __init__(
         self,
-        make_handler: Callable[[], RendezvousHandler],
-        *,
-        address: str | None,
-        port: int = 0,
-        nproc: int,
-        role: str,
-        monitor_interval: float,
+        spec: WorkerSpec,
         exit_barrier_timeout: float,
+        make_handler: Callable[[], RendezvousHandler] | None = None,
     ) -> None:
         super().__init__()
-        self._make_handler = make_handler
-        self._address = address
-        self._port = port
-        self._nproc = nproc
-        self._role = role
-        self._monitor_interval = monitor_interval
+        self._spec = spec
         self._exit_barrier_timeout = exit_barrier_timeout
+        self._make_handler = make_handler or (lambda: spec.rdzv_handler)
         self._handler: RendezvousHandler | None = None
         self._store: Store | None = None
         self._round: Round | None = None
@@ -84,31 +73,29 @@ class ClassicNodes(Nodes):
         self._worker_store = None
         if info.rank == 0:
             bootstrap = info.bootstrap_store_info
-            told = self._address or (bootstrap and bootstrap.master_addr)
+            told = self._spec.master_addr or self._spec.local_addr or (bootstrap and bootstrap.master_addr)
             address = told or address_of_this_node(socket.gethostname())
-            if info.world_size == 1 and not _can_be_looked_up(address):
-                log.warning(
-                    "%s: no such host here; this node is alone, and its ranks use %s", address, loopback()
-                )
+            if info.world_size == 1 and not is_this_host(address):
+                log.warning("%s leads to no address of this host: its ranks use %s", address, loopback())
                 address = loopback()
             self._worker_store = self._open_worker_store(address)
         hosted = self._worker_store
         own = "" if hosted is None else host_port(hosted.host, hosted.port)
         store = _clone(info.store)
         place = call_in_thread(
-            lambda: exchange(store, info.rank, info.world_size, self._nproc, self._role, own),
-            "exchange of places",
+            lambda: exchange(store, info.rank, info.world_size, self._spec, own), "exchange of places"
         )
         self._store, self._round = store, place
         self._start_asking(self._handler)
         return place
 
     def _open_worker_store(self, address: str) -> TCPStore:
-        if self._port:
+        port = self._spec.master_port
+        if port:
             try:
-                return host_workers_store(address, self._port)
+                return host_workers_store(address, port)
             except RendezvousConnectionError as error:
-                log.info("the store of the workers is on another port than %d: %s", self._port, error)
+                log.info("the store of the workers is on another port than %d: %s", port, error)
         return host_workers_store(address)
 
     # Whether others wait ------------------------------------------------------------------------------
@@ -120,7 +107,7 @@ class ClassicNodes(Nodes):
         self._asking = (asking, stop)
 
     def _ask(self, handler: RendezvousHandler, term: int, stop: threading.Event) -> None:
-        while not stop.wait(self._monitor_interval):
+        while not stop.wait(self._spec.monitor_interval):
             try:
                 waiting = handler.num_nodes_waiting()
             except (RendezvousError, DistError) as error:
@@ -139,35 +126,26 @@ class ClassicNodes(Nodes):
 
     # The end ------------------------------------------------------------------------------------------
 
-    def leave(self, why: str) -> None:
-        """The others notice that there is no sign of life any more, as with torch's agents."""
-
     def fail(self, why: str) -> None:
         self._shut_down()
 
     def await_others(self, *, as_host_only: bool) -> bool:
         store, where = self._store, self._round
-        assert store is not None
-        assert where is not None
+        assert store is not None and where is not None
         if as_host_only and where.group_rank != 0:
             return False
         timeout = self._exit_barrier_timeout
-        term = self.inbox.term
 
-        def wait() -> None:
-            why = ""
+        def wait() -> str:
+            store.set(f"done/{where.group_rank}", "")
+            keys = [f"done/{rank}" for rank in range(where.group_world_size)]
             try:
-                store.set(f"done/{where.group_rank}", "")
-                keys = [f"done/{rank}" for rank in range(where.group_world_size)]
                 store.wait(keys, timedelta(seconds=max(timeout, 0.001)))
-            except DistNetworkError as error:
-                why = f"the other nodes are not waited for: {error}"
             except DistStoreError:
-                why = f"the other nodes are not waited for any longer, after {timeout:g} s"
-            finally:
-                self.inbox.put(term, News(What.CLOSED, why))
+                return f"the other nodes are not waited for any longer, after {timeout:g} s"
+            return ""
 
-        in_background("exit barrier", wait)
+        self._await(wait)
         return True
 
     def finish(self) -> None:
@@ -181,26 +159,20 @@ class ClassicNodes(Nodes):
     def _shut_down(self) -> None:
         self._stop_asking()
         handler, self._handler = self._handler, None
-        if handler is None:
-            return
-
-        def end() -> None:
-            handler.shutdown()
-
-        bounded("the end of the rendezvous", end, END_TIMEOUT)
+        if handler is not None:
+            bounded("the end of the rendezvous", handler.shutdown, END_TIMEOUT)
 
 
-def exchange(store: Store, rank: int, size: int, nproc: int, role: str, address: str) -> Round:
-    """Exchanges ranks and places with the other nodes; O(size) in all.
+def exchange(store: Store, rank: int, size: int, spec: WorkerSpec, address: str) -> Round:
+    """Tells the other nodes how many ranks this one has, and finds its place; O(size) operations in all.
 
-    As in torch's agents, the first node reads what all have written, and answers each of them.
+    As in torch's agents, the first node reads what all have written; here it passes on the whole list.
 
     Args:
         store: fresh in each round.
         rank: this node's number.
         size: number of nodes.
-        nproc: ranks of this node.
-        role: what they do.
+        spec: the workers: how many this node has, and what they do.
         address: of the store of the ranks, on the first node.
 
     Raises:
@@ -209,56 +181,36 @@ def exchange(store: Store, rank: int, size: int, nproc: int, role: str, address:
     """
     store.set_timeout(timedelta(seconds=EXCHANGE_TIMEOUT))
     try:
-        store.set(f"ranks/{rank}", json.dumps([nproc, role]))
+        store.set(f"ranks/{rank}", json.dumps([spec.local_world_size, spec.role]))
         if rank == 0:
-            _assign(store, size, address)
-        return Round(**json.loads(_get(store, f"place/{rank}", 0)))
+            nodes = [json.loads(_get(store, f"ranks/{other}", other)) for other in range(size)]
+            store.set("nodes", json.dumps([address, nodes]))
+        address, nodes = json.loads(_get(store, "nodes", 0))
     except DistNetworkError as error:
         raise RendezvousConnectionError(f"the rendezvous store is lost: {error}") from error
-
-
-def _assign(store: Store, size: int, address: str) -> None:
-    nodes = [json.loads(_get(store, f"ranks/{rank}", rank)) for rank in range(size)]
-    world_size = sum(nproc for nproc, _ in nodes)
-    of_role: dict[str, int] = {}
-    for nproc, role in nodes:
-        of_role[role] = of_role.get(role, 0) + nproc
-    before, before_of_role = 0, dict.fromkeys(of_role, 0)
-    for rank, (nproc, role) in enumerate(nodes):
-        place = {
-            "address": address,
-            "world_size": world_size,
-            "base_rank": before,
-            "group_rank": rank,
-            "group_world_size": size,
-            "role_rank": before_of_role[role],
-            "role_world_size": of_role[role],
-            "formation_size": world_size,
-            "node": str(rank),
-        }
-        store.set(f"place/{rank}", json.dumps(place))
-        before += nproc
-        before_of_role[role] += nproc
+    same = [(other, count) for other, (count, its_role) in enumerate(nodes) if its_role == spec.role]
+    world_size = sum(count for count, _ in nodes)
+    return Round(
+        address,
+        world_size=world_size,
+        base_rank=sum(count for count, _ in nodes[:rank]),
+        group_rank=rank,
+        group_world_size=size,
+        role_rank=sum(count for other, count in same if other < rank),
+        role_world_size=sum(count for _, count in same),
+        formation_size=world_size,
+        node=str(rank),
+    )
 
 
 def _get(store: Store, key: str, rank: int) -> str:
     try:
         return store.get(key).decode()
-    except DistNetworkError:
-        raise
     except DistStoreError as error:
         raise RendezvousTimeoutError(
             f"node {rank} joined the round, but did not say how many ranks it has within "
             f"{EXCHANGE_TIMEOUT:g} s; see whether it runs"
         ) from error
-
-
-def _can_be_looked_up(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
 
 
 def _clone(store: Store) -> Store:

@@ -9,14 +9,15 @@ import argparse
 import copy
 import functools
 import importlib
+import importlib.metadata
 import os
 import signal
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.distributed.argparse_util import check_env, env
-from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from .._version import __version__
@@ -70,34 +71,38 @@ OWN = "options that torchrun does not have"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and end the program with 2.
+    """Takes over torchrun's options. An error is one line, and ends the program with 2.
 
     An error names the option, its value and the way out.
 
-    Args:
-        theirs: torchrun's parser, whose options it takes over.
-        more: further arguments of `argparse.ArgumentParser`.
-
     Attributes:
+        given: what `read` has found, by the options' names.
         warnings: what the user should know, though the command line will do; a line each.
     """
+
+    given: argparse.Namespace
 
     def __init__(self, theirs: argparse.ArgumentParser, **more: Any) -> None:
         super().__init__(parents=[theirs], add_help=False, conflict_handler="resolve", **more)
         self._theirs = dict(theirs._option_string_actions)
         self.warnings: list[str] = []
 
+    def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Parses the command line, for the questions after single values."""
+        self.given = self.parse_args(argv)
+        return self.given
+
     def error(self, message: str) -> NoReturn:
         """Ends with one line, and without the usage text that would bury it."""
         self.exit(2, f"ftrun: error: {message}\n")
 
+    def contradict(self, one: str, other: str, why: str) -> NoReturn:
+        """Ends for two options that cannot both be meant; says what to do."""
+        self.error(f"{one} and {other} contradict each other: {why}")
+
     def warn(self, message: str) -> None:
         """Notes a warning, which names the option, its value and the consequence."""
         self.warnings.append(message)
-
-    def has(self, option: str) -> bool:
-        """Whether there is such an option, spelled in full."""
-        return option in self._option_string_actions
 
     def unknown(self) -> list[argparse.Action]:
         """Options of the installed torchrun that this version of ours does not know."""
@@ -107,11 +112,9 @@ class Parser(argparse.ArgumentParser):
         ]
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """What an abbreviation may stand for: if it does for an option of torchrun's, only for that.
-
-        An option's two spellings are one option, which not every version of argparse knows.
-        """
+        """What an abbreviation may stand for: if it does for an option of torchrun's, only for that."""
         found = super()._get_option_tuples(option_string)
+        # An option's two spellings are one option, which not every version of argparse knows.
         matches: dict[int, Any] = {}
         for match in [match for match in found if match[1] in self._theirs] or found:
             matches.setdefault(id(match[0]), match)
@@ -119,20 +122,20 @@ class Parser(argparse.ArgumentParser):
 
     # Single values -------------------------------------------------------------------------------------
 
-    def nproc(self, value: str) -> int:
+    def nproc(self) -> int:
         """Number of ranks of this node."""
+        value = self.given.nproc_per_node
         try:
             found: int = determine_local_world_size(value)
         except ValueError as error:
-            self.error(
-                f"--nproc-per-node {value}: use a number of at least 1, cpu, gpu, xpu or auto ({error})"
-            )
+            self.error(f"--nproc-per-node {value}: use a number above 0, cpu, gpu, xpu or auto ({error})")
         if found < 1:
             self.error(f"--nproc-per-node {value}: at least one rank is needed")
         return found
 
-    def nodes(self, value: str) -> tuple[int, int]:
+    def nodes(self) -> tuple[int, int]:
         """The least and the most nodes."""
+        value = self.given.nnodes
         numbers = [_number(part) for part in value.split(":")]
         least, most = numbers[0], numbers[-1]
         if least is None or most is None or len(numbers) > 2:
@@ -143,8 +146,9 @@ class Parser(argparse.ArgumentParser):
             self.error(f"--nnodes {value}: the least, {least}, is more than the most, {most}; swap them")
         return least, most
 
-    def count(self, option: str, value: str | None, default: int = 0) -> int:
+    def count(self, option: str, default: int = 0) -> int:
         """A number of at least 0; the default if there is no value."""
+        value = getattr(self.given, name(option))
         if value is None:
             return default
         number = _number(value)
@@ -152,15 +156,17 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{option} {value}: use a number of at least 0")
         return number
 
-    def port(self, option: str, value: str) -> int:
+    def master_port(self, default: int) -> int:
         """A port; 0 for a free one."""
+        value = self.given.master_port or str(default)
         number = _number(value)
         if number is None or not 0 <= number <= 65535:
-            self.error(f"{option} {value}: use a number up to 65535")
+            self.error(f"--master-port {value}: use a number up to 65535")
         return number
 
-    def seconds(self, option: str, value: str) -> float:
+    def seconds(self, option: str) -> float:
         """A duration."""
+        value = getattr(self.given, name(option))
         try:
             found = float(value)
         except ValueError:
@@ -169,21 +175,21 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{option} {value}: must be at least 0 and finite")
         return found
 
-    def streams(self, option: str, value: str, nproc: int) -> Std | dict[int, Std]:
+    def streams(self, option: str, nproc: int) -> Std | dict[int, Std]:
         """Which streams go elsewhere, for all ranks or by local rank."""
+        value = getattr(self.given, name(option))
         try:
             found: Std | dict[int, Std] = Std.from_str(value)
         except ValueError:
-            self.error(
-                f"{option} {value}: use 0, 1, 2 or 3, or local ranks with one of them each, as in 0:3,1:2"
-            )
+            self.error(f"{option} {value}: use 0, 1, 2 or 3, or local ranks with one each, as in 0:3,1:2")
         if isinstance(found, dict):
             self._warn_of_ranks(option, value, found, nproc)
             return {rank: std for rank, std in found.items() if rank < nproc}
         return found
 
-    def local_ranks(self, option: str, value: str, nproc: int) -> set[int] | None:
-        """Some of the local ranks; None if none were named."""
+    def local_ranks(self, nproc: int) -> set[int] | None:
+        """Those of the local ranks that may write to the console; None if none were named."""
+        option, value = "--local-ranks-filter", self.given.local_ranks_filter
         if not value:
             return None
         try:
@@ -197,22 +203,18 @@ class Parser(argparse.ArgumentParser):
         missing = sorted(rank for rank in ranks if not 0 <= rank < nproc)
         if missing:
             which = ", ".join(map(str, missing))
-            self.warn(
-                f"{option} {value}: there is no local rank {which} with --nproc-per-node {nproc}; that part "
-                "has no effect"
-            )
+            there = f"there is no local rank {which} with --nproc-per-node {nproc}"
+            self.warn(f"{option} {value}: {there}; that part has no effect")
 
-    def signals(self, value: str) -> tuple[signal.Signals, ...]:
+    def signals(self) -> tuple[signal.Signals, ...]:
         """Signals by their names."""
-        option, found = f"--signals-to-handle {value}", []
+        value, found = self.given.signals_to_handle, []
+        option = f"--signals-to-handle {value}"
         for text in map(str.strip, value.split(",")):
             try:
                 signum = signal.Signals[text]
             except KeyError:
-                self.warn(
-                    f"{option}: no signal is named {text!r}, so it is left out; the names are as in "
-                    "SIGTERM,SIGUSR1"
-                )
+                self.warn(f"{option}: no signal is named {text!r}, left out; names are as in SIGTERM,SIGUSR1")
                 continue
             if signum in (signal.SIGKILL, signal.SIGSTOP):
                 self.error(f"{option}: {text} cannot be handled by any program")
@@ -220,6 +222,20 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{option}: ftrun needs SIGCHLD to hear of its ranks")
             found.append(signum)
         return tuple(found)
+
+    def logs_specs(self) -> type[LogsSpecs]:
+        """What decides where log files go, by the name of an entry point."""
+        chosen = self.given.logs_specs
+        if chosen is None:
+            return DefaultLogsSpecs
+        found = importlib.metadata.entry_points(group="torchrun.logs_specs", name=chosen)
+        if not found:
+            self.error(f"--logs-specs {chosen}: no package has such an entry point in torchrun.logs_specs")
+        try:
+            specs: type[LogsSpecs] = next(iter(found)).load()
+        except (ImportError, AttributeError) as error:
+            self.error(f"--logs-specs {chosen}: cannot be imported: {error}")
+        return specs
 
 
 def _number(value: str) -> int | None:
@@ -231,6 +247,9 @@ def _number(value: str) -> int | None:
 
 
 # The options -----------------------------------------------------------------------------------------------
+
+
+Group: TypeAlias = argparse._ActionsContainer
 
 
 class _Help(argparse.HelpFormatter):
@@ -279,24 +298,21 @@ def make_parser() -> Parser:
     _add_own(parser)
     for option, why in EXPLAINED.items():
         parser._option_string_actions[option].help = why
-    for action in parser._get_positional_actions():
-        if action.dest == "training_script":
-            action.metavar, action.help = "script", "what each rank runs"
-        elif action.dest == "training_script_args":
-            action.metavar, action.help = "...", "its arguments"
+    script, arguments = parser._get_positional_actions()
+    script.metavar, script.help = "script", "what each rank runs"
+    arguments.metavar, arguments.help = "...", "its arguments"
     return parser
 
 
-def _add(
-    parser: Parser, group: argparse._ArgumentGroup, option: str, metavar: str | None, help: str, **more: Any
-) -> None:
-    """Adds an option; it takes the place of torchrun's, with all its spellings. No metavar: it is a flag."""
+def _add(parser: Parser, group: Group, option: str, help: str, default: str | None = None) -> None:
+    """Adds an option and its value's name, or a flag; it takes the place of torchrun's in all spellings."""
+    option, _, metavar = option.partition(" ")
     theirs = parser._option_string_actions.get(option)
     names = _spellings(option) if theirs is None else theirs.option_strings[:]
-    if metavar is None:
-        group.add_argument(*names, help=help, action=check_env)
+    if metavar:
+        group.add_argument(*names, help=help, action=env, metavar=metavar, default=default)
     else:
-        group.add_argument(*names, help=help, **{"action": env, "metavar": metavar, "default": "", **more})
+        group.add_argument(*names, help=help, action=check_env)
 
 
 def _spellings(option: str) -> tuple[str, ...]:
@@ -307,53 +323,45 @@ def _add_what_differs(parser: Parser) -> None:
     group = parser.add_argument_group("options whose default or meaning is not torchrun's")
     add = functools.partial(_add, parser, group)
     add(
-        "--rdzv-backend",
-        "NAME",
+        "--rdzv-backend NAME",
         f"how the nodes find each other: {NAME}, which static is another name for; {ETCD_NAMES[0]}; or "
         f"one of torch's, c10d for instance (default: {NAME})",
         default=NAME,
     )
     add(
-        "--rdzv-endpoint",
-        "HOST:PORT",
+        "--rdzv-endpoint HOST:PORT",
         f"where they find each other: with {NAME} and c10d the node of that name hosts the store (default "
         f"port: {DEFAULT_PORT}); with {ETCD_NAMES[0]} all its members: HOST:PORT,HOST:PORT",
+        default="",
     )
-    add("--standalone", None, "this node alone: the options of the rendezvous have no effect")
+    add("--standalone", "this node alone: the options of the rendezvous have no effect")
     add(
-        "--node-rank",
-        "N",
+        "--node-rank N",
         "which node this is, from 0, and its --node-id: nodes are ranked in this order; with "
         "--master-addr, node 0 hosts the rendezvous store; not with torch's rendezvous",
     )
     add(
-        "--master-addr",
-        "HOST",
+        "--master-addr HOST",
         "with --master-port another way to write --rdzv-endpoint HOST:PORT, which comes first "
         f"(default: {DEFAULT_MASTER_ADDR}); on one node, where the ranks' store listens",
     )
     add(
-        "--master-port",
-        "PORT",
+        "--master-port PORT",
         f"see --master-addr (default: {DEFAULT_MASTER_PORT}); on one node, the port of the ranks' store "
         "(default: a free one)",
     )
     add(
-        "--monitor-interval",
-        "SECONDS",
+        "--monitor-interval SECONDS",
         f"how often to look whether nodes wait, with torch's rendezvous; {NAME} and {ETCD_NAMES[0]} "
         f"tell, and the end of a rank is seen at once (default: {DEFAULT_MONITOR_INTERVAL:g})",
         default=str(DEFAULT_MONITOR_INTERVAL),
     )
     add(
-        "--max-restarts",
-        "N",
-        "how often all ranks may be restarted; counted for all nodes together (default: 0)",
-        default=None,
+        "--max-restarts N",
+        "how often all ranks may be restarted, counted for all nodes (default: 0)",
     )
     add(
-        "--shutdown-timeout",
-        "SECONDS",
+        "--shutdown-timeout SECONDS",
         "from a forwarded signal, or the end of a group, to SIGKILL (default: "
         f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else {SHUTDOWN_TIMEOUT:g})",
         default=os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT)),
@@ -368,26 +376,28 @@ def _add_what_differs(parser: Parser) -> None:
 
 def _add_what_torch_may_lack(parser: Parser) -> None:
     """Options of newer torchruns, for older ones; as they are in those that have them."""
-    lacking: dict[str, dict[str, Any]] = {
-        "--signals-to-handle": {
-            "default": ",".join(signum.name for signum in SIGNALS),
-            "help": "signals that are forwarded to the ranks and end the job (default: %(default)s)",
-        },
-        "--virtual-local-rank": {
-            "action": check_env,
-            "help": "each rank sees its own GPU only: CUDA_VISIBLE_DEVICES names it, and LOCAL_RANK is 0",
-        },
-        "--log-line-prefix-template": {
-            "default": "",
-            "help": "what --tee puts before each line, with ${role_name}, ${rank}, ${local_rank} and "
+    lacking = (
+        (
+            "--signals-to-handle SIGNALS",
+            "signals that are forwarded to the ranks and end the job (default: %(default)s)",
+            ",".join(signum.name for signum in SIGNALS),
+        ),
+        (
+            "--virtual-local-rank",
+            "each rank sees its own GPU only: CUDA_VISIBLE_DEVICES names it, and LOCAL_RANK is 0",
+            None,
+        ),
+        (
+            "--log-line-prefix-template TEMPLATE",
+            "what --tee puts before each line, with ${role_name}, ${rank}, ${local_rank} and "
             "${hostname} in it (default: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else role and rank)",
-        },
-        **{option: {"default": ""} for option in NO_EFFECT},
-        "--event-log-handler": {"default": NO_HANDLER},
-    }
-    for option, settings in lacking.items():
-        if not parser.has(option):
-            parser.add_argument(*_spellings(option), **{"action": env, **settings})
+            None,
+        ),
+        *((f"{option} VALUE", "", None) for option in NO_EFFECT),
+    )
+    for option, help, default in lacking:
+        if option.split()[0] not in parser._option_string_actions:
+            _add(parser, parser, option, help, default)
 
 
 def _add_own(parser: Parser) -> None:
@@ -400,46 +410,35 @@ def _add_own(parser: Parser) -> None:
         help="say which versions of ftrun and torch these are",
     )
     add(
-        "--restart-policy",
-        "POLICY",
+        "--restart-policy POLICY",
         "when a rank fails: rank: it is started again alone; group: all are ended and restarted; "
         "auto: group, and rank once a wrapped job has formed (default: auto)",
         default=Policy.AUTO.value,
     )
     add(
-        "--max-rank-restarts",
-        "N",
+        "--max-rank-restarts N",
         f"how often each rank may be started again alone (default: {RANK_RESTARTS})",
-        default=None,
     )
     add(
-        "--active-world-size",
-        "N",
+        "--active-world-size N",
         "how many ranks call the function of a wrapped job; the others are hot spares (default: all)",
-        default=None,
     )
     add(
-        "--spare-nodes",
-        "K",
-        "K nodes beyond --nnodes take part: as many ranks as they have are hot spares (default: 0)",
-        default="0",
+        "--spare-nodes K",
+        "so many nodes beyond --nnodes take part, for hot spares (default: 0)",
     )
     add(
-        "--node-id",
-        "ID",
+        "--node-id ID",
         "which node this is; started again with the same id it takes its own place (default: --node-rank, "
         "else the number that SLURM or Kubernetes gave it, else a new one)",
-        default=None,
     )
     add(
-        "--exit-barrier-timeout",
-        "SECONDS",
+        "--exit-barrier-timeout SECONDS",
         f"how long a node whose ranks are done waits for the others (default: {EXIT_BARRIER_TIMEOUT:g})",
         default=str(EXIT_BARRIER_TIMEOUT),
     )
     add(
         "--no-standby",
-        None,
         "start each rank by itself, instead of forking it from a process that has imported torch (always so "
         "with --no-python and PYTHON_EXEC)",
     )

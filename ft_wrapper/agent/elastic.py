@@ -8,6 +8,8 @@ one by one. ``ftrun`` runs on it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -15,7 +17,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,17 +36,15 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from . import call_function
 from .classic_nodes import ClassicNodes
-from .group import Counts, Group
+from .group import Counts, Group, process_failures, state_of
 from .health import health
 from .loop import Loop
-from .nodes import EXIT_BARRIER_TIMEOUT, End, Inbox, Nodes
+from .nodes import EXIT_BARRIER_TIMEOUT, CannotStart, End, Inbox, Nodes
 from .policy import RANK_RESTARTS, Policy, RestartPolicy
-from .process import LOCAL_RANK, Job, Program, adopted, program_of, python_program
-from .rounds import CannotStart, Workers, run_rounds
+from .process import LOCAL_RANK, Job, Program, program_of, python_program
+from .rounds import WholeGroup, Workers, run_rounds
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS, queued
-from .torch_events import agent_event, process_failures, record_event, state_of, tell_end
 from .watchdog import watchdog
-from .whole_group import WholeGroup
 
 __all__ = [
     "CannotStart",
@@ -100,12 +100,10 @@ class SimpleElasticAgent(ElasticAgent):
         signals: Sequence[signal.Signals] = SIGNALS,
     ) -> None:
         _refuse(spec)
-        self._spec = spec
         self._exit_barrier_timeout = exit_barrier_timeout
         self._signals = tuple(signals)
         self._group = Group(spec)
-        self._has_run = False
-        self._run_seconds = 0.0
+        self._returned: dict[int, Any] = {}  # by global rank
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Runs the workers to their end.
@@ -130,10 +128,9 @@ class SimpleElasticAgent(ElasticAgent):
             raise SignalException(f"process {os.getpid()} got {number.name}", number)
         if end.ended_by:
             log.error("%s", end.ended_by)
-        values = self._return_values() if self._group.state is WorkerState.SUCCEEDED else {}
         workers = self._group.copy().workers
-        result = RunResult(self._group.state, values, process_failures(end, workers[0].global_rank))
-        tell_end(self._group, result, self._run_seconds)
+        result = RunResult(self._group.state, self._returned, process_failures(end, workers[0].global_rank))
+        self._group.tell_end(result)
         return result
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
@@ -158,12 +155,11 @@ class SimpleElasticAgent(ElasticAgent):
 
     def get_event_succeeded(self) -> Event:
         """An event of torch's: the agent has ended, however the workers ended."""
-        return agent_event(self._group, "SUCCEEDED", run_seconds=self._run_seconds)
+        return self._group.event("SUCCEEDED")
 
     def get_event_failed(self) -> Event:
         """An event of torch's: the agent has raised the error that is being handled."""
-        error = traceback.format_exc()
-        return agent_event(self._group, "FAILED", run_seconds=self._run_seconds, raw_error=error)
+        return self._group.event("FAILED", raw_error=traceback.format_exc())
 
     @contextlib.contextmanager
     def record_duration(self, state: str) -> Iterator[None]:
@@ -176,9 +172,8 @@ class SimpleElasticAgent(ElasticAgent):
         try:
             yield
         finally:
-            took = time.monotonic() - began
-            event = agent_event(self._group, state, run_seconds=self._run_seconds, duration_seconds=took)
-            record_event(self._group, event)
+            took = 1e3 * (time.monotonic() - began)
+            self._group.record(self._group.event(state, duration_ms=took))
 
     # To be implemented for another kind of worker -------------------------------------------------------
 
@@ -222,36 +217,18 @@ class SimpleElasticAgent(ElasticAgent):
 
     # What `LocalElasticAgent` does otherwise -------------------------------------------------------------
 
-    def _run_id(self) -> str:
-        """The job."""
-        return str(self._spec.rdzv_handler.get_run_id())
-
     def _meet(self) -> Nodes:
         """This node's part among the others. Does not connect yet."""
-        spec = self._spec
-        return ClassicNodes(
-            lambda: spec.rdzv_handler,
-            address=spec.master_addr or spec.local_addr,
-            port=spec.master_port or 0,
-            nproc=spec.local_world_size,
-            role=spec.role,
-            monitor_interval=spec.monitor_interval,
-            exit_barrier_timeout=self._exit_barrier_timeout,
-        )
+        return ClassicNodes(self._group.spec, self._exit_barrier_timeout)
 
-    def _open_workers(self, nodes: Nodes, job: Job, cleanup: ExitStack) -> Workers:
+    def _open_workers(self, nodes: Nodes, cleanup: ExitStack) -> Workers:
         """What starts and waits for the workers of each round.
 
         Args:
             nodes: the others.
-            job: this one.
             cleanup: ends what still runs, and closes all, at the end.
         """
         return WholeGroup(self, self._group, nodes, cleanup)
-
-    def _return_values(self) -> dict[int, Any]:
-        """What the workers have returned, by global rank."""
-        return {}
 
     # -----------------------------------------------------------------------------------------------------
 
@@ -263,9 +240,8 @@ class SimpleElasticAgent(ElasticAgent):
             OSError: something that workers need cannot be had.
             RuntimeError: the agent has run before.
         """
-        if self._has_run:
+        if self._group.state is not WorkerState.INIT:
             raise RuntimeError("an agent runs once; make another one, with a new rendezvous handler")
-        self._has_run = True
         began = time.monotonic()
         try:
             with ExitStack() as cleanup:
@@ -273,9 +249,7 @@ class SimpleElasticAgent(ElasticAgent):
                 nodes = self._meet()
                 cleanup.callback(nodes.close)
                 self._open_health(nodes.inbox, cleanup)
-                timer_file = cleanup.enter_context(watchdog(self._run_id()))
-                job = self._job(timer_file)
-                workers = self._open_workers(nodes, job, cleanup)
+                workers = self._open_workers(nodes, cleanup)
                 end = run_rounds(nodes, workers, signals)
                 self._group.become(state_of(end))
                 return end
@@ -283,26 +257,28 @@ class SimpleElasticAgent(ElasticAgent):
             self._group.become(WorkerState.UNKNOWN)
             raise
         finally:
-            self._run_seconds = time.monotonic() - began
+            self._group.run_seconds = time.monotonic() - began
 
     def _open_health(self, inbox: Inbox, cleanup: ExitStack) -> None:
         """Answers questions whether the agent is alive, to the end; see `health`."""
-        try:
-            cleanup.enter_context(health(self._group, inbox))
-        except ValueError as error:
-            raise CannotStart(error) from error
+        cleanup.enter_context(health(self._group, inbox))
 
-    def _job(self, timer_file: str) -> Job:
-        spec = self._spec
-        return Job(
-            spec.local_world_size,
-            spec.role,
-            self._run_id(),
-            spec.max_restarts,
-            virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
-            timer_file=timer_file,
-            signals=",".join(signum.name for signum in self._signals),
-        )
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What ``ftrun`` knows and a spec of torch's cannot say.
+
+    Args:
+        meet: makes this node's part among the others, which does not connect yet.
+        program: what each worker runs.
+        run_id: of the job.
+        active_world_size: so many ranks call the function of a wrapped job; None: as the wrapper says.
+    """
+
+    meet: Callable[[], Nodes]
+    program: Program
+    run_id: str
+    active_world_size: int | None
 
 
 class LocalElasticAgent(SimpleElasticAgent):
@@ -338,6 +314,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         max_rank_restarts: how often each worker may be replaced.
         standby: whether Python workers are forked from a process that has imported torch.
         signals: what is forwarded to the workers, and ends them.
+        launch: for ``ftrun``: how this node meets the others, and what each worker runs, instead of what the
+            spec says.
 
     Raises:
         TypeError: a function that cannot be sent to the workers.
@@ -359,6 +337,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         max_rank_restarts: int = RANK_RESTARTS,
         standby: bool = True,
         signals: Sequence[signal.Signals] = SIGNALS,
+        launch: Launch | None = None,
     ) -> None:
         if start_method != "spawn":
             raise ValueError(
@@ -372,19 +351,17 @@ class LocalElasticAgent(SimpleElasticAgent):
                 uninterruptible_state_timeout,
             )
         self._health_check_server = health_check_server
-        self._logs_specs = logs_specs
-        self._log_line_prefix = log_line_prefix_template
-        self._shutdown_timeout = shutdown_timeout
-        self._restart_policy = restart_policy
-        self._max_rank_restarts = max_rank_restarts
-        self._standby = standby
-        self._returned: dict[int, Any] = {}
-        entrypoint = spec.entrypoint
-        self._call = (
-            b""
-            if entrypoint is None or isinstance(entrypoint, str)
-            else call_function.pack(entrypoint, spec.args)
+        self._launch = launch
+        self._make_loop = functools.partial(
+            Loop,
+            policy=RestartPolicy(restart_policy, spec.max_restarts, max_rank_restarts),
+            logs_specs=logs_specs,
+            shutdown_timeout=shutdown_timeout,
+            standby=standby,
+            group=self._group,
+            log_line_prefix=log_line_prefix_template,
         )
+        self._call = call_function.pack(spec.entrypoint, spec.args) if callable(spec.entrypoint) else b""
 
     def _get_alive_time(self) -> int:
         """When this agent was alive last, in seconds since the epoch; torch's launcher asks for it."""
@@ -396,35 +373,36 @@ class LocalElasticAgent(SimpleElasticAgent):
         else:
             cleanup.callback(self._health_check_server.stop)
 
-    def _open_workers(self, nodes: Nodes, job: Job, cleanup: ExitStack) -> Workers:
-        program = self._program(cleanup)
-        orphans = cleanup.enter_context(adopted())
-        return cleanup.enter_context(
-            Loop(
-                program,
-                job,
-                RestartPolicy(self._restart_policy, self._spec.max_restarts, self._max_rank_restarts),
-                nodes,
-                self._logs_specs,
-                shutdown_timeout=self._shutdown_timeout,
-                standby=self._standby,
-                orphans=orphans,
-                group=self._group,
-                log_line_prefix=self._log_line_prefix,
-            )
+    def _meet(self) -> Nodes:
+        return super()._meet() if self._launch is None else self._launch.meet()
+
+    def _open_workers(self, nodes: Nodes, cleanup: ExitStack) -> Workers:
+        spec, launch = self._group.spec, self._launch
+        run_id = str(spec.rdzv_handler.get_run_id()) if launch is None else launch.run_id
+        job = Job(
+            spec.local_world_size,
+            spec.role,
+            run_id,
+            spec.max_restarts,
+            active_world_size=None if launch is None else launch.active_world_size,
+            virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
+            timer_file=cleanup.enter_context(watchdog(run_id)),
+            signals=",".join(signum.name for signum in self._signals),
         )
+        if job.shares_processor():
+            log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
+        program = self._program(cleanup) if launch is None else launch.program
+        return cleanup.enter_context(self._make_loop(program, job, nodes))
 
     def _program(self, cleanup: ExitStack) -> Program:
         """What each worker runs; files that it needs are removed at the end."""
-        entrypoint = self._spec.entrypoint
-        assert entrypoint is not None
-        if isinstance(entrypoint, str):
-            return program_of(entrypoint, [str(argument) for argument in self._spec.args])
+        spec = self._group.spec
+        if isinstance(spec.entrypoint, str):
+            return program_of(spec.entrypoint, [str(argument) for argument in spec.args])
         folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="ft_wrapper_call_"))
         call_function.write_call(folder, self._call)
         cleanup.callback(self._read_results, folder)
-        module = call_function.__name__
-        return python_program(module, [folder, LOCAL_RANK], is_module=True)
+        return python_program(call_function.__name__, [folder, LOCAL_RANK], is_module=True)
 
     def _read_results(self, folder: str) -> None:
         if self._group.state is not WorkerState.SUCCEEDED:
@@ -433,9 +411,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             if worker.local_rank in self._group.succeeded:
                 with contextlib.suppress(FileNotFoundError):
                     self._returned[worker.global_rank] = call_function.read_result(folder, worker.local_rank)
-
-    def _return_values(self) -> dict[int, Any]:
-        return self._returned
 
 
 def _refuse(spec: WorkerSpec) -> None:

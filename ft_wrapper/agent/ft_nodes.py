@@ -1,36 +1,37 @@
 """The other nodes, by our own rendezvous (`ft_wrapper.rendezvous`).
 
 Under the policy ``group`` every change of membership is a new round: the node ends its ranks and joins again.
-Once the ranks have formed a wrapped job, the agent of group rank 0 goes over to ``rank``: from then on nodes
+Once the ranks have formed a wrapped job, the agent of group rank 0 switches to ``rank``: from then on nodes
 take and lose seats while the ranks of the others go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistError, DistNetworkError, DistStoreError
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
 from ..exception import StoreError, StoreUnavailable
 from ..protocol import keys as names
 from ..protocol.agreement import Agreement
-from ..protocol.deaths import holders
+from ..protocol.deaths import holders, report_lost
 from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
 from ..rendezvous.operations import nodes_waiting
 from ..rendezvous.record import Node, Record, RoundPolicy, Seat
 from ..rendezvous.settings import Identity, Settings
-from ..store import StoreMixin, TCPStore, connect
+from ..store import Member, StoreMixin, TCPStore, connect
 from ..store.address import host_port
 from ..store.bounded import bounded, in_background
-from .buried import log_deaths
 from .nodes import News, Nodes, Round, What
 from .policy import STORE_TIMEOUT
 
@@ -56,7 +57,7 @@ class FtNodes(Nodes):
         make_backend: connects to where the record is kept; called with the first round.
         settings: of the rendezvous.
         identity: who this node is.
-        replaces: whether the job may go over to the policy ``rank``.
+        replaces: whether the job may switch to the policy ``rank``.
         exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
     """
 
@@ -103,11 +104,8 @@ class FtNodes(Nodes):
         handler = self._handler
         while True:
             info = handler.next_rendezvous()
-            joined, node = handler.joined, handler.node
-            assert joined is not None
-            assert node is not None
-            workers = info.bootstrap_store_info
-            assert workers is not None
+            joined, node, workers = handler.joined, handler.node, info.bootstrap_store_info
+            assert joined is not None and node is not None and workers is not None
             address = host_port(workers.master_addr, workers.master_port)
             agreed_in = handler.workers_store(joined.round)
             try:
@@ -118,13 +116,11 @@ class FtNodes(Nodes):
                 limit = 2 * self._settings.keep_alive_timeout
                 if handler.wait_for_change(joined.version, limit) is None:
                     raise
-        try:
-            where = round_of(joined, node, address, agreed_in)
+        where = round_of(joined, node, address, agreed_in)
+        with contextlib.closing(store):
             if where.formed:
                 predecessors = holders(Agreement(store), _slots(joined.seat_of(node)))
                 log_deaths(store, predecessors, f"node {node.id} has been started again", return_=True)
-        finally:
-            store.close()
         # It may have been lost and be back, in this agent or in another one.
         for incarnation in range(max(0, node.incarnation - 2), node.incarnation + 1):
             info.store.delete_key(_done(dataclasses.replace(node, incarnation=incarnation)))
@@ -135,11 +131,11 @@ class FtNodes(Nodes):
         if newest is not None:
             self._look(newest)  # what has changed meanwhile
         if where.group_rank == 0 and self._replaces and not where.formed:
-            in_background("waiting for the head", lambda: self._go_over(handler, where))
+            in_background("waiting for the head", lambda: self._switch_to_rank(handler, where))
         return where
 
-    def _go_over(self, handler: FtRendezvousHandler, where: Round) -> None:
-        """Waits, in a thread, until the ranks have formed a job: then they are replaced one by one."""
+    def _switch_to_rank(self, handler: FtRendezvousHandler, where: Round) -> None:
+        """Waits, in a thread, until the ranks have formed a job: then failed ones are replaced one by one."""
         while self._is_on(where):
             try:
                 if self._await_head(where):
@@ -162,13 +158,11 @@ class FtNodes(Nodes):
             while not client.check([names.HEAD]):
                 client.wait([names.HEAD], _FOREVER)
             return True
-        try:
+        with contextlib.closing(store):
             while self._is_on(where):
                 if store.hear(names.HEAD, _LOOK_AGAIN) is not None:
                     return True
             return False
-        finally:
-            store.close()
 
     def _is_on(self, where: Round) -> bool:
         return self._round is where and self._term is not None
@@ -222,7 +216,7 @@ class FtNodes(Nodes):
             self.inbox.put(self._term[0], News(What.LOST, f"the rendezvous store is lost: {error}"))
 
     def _unseated(self, seats: tuple[Seat, ...]) -> None:
-        """This node has evicted others. Called in the thread that keeps it alive, so another one works."""
+        """This node has evicted others. Called in the keep-alive thread, so the work is done in another."""
         handler, agents, where = self._handler, self._agents, self._round
         if handler is None or agents is None or where is None:
             return
@@ -238,16 +232,13 @@ class FtNodes(Nodes):
                 agents.set(_done(seat.occupant), "lost")  # the exit barrier does not wait for it any more
         if state.policy is not RoundPolicy.RANK:
             return  # all ranks are restarted, or their store went with the node
-        store = connect(address, STORE_TIMEOUT)
-        try:
+        with contextlib.closing(connect(address, STORE_TIMEOUT)) as store:
             dead = [(seat, holders(Agreement(store), _slots(seat))) for seat in seats]
             # Read after these: a node that is given a seat logs them itself, before it starts others.
             state = handler.refresh()
             for seat, members in dead:
                 if _is_empty(state, seat):
                     log_deaths(store, members, f"went down with node {seat.occupant}", return_=False)
-        finally:
-            store.close()
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -264,17 +255,12 @@ class FtNodes(Nodes):
         bounded("leaving the rendezvous", lambda: self._leave(handler, why), LEAVE_TIMEOUT)
 
     def _leave(self, handler: FtRendezvousHandler, why: str) -> None:
-        seat, node, state, where = handler.seat, handler.node, handler.record, self._round
-        store: StoreMixin | None = None
-        try:
-            dead = []
-            if (
-                state is not None
-                and state.policy is RoundPolicy.RANK
-                and seat is not None
-                and where is not None
-            ):
+        seat, node, where = handler.seat, handler.node, self._round
+        with contextlib.ExitStack() as cleanup:
+            store: StoreMixin | None = None
+            if self.have_formed() and seat is not None and where is not None:
                 store = connect(where.store, timedelta(seconds=LEAVE_TIMEOUT / 2))
+                cleanup.callback(store.close)
                 dead = holders(Agreement(store), _slots(seat))
             if self._agents is not None and node is not None:
                 self._agents.set(_done(node), "left")
@@ -283,50 +269,32 @@ class FtNodes(Nodes):
             if store is not None:
                 for thread in log_deaths(store, dead, f"left with node {node}: {why}", return_=False):
                     thread.join(0.5)
-        finally:
-            if store is not None:
-                store.close()
 
     def fail(self, why: str) -> None:
         handler = self._handler
         if handler is None or handler.node is None:
             return
         self._term = None
-
-        def close() -> None:
-            handler.set_closed(why)
-
-        bounded("ending the job", close, LEAVE_TIMEOUT)
+        bounded("ending the job", lambda: handler.set_closed(why), LEAVE_TIMEOUT)
 
     def await_others(self, *, as_host_only: bool) -> bool:
         handler, where = self._handler, self._round
-        assert handler is not None
-        assert where is not None
+        assert handler is not None and where is not None
         state = handler.record
         hosts = handler.is_host or (where.group_rank == 0 and not where.agreed_in)
         needed = hosts or state is None or state.policy is RoundPolicy.GROUP
         if as_host_only and not needed:
             return False
         timeout = None if as_host_only else self._exit_barrier_timeout
-        term = self.inbox.term
-        in_background("exit barrier", lambda: self._await(handler, term, timeout))
+        self._await(lambda: _await_all(handler, timeout))
         return True
 
-    def _await(self, handler: FtRendezvousHandler, term: int, timeout: float | None) -> None:
-        why = ""
-        try:
-            why = _await_all(handler, timeout)
-        except (RendezvousError, StoreError, DistError) as error:
-            why = f"the other nodes are not waited for: {error}"
-        finally:
-            self.inbox.put(term, News(What.CLOSED, why))
-
     def finish(self) -> None:
-        """Closes the rendezvous, unless it is closed: spare nodes that wait end then, too."""
+        """Closes the rendezvous unless it is closed: this ends spare nodes that wait, too."""
         self._term = None
         handler = self._handler
         if handler is not None:
-            self._end("the end of the rendezvous", lambda: _ignore(handler.shutdown()))
+            self._end("the end of the rendezvous", handler.shutdown)
 
     def close(self) -> None:
         self._term = None
@@ -336,16 +304,38 @@ class FtNodes(Nodes):
             if self._left_unheard or self._out_of_reach:
                 self._end("leaving", handler.abandon)
             else:
-                self._end("leaving", (lambda: _ignore(handler.shutdown())) if is_over else handler.leave)
+                self._end("leaving", handler.shutdown if is_over else handler.leave)
         super().close()
 
-    def _end(self, what: str, end: Callable[[], None]) -> None:
+    def _end(self, what: str, end: Callable[[], object]) -> None:
         self._handler = None
         bounded(what, end, END_TIMEOUT)
 
 
+def log_deaths(
+    store: StoreMixin, members: Iterable[Member], why: str, *, return_: bool
+) -> list[threading.Thread]:
+    """Logs deaths, until the others have gone on without these; each in a thread, for that may take a while.
+
+    Args:
+        store: of the ranks; not used after the return.
+        members: who is dead.
+        why: for people.
+        return_: whether others come in their place, for which a restart may wait a little.
+    """
+
+    def tell(own: StoreMixin, member: Member) -> None:
+        with contextlib.closing(own):
+            report_lost(Agreement(own), member, why, returns=return_)
+
+    return [
+        in_background(f"telling of the death of {one.name}", functools.partial(tell, store.clone(), one))
+        for one in members
+    ]
+
+
 def what_follows(state: Record, node: Node, round_number: int) -> News | None:
-    """What a node that has ranks running does about a record; None: nothing.
+    """What a record means for a node whose ranks run; None: nothing.
 
     Args:
         state: the record.
@@ -365,7 +355,7 @@ def what_follows(state: Record, node: Node, round_number: int) -> News | None:
 
 
 def _await_all(handler: FtRendezvousHandler, timeout: float | None) -> str:
-    """Waits until all nodes that take part are done; says in words which are late."""
+    """Waits until all nodes that take part are done; says which were not waited for any longer."""
     node = handler.node
     assert node is not None
     agents = handler.agents_store()
@@ -379,8 +369,6 @@ def _await_all(handler: FtRendezvousHandler, timeout: float | None) -> str:
         left = _LOOK_AT_NODES if deadline is None else max(0.001, deadline - time.monotonic())
         try:
             agents.wait([_done(other) for other in waited_for], timedelta(seconds=min(left, _LOOK_AT_NODES)))
-        except DistNetworkError:
-            raise
         except DistStoreError:
             if deadline is None or time.monotonic() < deadline:
                 continue
@@ -397,8 +385,7 @@ def round_of(state: Record, node: Node, address: str, agreed_in: str = "") -> Ro
         agreed_in: address of the store in which wrapped ranks agree, if that is another one.
     """
     seat = state.seat_of(node)
-    assert seat is not None
-    assert seat.group_rank is not None
+    assert seat is not None and seat.group_rank is not None
     same = [other for other in state.seats if other.role == node.role]
     before = [other for other in same if other.base_slot < seat.base_slot]
     return Round(
@@ -428,7 +415,3 @@ def _is_empty(state: Record, seat: Seat) -> bool:
 
 def _done(node: Node) -> str:
     return f"done/{node.name}"
-
-
-def _ignore(told: bool) -> None:
-    """Whether the others were notified is logged already."""

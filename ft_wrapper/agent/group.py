@@ -1,4 +1,4 @@
-"""The workers of a node as torch's agents describe them: a group, with a state, and counts of what happened.
+"""The workers of a node as torch's agents describe them: a group, its state, events, metrics and failures.
 
 The agent's main thread writes it; the health endpoint and callers of the agent read copies.
 """
@@ -6,16 +6,29 @@ The agent's main thread writes it; the health endpoint and callers of the agent 
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
+import json
 import logging
+import socket
 import threading
+from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.events import record
+from torch.distributed.elastic.events.api import Event, EventMetadataValue, EventSource
 from torch.distributed.elastic.metrics.api import put_metric
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ..store.address import split_host_port
-from .nodes import Round
+from .nodes import End, Round
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +59,13 @@ class Group:
 
     Args:
         spec: of the workers.
+
+    Attributes:
+        run_seconds: how long the agent has run, once it has ended.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
+        self.run_seconds = 0.0
         self._lock = threading.Lock()
         self._group = WorkerGroup(spec)
         self._counts: collections.Counter[str] = collections.Counter()
@@ -88,10 +105,8 @@ class Group:
     def copy(self) -> WorkerGroup:
         """The group as it is now; it does not change afterwards."""
         with self._lock:
-            copied = WorkerGroup(self._group.spec)
-            for name in WorkerGroup.__slots__:
-                setattr(copied, name, getattr(self._group, name))
-            copied.workers = [_copy(worker) for worker in self._group.workers]
+            copied = copy.copy(self._group)
+            copied.workers = [copy.copy(worker) for worker in self._group.workers]
             return copied
 
     # Notes ---------------------------------------------------------------------------------------------
@@ -177,10 +192,103 @@ class Group:
         put_metric(f"workers.{role}.remaining_restarts", self.remaining_restarts)
         put_metric(f"workers.{role}.{state.name.lower()}", 1)
 
+    # Events ----------------------------------------------------------------------------------------------
 
-def _copy(worker: Worker) -> Worker:
-    copied = Worker(
-        worker.local_rank, worker.global_rank, worker.role_rank, worker.world_size, worker.role_world_size
-    )
-    copied.id = worker.id
-    return copied
+    def event(
+        self,
+        state: str,
+        source: EventSource = EventSource.AGENT,
+        about: Mapping[str, object] | None = None,
+        **fields: EventMetadataValue,
+    ) -> Event:
+        """An event of torch's, with the fields that torch's agent gives it.
+
+        Args:
+            state: what has happened, ``SUCCEEDED`` for instance.
+            source: whom it is about, an agent or a worker.
+            about: what a worker's event has beside the group's size and entry point.
+            fields: that differ from those of an agent at a moment: ``raw_error`` or ``duration_ms``, say.
+        """
+        now = self.copy()
+        spec = now.spec
+        entry_point = spec.get_entrypoint_name()  # type: ignore[no-untyped-call]
+        metadata: dict[str, EventMetadataValue] = {
+            "run_id": spec.rdzv_handler.get_run_id(),
+            "global_rank": None,
+            "group_rank": now.group_rank,
+            "worker_id": None,
+            "role": spec.role,
+            "hostname": socket.getfqdn(socket.gethostname()),
+            "state": state,
+            "total_run_time": int(self.run_seconds),
+            "rdzv_backend": spec.rdzv_handler.get_backend(),
+            "raw_error": None,
+            "metadata": json.dumps(
+                {"group_world_size": now.group_world_size, "entry_point": entry_point, **(about or {})}
+            ),
+            "agent_restarts": spec.max_restarts - self.remaining_restarts,
+            "duration_ms": None,
+            **fields,
+        }
+        return Event(f"torchelastic.worker.status.{state}", source=source, metadata=metadata)
+
+    def record(self, event: Event) -> None:
+        """Gives an event to the handler that the spec names."""
+        record(event, getattr(self.spec, "event_log_handler", "null"))  # not in older torch
+
+    def tell_end(self, result: RunResult) -> None:
+        """Tells torch's metrics how the job ended, and the handler of events how each worker did."""
+        spec, failed = self.spec, result.is_failed()
+        again = self.remaining_restarts != spec.max_restarts
+        used = 1 - (self.remaining_restarts + 1) / (spec.max_restarts + 1)
+        told = {
+            "flakiness": 100 if failed else int(100 * used),
+            "run_total": 1,
+            "run_success_with_retries": int(not failed and again),
+            "run_success_no_retries": int(not failed and not again),
+            "run_failed_with_retries": int(failed and again),
+            "run_failed_no_retries": int(failed and not again),
+        }
+        for name, value in told.items():
+            put_metric(f"workers.{spec.role}.{name}", value)
+        for worker in self.copy().workers:
+            self.record(self._worker_event(worker, result))
+
+    def _worker_event(self, worker: Worker, result: RunResult) -> Event:
+        failure: ProcessFailure | None = result.failures.get(worker.global_rank)
+        was_ended = result.is_failed() and failure is None
+        about = {  # torch has each in a tuple
+            "local_rank": (worker.local_rank,),
+            "role_rank": (worker.role_rank,),
+            "role_world_size": (worker.role_world_size,),
+            "exit_code": (failure and failure.exitcode,),
+            "worker_pid": (failure and failure.pid,),
+        }
+        return self.event(
+            "TERMINATED" if was_ended else result.state.value,
+            EventSource.WORKER,
+            about,
+            global_rank=worker.global_rank,
+            worker_id=str(worker.id),
+            raw_error=None if failure is None else json.dumps(failure.error_file_data),
+        )
+
+
+def state_of(end: End) -> WorkerState:
+    """The state of the workers at the end."""
+    if end.signum is not None:
+        return WorkerState.STOPPED
+    failed = end.failures or end.ended_by or end.error_elsewhere
+    return WorkerState.FAILED if failed else WorkerState.SUCCEEDED
+
+
+def process_failures(end: End, first_rank: int) -> dict[int, ProcessFailure]:
+    """The last failure of each rank that counts; the ranks in the order in which they failed first."""
+    found: dict[int, ProcessFailure] = {}
+    for failure in end.failures:
+        one = ProcessFailure(failure.rank - first_rank, failure.pid, failure.exitcode, failure.error_file)
+        if not failure.error_file:
+            one.timestamp = int(failure.when)
+            one.message = failure.error or one.message
+        found[failure.rank] = one
+    return found

@@ -23,7 +23,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from torch.distributed.elastic.agent.server.local_elastic_agent import TORCHELASTIC_HEALTH_CHECK_PORT
 
 from .group import Group
-from .nodes import Inbox
+from .nodes import CannotStart, Inbox
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -174,14 +174,14 @@ def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
         with several agents all find the same variable, and one of them answers.
 
     Raises:
-        ValueError: a variable is wrong, or the port is not allowed; says which.
+        CannotStart: a variable is wrong, or the port is not allowed; says which.
     """
     port = os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT)
     if port is None:
         yield None
         return
     if not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{TORCHELASTIC_HEALTH_CHECK_PORT}={port}: use a port's number")
+        raise CannotStart(f"{TORCHELASTIC_HEALTH_CHECK_PORT}={port}: use a port's number")
     try:
         server = Health(int(port), _timeout(), group, inbox)
     except OSError as error:
@@ -195,7 +195,7 @@ def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
             yield None
             return
         words = f"{TORCHELASTIC_HEALTH_CHECK_PORT}={port}: {error.strerror}; choose another port"
-        raise ValueError(words) from error
+        raise CannotStart(words) from error
     with server:
         log.info("the health endpoint is at port %d", server.port)
         yield server
@@ -208,7 +208,7 @@ def _timeout() -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < threading.TIMEOUT_MAX:
-        raise ValueError(f"{TIMEOUT_ENV}={value}: use a number of seconds")
+        raise CannotStart(f"{TIMEOUT_ENV}={value}: use a number of seconds")
     return seconds
 
 
@@ -223,25 +223,24 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         counts, role = self._group.counts, self._group.spec.role
-        for name, words, value in (
-            ("rank_failures", "Rank processes that failed", counts.failures),
-            ("rank_replacements", "Rank processes started again alone", counts.replacements),
-            ("group_restarts", "Restarts of all ranks because some had failed", counts.restarts),
-            ("rounds", "Starts of all ranks", counts.rounds),
+        state, remaining = self._group.state.name.lower(), self._group.remaining_restarts
+        for family, name, words, value, more in (
+            (CounterMetricFamily, "rank_failures", "Rank processes that failed", counts.failures, {}),
+            (CounterMetricFamily, "rank_replacements", "Ranks started again alone", counts.replacements, {}),
+            (
+                CounterMetricFamily,
+                "group_restarts",
+                "Restarts of all, as some failed",
+                counts.restarts,
+                {},
+            ),
+            (CounterMetricFamily, "rounds", "Starts of all ranks", counts.rounds, {}),
+            (GaugeMetricFamily, "workers_remaining_restarts", "Restarts of all that are left", remaining, {}),
+            (GaugeMetricFamily, "workers_state", "1 for the state of the ranks", 1, {"state": state}),
         ):
-            counter = CounterMetricFamily(f"ft_wrapper_{name}", words, labels=["role"])
-            counter.add_metric([role], value)
-            yield counter
-        remaining = GaugeMetricFamily(
-            "ft_wrapper_workers_remaining_restarts", "Restarts of all ranks that are left", labels=["role"]
-        )
-        remaining.add_metric([role], self._group.remaining_restarts)
-        yield remaining
-        state = GaugeMetricFamily(
-            "ft_wrapper_workers_state", "1 for the state of the ranks", labels=["role", "state"]
-        )
-        state.add_metric([role, self._group.state.name.lower()], 1)
-        yield state
+            metric = family(f"ft_wrapper_{name}", words, labels=["role", *more])
+            metric.add_metric([role, *more.values()], value)
+            yield metric
 
 
 def _metrics(group: Group) -> WSGIApplication:

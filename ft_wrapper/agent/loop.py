@@ -10,8 +10,11 @@ import logging
 import os
 import selectors
 import signal
+import subprocess
 import time
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from multiprocessing import connection
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
@@ -20,35 +23,14 @@ from .._files import check_open_files
 from ..monitor.line import AGENT_ENV
 from ..monitor.service import MonitorService
 from ..store.tcp import raise_file_limit
-from .actions import (
-    Abandoned,
-    Action,
-    AskPlace,
-    CancelStarts,
-    Ended,
-    EndTemplate,
-    Event,
-    ForkAhead,
-    Forked,
-    Kill,
-    LeaveJob,
-    NotStarted,
-    Place,
-    RoundBegan,
-    Send,
-    SignalArrived,
-    Start,
-    Tell,
-    Tick,
-)
+from . import ranks
 from .group import Group
 from .nodes import End, Nodes, Round
-from .outputs import Failure, Logs, opened, read_failure
+from .outputs import ERROR_FILE_ENV, Failure, Logs, opened, read_failure
 from .policy import JobInStore, RestartPolicy
-from .process import Job, Orphans, Program, RankProcess, of_incarnation, start
-from .ranks import Ranks
+from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
 from .signals import SignalQueue
-from .standby import Request, Standby
+from .standby import Standby
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +55,11 @@ class Loop:
     Args:
         program: what each rank runs.
         job: what they have in common.
-        policy: what is done about those that fail.
         nodes: the others: their news, and who hears that this node leaves.
+        policy: what is done about those that fail.
         logs_specs: where their streams and errors go.
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
         standby: whether they are forked from a process that has torch imported, where that is possible.
-        orphans: what this process has adopted: it is a subreaper.
         group: told what happens.
         log_line_prefix: what comes before the lines that are shown; see `Logs`.
     """
@@ -87,30 +68,29 @@ class Loop:
         self,
         program: Program,
         job: Job,
-        policy: RestartPolicy,
         nodes: Nodes,
-        logs_specs: LogsSpecs,
         *,
+        policy: RestartPolicy,
+        logs_specs: LogsSpecs,
         shutdown_timeout: float,
         standby: bool,
-        orphans: Orphans,
         group: Group,
         log_line_prefix: str | None = None,
     ) -> None:
         self._program = program
         self._job = job
         self._nodes = nodes
-        self._orphans = orphans
         self._group = group
-        self._ranks = Ranks(policy, group, shutdown_timeout)
+        self._ranks = ranks.Ranks(policy, group, shutdown_timeout)
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
         self._in_store: JobInStore | None = None
         self._cleanup = ExitStack()
         try:
+            self._orphans = self._cleanup.enter_context(adopted())
             self._selector = self._cleanup.enter_context(selectors.DefaultSelector())
             self._logs = self._cleanup.enter_context(Logs(logs_specs, job.role, log_line_prefix))
-            self._monitors = self._cleanup.enter_context(MonitorService(job.run_id))
+            self._monitors = self._cleanup.enter_context(closing(MonitorService(job.run_id)))
             if standby and program.script is not None:
                 self._start_standby()
         except BaseException:
@@ -123,7 +103,7 @@ class Loop:
     def __exit__(self, *_: object) -> None:
         with self._cleanup:
             self._cleanup.callback(self._close_store)
-            self._handle(Abandoned())
+            self._carry_out(self._ranks.abandoned())
 
     def start(self, where: Round) -> None:
         """Starts all ranks, in a new round: with a store of their own.
@@ -143,8 +123,7 @@ class Loop:
         # Otherwise ranks could not reach the store, and the others would call them missing.
         check_open_files(_FILES_OF_ALL + nproc * _FILES_OF_A_RANK, f"with {nproc} ranks this process")
         self._in_store = JobInStore(where.store, self._nodes.have_formed)
-        actions = self._ranks.handle(RoundBegan(where, self._in_store))
-        starts = [action for action in actions if isinstance(action, Start)]
+        starts = self._ranks.begin_round(where, self._in_store)
         first_rank = where.base_rank if where.node else 0
         self._logs.begin_round({each.rank: self._environment(each) for each in starts}, first_rank)
         for each in starts:
@@ -173,9 +152,9 @@ class Loop:
                     if signum == signal.SIGCHLD:
                         self._reap_orphans()
                     else:
-                        self._handle(SignalArrived(signum))
+                        self._carry_out(self._ranks.signalled(signum))
                 for news in self._nodes.inbox.take():
-                    self._handle(news)
+                    self._carry_out(self._ranks.told(news))
                 self._do_what_is_due()
         finally:
             for waited_for in (signals.fd, self._nodes.inbox):
@@ -199,7 +178,7 @@ class Loop:
             log.warning("the standby process does not answer: ranks are started without it")
             for request in self._end_standby():
                 self._execute_or_fail(request)
-        self._handle(Tick())
+        self._carry_out(self._ranks.tick())
 
     def _reap_orphans(self) -> None:
         ours = [process.pid for process in self._running.values()]
@@ -215,36 +194,37 @@ class Loop:
 
     # Carrying out --------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
-        for action in self._ranks.handle(event):
-            self._carry_out(action)
+    def _carry_out(self, actions: Iterable[ranks.Action]) -> None:
+        for action in actions:
+            match action:
+                case ranks.Start():
+                    with self._or_failed(action.rank, action.incarnation):
+                        self._start(action)
+                case ranks.CancelStarts():
+                    self._cancel_starts(action.why)
+                case ranks.ForkAhead():
+                    if self._standby is not None:
+                        self._standby.ask_ahead()
+                        self._take_answers(self._standby)
+                case ranks.EndTemplate():
+                    self._end_standby()
+                case ranks.Send():
+                    for rank, process in self._running.items():
+                        if action.rank in (None, rank):
+                            process.send(action.signum)
+                case ranks.Kill():
+                    self._kill()
+                case ranks.AskPlace():
+                    is_ours = self._nodes.has_place()
+                    self._carry_out(
+                        self._ranks.place(is_ours=is_ours, out_of_reach=self._nodes.out_of_reach())
+                    )
+                case ranks.LeaveJob():
+                    self._nodes.leave(action.why)
+                case ranks.Tell():
+                    self._tell(action)
 
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case Start():
-                self._start_or_fail(action)
-            case CancelStarts():
-                self._cancel_starts(action.why)
-            case ForkAhead():
-                if self._standby is not None:
-                    self._standby.ask_ahead()
-                    self._take_answers(self._standby)
-            case EndTemplate():
-                self._end_standby()
-            case Send():
-                for rank, process in self._running.items():
-                    if action.rank in (None, rank):
-                        process.send(action.signum)
-            case Kill():
-                self._kill()
-            case AskPlace():
-                self._handle(Place(self._nodes.has_place(), self._nodes.out_of_reach()))
-            case LeaveJob():
-                self._nodes.leave(action.why)
-            case Tell():
-                self._tell(action)
-
-    def _tell(self, told: Tell) -> None:
+    def _tell(self, told: ranks.Tell) -> None:
         failure = told.failure
         running = sum(not process.has_ended() for process in self._running.values())
         log.log(
@@ -259,17 +239,18 @@ class Loop:
 
     # Starting ------------------------------------------------------------------------------------------
 
-    def _environment(self, asked: Start) -> dict[str, str]:
+    def _environment(self, asked: ranks.Start) -> dict[str, str]:
         return self._job.environment(asked.rank, asked.restarts, self._ranks.round)
 
-    def _start(self, asked: Start) -> None:
+    def _start(self, asked: ranks.Start) -> None:
         """Starts a process, or asks the template for it."""
         if not self._ranks.wants(asked):
             return  # another one could not be started, and so none is
         files = self._logs.open(asked.rank, asked.incarnation)
         environment = {
             **self._environment(asked),
-            **of_incarnation(asked.incarnation, files.error_file),
+            INCARNATION_ENV: str(asked.incarnation),
+            ERROR_FILE_ENV: "" if files.error_file == os.devnull else files.error_file,
             AGENT_ENV: self._monitors.name,
         }
         request = Request(asked.rank, asked.incarnation, files, environment, asked.is_replaced)
@@ -279,45 +260,40 @@ class Loop:
         self._standby.ask(request)
         self._take_answers(self._standby)
 
-    def _start_or_fail(self, asked: Start) -> None:
-        """Starts a process in a job that is on: one that cannot be started is one that has failed."""
-        try:
-            self._start(asked)
-        except OSError as error:
-            self._fail_to_start(asked.rank, asked.incarnation, error)
-
     def _execute(self, request: Request) -> None:
         with ExitStack() as streams:
             stdout, stderr = (opened(path, streams) for path in (request.files.stdout, request.files.stderr))
-            popen = start(
-                self._program.command_of(request.rank), {**os.environ, **request.environment}, stdout, stderr
-            )
-        pidfd = os.pidfd_open(popen.pid)
-        self._add(
-            request, RankProcess(request.rank, request.incarnation, popen.pid, pidfd, request.files, popen)
-        )
+            command = with_local_rank(self._program.command, str(request.rank))
+            popen = start(command, {**os.environ, **request.environment}, stdout, stderr)
+        self._add(request, popen.pid, popen)
+
+    @contextmanager
+    def _or_failed(self, rank: int, incarnation: int) -> Iterator[None]:
+        """In a job that is on, a process that cannot be started in the block is one that has failed."""
+        try:
+            yield
+        except OSError as error:
+            self._logs.close(rank, incarnation)
+            words, number = f"cannot be started: {error}", self._ranks.round.rank(rank)
+            failure = Failure(number, 0, 1, time.time(), words, "", incarnation)
+            self._carry_out(self._ranks.not_started(rank, failure))
 
     def _execute_or_fail(self, request: Request) -> None:
-        try:
+        with self._or_failed(request.rank, request.incarnation):
             self._execute(request)
-        except OSError as error:
-            self._fail_to_start(request.rank, request.incarnation, error)
 
-    def _fail_to_start(self, rank: int, incarnation: int, error: OSError) -> None:
-        self._logs.close(rank, incarnation)
-        words, number = f"cannot be started: {error}", self._ranks.round.rank(rank)
-        self._handle(NotStarted(rank, Failure(number, 0, 1, time.time(), words, "", incarnation)))
-
-    def _add(self, request: Request, process: RankProcess) -> None:
-        self._running[process.rank] = process
-        self._monitors.add(process.pid, replaced=request.is_replaced)
+    def _add(self, request: Request, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        process = RankProcess(request, pid, os.pidfd_open(pid), popen)  # of a child that is not reaped yet
+        self._running[request.rank] = process
+        self._monitors.add(pid, replaced=request.is_replaced)
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self._emit("rank_started", process)
-        self._handle(Forked(process.rank, process.incarnation, process.pid))
+        self._carry_out(self._ranks.forked(request.rank, request.incarnation, pid))
 
     def _emit(self, event: str, process: RankProcess, **fields: object) -> None:
-        rank = self._ranks.round.rank(process.rank)
-        who = {"rank": rank, "incarnation": process.incarnation, "child": process.pid}
+        request = process.request
+        rank = self._ranks.round.rank(request.rank)
+        who = {"rank": rank, "incarnation": request.incarnation, "child": process.pid}
         events.emit(event, job=self._job.run_id, **who, **fields)
 
     # The template --------------------------------------------------------------------------------------
@@ -351,17 +327,13 @@ class Loop:
         if answers is None:
             self._replace_standby(standby)
             return
-        for forked in answers:
-            request = forked.request
-            if forked.pid is None:
-                rank = self._ranks.round.rank(request.rank)
-                log.warning("rank %d is started without the standby process: %s", rank, forked.error)
-                self._execute_or_fail(request)
-            else:
-                pidfd = os.pidfd_open(forked.pid)  # of a child that is not reaped yet
-                self._add(
-                    request, RankProcess(request.rank, request.incarnation, forked.pid, pidfd, request.files)
-                )
+        for request, answer in answers:
+            if isinstance(answer, int):
+                self._add(request, answer)
+                continue
+            rank = self._ranks.round.rank(request.rank)
+            log.warning("rank %d is started without the standby process: %s", rank, answer)
+            self._execute_or_fail(request)
 
     def _replace_standby(self, standby: Standby) -> None:
         """The template has ended: another one takes its place, unless that would be a loop."""
@@ -382,38 +354,36 @@ class Loop:
     # An end --------------------------------------------------------------------------------------------
 
     def _take_end(self, process: RankProcess) -> None:
-        self._selector.unregister(process.pidfd)
-        del self._running[process.rank]
+        asked = process.request
+        self._drop(process)
         self._monitors.remove(process.pid)
         exitcode = process.reap()
-        self._logs.close(process.rank, process.incarnation)
+        self._logs.close(asked.rank, asked.incarnation)
         self._emit("rank_ended", process, exitcode=exitcode)
         failure = None
         if exitcode != 0 and not self._ranks.is_stopping:
-            rank = self._ranks.round.rank(process.rank)
-            failure = read_failure(rank, process.pid, process.incarnation, exitcode, process.files)
-        self._handle(Ended(process.rank, exitcode, failure))
+            rank = self._ranks.round.rank(asked.rank)
+            failure = read_failure(rank, process.pid, asked.incarnation, exitcode, asked.files)
+        self._carry_out(self._ranks.ended(asked.rank, exitcode, failure))
+
+    def _drop(self, process: RankProcess) -> None:
+        self._selector.unregister(process.pidfd)
+        del self._running[process.request.rank]
 
     def _kill(self) -> None:
         """Ends all that run, whatever they do."""
         for process in self._running.values():
             process.send(signal.SIGKILL)
         deadline = time.monotonic() + KILL_TIMEOUT
-        with selectors.DefaultSelector() as selector:
-            for process in self._running.values():
-                selector.register(process.pidfd, selectors.EVENT_READ, process)
-            while self._running and (timeout := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(timeout):
-                    selector.unregister(key.fd)
-                    self._take_end(key.data)
-        if not self._running:
-            return
-        log.error("%s: still there %g s after SIGKILL, left behind", self._ranks.names(), KILL_TIMEOUT)
-        for rank, process in list(self._running.items()):
-            self._selector.unregister(process.pidfd)
+        for process in list(self._running.values()):
+            if connection.wait([process.pidfd], max(0.0, deadline - time.monotonic())):
+                self._take_end(process)
+        if self._running:
+            log.error("%s: still there %g s after SIGKILL, left behind", self._ranks.names(), KILL_TIMEOUT)
+        for process in list(self._running.values()):
+            self._drop(process)
             os.close(process.pidfd)
-            del self._running[rank]
-            self._handle(Ended(rank, -signal.SIGKILL))
+            self._carry_out(self._ranks.ended(process.request.rank, -signal.SIGKILL))
 
     def _close_store(self) -> None:
         if self._in_store is not None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import dataclasses
 import enum
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ..exception import StoreError
 from ..store import TCPStoreServer
 from ..store.address import host_port, loopback
+from ..store.bounded import in_background
 from .outputs import Failure
 
 EXIT_BARRIER_TIMEOUT = 300.0
 """Seconds for which a node whose ranks are done waits for the others, by default; as in torch's agents."""
+
+
+class CannotStart(Exception):
+    """No rank could be started."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +151,6 @@ class Inbox:
         self._write_end.setblocking(False)
         self._lock = threading.Lock()
         self._term = 0
-        self._open = True
         self._attended = True
         self._knocks: list[threading.Event] = []
 
@@ -170,18 +176,14 @@ class Inbox:
             news: what there is.
         """
         with self._lock:
-            if not self._open:
-                return
             self._items.append((term, news))
             self._wake()
 
     def take(self) -> list[News]:
         """Takes out the news of this round. Does not block."""
         with self._lock:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 self._read_end.recv(4096)
-            except BlockingIOError:
-                pass
             self._answer()
             items = [news for term, news in self._items if term == self._term]
             self._items.clear()
@@ -196,7 +198,7 @@ class Inbox:
         answered = threading.Event()
         with self._lock:
             self._knocks.append(answered)
-            if self._open and self._attended:
+            if self._attended:
                 self._wake()
             else:
                 self._answer()
@@ -217,16 +219,14 @@ class Inbox:
     def close(self) -> None:
         """Closes the sockets."""
         with self._lock:
-            self._open = False
+            self._attended = False
             self._answer()
             self._read_end.close()
             self._write_end.close()
 
     def _wake(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it is readable, or closed
             self._write_end.send(b"!")
-        except BlockingIOError:
-            pass  # it is readable
 
     def _answer(self) -> None:
         for answered in self._knocks:
@@ -234,8 +234,10 @@ class Inbox:
         self._knocks.clear()
 
 
-class Nodes(abc.ABC):
+class Nodes:
     """This node's part among the others, as its agent uses it: in the main thread, but for `inbox`.
+
+    The methods do here what they do for a node without others.
 
     Attributes:
         inbox: news from the others.
@@ -244,7 +246,6 @@ class Nodes(abc.ABC):
     def __init__(self) -> None:
         self.inbox = Inbox()
 
-    @abc.abstractmethod
     def next_round(self) -> Round:
         """Waits until the next round has formed, for as long as that takes. A signal handler may raise in it.
 
@@ -255,6 +256,7 @@ class Nodes(abc.ABC):
             StoreError: there is no store for the ranks.
             ValueError: something that this node was started with is wrong.
         """
+        raise NotImplementedError
 
     def has_place(self) -> bool:
         """Whether this node is known to have its place among the others now. Bounded.
@@ -272,7 +274,6 @@ class Nodes(abc.ABC):
         """Whether the ranks are known to have formed a wrapped job. From memory; False if it is not known."""
         return False
 
-    @abc.abstractmethod
     def leave(self, why: str) -> None:
         """A signal ends this node's part: the others go on without it, or hear that they cannot. Bounded.
 
@@ -280,7 +281,6 @@ class Nodes(abc.ABC):
             why: for people.
         """
 
-    @abc.abstractmethod
     def fail(self, why: str) -> None:
         """Ends the job on all nodes. Bounded.
 
@@ -288,7 +288,6 @@ class Nodes(abc.ABC):
             why: for people, on all nodes.
         """
 
-    @abc.abstractmethod
     def await_others(self, *, as_host_only: bool) -> bool:
         """This node is done: begins to wait for the others, which may be busy yet.
 
@@ -298,8 +297,27 @@ class Nodes(abc.ABC):
         Returns:
             Whether they are waited for: the end comes as news, `What.CLOSED`.
         """
+        return False
 
-    @abc.abstractmethod
+    def _await(self, wait: Callable[[], str]) -> None:
+        """Waits for the others in a thread, and puts the end of that into the inbox.
+
+        Args:
+            wait: does it; returns why it was too long, empty if it was not.
+        """
+        term = self.inbox.term
+
+        def run() -> None:
+            why = ""
+            try:
+                why = wait()
+            except (RendezvousError, StoreError, DistError) as error:
+                why = f"the other nodes are not waited for: {error}"
+            finally:
+                self.inbox.put(term, News(What.CLOSED, why))
+
+        in_background("exit barrier", run)
+
     def finish(self) -> None:
         """All is done, or this node is not needed any more: ends its part. Bounded."""
 
@@ -337,18 +355,6 @@ class OneNode(Nodes):
             ) from error
         self._server = server
         return alone(host_port(self._address, server.port), self._nproc)
-
-    def leave(self, why: str) -> None:
-        pass
-
-    def fail(self, why: str) -> None:
-        pass
-
-    def await_others(self, *, as_host_only: bool) -> bool:
-        return False
-
-    def finish(self) -> None:
-        pass
 
     def close(self) -> None:
         self._end_server()

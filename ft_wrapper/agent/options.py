@@ -5,17 +5,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 
+from ..rendezvous.backends import DEFAULT_PORT
+from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
+from ..store.address import without_brackets
 from .command_line import (
+    DEFAULT_MASTER_ADDR,
+    DEFAULT_MASTER_PORT,
     DEFAULT_RDZV_ID,
     NO_EFFECT,
     NO_HANDLER,
@@ -23,12 +30,13 @@ from .command_line import (
     make_parser,
     name,
 )
-from .node_options import Meeting, read_nodes
 from .outputs import PREFIX_ENV
 from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
 
-__all__ = ["Meeting", "Options", "parse_args"]
+OURS = (NAME, *ETCD_NAMES)
+STATIC = "static"
+"""The default of torchrun's ``--rdzv-backend``: here another name of ours."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +62,9 @@ class Options:
         virtual_local_rank: whether each rank sees its own GPU only.
         active_world_size: so many ranks call the function of a wrapped job; None: all.
         spare_nodes: so many of the nodes have hot spares only.
-        meeting: how this node finds the others; None if there are none.
+        monitor_interval: seconds between two looks whether nodes wait, with handlers that do not notify.
+        exit_barrier_timeout: seconds for which a node whose ranks are done waits for the others.
+        rendezvous: how this node finds the others; None if there are none.
         address: what the user calls this node if there are no others; empty if nothing.
         port: where the ranks' store is if there are no others; 0 for a free port.
         run_id: what the user calls the job if there are no others; empty if nothing.
@@ -76,11 +86,13 @@ class Options:
     max_restarts: int
     max_rank_restarts: int
     standby: bool
+    monitor_interval: float
+    exit_barrier_timeout: float
     logs_specs: type[LogsSpecs] = DefaultLogsSpecs
     virtual_local_rank: bool = False
     active_world_size: int | None = None
     spare_nodes: int = 0
-    meeting: Meeting | None = None
+    rendezvous: RendezvousParameters | None = None
     address: str = ""
     port: int = 0
     run_id: str = ""
@@ -103,30 +115,31 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     except ValueError as error:  # torchrun's own parser says no more than this
         print(f"ftrun: error: PET_* of an option without a value must be 0 or 1: {error}", file=sys.stderr)
         sys.exit(2)
-    args = parser.parse_args(argv)
+    args = parser.read(argv)
     args.rdzv_id = args.rdzv_id or DEFAULT_RDZV_ID  # torchrun's static rendezvous needs no name
     _warn_of_what_has_no_effect(parser, args)
-    nproc = parser.nproc(args.nproc_per_node)
-    _check_log_dir(parser, args)
+    nproc = parser.nproc()
+    if args.log_dir and args.log_dir != os.devnull and os.path.isfile(args.log_dir):
+        parser.error(f"--log-dir {args.log_dir}: is a file; name a directory")
     policy = _policy(parser, args)
     _check_devices(parser, args, nproc)
-    nodes = read_nodes(parser, args, nproc, policy)
+    nodes = _nodes(parser, args, nproc, policy)
     return Options(
         nproc_per_node=nproc,
         program=_program(parser, args),
         script=args.training_script,
         role=args.role,
         log_dir=args.log_dir or None,
-        redirects=parser.streams("--redirects", args.redirects, nproc),
-        tee=parser.streams("--tee", args.tee, nproc),
-        local_ranks_filter=parser.local_ranks("--local-ranks-filter", args.local_ranks_filter, nproc),
-        signals=parser.signals(args.signals_to_handle),
-        shutdown_timeout=parser.seconds("--shutdown-timeout", args.shutdown_timeout),
+        redirects=parser.streams("--redirects", nproc),
+        tee=parser.streams("--tee", nproc),
+        local_ranks_filter=parser.local_ranks(nproc),
+        signals=parser.signals(),
+        shutdown_timeout=parser.seconds("--shutdown-timeout"),
         policy=policy,
-        max_restarts=parser.count("--max-restarts", args.max_restarts),
-        max_rank_restarts=parser.count("--max-rank-restarts", args.max_rank_restarts, RANK_RESTARTS),
+        max_restarts=parser.count("--max-restarts"),
+        max_rank_restarts=parser.count("--max-rank-restarts", RANK_RESTARTS),
         standby=not args.no_standby,
-        logs_specs=_logs_specs(parser, args.logs_specs),
+        logs_specs=parser.logs_specs(),
         virtual_local_rank=bool(args.virtual_local_rank),
         run_id="" if args.standalone or args.rdzv_id == DEFAULT_RDZV_ID else args.rdzv_id,
         log_line_prefix=args.log_line_prefix_template or os.environ.get(PREFIX_ENV) or None,
@@ -135,16 +148,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     )
 
 
-def _check_log_dir(parser: Parser, args: argparse.Namespace) -> None:
-    path = args.log_dir
-    if path and path != os.devnull and os.path.exists(path) and not os.path.isdir(path):
-        parser.error(f"--log-dir {path}: is a file; name a directory")
-
-
 def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> None:
     for option, instead in NO_EFFECT.items():
         value = getattr(args, name(option))
-        if value and (option, value) != ("--event-log-handler", NO_HANDLER):
+        if value and value != NO_HANDLER:
             shown = ",".join(value) if isinstance(value, list) else value
             parser.warn(f"{option} {shown}: has no effect here; {instead}")
     unknown = parser.unknown()
@@ -165,22 +172,6 @@ def _check_devices(parser: Parser, args: argparse.Namespace, nproc: int) -> None
         )
 
 
-def _logs_specs(parser: Parser, name: str | None) -> type[LogsSpecs]:
-    if name is None:
-        return DefaultLogsSpecs
-    found = importlib.metadata.entry_points(group="torchrun.logs_specs", name=name)
-    if not found:
-        parser.error(
-            f"--logs-specs {name}: no installed package has an entry point of that name in "
-            "torchrun.logs_specs"
-        )
-    try:
-        specs: type[LogsSpecs] = next(iter(found)).load()
-    except (ImportError, AttributeError) as error:
-        parser.error(f"--logs-specs {name}: cannot be imported: {error}")
-    return specs
-
-
 def _program(parser: Parser, args: argparse.Namespace) -> Program:
     script: str = args.training_script
     arguments = tuple(args.training_script_args)
@@ -191,22 +182,16 @@ def _program(parser: Parser, args: argparse.Namespace) -> Program:
             parser.warn(f"--run-path: makes {' and '.join(superfluous)} superfluous: python runs {script}")
         args.no_python, args.module, python = False, False, None
     if args.no_python and args.module:
-        parser.error(
-            "--no-python and --module contradict each other: a module needs python; drop one of them"
-        )
+        parser.contradict("--no-python", "--module", "a module needs python; drop one of them")
     if args.no_python:
         path = shutil.which(script)
         if path is None:
-            parser.error(
-                f"script {script}: no such program, or not executable (--no-python runs it without python)"
-            )
+            parser.error(f"script {script}: no such program, or not executable (--no-python: without python)")
         return Program((path, *arguments))
     if args.module:
         # Another Python has other modules, and says itself what it misses.
         if python is None and not _module_exists(script):
-            parser.error(
-                f"module {script}: not found, or a package without __main__; install it or set PYTHONPATH"
-            )
+            parser.error(f"module {script}: not found, or without __main__; install it or set PYTHONPATH")
     elif not os.path.exists(script):
         parser.error(f"script {script}: no such file in {os.getcwd()}; for a module's name give -m")
     program = python_program(script, arguments, is_module=args.module, python=python)
@@ -226,10 +211,8 @@ def _policy(parser: Parser, args: argparse.Namespace) -> Policy:
         (Policy.GROUP, "--max-rank-restarts", args.max_rank_restarts),
     ):
         if policy is other and value is not None:
-            parser.error(
-                f"{option} {value} and --restart-policy {policy.value} contradict each other: "
-                f"{option} limits what this policy never does; drop one of them"
-            )
+            why = f"{option} limits what this policy never does; drop one of them"
+            parser.contradict(f"{option} {value}", f"--restart-policy {policy.value}", why)
     return policy
 
 
@@ -238,19 +221,16 @@ def _module_exists(name: str) -> bool:
     path = sys.path
     sys.path = [os.getcwd(), *path]
     try:
-        parts = name.split(".")
+        parts = [*name.split("."), "__main__"]
         spec = importlib.util.find_spec(parts[0])
         for end in range(2, len(parts) + 1):
-            if spec is None or spec.submodule_search_locations is None:
+            if spec is None:
                 return False
+            if spec.submodule_search_locations is None:  # no package
+                return end == len(parts)
             full_name = ".".join(parts[:end])
             spec = importlib.machinery.PathFinder.find_spec(full_name, list(spec.submodule_search_locations))
-        if spec is None or spec.submodule_search_locations is None:
-            return spec is not None
-        main = f"{name}.__main__"
-        return (
-            importlib.machinery.PathFinder.find_spec(main, list(spec.submodule_search_locations)) is not None
-        )
+        return spec is not None
     except (KeyError, ImportError):
         # The path of a namespace package inside another one is not known before the outer one's import.
         return True
@@ -258,3 +238,196 @@ def _module_exists(name: str) -> bool:
         return False
     finally:
         sys.path = path
+
+
+# Nodes -----------------------------------------------------------------------------------------------------
+
+
+def _nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy) -> dict[str, Any]:
+    """How many nodes the job has, and how they find each other, as fields of `Options`."""
+    least, most = parser.nodes()
+    spares = _spare_nodes(parser, args, policy)
+    if args.standalone:
+        _check_standalone(parser, args, least, spares)
+        most = 1
+    found: dict[str, Any] = {
+        "active_world_size": _active_world_size(parser, args, most, nproc, spares),
+        "monitor_interval": parser.seconds("--monitor-interval"),
+        "exit_barrier_timeout": parser.seconds("--exit-barrier-timeout"),
+    }
+    if found["monitor_interval"] == 0:
+        parser.error("--monitor-interval 0: must be more than 0")
+    is_alone = args.standalone or (most + spares == 1 and not args.rdzv_endpoint)
+    if not args.standalone:
+        _check_backend(parser, args)
+        _check_node_rank(parser, args, most + spares, is_alone)
+    port = parser.master_port(DEFAULT_MASTER_PORT)
+    if is_alone:
+        _warn_of_what_is_superfluous(parser, args)
+        # As torchrun, which has a free one with --standalone; a script may name it: init_method="tcp://…".
+        own = 0 if args.standalone or not args.master_port else port
+        return {**found, "address": without_brackets(args.master_addr or ""), "port": own}
+    endpoint = _endpoint(parser, args, port, spares)
+    if args.rdzv_backend in ETCD_NAMES and args.rdzv_id == DEFAULT_RDZV_ID:
+        parser.error(f"--rdzv-backend {args.rdzv_backend} needs --rdzv-id ID: it tells the jobs there apart")
+    parameters = _parameters(parser, args, endpoint, least, most + spares, nproc)
+    return {**found, "spare_nodes": spares, "rendezvous": parameters}
+
+
+def _spare_nodes(parser: Parser, args: argparse.Namespace, policy: Policy) -> int:
+    spares = parser.count("--spare-nodes")
+    if spares == 0:
+        return 0
+    said = f"--spare-nodes {spares}"
+    if args.active_world_size is not None:
+        other = f"--active-world-size {args.active_world_size}"
+        parser.contradict(said, other, "both say how many ranks are active; drop one of them")
+    if policy is Policy.GROUP:
+        why = "all ranks are restarted, spare or not; drop one (nodes beyond the most of --nnodes wait)"
+        parser.contradict(said, "--restart-policy group", why)
+    if args.rdzv_backend not in (*OURS, STATIC):
+        why = f"there, each lost node ends all ranks; use --rdzv-backend {NAME}"
+        parser.contradict(said, f"--rdzv-backend {args.rdzv_backend}", why)
+    return spares
+
+
+def _active_world_size(
+    parser: Parser, args: argparse.Namespace, most: int, nproc: int, spares: int
+) -> int | None:
+    if spares:
+        return most * nproc
+    if args.active_world_size is None:
+        return None
+    active = parser.count("--active-world-size")
+    if active < 1:
+        parser.error(f"--active-world-size {active}: at least one rank has to call the function")
+    if active > most * nproc:
+        parser.error(
+            f"--active-world-size {active}: is more than the {most * nproc} ranks that there are with "
+            f"--nnodes {args.nnodes} and --nproc-per-node {nproc}; start more of them, or lower it"
+        )
+    return active
+
+
+def _check_standalone(parser: Parser, args: argparse.Namespace, least: int, spares: int) -> None:
+    """Complains of what a node that is alone cannot have; torchrun waits in vain for other nodes then."""
+    for option, value, says_otherwise in (
+        ("--nnodes", args.nnodes, least > 1),
+        ("--spare-nodes", args.spare_nodes, spares > 0),
+    ):
+        if says_otherwise:
+            why = "this node is alone, or it is not; drop one of them"
+            parser.contradict("--standalone", f"{option} {value}", why)
+
+
+def _check_backend(parser: Parser, args: argparse.Namespace) -> None:
+    known = {STATIC, *OURS, *rendezvous_handler_registry._registry}
+    if args.rdzv_backend not in known:
+        parser.error(f"--rdzv-backend {args.rdzv_backend}: there is no such; use {', '.join(sorted(known))}")
+
+
+def _check_node_rank(parser: Parser, args: argparse.Namespace, most: int, is_alone: bool) -> None:
+    if not args.node_rank:
+        return
+    rank = parser.count("--node-rank")
+    if args.rdzv_backend not in (STATIC, *OURS):
+        return  # a platform sets it in any case; torchrun does not use it then, either
+    # torchrun looks for the others of this one node, in vain, if there is a port to look at.
+    if rank >= most and (args.master_port or not is_alone):
+        parser.error(
+            f"--node-rank {rank}: with {most} {'nodes' if most > 1 else 'node'} the last one is {most - 1}; "
+            "give the number of them with --nnodes; one that is to wait until a place is free has --node-id "
+            "ID instead"
+        )
+    if args.node_id not in (None, args.node_rank):
+        why = "nodes are ranked by their ids; drop one of them"
+        parser.contradict(f"--node-rank {rank}", f"--node-id {args.node_id}", why)
+
+
+def _warn_of_what_is_superfluous(parser: Parser, args: argparse.Namespace) -> None:
+    """Says which options have no effect on a node that meets no other."""
+    options = [
+        ("--rdzv-backend", args.rdzv_backend, (NAME, STATIC)),
+        ("--rdzv-conf", args.rdzv_conf, ()),
+        ("--node-rank", args.node_rank, ("0",)),
+        ("--node-id", args.node_id, ()),
+    ]
+    if args.standalone:
+        options += [
+            ("--nnodes", args.nnodes, ("1", "1:1")),
+            ("--rdzv-endpoint", args.rdzv_endpoint, ()),
+            ("--rdzv-id", args.rdzv_id, (DEFAULT_RDZV_ID,)),
+            ("--master-port", args.master_port, ()),
+        ]
+    given = ", ".join(f"{option} {value}" for option, value, usual in options if value and value not in usual)
+    if given and args.standalone:
+        parser.warn(f"{given}: no effect beside --standalone, by which this node is alone")
+    elif given:
+        parser.warn(f"{given}: no effect on one node without --rdzv-endpoint, for it meets no other")
+
+
+def _endpoint(parser: Parser, args: argparse.Namespace, port: int, spares: int) -> str:
+    """Where the nodes meet; where torchrun's do if the user does not say."""
+    if args.rdzv_endpoint:
+        return str(args.rdzv_endpoint)
+    what = f"--nnodes {args.nnodes}" + (f" with --spare-nodes {spares}" if spares else "")
+    if args.rdzv_backend in ETCD_NAMES:
+        parser.error(f"{what} needs --rdzv-endpoint HOST:PORT: etcd's members, the same on all")
+    if args.master_addr or args.master_port:  # as torchrun's static rendezvous has it
+        return f"{args.master_addr or DEFAULT_MASTER_ADDR}:{port}"
+    if args.rdzv_backend in (STATIC, *OURS):
+        endpoint = where = f"{DEFAULT_MASTER_ADDR}:{DEFAULT_MASTER_PORT}"
+    else:
+        endpoint, where = "", "localhost"  # at which port is up to the handler
+    parser.warn(
+        f"{what}: without --rdzv-endpoint or --master-addr the nodes meet at {where}, so all of them have to "
+        "be on this host"
+    )
+    return endpoint
+
+
+def _parameters(
+    parser: Parser, args: argparse.Namespace, endpoint: str, least: int, most: int, nproc: int
+) -> RendezvousParameters:
+    backend = NAME if args.rdzv_backend == STATIC else args.rdzv_backend
+    config = _config(parser, args, backend, nproc)
+    try:
+        if backend not in ETCD_NAMES:
+            parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+        parameters = RendezvousParameters(
+            backend, endpoint, args.rdzv_id, least, most, args.local_addr, **config
+        )
+        if backend in OURS:
+            read_parameters(parameters)
+    except ValueError as error:
+        parser.error(f"--rdzv-endpoint {endpoint}: {error}")
+    return parameters
+
+
+def _config(parser: Parser, args: argparse.Namespace, backend: str, nproc: int) -> dict[str, str]:
+    try:
+        config: dict[str, str] = _parse_rendezvous_config(args.rdzv_conf)
+    except ValueError:
+        parser.error(f"--rdzv-conf {args.rdzv_conf}: use NAME=VALUE with commas between them")
+    if backend not in OURS:
+        if args.node_id is not None:
+            parser.warn(f"--node-id {args.node_id}: no effect: --rdzv-backend {backend} knows no ids")
+        return config
+    for key, hint in unknown_options(backend, config).items():
+        parser.warn(f"--rdzv-conf {key}={config.pop(key)}: no effect: there is no such option; {hint}")
+    if config.get("store_type", "tcp").lower() != "tcp":
+        parser.warn(f"--rdzv-conf store_type={config.pop('store_type')}: no effect: the store is tcp here")
+    rank = str(int(args.node_rank)) if args.node_rank else None
+    for key, option, value in (
+        ("node_id", "--node-id" if args.node_id else "--node-rank", args.node_id or rank),
+        ("nproc", "--nproc-per-node", str(nproc)),
+        ("role", "--role", args.role),
+    ):
+        if config.get(key, value) != value and value is not None:
+            parser.warn(f"--rdzv-conf {key}={config[key]}: no effect: {option} says {value}")
+        if value is not None:
+            config[key] = value
+    if args.node_rank and backend == NAME and (args.rdzv_backend == STATIC or not args.rdzv_endpoint):
+        # As in torch's static rendezvous, whatever the name of the endpoint leads to: a proxy, a service.
+        config.setdefault("is_host", str(rank == "0").lower())
+    return config

@@ -49,11 +49,6 @@ class RankFiles:
     stderr: str
     error_file: str
 
-    @property
-    def logs(self) -> tuple[str, ...]:
-        """What there is to read, stdout first."""
-        return tuple(file for file in (self.stdout, self.stderr) if file not in ("", os.devnull))
-
 
 class Logs:
     """The files of all ranks, and the threads that show them on the console.
@@ -270,7 +265,8 @@ def read_failure(rank: int, pid: int, incarnation: int, exitcode: int, files: Ra
         exitcode: its exit code, or minus the number of the signal.
         files: its streams and its error file.
     """
-    error, when, recorded_in, logs = "", time.time(), "", list(files.logs)
+    error, when, recorded_in = "", time.time(), ""
+    logs = [file for file in (files.stdout, files.stderr) if file not in ("", os.devnull)]
     if os.path.isfile(files.error_file):
         logs.insert(0, files.error_file)
         try:

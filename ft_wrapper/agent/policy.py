@@ -1,6 +1,6 @@
 """What is done when the process of a rank has failed, and what the ranks' store says of the job.
 
-`RestartPolicy` decides only; `JobInStore` reads only.
+`RestartPolicy` only decides; `JobInStore` only reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Protocol
 
 from torch.distributed import DistError
 
@@ -53,14 +52,10 @@ class Policy(enum.Enum):
 class Remedy(enum.Enum):
     """What is done about a failure."""
 
-    REPLACE = enum.auto()
-    """Its process is started again, alone."""
-    LEAVE_OUT = enum.auto()
-    """Nothing: the others go on to their own end."""
-    RESTART_GROUP = enum.auto()
-    """All others are ended, then all are restarted."""
-    END_GROUP = enum.auto()
-    """All others are ended, and that is the end."""
+    REPLACE = enum.auto()  # its process is started again, alone
+    LEAVE_OUT = enum.auto()  # nothing: the others go on to their own end
+    RESTART_GROUP = enum.auto()  # all others are ended, then all are restarted
+    END_GROUP = enum.auto()  # all others are ended, and that is the end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,28 +71,6 @@ class Verdict:
     remedy: Remedy
     why: str
     delay: float = 0.0
-
-
-class WatchedJob(Protocol):
-    """What there is to know of the job that the ranks form by themselves. A question may take seconds."""
-
-    def has_formed(self) -> bool:
-        """Whether the ranks are, or were, a wrapped job: its first iteration was decided."""
-
-    def admits(self) -> bool:
-        """Whether a process may join it."""
-
-    def has_given_up(self, slot: int, pid: int) -> bool:
-        """Whether a slot's process has left it for good."""
-
-    def ended_by(self, slot: int, pid: int) -> str:
-        """What ended the job, if a slot's process left it because of another rank's error."""
-
-    def finished_with(self) -> dict[int, int | None] | None:
-        """Who was in the job when it ended well: by slot the process, None where that is not known.
-
-        Those that had died by then are left out. None if the job has not ended well.
-        """
 
 
 class RankBudget:
@@ -163,7 +136,7 @@ class RestartPolicy:
         """Whether a rank's process, in a job that has formed, is replaced if it dies, as far as is known."""
         return self._policy is not Policy.GROUP and self._budget(rank).left > 0
 
-    def decide(self, rank: int, pid: int, lived: float, job: WatchedJob, *, is_first: bool) -> Verdict:
+    def decide(self, rank: int, pid: int, lived: float, job: JobInStore, *, is_first: bool) -> Verdict:
         """Decides what a failure leads to, and takes it from the budget.
 
         Args:
@@ -196,7 +169,7 @@ class RestartPolicy:
             Remedy.REPLACE, f"it is started again{when} ({count} of {self._max_rank_restarts})", delay
         )
 
-    def _is_alone(self, job: WatchedJob) -> bool:
+    def _is_alone(self, job: JobInStore) -> bool:
         if self._policy is Policy.AUTO:
             # For good: what has formed once goes on in its ranks.
             self._has_formed = self._has_formed or job.has_formed()
@@ -216,7 +189,9 @@ class RestartPolicy:
 
 
 class JobInStore:
-    """A `WatchedJob` whose store is at hand. Questions that the store does not answer are answered no.
+    """What there is to know of the job that the ranks form by themselves, from their store.
+
+    A question may take seconds; one that the store does not answer is answered no.
 
     Args:
         address: of the store.
@@ -228,6 +203,7 @@ class JobInStore:
 
     def __init__(self, address: str, have_formed: Callable[[], bool]) -> None:
         self._store = store.connect(address, STORE_TIMEOUT)
+        self._agreement = Agreement(self._store)
         self._have_formed = have_formed
         self._unavailable = False
 
@@ -236,42 +212,49 @@ class JobInStore:
         self._store.close()
 
     def has_formed(self) -> bool:
+        """Whether the ranks are, or were, a wrapped job: its first iteration was decided."""
         head = None
         if self._have_formed():
             return True
         with self._asking("whether the ranks have formed a job is not known"):
-            head = Agreement(self._store).iterations.read_head()
+            head = self._agreement.iterations.read_head()
         return head is not None
 
     def admits(self) -> bool:
+        """Whether a process may join it."""
         terms: object = {}
         with self._asking("the terms of the job are not known"):
-            head = Agreement(self._store).iterations.read_head()
+            head = self._agreement.iterations.read_head()
             text = None if head is None else read(self._store, keys.terms(head.call))
             terms = {} if text is None else json.loads(text)
         return not isinstance(terms, dict) or terms.get("use_global_iteration", True) is True
 
     def has_given_up(self, slot: int, pid: int) -> bool:
+        """Whether a slot's process has left it for good."""
         return self._record(slot, pid).get("gave_up") is True
 
     def ended_by(self, slot: int, pid: int) -> str:
+        """What ended the job, if a slot's process left it because of another rank's error."""
         return str(self._record(slot, pid).get("ended_by", ""))
 
     def _record(self, slot: int, pid: int) -> dict[str, object]:
         record: dict[str, object] = {}
         with self._asking(f"how slot {slot} has left the job is not known"):
-            joining = Agreement(self._store).joining
+            joining = self._agreement.joining
             record = joining.record_of(joining.newest_of(slot))
         return record if record.get("pid") == pid else {}
 
     def finished_with(self) -> dict[int, int | None] | None:
+        """Who was in the job when it ended well: by slot the process, None where that is not known.
+
+        Those that had died by then are left out. None if the job has not ended well.
+        """
         finished: dict[int, int | None] | None = None
         with self._asking("whether the job has finished is not known"):
-            agreement = Agreement(self._store)
-            current = agreement.iterations.read_current()
-            if current is not None and agreement.ends.outcome_of(current[0].n) == DONE:
+            ends, current = self._agreement.ends, self._agreement.iterations.read_current()
+            if current is not None and ends.outcome_of(current[0].n) == DONE:
                 view, _ = current
-                members = set(view.members) - agreement.ends.deaths_of(view.n)
+                members = set(view.members) - ends.deaths_of(view.n)
                 finished = {member.slot: self._pid_of(member) for member in members}
         return finished
 
@@ -290,6 +273,6 @@ class JobInStore:
             self._unavailable = isinstance(error, StoreUnavailable)
 
     def _pid_of(self, member: Member) -> int | None:
-        record = Agreement(self._store).joining.record_of(member)
+        record = self._agreement.joining.record_of(member)
         pid = record.get("pid")
         return pid if record.get("host") == socket.gethostname() and isinstance(pid, int) else None

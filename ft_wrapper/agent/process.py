@@ -12,11 +12,12 @@ import ctypes
 import dataclasses
 import functools
 import os
-import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from multiprocessing import connection
 
 import psutil
 
@@ -24,7 +25,7 @@ from ..settings import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
 from ..store.address import split_host_port
 from ..store.plan import ANNOUNCED
 from .nodes import Round
-from .outputs import ERROR_FILE_ENV, RankFiles
+from .outputs import RankFiles
 
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
 TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"
@@ -58,10 +59,6 @@ class Program:
     script: str | None = None
     arguments: tuple[str, ...] = ()
     is_module: bool = False
-
-    def command_of(self, local_rank: int) -> list[str]:
-        """The same for one of the ranks, whose number is put into its arguments."""
-        return with_local_rank(self.command, str(local_rank))
 
 
 def python_program(
@@ -173,19 +170,6 @@ class Job:
         }
 
 
-def of_incarnation(incarnation: int, error_file: str) -> dict[str, str]:
-    """What a process finds beside that.
-
-    Args:
-        incarnation: which process in a row of its rank it is.
-        error_file: where ``torch.distributed.elastic``'s ``record`` writes its exception.
-    """
-    return {
-        INCARNATION_ENV: str(incarnation),
-        ERROR_FILE_ENV: "" if error_file == os.devnull else error_file,
-    }
-
-
 def _own_device(local_rank: int) -> str:
     """The GPU of a rank, as torchrun has it: among those that this process may see."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -196,23 +180,40 @@ def _own_device(local_rank: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class RankProcess:
-    """A process that runs, or has ended and was not reaped yet. Its pid cannot be another's until then.
+class Request:
+    """A rank that was asked for.
 
     Args:
         rank: its local rank.
-        incarnation: which process in a row of this rank, in this round.
-        pid: the process, a child of ours; it leads a session and a process group of its own.
-        pidfd: becomes readable when the process has ended, and all its memory is free.
+        incarnation: which process in a row of it, in this round.
         files: where its streams and its error go.
-        popen: what started it, if it was started by exec.
+        environment: in addition to our own.
+        is_replaced: whether another one is started if it dies.
+        asked: when, in monotonic seconds.
     """
 
     rank: int
     incarnation: int
+    files: RankFiles
+    environment: Mapping[str, str]
+    is_replaced: bool
+    asked: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankProcess:
+    """A process that runs, or has ended and was not reaped yet. Its pid cannot be another's until then.
+
+    Args:
+        request: what was asked for.
+        pid: the process, a child of ours; it leads a session and a process group of its own.
+        pidfd: becomes readable when the process has ended, and all its memory is free.
+        popen: what started it, if it was started by exec.
+    """
+
+    request: Request
     pid: int
     pidfd: int
-    files: RankFiles
     popen: subprocess.Popen[bytes] | None = None
 
     def send(self, signum: int) -> None:
@@ -300,19 +301,11 @@ def await_adoption(parent: int) -> None:
         parent: that other one, the nearest subreaper. It is not waited for if it has died.
     """
     own = os.getppid()
-    if own == parent:
-        return
-    try:
-        pidfd = os.pidfd_open(own)
-    except ProcessLookupError:
-        return
-    try:
-        # The kernel hands children over before it says that a process has ended.
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        poll.poll()
-    finally:
-        os.close(pidfd)
+    if own != parent:
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(own)
+            connection.wait([pidfd])  # the kernel hands children over before it says that a process has ended
+            os.close(pidfd)
 
 
 class Orphans:

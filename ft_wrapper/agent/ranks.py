@@ -1,11 +1,11 @@
-"""What is done about the ranks of a node: events in, actions out. No process, no thread, no waiting in here.
+"""What is done about the ranks of a node: what happens in, actions out. No process, thread or wait in here.
 
 Each rank of a round is in one state, or in none once it has ended for good:
 
     asked for --Forked--> running --Ended--> due --Place--> asked for ...
 
 A stop ends those that run, and takes back what is asked for or due. It is followed by the next round
-(`_Stop.again`) or by the end. `ft_wrapper.agent.loop` waits for events and carries actions out.
+(`_Stop.again`) or by the end. `ft_wrapper.agent.loop` waits for what happens, and carries actions out.
 """
 
 from __future__ import annotations
@@ -15,35 +15,14 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch.distributed.elastic.agent.server.api import WorkerState
 
-from .actions import (
-    Abandoned,
-    Action,
-    AskPlace,
-    CancelStarts,
-    Ended,
-    EndTemplate,
-    Event,
-    ForkAhead,
-    Forked,
-    Kill,
-    LeaveJob,
-    NotStarted,
-    Place,
-    RoundBegan,
-    Send,
-    SignalArrived,
-    Start,
-    Tell,
-    Tick,
-)
 from .group import Group
 from .nodes import End, News, Round, What
 from .outputs import Failure, in_order
-from .policy import Remedy, RestartPolicy, WatchedJob
+from .policy import JobInStore, Remedy, RestartPolicy
 from .signals import signal_name
 
 log = logging.getLogger(__name__)
@@ -52,6 +31,79 @@ SPARE_DELAY = 1.0
 """Seconds from a start to the fork of the next process ahead: it is not to be in the way of a restart."""
 PLACE_DELAY = 1.0
 """Seconds after which a node that does not know whether it has its place asks again."""
+
+
+# Actions ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Starts a process, or asks the template for it: `Ranks.forked` or `not_started` follows.
+
+    Args:
+        rank: its local rank.
+        incarnation: which process in a row of it.
+        restarts: how often all ranks have been restarted.
+        is_replaced: whether another one is started if it dies.
+    """
+
+    rank: int
+    incarnation: int
+    restarts: int
+    is_replaced: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CancelStarts:
+    """Takes back what the template was asked for; says why if the template is slow, unless it is empty."""
+
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForkAhead:
+    """Has a process forked ahead, for the next replacement."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EndTemplate:
+    """Ends the template: nothing is started any more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """Sends a signal to a local rank; to all that run when None."""
+
+    signum: int
+    rank: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """Kills all that run, and waits: `Ranks.ended` follows for each, also if stuck in the kernel."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AskPlace:
+    """Asks whether this node has its place among the others: `Ranks.place` follows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaveJob:
+    """Tells the other nodes that this one leaves."""
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Tell:
+    """Tells people of a failure, and what follows. The last action: a log line is not worth waiting for."""
+
+    failure: Failure
+    why: str
+
+
+Action: TypeAlias = Start | CancelStarts | ForkAhead | EndTemplate | Send | Kill | AskPlace | LeaveJob | Tell
 
 
 # States ----------------------------------------------------------------------------------------------------
@@ -96,7 +148,7 @@ class Ranks:
     """The state of a node's ranks, round after round.
 
     A policy may ask the ranks' store, so handling a failure may take seconds. Therefore a clock is handed in,
-    rather than the time with each event: a rank that is to end gets its whole time however long that took.
+    rather than the time with each call: a rank that is to end gets its whole time however long that took.
 
     Args:
         policy: what is done about those that fail.
@@ -105,7 +157,7 @@ class Ranks:
         clock: monotonic seconds.
 
     Attributes:
-        round: the current round; set by the first `RoundBegan`.
+        round: the current round; set by the first `begin_round`.
     """
 
     round: Round
@@ -121,7 +173,7 @@ class Ranks:
         self._group = group
         self._shutdown_timeout = shutdown_timeout
         self._clock = clock
-        self._job: WatchedJob
+        self._job: JobInStore
         self._ranks: dict[int, _Asked | _Running | _Due] = {}  # by local rank
         self._failures: list[Failure] = []
         self._healed: set[int] = set()  # local ranks whose last process exited with 0
@@ -152,39 +204,13 @@ class Ranks:
         return self._ranks.get(start.rank) == _Asked(start.incarnation)
 
     def due(self) -> float | None:
-        """When the next `Tick` is due, in the clock's seconds; None if only events count."""
+        """When the next `tick` is due, in the clock's seconds; None if only events count."""
         moments = [state.at for state in self._ranks.values() if isinstance(state, _Due)]
         if self._spare_at is not None:
             moments.append(self._spare_at)
         if self._stop is not None and not self._stop.killed:
             moments.append(self._stop.deadline)
         return min(moments, default=None)
-
-    def handle(self, event: Event) -> list[Action]:
-        """Takes note of what has happened.
-
-        Returns:
-            What is to be done, in this order.
-        """
-        match event:
-            case RoundBegan():
-                return self._begin_round(event)
-            case Forked():
-                return self._forked(event)
-            case NotStarted():
-                return self._not_started(event)
-            case Ended():
-                return self._ended(event)
-            case SignalArrived():
-                return self._signalled(event.signum)
-            case News():
-                return self._told(event)
-            case Place():
-                return self._place(event)
-            case Abandoned():
-                return [EndTemplate(), *self._begin_stop(again=False), Kill()]
-            case Tick():
-                return self._tick()
 
     def end(self) -> End:
         """How the round has ended, and which failures count. Asks the store."""
@@ -218,45 +244,130 @@ class Ranks:
         ranks = [str(self.round.rank(rank)) for rank in sorted(self._of(_Running))]
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}" if ranks else "no rank"
 
-    # Events --------------------------------------------------------------------------------------------
+    # What happens: each answers what is to be done, in this order ----------------------------------------
 
-    def _begin_round(self, event: RoundBegan) -> list[Action]:
-        self.round, self._job = event.where, event.job
-        self._policy.begin_round(event.where.restarts, formed=event.where.formed)
+    def begin_round(self, where: Round, job: JobInStore) -> list[Start]:
+        """The nodes have met: all ranks are to be started.
+
+        Args:
+            where: the round.
+            job: answers what its store knows.
+        """
+        self.round, self._job = where, job
+        self._policy.begin_round(where.restarts, formed=where.formed)
         self._group.count_restarts(self._policy.restarts)
         self._stop = None
         self._failures.clear()
         self._healed.clear()
         return [self._start(rank, 0) for rank in range(self._nproc())]
 
+    def forked(self, rank: int, incarnation: int, pid: int) -> list[Action]:
+        """A process that was asked for runs."""
+        now = self._clock()
+        self._ranks[rank] = _Running(incarnation, now)
+        self._group.started(rank, pid, replaces=incarnation > 0)
+        is_replaced = self._policy.replaces(self.round.rank(rank))
+        self._spare_at = now + SPARE_DELAY if is_replaced else None
+        if self._stop is not None:  # it came too late for the signal that the others got
+            return [Send(self._outcome.signum or signal.SIGTERM, rank)]
+        return []
+
+    def not_started(self, rank: int, failure: Failure) -> list[Action]:
+        """A process that was asked for could not be started; says why, as the failure that it is."""
+        self._ranks.pop(rank, None)
+        return [] if self._stop is not None else self._decide(rank, failure, lived=0.0)
+
+    def ended(self, rank: int, exitcode: int, failure: Failure | None = None) -> list[Action]:
+        """A process has ended.
+
+        Args:
+            rank: its local rank.
+            exitcode: its exit code, or minus the number of the signal that ended it.
+            failure: how it failed; None if it did not, or if a stop ended it.
+        """
+        process = self._ranks.pop(rank)
+        if exitcode == 0:
+            self._healed.add(rank)
+            self._group.ended(rank)
+        if failure is None or self._stop is not None:
+            return []  # what a signal of ours ended did not fail of its own accord
+        assert isinstance(process, _Running)
+        return self._decide(rank, failure, self._clock() - process.started)
+
+    def signalled(self, signum: int) -> list[Action]:
+        """A signal arrived that ends the job."""
+        name = signal_name(signum)
+        log.warning("%s: forwarded to %s", name, self.names())
+        if self._outcome.signum is not None:
+            return [Send(signum)]
+        self._note(signum=signum)
+        self._healed.update(self._of(_Running))
+        # The others hear of it first: so none of them waits for ranks that are about to end.
+        leave = LeaveJob(f"it was ended by {name}")
+        return [EndTemplate(), *self._begin_stop(again=False), leave, Send(signum)]
+
+    def told(self, news: News) -> list[Action]:
+        """The other nodes have done something."""
+        if news.what is What.CLOSED:
+            self._note(closed=True)  # the ranks come to their own end
+            return []
+        ends = news.what.ends
+        if ends:
+            self._note(ended_by=self._outcome.ended_by or news.why)
+        if self._stop is not None:
+            self._stop.again = self._stop.again and not ends
+            return []
+        log.warning("%s; %s", news.why, "all ranks end" if ends else f"{self.names()} restart")
+        return [*self._begin_stop(again=not ends), Send(signal.SIGTERM)]
+
+    def place(self, *, is_ours: bool, out_of_reach: str = "") -> list[Action]:
+        """The answer to `AskPlace`.
+
+        Args:
+            is_ours: whether this node is known to have its place among the others.
+            out_of_reach: why that could not be found out; empty if it could.
+        """
+        self._out_of_reach = out_of_reach
+        now = self._clock()
+        starts: list[Action] = []
+        for rank, due in self._of(_Due).items():
+            if due.at > now:
+                continue
+            if is_ours:
+                starts.append(self._start(rank, due.incarnation))
+            else:  # a new process of its slot would throw out the one that has the place now
+                self._ranks[rank] = _Due(due.incarnation, now + PLACE_DELAY)
+        return starts or self._give_up_if_alone()
+
+    def abandoned(self) -> list[Action]:
+        """The loop is left, whatever runs."""
+        return [EndTemplate(), *self._begin_stop(again=False), Kill()]
+
+    def tick(self) -> list[Action]:
+        """All that has happened so far was told: now to what is due. Comes before each wait."""
+        actions = self._cancel_if_finished()
+        now = self._clock()
+        if self._stop is not None and not self._stop.killed and now >= self._stop.deadline:
+            self._stop.killed = True
+            if self._has(_Running):
+                log.warning(
+                    "%s: still there %g s after the signal, killed", self.names(), self._shutdown_timeout
+                )
+            actions.append(Kill())
+        if self._spare_at is not None and now >= self._spare_at:
+            self._spare_at = None
+            if self._stop is None:
+                actions.append(ForkAhead())
+        if any(due.at <= now for due in self._of(_Due).values()):
+            return [*actions, AskPlace()]
+        return [*actions, *self._give_up_if_alone()]
+
+    # ---------------------------------------------------------------------------------------------------
+
     def _start(self, rank: int, incarnation: int) -> Start:
         self._ranks[rank] = _Asked(incarnation)
         is_replaced = self._policy.replaces(self.round.rank(rank))
         return Start(rank, incarnation, self._policy.restarts, is_replaced)
-
-    def _forked(self, event: Forked) -> list[Action]:
-        now = self._clock()
-        self._ranks[event.rank] = _Running(event.incarnation, now)
-        self._group.started(event.rank, event.pid, replaces=event.incarnation > 0)
-        is_replaced = self._policy.replaces(self.round.rank(event.rank))
-        self._spare_at = now + SPARE_DELAY if is_replaced else None
-        if self._stop is not None:  # it came too late for the signal that the others got
-            return [Send(self._outcome.signum or signal.SIGTERM, event.rank)]
-        return []
-
-    def _not_started(self, event: NotStarted) -> list[Action]:
-        self._ranks.pop(event.rank, None)
-        return [] if self._stop is not None else self._decide(event.rank, event.failure, lived=0.0)
-
-    def _ended(self, event: Ended) -> list[Action]:
-        process = self._ranks.pop(event.rank)
-        if event.exitcode == 0:
-            self._healed.add(event.rank)
-            self._group.ended(event.rank)
-        if event.failure is None or self._stop is not None:
-            return []  # what a signal of ours ended did not fail of its own accord
-        assert isinstance(process, _Running)
-        return self._decide(event.rank, event.failure, self._clock() - process.started)
 
     def _decide(self, rank: int, failure: Failure, lived: float) -> list[Action]:
         self._group.failed(rank)
@@ -279,63 +390,6 @@ class Ranks:
             self._group.count_restarts(self._policy.restarts)
             actions += [*self._begin_stop(again=again), Send(signal.SIGTERM)]
         return [*actions, Tell(failure, verdict.why)]
-
-    def _signalled(self, signum: int) -> list[Action]:
-        name = signal_name(signum)
-        log.warning("%s: forwarded to %s", name, self.names())
-        if self._outcome.signum is not None:
-            return [Send(signum)]
-        self._note(signum=signum)
-        self._healed.update(self._of(_Running))
-        # The others hear of it first: so none of them waits for ranks that are about to end.
-        leave = LeaveJob(f"it was ended by {name}")
-        return [EndTemplate(), *self._begin_stop(again=False), leave, Send(signum)]
-
-    def _told(self, news: News) -> list[Action]:
-        if news.what is What.CLOSED:
-            self._note(closed=True)  # the ranks come to their own end
-            return []
-        ends = news.what.ends
-        if ends:
-            self._note(ended_by=self._outcome.ended_by or news.why)
-        if self._stop is not None:
-            self._stop.again = self._stop.again and not ends
-            return []
-        log.warning("%s; %s", news.why, "all ranks end" if ends else f"{self.names()} restart")
-        return [*self._begin_stop(again=not ends), Send(signal.SIGTERM)]
-
-    def _place(self, place: Place) -> list[Action]:
-        self._out_of_reach = place.out_of_reach
-        now = self._clock()
-        starts: list[Action] = []
-        for rank, due in self._of(_Due).items():
-            if due.at > now:
-                continue
-            if place.is_ours:
-                starts.append(self._start(rank, due.incarnation))
-            else:  # a new process of its slot would throw out the one that has the place now
-                self._ranks[rank] = _Due(due.incarnation, now + PLACE_DELAY)
-        return starts or self._give_up_if_alone()
-
-    def _tick(self) -> list[Action]:
-        actions = self._cancel_if_finished()
-        now = self._clock()
-        if self._stop is not None and not self._stop.killed and now >= self._stop.deadline:
-            self._stop.killed = True
-            if self._has(_Running):
-                log.warning(
-                    "%s: still there %g s after the signal, killed", self.names(), self._shutdown_timeout
-                )
-            actions.append(Kill())
-        if self._spare_at is not None and now >= self._spare_at:
-            self._spare_at = None
-            if self._stop is None:
-                actions.append(ForkAhead())
-        if any(due.at <= now for due in self._of(_Due).values()):
-            return [*actions, AskPlace()]
-        return [*actions, *self._give_up_if_alone()]
-
-    # ---------------------------------------------------------------------------------------------------
 
     def _begin_stop(self, *, again: bool) -> list[Action]:
         self._stop = _Stop(self._clock() + self._shutdown_timeout, again)

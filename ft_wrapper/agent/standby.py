@@ -1,4 +1,4 @@
-"""The agent's handle on its template process: rank processes that have torch imported already."""
+"""The agent's side of the template process, which forks ranks that have torch imported already."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from . import template
-from .outputs import RankFiles, opened
-from .process import Program, start
+from .outputs import opened
+from .process import Program, Request, start
 
 log = logging.getLogger(__name__)
 
@@ -27,48 +27,12 @@ _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """A rank that was asked for.
-
-    Args:
-        rank: its local rank.
-        incarnation: which process in a row it is.
-        files: where its streams go.
-        environment: in addition to our own.
-        is_replaced: whether another one is started if it dies.
-        asked: when, in monotonic seconds.
-    """
-
-    rank: int
-    incarnation: int
-    files: RankFiles
-    environment: Mapping[str, str]
-    is_replaced: bool
-    asked: float = dataclasses.field(default_factory=time.monotonic)
-
-
-@dataclasses.dataclass(frozen=True)
-class Forked:
-    """The answer to a request.
-
-    Args:
-        request: what was asked for.
-        pid: the process, our child, which runs now; None if there is none.
-        error: why there is none.
-    """
-
-    request: Request
-    pid: int | None
-    error: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class _Spare:
-    """A process that waits to be told what it is.
+    """A forked process that waits for its orders.
 
     Args:
         pid: the process, our child.
-        orders: the socket on which it is told.
+        orders: the socket on which it gets them.
     """
 
     pid: int
@@ -124,37 +88,37 @@ class Standby:
         return self._socket.fileno()
 
     def pids(self) -> list[int] | None:
-        """Our children among the processes; None while it is not known who they are."""
+        """The processes that are our children; None while the template forks one with a pid yet unknown."""
         if self._asked is not None:
             return None
         return [self.process.pid, *([self._spare.pid] if self._spare is not None else [])]
 
     def ask(self, request: Request) -> None:
-        """Asks for a process; what comes of it is among the `answers`."""
+        """Asks for a process; `answers` has the result."""
         self._requests.append(request)
 
     def cancel(self) -> None:
-        """Takes all requests back."""
+        """Withdraws all requests."""
         self._requests.clear()
 
     def ask_ahead(self) -> None:
         """Has a process forked ahead, unless there is one."""
         self._wants_spare = True
 
-    def answers(self) -> list[Forked] | None:
-        """Carries out what can be, without blocking; to be called after `ask` and `ask_ahead`, too.
+    def answers(self) -> list[tuple[Request, int | str]] | None:
+        """Carries out what is possible without blocking. Call it after `ask` and `ask_ahead`, too.
 
         Returns:
-            The requests that were carried out, in the order of asking; None if the template has ended.
+            The requests that were carried out, in the order of asking, each with its process, our child, or
+            with why there is none. None if the template has ended.
         """
-        found: list[Forked] = []
+        found: list[tuple[Request, int | str]] = []
         while True:
             while self._requests and self._spare is not None:
                 spare, self._spare = self._spare, None
-                forked = self._carry_out(self._requests[0], spare)
-                if forked is not None:
-                    self._requests.popleft()
-                    found.append(forked)
+                answer = self._carry_out(self._requests[0], spare)
+                if answer is not None:
+                    found.append((self._requests.popleft(), answer))
             wants_one = self._requests or (self._wants_spare and self._spare is None)
             try:
                 if self._wants_spare and not self._has_all:
@@ -173,7 +137,7 @@ class Standby:
             self._take(json.loads(data), found)
 
     def drop_dead_spare(self) -> None:
-        """Waits for the process that was forked ahead, if it has died."""
+        """Reaps the process that was forked ahead, if it has died."""
         if self._spare is not None and os.waitpid(self._spare.pid, os.WNOHANG)[0] != 0:
             self._spare.orders.close()
             self._spare = None
@@ -225,7 +189,7 @@ class Standby:
                 raise
         self._asked = ours
 
-    def _take(self, answer: dict[str, Any], found: list[Forked]) -> None:
+    def _take(self, answer: dict[str, Any], found: list[tuple[Request, int | str]]) -> None:
         orders, self._asked = self._asked, None
         assert orders is not None, "the template answers when it is asked only"
         if "pid" in answer:
@@ -233,10 +197,10 @@ class Standby:
             return
         orders.close()
         if self._requests:
-            found.append(Forked(self._requests.popleft(), None, answer["error"]))
+            found.append((self._requests.popleft(), str(answer["error"])))
 
-    def _carry_out(self, request: Request, spare: _Spare) -> Forked | None:
-        """Tells a process what it is; None if it has died meanwhile."""
+    def _carry_out(self, request: Request, spare: _Spare) -> int | str | None:
+        """Sends a process its orders; returns its pid, or why that failed, or None if it has died."""
         environment: dict[str, str | None] = {template.BLAS_THREADS: self._restored, **request.environment}
         with ExitStack() as files:
             try:
@@ -244,7 +208,7 @@ class Standby:
                 streams = {number: opened(path, files) for number, path in paths.items()}
             except OSError as error:
                 spare.discard()
-                return Forked(request, None, str(error))
+                return str(error)
             fds = {number: fd for number, fd in streams.items() if fd is not None}
             order = {
                 "environment": environment,
@@ -258,7 +222,7 @@ class Standby:
                 return None
         os.kill(spare.pid, signal.SIGCONT)  # a signal may have stopped it
         spare.orders.close()
-        return Forked(request, spare.pid)
+        return spare.pid
 
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:

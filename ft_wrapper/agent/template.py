@@ -8,8 +8,8 @@ started by exec finds: its own environment, arguments, ``__main__``, random numb
   the child. So nothing is computed here, and the threads are counted before each fork.
 - A rank is forked twice, so that it becomes a child of the agent, a subreaper: the agent waits for it itself,
   and the template may die without harm.
-- What a process is to be it hears from the agent, over a socket of its own, and it does nothing before. So
-  none runs that the agent does not know.
+- A forked process does nothing until the agent tells it, over a socket of its own, what to run. So no rank
+  runs that the agent does not know.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ socket's descriptor, the agent's process, ``-m`` or ``-``, and the script with i
 MAX_MESSAGE = 1 << 20
 FORK = b"fork"
 IMPORT_MORE = b"import more"
-"""Asked for once the first ranks run: they are not kept waiting for what only their replacements gain by."""
+"""Sent once the first ranks run: they do not wait for what only their replacements need."""
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 """Must be 1 in the template: otherwise importing torch, and numpy with it, leaves further threads."""
 
@@ -60,7 +60,7 @@ _ = encodings.idna
 
 
 def main() -> None:
-    """Serves the agent until that is gone. Returns, or raises, in each rank, once its script has run."""
+    """Serves the agent until it is gone. In each rank it returns, or raises, once the script has run."""
     _, _, fd, agent, kind, script, *arguments = sys.argv
     sys.path.pop()  # the ranks search where they would search if they had been started by themselves
     # A collection in a rank would write to, and so copy, whatever it looks at.
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket) -> socket.socket:
-    """Forks a process for each request. Returns in these only: the socket that comes with the request."""
+    """Forks a process for each request. Returns only in these: the socket that came with the request."""
     while True:
         data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
         if not data:
@@ -97,7 +97,7 @@ def _serve(control: socket.socket) -> socket.socket:
 
 
 def _import_more() -> None:
-    """Imports what takes seconds and nearly every training script comes to need: torch's optimizers do."""
+    """Imports what takes seconds and most training scripts need, as torch's optimizers do."""
     with contextlib.suppress(Exception):  # then the scripts see for themselves
         import_lazy_modules()
     gc.collect()
@@ -129,7 +129,7 @@ def _fork() -> dict[str, object] | None:
 
 
 def _fork_again(write_end: int) -> None:
-    """In the process between: forks the rank, says its number and ends. Returns in the rank."""
+    """In the process between: forks the rank, writes its pid and ends. Returns in the rank."""
     try:
         pid = os.fork()
     except OSError:
@@ -143,7 +143,7 @@ def _fork_again(write_end: int) -> None:
 
 
 def _become_what_is_ordered(orders: socket.socket, agent: int) -> str:
-    """Makes this process what one started by exec would be, once the agent says what; returns its rank."""
+    """Waits for the agent's order, then makes this process like one started by exec; returns its rank."""
     os.setsid()
     await_adoption(agent)
     die_with(agent)

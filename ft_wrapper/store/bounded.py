@@ -58,7 +58,7 @@ def call_in_thread(function: Callable[[], T], what: str, seconds: float | None =
     return result  # type: ignore[return-value]
 
 
-def in_background(what: str, work: Callable[[], None]) -> threading.Thread:
+def in_background(what: str, work: Callable[[], object]) -> threading.Thread:
     """Does some work in a daemon thread.
 
     Args:
@@ -78,7 +78,7 @@ def in_background(what: str, work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def bounded(what: str, work: Callable[[], None], seconds: float) -> bool:
+def bounded(what: str, work: Callable[[], object], seconds: float) -> bool:
     """Does some work in a daemon thread, and waits a limited time for its end.
 
     Args:

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousTimeoutError
 from torch.distributed.launcher import api as launcher
 
-from ft_wrapper.agent import torch_events
+from ft_wrapper.agent import group
 from ft_wrapper.agent.elastic import (
     CannotStart,
     Counts,
@@ -131,7 +131,7 @@ def test_how_long_something_took_is_an_event_of_torchs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[Event] = []
-    monkeypatch.setattr(torch_events, "record", lambda event, *_: recorded.append(event))
+    monkeypatch.setattr(group, "record", lambda event, *_: recorded.append(event))
     running = agent(tmp_path, "true")
     with pytest.raises(KeyError), running.record_duration("LOADING"):
         raise KeyError
@@ -149,7 +149,7 @@ def test_the_end_of_each_worker_is_an_event_of_torchs(
 ) -> None:
     """And the end of all a metric; both as torch's agent tells them."""
     recorded: list[tuple[Event, str]] = []
-    monkeypatch.setattr(torch_events, "record", lambda event, handler: recorded.append((event, handler)))
+    monkeypatch.setattr(group, "record", lambda event, handler: recorded.append((event, handler)))
     spec = WorkerSpec(
         ROLE,
         2,
@@ -190,7 +190,7 @@ def test_a_node_that_is_alone_needs_no_name(tmp_path: Path, caplog: pytest.LogCa
     address = '[ "$MASTER_ADDR" = 127.0.0.1 ]'
     spec = WorkerSpec(ROLE, 1, Alone(), entrypoint="sh", args=("-c", address), master_addr=name)
     assert not LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path))).run().is_failed()
-    assert f"{name}: no such host here" in caplog.text
+    assert f"{name} leads to no address of this host" in caplog.text
 
 
 def test_another_health_check_takes_the_place_of_ours(

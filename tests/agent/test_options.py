@@ -43,9 +43,8 @@ def parsed(*arguments: str) -> Options:
 
 def read(options: Options) -> tuple[Settings, Identity, bool | None]:
     """Settings, identity, and whether this node hosts the store."""
-    assert options.meeting is not None
-    given = options.meeting.parameters
-    return *read_parameters(given), given.get_as_bool("is_host")
+    assert options.rendezvous is not None
+    return *read_parameters(options.rendezvous), options.rendezvous.get_as_bool("is_host")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -70,7 +69,7 @@ def test_they_have_torchruns_defaults_but_for_what_is_documented() -> None:
     other = {name for name in theirs if str(ours[name]) != str(theirs[name])}
     assert other == {
         "rdzv_backend",
-        *("master_addr", "master_port", "node_rank"),  # taken when they are needed
+        *("master_addr", "node_rank"),  # taken when they are needed
         "max_restarts",  # 0, unless the policy forbids it
         *({"shutdown_timeout"} & theirs.keys()),  # newer than torch 2.6
     }
@@ -89,7 +88,7 @@ def test_they_have_torchruns_defaults_but_for_what_is_documented() -> None:
 )
 def test_lines_for_one_node(line: str) -> None:
     options = parsed(*line.split())
-    assert options.meeting is None
+    assert options.rendezvous is None
     assert options.nproc_per_node == 4
 
 
@@ -103,8 +102,8 @@ def test_where_the_store_of_one_node_is(line: str, port: int) -> None:
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_static_line(rank: str) -> None:
     options = parsed(*STATIC, "--node-rank", rank)
-    assert options.meeting is not None
-    assert (options.meeting.parameters.backend, options.meeting.parameters.endpoint) == ("ft", "head:29501")
+    assert options.rendezvous is not None
+    assert (options.rendezvous.backend, options.rendezvous.endpoint) == ("ft", "head:29501")
     settings, identity, is_host = read(options)
     assert (settings.min_nodes, settings.max_nodes, identity.node_id) == (2, 2, rank)
     assert is_host is (rank == "0"), "node 0 hosts, whatever the name of the master leads to"
@@ -121,9 +120,9 @@ def test_the_static_line_without_all_of_it() -> None:
 
 
 def meets_at(*options: str) -> str:
-    meeting = parsed("--nnodes", "2", *options).meeting
+    meeting = parsed("--nnodes", "2", *options).rendezvous
     assert meeting is not None
-    return meeting.parameters.endpoint
+    return meeting.endpoint
 
 
 def test_node_rank_is_an_id_only_where_the_endpoint_is_not_the_master() -> None:
@@ -139,9 +138,9 @@ def test_node_rank_is_an_id_only_where_the_endpoint_is_not_the_master() -> None:
 
 def test_other_handlers_know_no_node_rank() -> None:
     """A platform sets it in any case; torchrun does not use it then, either."""
-    meeting = parsed(*MEET, "--rdzv-backend", "c10d", "--node-rank", "1").meeting
+    meeting = parsed(*MEET, "--rdzv-backend", "c10d", "--node-rank", "1").rendezvous
     assert meeting is not None
-    assert meeting.parameters.config == {}
+    assert meeting.config == {}
     assert parsed(*MEET, "--rdzv-backend", "c10d", "--node-rank", "7").warnings == ()
 
 
@@ -155,12 +154,12 @@ def test_variables_of_a_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setenv(name, value)
     options = parsed()
-    assert options.meeting is not None
-    assert options.meeting.parameters.endpoint == "head:29501"
+    assert options.rendezvous is not None
+    assert options.rendezvous.endpoint == "head:29501"
     assert read(options)[1] == Identity("1", nproc=3)
     monkeypatch.setenv("PET_NNODES", "1")
     monkeypatch.setenv("PET_NODE_RANK", "0")
-    assert parsed().meeting is None
+    assert parsed().rendezvous is None
 
 
 def test_its_own_number_goes_before_the_cluster_managers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +251,7 @@ def test_spare_nodes_take_part_and_their_ranks_do_not_count() -> None:
     # On one node there may be spares, too.
     options = parsed(*MEET[2:], "--spare-nodes", "1", "--node-rank", "1")
     assert (read(options)[0].max_nodes, options.active_world_size) == (2, 1)
-    assert parsed("--spare-nodes", "0").meeting is None
+    assert parsed("--spare-nodes", "0").rendezvous is None
 
 
 def test_all_nodes_agree_on_spares() -> None:

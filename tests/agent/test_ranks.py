@@ -10,32 +10,26 @@ import pytest
 from elastic_agents import ROLE, Alone
 from test_policy import FakeJob
 
-from ft_wrapper.agent.actions import (
-    Abandoned,
-    Action,
-    AskPlace,
-    CancelStarts,
-    Ended,
-    EndTemplate,
-    ForkAhead,
-    Forked,
-    Kill,
-    LeaveJob,
-    NotStarted,
-    Place,
-    RoundBegan,
-    Send,
-    SignalArrived,
-    Start,
-    Tell,
-    Tick,
-)
 from ft_wrapper.agent.elastic import WorkerSpec, WorkerState
 from ft_wrapper.agent.group import Group
 from ft_wrapper.agent.nodes import News, What, alone
 from ft_wrapper.agent.outputs import Failure
 from ft_wrapper.agent.policy import Policy, RestartPolicy
-from ft_wrapper.agent.ranks import PLACE_DELAY, SPARE_DELAY, Ranks
+from ft_wrapper.agent.ranks import (
+    PLACE_DELAY,
+    SPARE_DELAY,
+    Action,
+    AskPlace,
+    CancelStarts,
+    EndTemplate,
+    ForkAhead,
+    Kill,
+    LeaveJob,
+    Ranks,
+    Send,
+    Start,
+    Tell,
+)
 
 GRACE = 5.0  # seconds from a signal to SIGKILL
 TERM = Send(signal.SIGTERM)
@@ -73,7 +67,7 @@ class Node:
         """Starts a round; no process runs yet."""
         where = alone("host:1", self.nproc)
         self.group.begin_round(where)
-        starts = self.ranks.handle(RoundBegan(where, self.job))
+        starts = self.ranks.begin_round(where, self.job)
         assert all(isinstance(start, Start) for start in starts)
         return [start for start in starts if isinstance(start, Start)]
 
@@ -86,17 +80,17 @@ class Node:
         return self
 
     def forked(self, rank: int, incarnation: int = 0) -> list[Action]:
-        return self.ranks.handle(Forked(rank, incarnation, pid(rank, incarnation)))
+        return self.ranks.forked(rank, incarnation, pid(rank, incarnation))
 
     def fails(self, rank: int, incarnation: int = 0, exitcode: int = 7) -> list[Action]:
-        return self.ranks.handle(Ended(rank, exitcode, failure(rank, incarnation, exitcode)))
+        return self.ranks.ended(rank, exitcode, failure(rank, incarnation, exitcode))
 
     def succeeds(self, rank: int) -> list[Action]:
-        return self.ranks.handle(Ended(rank, 0))
+        return self.ranks.ended(rank, 0)
 
     def tick(self, later: float = 0.0) -> list[Action]:
         self.now += later
-        return self.ranks.handle(Tick())
+        return self.ranks.tick()
 
 
 def pid(rank: int, incarnation: int = 0) -> int:
@@ -150,7 +144,7 @@ def test_a_failed_rank_is_started_again_once_the_node_has_its_place() -> None:
     actions = node.fails(1)
     assert without_words(actions) == [AskPlace()]
     assert node.group.state is WorkerState.UNHEALTHY
-    assert node.ranks.handle(Place(is_ours=True)) == [Start(1, 1, 0, True)]
+    assert node.ranks.place(is_ours=True) == [Start(1, 1, 0, True)]
     assert node.forked(1, 1) == []
     assert node.group.state is WorkerState.HEALTHY
     assert (node.succeeds(0), node.succeeds(1)) == ([], [])
@@ -162,29 +156,29 @@ def test_a_failed_rank_is_started_again_once_the_node_has_its_place() -> None:
 def test_the_place_is_asked_for_again_while_it_is_not_known() -> None:
     node = Node().run()
     node.fails(1)
-    assert node.ranks.handle(Place(is_ours=False)) == []
+    assert node.ranks.place(is_ours=False) == []
     assert node.ranks.due() == node.now + PLACE_DELAY
     assert node.tick(PLACE_DELAY / 2) == []
     assert AskPlace() in node.tick(PLACE_DELAY / 2)
-    assert node.ranks.handle(Place(is_ours=True)) == [Start(1, 1, 0, True)]
+    assert node.ranks.place(is_ours=True) == [Start(1, 1, 0, True)]
 
 
 def test_a_crash_loop_waits_before_it_asks() -> None:
     node = Node().run()
     node.fails(1)
-    node.ranks.handle(Place(is_ours=True))
+    node.ranks.place(is_ours=True)
     node.forked(1, 1)
     assert without_words(node.fails(1, 1)) == [], "not at once"
     assert node.ranks.due() == node.now + 0.5
     assert node.tick(0.5) == [AskPlace()]
-    assert node.ranks.handle(Place(is_ours=True)) == [Start(1, 2, 0, True)]
+    assert node.ranks.place(is_ours=True) == [Start(1, 2, 0, True)]
 
 
 def test_one_that_cannot_be_started_has_failed() -> None:
     node = Node().run()
     node.fails(1)
-    node.ranks.handle(Place(is_ours=True))
-    actions = node.ranks.handle(NotStarted(1, failure(1, 1, 1)))
+    node.ranks.place(is_ours=True)
+    actions = node.ranks.not_started(1, failure(1, 1, 1))
     assert without_words(actions) == []
     assert node.ranks.due() == node.now + 0.5
     assert node.group.counts.failures == 2
@@ -193,7 +187,7 @@ def test_one_that_cannot_be_started_has_failed() -> None:
 def test_none_is_left_and_none_can_be_started() -> None:
     node = Node(1).run()
     node.fails(0)
-    assert node.ranks.handle(Place(is_ours=False, out_of_reach="etcd is silent")) == [CancelStarts()]
+    assert node.ranks.place(is_ours=False, out_of_reach="etcd is silent") == [CancelStarts()]
     assert node.ranks.is_over
     assert "none can be started again: etcd is silent" in node.ranks.end().ended_by
 
@@ -201,7 +195,7 @@ def test_none_is_left_and_none_can_be_started() -> None:
 def test_a_node_that_cannot_be_reached_goes_on_with_its_other_ranks() -> None:
     node = Node().run()
     node.fails(1)
-    assert node.ranks.handle(Place(is_ours=False, out_of_reach="etcd is silent")) == []
+    assert node.ranks.place(is_ours=False, out_of_reach="etcd is silent") == []
     assert not node.ranks.is_stopping
     assert node.succeeds(0) == []
     assert node.tick() == [CancelStarts()], "the last one has ended meanwhile"
@@ -211,7 +205,7 @@ def test_a_node_that_cannot_be_reached_goes_on_with_its_other_ranks() -> None:
 def test_a_finished_job_needs_no_replacement() -> None:
     node = Node().run()
     node.fails(1)
-    node.ranks.handle(Place(is_ours=False))
+    node.ranks.place(is_ours=False)
     node.succeeds(0)
     assert node.tick() == []
     assert not node.ranks.is_over
@@ -224,7 +218,7 @@ def test_a_finished_job_needs_no_replacement() -> None:
 def test_a_finished_job_waits_for_no_template() -> None:
     node = Node().run()
     node.fails(1)
-    (start,) = node.ranks.handle(Place(is_ours=True))
+    (start,) = node.ranks.place(is_ours=True)
     assert isinstance(start, Start)
     node.succeeds(0)
     node.job.finished = {0: pid(0)}
@@ -290,7 +284,7 @@ def test_what_was_asked_for_is_not_wanted_after_a_stop() -> None:
     node = Node(policy=Policy.GROUP)
     first, second = node.begin()
     assert node.ranks.wants(second)
-    assert without_words(node.ranks.handle(NotStarted(first.rank, failure(0)))) == [CancelStarts(), TERM]
+    assert without_words(node.ranks.not_started(first.rank, failure(0))) == [CancelStarts(), TERM]
     assert not node.ranks.wants(second)
     assert node.ranks.is_over
 
@@ -298,7 +292,7 @@ def test_what_was_asked_for_is_not_wanted_after_a_stop() -> None:
 def test_one_that_comes_too_late_gets_the_signal_that_the_others_got() -> None:
     node = Node(policy=Policy.GROUP)
     node.begin()
-    node.ranks.handle(NotStarted(0, failure(0)))
+    node.ranks.not_started(0, failure(0))
     assert node.forked(1) == [Send(signal.SIGTERM, 1)]
     assert not node.ranks.is_over
 
@@ -309,8 +303,8 @@ def test_one_that_comes_too_late_gets_the_signal_that_the_others_got() -> None:
 def test_a_signal_leaves_the_job_before_it_is_forwarded() -> None:
     node = Node().run()
     leave = LeaveJob("it was ended by SIGTERM")
-    assert node.ranks.handle(SignalArrived(15)) == [EndTemplate(), CancelStarts(), leave, TERM]
-    assert node.ranks.handle(SignalArrived(2)) == [Send(2)]
+    assert node.ranks.signalled(15) == [EndTemplate(), CancelStarts(), leave, TERM]
+    assert node.ranks.signalled(2) == [Send(2)]
     assert node.fails(0, exitcode=-15) == node.fails(1, exitcode=-15) == []
     end = node.ranks.end()
     assert (end.signum, end.failures, end.again) == (15, [], False)
@@ -319,9 +313,9 @@ def test_a_signal_leaves_the_job_before_it_is_forwarded() -> None:
 def test_a_failure_from_before_a_signal_is_forgiven_if_its_rank_ran() -> None:
     node = Node().run()
     node.fails(1)
-    node.ranks.handle(Place(is_ours=True))
+    node.ranks.place(is_ours=True)
     node.forked(1, 1)
-    node.ranks.handle(SignalArrived(15))
+    node.ranks.signalled(15)
     node.fails(0, exitcode=-15)
     node.fails(1, 1, exitcode=-15)
     assert node.ranks.end().failures == []
@@ -330,7 +324,7 @@ def test_a_failure_from_before_a_signal_is_forgiven_if_its_rank_ran() -> None:
 @pytest.mark.parametrize("what", [What.COME, What.GONE])
 def test_the_nodes_meet_again(what: What) -> None:
     node = Node().run()
-    assert node.ranks.handle(News(what, "node b is lost")) == [CancelStarts(), TERM]
+    assert node.ranks.told(News(what, "node b is lost")) == [CancelStarts(), TERM]
     assert node.group.state is WorkerState.STOPPED
     node.fails(0, exitcode=-15)
     node.fails(1, exitcode=-15)
@@ -341,7 +335,7 @@ def test_the_nodes_meet_again(what: What) -> None:
 def test_news_of_the_end_count_during_a_stop_too(what: What) -> None:
     node = Node(policy=Policy.GROUP).run()
     node.fails(1)
-    assert node.ranks.handle(News(what, "rank 9 failed")) == []
+    assert node.ranks.told(News(what, "rank 9 failed")) == []
     node.fails(0, exitcode=-15)
     end = node.ranks.end()
     assert (end.again, end.ended_by) == (False, "rank 9 failed")
@@ -349,7 +343,7 @@ def test_news_of_the_end_count_during_a_stop_too(what: What) -> None:
 
 def test_the_end_elsewhere_leaves_the_ranks_to_their_own() -> None:
     node = Node().run()
-    assert node.ranks.handle(News(What.CLOSED)) == []
+    assert node.ranks.told(News(What.CLOSED)) == []
     assert not node.ranks.is_stopping
     node.succeeds(0)
     node.succeeds(1)
@@ -357,7 +351,7 @@ def test_the_end_elsewhere_leaves_the_ranks_to_their_own() -> None:
 
 
 def test_a_loop_that_is_left_leaves_nothing() -> None:
-    assert Node().run().ranks.handle(Abandoned()) == [EndTemplate(), CancelStarts(), Kill()]
+    assert Node().run().ranks.abandoned() == [EndTemplate(), CancelStarts(), Kill()]
 
 
 # Which failures count ----------------------------------------------------------------------------------

@@ -5,11 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import select
 
+from elastic_agents import Alone
 from torch.distributed import HashStore
 
-from ft_wrapper.agent.buried import log_deaths
 from ft_wrapper.agent.classic_nodes import exchange
-from ft_wrapper.agent.ft_nodes import round_of, what_follows
+from ft_wrapper.agent.elastic import WorkerSpec
+from ft_wrapper.agent.ft_nodes import log_deaths, round_of, what_follows
 from ft_wrapper.agent.nodes import Inbox, News, What
 from ft_wrapper.agent.process import Job
 from ft_wrapper.protocol.agreement import Agreement
@@ -80,6 +81,12 @@ def test_the_end_says_whether_the_job_has_failed() -> None:
 
 
 SIZES = [(2, "trainer"), (1, "reader"), (3, "trainer")]
+
+
+def spec_of(nproc: int, role: str) -> WorkerSpec:
+    return WorkerSpec(role, nproc, Alone(), entrypoint="true")
+
+
 PLACES = [
     # base rank, role rank, role world size
     (0, 0, 5),
@@ -105,7 +112,9 @@ def test_places_by_exchange_are_the_same() -> None:
     store = HashStore()
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         rounds = list(
-            pool.map(lambda n: exchange(store, n, 3, *SIZES[n], "host:1" if n == 0 else ""), range(3))
+            pool.map(
+                lambda n: exchange(store, n, 3, spec_of(*SIZES[n]), "host:1" if n == 0 else ""), range(3)
+            )
         )
     found = [(one.base_rank, one.role_rank, one.role_world_size) for one in rounds]
     assert found == PLACES

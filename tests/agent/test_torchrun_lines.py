@@ -61,10 +61,11 @@ def own_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 EFFECTS: dict[str, Callable[[Options], bool]] = {
     "nproc_per_node": lambda found: found.nproc_per_node == 2,
     "rdzv_endpoint": lambda found: (
-        found.meeting is not None and found.meeting.parameters.endpoint == "localhost:0"
+        found.rendezvous is not None and found.rendezvous.endpoint == "localhost:0"
     ),
     "rdzv_id": lambda found: found.run_id == "job7",
     "max_restarts": lambda found: found.max_restarts == 1,
+    "monitor_interval": lambda found: found.monitor_interval == 0.5,
     "role": lambda found: found.role == "trainer",
     "module": lambda found: found.program.is_module and found.script == "json.tool",
     "no_python": lambda found: found.program.script is None,
@@ -83,7 +84,7 @@ EFFECTS: dict[str, Callable[[Options], bool]] = {
 """What is different with `option_forms.VALUES`."""
 NO_DIFFERENCE = {
     *("nnodes", "standalone", "node_rank"),  # said as it is by default
-    *("monitor_interval", "local_addr"),  # of nodes that meet others
+    "local_addr",  # of nodes that meet others
     *("start_method", "run_path"),
 }
 WARNED_OF = {"rdzv_backend", "rdzv_conf", "local_ranks_filter"} | {command_line.name(o) for o in NO_EFFECT}
@@ -98,8 +99,7 @@ def said(form: Form, script: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
 
 
 def all_of(options: Options) -> dict[str, object]:
-    meeting = None if options.meeting is None else vars(options.meeting.parameters)
-    return {**vars(options), "meeting": meeting}
+    return {**vars(options), "rendezvous": options.rendezvous and vars(options.rendezvous)}
 
 
 @pytest.mark.usefixtures("own_specs")
@@ -341,7 +341,7 @@ def test_one_node_is_alone(line: str, words: str, variables: bool, monkeypatch: 
             at += 1 if flag else 2
         arguments = []
     options = parsed(*arguments)
-    assert options.meeting is None
+    assert options.rendezvous is None
     if words:
         (warning,) = options.warnings
         assert words in warning
@@ -360,8 +360,8 @@ def test_ranks_that_are_not_there_do_not_count() -> None:
 def test_numbers_as_torchrun_takes_them() -> None:
     line = ["--nnodes= 1: 2", "--max-restarts=+3", "--master-port= 29501", "--node-rank=+1", "--rdzv-id="]
     options = parsed(*line)
-    assert options.meeting is not None
-    parameters = options.meeting.parameters
+    assert options.rendezvous is not None
+    parameters = options.rendezvous
     assert (parameters.min_nodes, parameters.max_nodes, options.max_restarts) == (1, 2, 3)
     assert (parameters.endpoint, parameters.config["node_id"]) == ("127.0.0.1:29501", "1")
     assert parameters.run_id == "none"
@@ -382,8 +382,8 @@ MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
 
 def test_unknown_options_of_the_rendezvous() -> None:
     options = parsed(*MEET, "--rdzv-conf", "last_call=3,join_timeout=9,is_it=so,store_type=file")
-    assert options.meeting is not None
-    assert options.meeting.parameters.config == {"join_timeout": "9", "nproc": "1", "role": "default"}
+    assert options.rendezvous is not None
+    assert options.rendezvous.config == {"join_timeout": "9", "nproc": "1", "role": "default"}
     unknown, so, store = options.warnings
     assert unknown.startswith("--rdzv-conf last_call=3: no effect")
     assert "did you mean last_call_timeout?" in unknown
@@ -391,15 +391,15 @@ def test_unknown_options_of_the_rendezvous() -> None:
     assert store.startswith("--rdzv-conf store_type=file: no effect")
     # Torch's own handlers are told all of it, as by torchrun.
     options = parsed(*MEET, "--rdzv-backend", "c10d", "--rdzv-conf", "last_call=3")
-    assert options.meeting is not None
-    assert options.meeting.parameters.config == {"last_call": "3"}
+    assert options.rendezvous is not None
+    assert options.rendezvous.config == {"last_call": "3"}
     assert options.warnings == ()
 
 
 def test_options_that_ftrun_has_itself() -> None:
     options = parsed(*MEET, "--rdzv-conf", "node_id=3,nproc=4,role=default")
-    assert options.meeting is not None
-    assert options.meeting.parameters.config == {"node_id": "3", "nproc": "1", "role": "default"}
+    assert options.rendezvous is not None
+    assert options.rendezvous.config == {"node_id": "3", "nproc": "1", "role": "default"}
     (warning,) = options.warnings
     assert warning == "--rdzv-conf nproc=4: no effect: --nproc-per-node says 1"
     options = parsed(*MEET, "--rdzv-conf", "node_id=3", "--node-rank", "1")
@@ -422,8 +422,8 @@ def test_an_id_for_a_rendezvous_without_ids() -> None:
 )
 def test_where_nodes_meet_if_no_one_says(line: str, endpoint: str, where: str) -> None:
     options = parsed(*line.split())
-    assert options.meeting is not None
-    assert options.meeting.parameters.endpoint == endpoint
+    assert options.rendezvous is not None
+    assert options.rendezvous.endpoint == endpoint
     (warning,) = options.warnings
     assert f"the nodes meet at {where}, so all of them have to be on this host" in warning
 
