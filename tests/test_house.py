@@ -11,15 +11,12 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
-MOST_FILES = 126
-MOST_CODE_LINES = 19_419
+MOST_FILES = 120
+MOST_CODE_LINES = 18_968
 MOST_LINES_OF_A_FILE = 450
 
 # Files that are still too long, with their lines.
-TALL = {
-    "testing/invariants.py": 456,
-    "testing/simulation.py": 456,
-}
+TALL: dict[str, int] = {}
 
 _NO_CODE = (
     tokenize.COMMENT,
