@@ -389,9 +389,7 @@ def worker(name: str, interrupts: int, seed: int) -> None:
     before = here.state()
     here.step()  # with its imports, which are never interrupted
     gc.freeze()
-    interrupter = Interrupter()
-    interrupter.install()
-    with contextlib.closing(interrupter):
+    with contextlib.closing(Interrupter()) as interrupter:
         for _ in range(interrupts):
             interrupter.reset()
             thread = Interrupting(interrupter, chance.uniform(0, here.longest), here.files)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import inspect
 import logging
 import resource
 import sys
@@ -20,9 +19,10 @@ from typing import Any
 from scale_wire import Connection, Event, Loop, Threading, WireStore
 
 from ft_wrapper.monitor.rank_monitor import RankMonitor
-from ft_wrapper.protocol import joining, neighbours
+from ft_wrapper.protocol import joining, keys, neighbours
 from ft_wrapper.protocol.agreement import Agreement
 from ft_wrapper.protocol.evidence import Ends
+from ft_wrapper.protocol.heart import Heart
 from ft_wrapper.protocol.housekeeping import note_wanted
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.settings import Limits
@@ -232,6 +232,7 @@ class Rank:
         self.job = Membership(Agreement(self.store), slot, slots, ranks.settings, 0, ranks.terms)
         self.job.on_member = self._join_monitor
         self.monitor: RankMonitor | None = None
+        self._heart: Heart | None = None  # of its own
         # Of the shared memory: all else is for the part that watches the rank's process.
         self.memory: Any = types.SimpleNamespace(rank=None)
         self.end = Event(ranks.loop)
@@ -280,10 +281,7 @@ class Rank:
         rank, size = view.members.index(member), len(view.members)
         assert self.monitor is not None
         self.memory.rank = rank
-        if "rank" in inspect.signature(RankMonitor.enter).parameters:  # of an earlier version
-            self.monitor.enter(view, rank)  # type: ignore[call-arg]
-        else:
-            self.monitor.enter(view)
+        self.monitor.view = view
         endpoint = (HOST, 1) if rank == 0 else None
         self.job.agreement.entering.check_assignment(view.n, member, rank, size, size, endpoint=endpoint)
         if endpoint is None and self.job.await_endpoint(rank, 60.0) is None:
@@ -294,6 +292,8 @@ class Rank:
         """Its host is gone."""
         assert self.monitor is not None
         self.monitor.stop()
+        if self._heart is not None:
+            self._heart.stop()
         for store in self._opened:
             store.is_lost = True
             if not store.connection.is_shared:
@@ -304,11 +304,13 @@ class Rank:
         return self._opened[-1]
 
     def _join_monitor(self, member: Member) -> None:
-        more: dict[str, Any] = self._ranks.heart(self.slot, self._connect)
-        if more:
-            self.job.heart = more["heart"].name  # type: ignore[attr-defined]
-            self.job.say_who()  # type: ignore[attr-defined]
-        self.monitor = RankMonitor(self._connect, member, self.memory, 0, self._ranks.settings, **more)
+        heart = self._ranks.shared_heart(self.slot, self._connect)
+        if heart is None:
+            heart = self._heart = Heart(self._connect, member, self._ranks.settings)
+        else:
+            self.job.heart = heart.name
+            self.job.say_who()
+        self.monitor = RankMonitor(self._connect, member, self.memory, 0, self._ranks.settings, heart)
 
 
 class Ranks:
@@ -326,7 +328,7 @@ class Ranks:
         self._plan = plan
         self._port = port
         self._shared: list[Connection] = []
-        self._hearts: dict[int, Any] = {}
+        self._hearts: dict[int, Heart] = {}
         self.slots = every
         self.terms: dict[str, object] = {"function": "train", "formation_size": plan.ranks}
         self.settings = Limits(
@@ -365,20 +367,14 @@ class Ranks:
             return self._shared[-1]
         return self._shared[(4 * slot + number) % len(self._shared)]
 
-    def heart(self, slot: int, connect: Callable[[], WireStore]) -> dict[str, Any]:
-        """The heart that a rank shares, as its monitor's argument; none where each has its own."""
+    def shared_heart(self, slot: int, connect: Callable[[], WireStore]) -> Heart | None:
+        """The heart that a rank shares; None where each has its own."""
         if self._plan.node == 1:
-            return {}
-        if "heart" not in inspect.signature(RankMonitor).parameters:
-            raise RuntimeError("in this version each rank has a heart of its own")
+            return None
         node = slot // self._plan.node
         if node not in self._hearts:
-            from ft_wrapper.protocol import keys
-            from ft_wrapper.protocol.heart import Heart  # type: ignore[import-not-found, unused-ignore]
-
-            name = keys.shared_heart(f"{node:016x}")  # type: ignore[attr-defined, unused-ignore]
-            self._hearts[node] = Heart(connect, name, self.settings)
-        return {"heart": self._hearts[node]}
+            self._hearts[node] = Heart(connect, keys.shared_heart(f"{node:016x}"), self.settings)
+        return self._hearts[node]
 
     def form(self, ready: Callable[[], None], _: range) -> Costs:
         """All ranks join the job, and call the function."""

@@ -7,12 +7,14 @@ writes the table again.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
+import inspect
+import re
 from pathlib import Path
+from typing import Any
 
-from ft_wrapper.restart.arguments import Settings
-from ft_wrapper.settings import SECONDS, Limits, about
+from ft_wrapper.restart import Settings
+from ft_wrapper.settings import Limits, Seconds, Setting, about
 
 PAGE = Path(__file__).parent / "usage.md"
 BEGIN, END = "<!-- made by docs/settings.py -->\n", "<!-- to here -->\n"
@@ -21,18 +23,24 @@ HEAD = "| argument | default | the same on all ranks | meaning |\n| --- | --- | 
 
 def table() -> str:
     """One line for each argument, the plug-ins first."""
-    known = about(Settings)
-    defaults = {one.name: one.default for one in dataclasses.fields(Settings)}
+    known, meanings = about(Settings), {**_meanings(Limits), **_meanings(Settings)}
     text = HEAD
     for name in sorted(known, key=about(Limits).__contains__):
         cells = (
             f"`{name}`",
-            _shown(defaults[name], known[name].unit),
+            _shown(known[name]),
             "yes" if known[name].is_shared else " ",
-            known[name].doc.replace("``", "`"),
+            meanings[name].replace("``", "`"),
         )
         text += f"| {' | '.join(cells)} |\n"
     return text.replace("|   |", "| |")
+
+
+def _meanings(settings: type) -> dict[str, str]:
+    """What each setting means, by the docstring."""
+    text = inspect.cleandoc(settings.__doc__ or "").partition("Args:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in found}
 
 
 def on_page() -> str:
@@ -40,8 +48,9 @@ def on_page() -> str:
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 
-def _shown(default: object, unit: str) -> str:
-    if unit == SECONDS:
+def _shown(setting: Setting[Any, Any]) -> str:
+    default = setting.default
+    if isinstance(setting, Seconds):
         return f"{default:g} s"
     if isinstance(default, enum.Enum):
         return f'`"{default.value}"`'

@@ -1,45 +1,24 @@
 """Keeps distributed PyTorch training going through faults, inside the processes that survive them."""
 
-from . import (
-    abort,
-    attribution,
-    completion,
-    exception,
-    finalize,
-    health_check,
-    initialize,
-    nested_restarter,
-    rank_assignment,
-    state,
-    store,
-    terminate,
-)
+from . import abort as abort
+from . import attribution as attribution
+from . import completion as completion
+from . import exception as exception
+from . import finalize as finalize
+from . import health_check as health_check
+from . import initialize as initialize
+from . import nested_restarter as nested_restarter
+from . import rank_assignment as rank_assignment
+from . import state as state
+from . import store as store
+from . import terminate as terminate
 from ._version import __version__ as __version__
-from .call_wrapper import CallWrapper
-from .compose import Compose
+from .call_wrapper import CallWrapper as CallWrapper
+from .compose import Compose as Compose
 from .log_lines import install as _install_log_handler
-from .state import FrozenState, Mode, State
-from .wrapper import Wrapper
+from .state import FrozenState as FrozenState
+from .state import Mode as Mode
+from .state import State as State
+from .wrapper import Wrapper as Wrapper
 
 _install_log_handler()
-
-__all__ = [
-    "CallWrapper",
-    "Compose",
-    "FrozenState",
-    "Mode",
-    "State",
-    "Wrapper",
-    "abort",
-    "attribution",
-    "completion",
-    "exception",
-    "finalize",
-    "health_check",
-    "initialize",
-    "nested_restarter",
-    "rank_assignment",
-    "state",
-    "store",
-    "terminate",
-]

@@ -1,13 +1,14 @@
-"""Plug-ins that free a function which is to be left: what it waits for is made to fail.
+"""Plug-ins that free the function's thread at a restart: they make what it waits for fail.
 
-They run in the wrapper's monitor thread while the function is still inside whatever holds it: a collective, a
-process group being made, a backward pass, or nothing of the kind.
+They run in the wrapper's monitor thread while the function is still running: in a collective, in
+``init_process_group``, in a backward pass, or anywhere else.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
 import multiprocessing
 import multiprocessing.process
@@ -17,44 +18,34 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import psutil
 
-from ._arguments import check_callable
+from .settings import as_seconds, check_callable
 from .state import FrozenState
 from .torch_groups import abort_all
-from .torch_groups.between import release_process_groups, wait_for_released_groups
-from .torch_groups.gloo import close_aborted_sockets
-
-__all__ = [
-    "Abort",
-    "AbortProcesses",
-    "AbortTorchDistributed",
-    "AbortTransformerEngine",
-    "close_aborted_sockets",
-    "protect_children",
-    "protect_process",
-    "release_process_groups",
-    "wait_for_released_groups",
-]
+from .torch_groups.between import release_process_groups as release_process_groups
+from .torch_groups.between import wait_for_released_groups as wait_for_released_groups
+from .torch_groups.gloo import close_aborted_sockets as close_aborted_sockets
 
 _logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Processes: TypeAlias = Iterable["int | psutil.Process"]
 
 
 class Abort(abc.ABC):
-    """Base of the ``abort`` plug-ins of `Wrapper`: frees the function's thread from what it waits for."""
+    """Base of the ``abort`` plug-ins of `Wrapper`: frees the function's thread."""
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Runs in the monitor thread, once an iteration is over and before the function is interrupted.
+        """Runs in the monitor thread, after an iteration has ended and before the function is interrupted.
 
-        It may be called again for the same iteration while the function has not left. It must not wait
-        for the function, nor for other ranks. What it raises is logged, and the restart goes on.
+        It may run again for the same iteration until the function is left. It must not wait for the function
+        or for other ranks. If it raises, the error is logged and the restart goes on.
 
         Args:
             state: the rank's state in the iteration that is over.
@@ -65,54 +56,41 @@ class Abort(abc.ABC):
 
 
 class AbortTorchDistributed(Abort):
-    """Makes every operation of ``torch.distributed`` that is under way in this process fail.
+    """Makes all pending operations of ``torch.distributed`` in this process fail.
 
-    Frees collectives, point-to-point operations and barriers of gloo and NCCL, on any group, also behind a
-    peer that lives and hangs; and ``init_process_group`` and ``new_group`` that wait for a peer through the
-    store at ``MASTER_ADDR``:``MASTER_PORT``. It shuts down the connections of all gloo groups and those to
-    that store, no other sockets, and aborts the communicators of all NCCL groups together. Groups are not
-    destroyed; `release_process_groups` does that once the function has left. Gloo's connections stay open
-    until `close_aborted_sockets`, so that peers do not stumble over this rank's leaving: each rank is to be
-    aborted by itself.
+    It frees collectives, point-to-point operations and barriers of gloo and NCCL on any group, even if the
+    peer is alive and hangs. It also frees ``init_process_group`` and ``new_group`` while they wait for a peer
+    through the store at ``MASTER_ADDR``:``MASTER_PORT``. It shuts down the connections of all gloo groups and
+    those to that store, no other sockets, and aborts the communicators of all NCCL groups together. It does
+    not destroy groups: `release_process_groups` does, once the function is left. Gloo's connections stay open
+    until `close_aborted_sockets`, so that peers do not fail because this rank left: each rank aborts itself.
 
-    Not freed: ``recv`` without a source on gloo; a send on gloo of more than the kernel buffers (megabytes),
-    half-way through to a peer that reads no more, which gloo does not end when that peer is killed either;
-    a group on a store of the user's own that waits for a peer; a store client that cannot reach its server,
-    since it tries again by itself. Also, in about one of thousands of aborts in mid-traffic, gloo loses a
-    send. These end at their own timeout, or at the wrapper's ``hard_timeout``.
+    Not freed, until their own timeout or the wrapper's ``hard_timeout``:
 
-    Calling it again costs little and is of use: a group that was being made may have opened connections
-    since.
+    - ``recv`` without a source on gloo;
+    - a gloo send larger than the kernel's buffers (megabytes) to a peer that has stopped reading half-way;
+      gloo does not end it when that peer is killed either;
+    - a group that waits for a peer on a store of the user's own;
+    - a store client that cannot reach its server: it tries again by itself;
+    - a send that gloo loses in about one of thousands of aborts during traffic.
+
+    Another call costs little and can help: a group that was being made may have opened connections.
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Aborts; see the class. Does next to nothing where ``torch.distributed`` is not in use.
-
-        Args:
-            state: the rank's state. Not read.
-
-        Returns:
-            The state.
-        """
+        """Aborts. Does next to nothing if ``torch.distributed`` is not in use."""
         abort_all()
         return state
 
 
 class AbortTransformerEngine(Abort):
-    """Destroys the communication buffers ("userbuffers") of Transformer Engine.
+    """Destroys Transformer Engine's communication buffers ("userbuffers").
 
-    Does nothing where Transformer Engine is not installed, or was not imported by the function.
+    Does nothing if Transformer Engine is not installed, or the function has not imported it.
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Destroys them.
-
-        Args:
-            state: the rank's state. Not read.
-
-        Returns:
-            The state.
-        """
+        """Destroys them."""
         # Importing it here would take seconds of the restart, and what was not imported holds no buffers.
         base: Any = sys.modules.get("transformer_engine.pytorch.module.base")
         if base is not None:
@@ -121,21 +99,21 @@ class AbortTransformerEngine(Abort):
 
 
 class AbortProcesses(Abort):
-    """Ends helper processes of the function: SIGTERM, and SIGKILL after the grace time.
+    """Ends the function's helper processes: SIGTERM, then SIGKILL after the grace time.
 
-    What the function has started would go on for ranks that are no more: a checkpoint daemon whose group has
-    a dead member, a data loader's workers, a pool that keeps this process from ever exiting; and a hung
-    worker delays the function's unwinding by about 5 s. The processes are ended, not reaped: the one that
-    started them gets their exit status. This process, its parent and the process of the wrapper's monitor are
-    never ended, whatever ``find`` says.
+    Otherwise they would keep working for an iteration that is over: a checkpoint daemon whose group has a
+    dead member, a data loader's workers, a process pool that keeps this process from exiting. A hung worker
+    delays leaving the function by about 5 s. The processes are not reaped: their parent gets the exit status.
+    This process, its parent and the process of the wrapper's monitor are never ended, whatever ``find`` says.
 
     Args:
-        find: the processes, by pid or as ``psutil.Process``; or a function without arguments that returns
-            them at each abort. None: the children that were started with ``multiprocessing`` since the
-            wrapped call began: data loaders' workers, process pools, ``torch.distributed.checkpoint``'s
-            daemon. Not those of ``subprocess``, ``multiprocessing``'s own helpers or torch's compile workers.
-        spare: called with each process, as ``psutil.Process``; those for which it returns True are kept.
-        termination_grace_time: seconds or timedelta between SIGTERM and SIGKILL, and after it.
+        find: the processes, as pids or ``psutil.Process``, or a function without arguments that returns them
+            at each abort. None: the children started with ``multiprocessing`` since the wrapped call began:
+            data loaders' workers, process pools, the daemon of ``torch.distributed.checkpoint``. Children of
+            ``subprocess``, ``multiprocessing``'s own helpers and torch's compile workers are not included.
+        spare: called with each process, as ``psutil.Process``. Those for which it returns True are kept.
+        termination_grace_time: how long to wait after SIGTERM, and again after SIGKILL: a ``timedelta`` or
+            seconds.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -157,36 +135,19 @@ class AbortProcesses(Abort):
             )
         if spare is not None:
             check_callable("spare", spare, "spare=lambda process: process.pid == server.pid")
-        if isinstance(termination_grace_time, timedelta):
-            termination_grace_time = termination_grace_time.total_seconds()
-        if isinstance(termination_grace_time, bool) or not isinstance(termination_grace_time, (int, float)):
-            raise TypeError(
-                f"termination_grace_time={termination_grace_time!r} must be seconds or a timedelta"
-            )
-        if not termination_grace_time >= 0:
-            raise ValueError(f"termination_grace_time={termination_grace_time!r} must not be negative")
-        self._find: Callable[[], Processes]
         if find is None:
-            self._find = find_children
-        elif callable(find):
-            self._find = find
-        else:
-            fixed = tuple(find)
-            self._find = lambda: fixed
+            find = find_children
+        elif not callable(find):
+            find = functools.partial(tuple, tuple(find))
+        self._find = find
         self._spare = spare
-        self._grace = float(termination_grace_time)
+        self._grace = as_seconds("termination_grace_time", termination_grace_time, from_zero=True)
 
     def __call__(self, state: FrozenState) -> FrozenState:
         """Ends the processes.
 
-        Args:
-            state: the rank's state. Not read.
-
-        Returns:
-            The state.
-
         Raises:
-            TypeError: ``find`` gave something else than pids and ``psutil.Process``.
+            TypeError: ``find`` returned something other than pids and ``psutil.Process``.
         """
         with contextlib.ExitStack() as stack:
             running: dict[int, int] = {}  # pidfd: pid. A pid alone may have become another process's.
@@ -237,34 +198,26 @@ def _compile_workers() -> set[int]:
     return {pid for pool in pools for pid in getattr(pool, "_processes", None) or ()}
 
 
-@contextlib.contextmanager
-def protect_children() -> Iterator[None]:
+def protect_children() -> contextlib.AbstractContextManager[None]:
     """Keeps `AbortProcesses` from ending the children that there are now, unless its ``find`` names them."""
-    children = multiprocessing.active_children()
-    with _protected_lock:
-        _protected_children.extend(children)
-    try:
-        yield
-    finally:
-        with _protected_lock:
-            for child in children:
-                _protected_children.remove(child)
+    return _added(_protected_children, multiprocessing.active_children())
+
+
+def protect_process(pid: int) -> contextlib.AbstractContextManager[None]:
+    """Keeps `AbortProcesses` from ending a process: that of the wrapper's monitor, while it runs."""
+    return _added(_protected, [pid])
 
 
 @contextlib.contextmanager
-def protect_process(pid: int) -> Iterator[None]:
-    """Keeps `AbortProcesses` from ending a process: that of the wrapper's monitor, while it runs.
-
-    Args:
-        pid: the process.
-    """
+def _added(protected: list[T], more: Sequence[T]) -> Iterator[None]:
     with _protected_lock:
-        _protected.append(pid)
+        protected.extend(more)
     try:
         yield
     finally:
         with _protected_lock:
-            _protected.remove(pid)
+            for one in more:
+                protected.remove(one)
 
 
 _protected: list[int] = []

@@ -15,16 +15,16 @@ _CAN_BE_A_BASE = 1 << 10
 class Compose:
     """Calls several plug-ins, the right-most first: ``Compose(a, b, c)(x) == a(b(c(x)))``.
 
-    It is an instance of the nearest common ancestor of its parts, so it goes wherever one part would::
+    It is an instance of the nearest common base class of its parts, so it can replace any of them::
 
         Wrapper(rank_assignment=Compose(MaxActiveWorldSize(4), ShiftRanks()))
 
     Args:
-        parts: what to call: plug-ins, or anything else that takes one argument and hands it on; or functions
-            that all take none.
+        parts: plug-ins, or other callables that take one argument and return it; or functions that all take
+            no argument.
 
     Raises:
-        TypeError: there is no part, or one cannot be called.
+        TypeError: there are no parts, or one is not callable.
     """
 
     parts: tuple[Any, ...]
@@ -50,10 +50,10 @@ class Compose:
         return instance
 
     def __call__(self, *arguments: Any) -> Any:
-        """Calls the parts; see the class.
+        """Calls the parts.
 
         Args:
-            arguments: what the right-most part gets, one; or none: then no part gets any.
+            arguments: one argument for the right-most part; or none: then no part gets one.
 
         Returns:
             What the left-most part returns.

@@ -15,6 +15,8 @@ import socket
 import time
 from typing import Any
 
+from ._files import owners_only
+
 log = logging.getLogger(__name__)
 
 ENV = "FT_WRAPPER_EVENTS"
@@ -43,11 +45,8 @@ def emit(event: str, **fields: Any) -> None:
     }
     try:
         # One write of a short line to a file opened for appending is not torn between processes.
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, (json.dumps(record) + "\n").encode())
-        finally:
-            os.close(fd)
+        with open(path, "a", opener=owners_only) as file:
+            file.write(json.dumps(record) + "\n")
     except OSError as error:
         _report(path, str(error))
 

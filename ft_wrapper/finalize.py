@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from ._arguments import as_timeout, check_callable
+from .settings import as_timeout, check_callable
 from .state import FrozenState
 from .store.bounded import call_in_thread
 from .torch_groups import cuda_device
 
 
 class Finalize(abc.ABC):
-    """Base of the ``finalize`` plug-ins of `Wrapper`: makes the process ready for the next iteration.
+    """Base of the ``finalize`` plug-ins of `Wrapper`: prepares the process for the next iteration.
 
-    It runs after a fault, once the function has left and before the health check: the place to drop global
-    state and to wait for what the function had started. What it raises ends this rank; the others go on.
+    It runs after a fault, between the function and the health check. Use it to drop global state and to wait
+    for what the function has started. If it raises, this rank ends with that error; the others go on.
     """
 
     @abc.abstractmethod
@@ -35,10 +35,10 @@ class Finalize(abc.ABC):
 
 
 class ThreadedFinalize(Finalize):
-    """Calls a function in a thread of its own, so that a function that hangs ends this rank, not the job.
+    """Calls a function in a thread, with a timeout: if it hangs, this rank ends, and the others go on.
 
-    Where the process uses a GPU, the thread does, too: the one that ``LOCAL_RANK`` names, else the current
-    one. What the function raises is raised; what it returns is dropped.
+    If the process uses a GPU, the thread uses the same: the one that ``LOCAL_RANK`` names, else the current
+    one. Errors of the function are raised; its result is dropped.
 
     Args:
         timeout: how long it may take: a ``timedelta`` or seconds.
@@ -74,15 +74,9 @@ class ThreadedFinalize(Finalize):
     def __call__(self, state: FrozenState) -> FrozenState:
         """Calls the function and waits for it.
 
-        Args:
-            state: the rank's state in the iteration that is over.
-
-        Returns:
-            The state.
-
         Raises:
-            ft_wrapper.exception.TimeoutError: it took longer than ``timeout``. Its thread is left behind: the
-                process should end, and this error ends it.
+            ft_wrapper.exception.TimeoutError: it took longer than ``timeout``. Its thread keeps running, so
+                the process should end: this error ends it.
         """
         device = cuda_device()
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ._arguments import as_limit, as_timeout
 from .exception import HealthCheckError, RestartError
+from .settings import as_limit, as_timeout
 from .state import FrozenState
 from .store.bounded import call_in_thread
 from .torch_groups import cuda_device
@@ -22,17 +22,17 @@ _TIMEOUT = timedelta(seconds=30)
 
 
 class HealthCheck(abc.ABC):
-    """Base of the ``health_check`` plug-ins of `Wrapper`: lets a rank go on, or not.
+    """Base of the ``health_check`` plug-ins of `Wrapper`: decides whether this rank can go on.
 
-    It runs before an iteration and after a fault, once ``finalize`` has run. It looks at this rank only:
-    others may be gone or still in the function. What it raises after a fault, or on a spare, ends this rank
-    with `HealthCheckError`; the others go on. What it raises before an active rank enters the function is a
-    fault, after which it runs again.
+    It runs before each iteration, and after a fault, following ``finalize``. It checks this rank only: others
+    may be gone, or still in the function. If it raises after a fault, or on a spare, this rank ends with
+    `HealthCheckError` and the others go on. If it raises on an active rank before the function, that is a
+    fault, and it runs again after it.
     """
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Returns if the rank is healthy, else raises.
+        """Returns if the rank is healthy, otherwise raises.
 
         Args:
             state: the rank's state in the iteration that is over.
@@ -43,10 +43,10 @@ class HealthCheck(abc.ABC):
 
 
 class CudaHealthCheck(HealthCheck):
-    """Checks that the GPU finishes what it was given, and that the CUDA context still works.
+    """Checks that the GPU finishes its work, and that the CUDA context still works.
 
-    Does nothing in a process that has not used a GPU. The GPU is the one that ``LOCAL_RANK`` names, else
-    the current one.
+    Does nothing in a process that has not used a GPU. Checks the GPU that ``LOCAL_RANK`` names, else the
+    current one.
 
     Args:
         timeout: how long the GPU may take to finish: a ``timedelta`` or seconds.
@@ -61,12 +61,6 @@ class CudaHealthCheck(HealthCheck):
 
     def __call__(self, state: FrozenState) -> FrozenState:
         """Waits for the GPU.
-
-        Args:
-            state: the rank's state in the iteration that is over.
-
-        Returns:
-            The state.
 
         Raises:
             ft_wrapper.exception.TimeoutError: the GPU did not finish in time.
@@ -93,11 +87,11 @@ class CudaHealthCheck(HealthCheck):
 
 
 class GpuHealthCheck(HealthCheck):
-    """Asks the driver, through NVML, whether the GPU needs to be reset or replaced.
+    """Asks the driver, through NVML, whether the GPU must be reset or replaced.
 
-    Unlike `CudaHealthCheck` it needs nothing from the GPU itself. What a GPU or its driver does not know, is
-    not checked. Does nothing in a process that has not used a GPU. The GPU is the one that ``LOCAL_RANK``
-    names, else the current one.
+    Unlike `CudaHealthCheck` it sends nothing to the GPU. It skips what the GPU or its driver does not
+    support, and does nothing in a process that has not used a GPU. Checks the GPU that ``LOCAL_RANK`` names,
+    else the current one.
 
     Args:
         timeout: how long the driver may take: a ``timedelta`` or seconds.
@@ -120,12 +114,6 @@ class GpuHealthCheck(HealthCheck):
     def __call__(self, state: FrozenState) -> FrozenState:
         """Asks the driver.
 
-        Args:
-            state: the rank's state in the iteration that is over.
-
-        Returns:
-            The state.
-
         Raises:
             HealthCheckError: the driver wants the GPU reset or replaced.
             ft_wrapper.exception.TimeoutError: the driver did not answer in time.
@@ -134,7 +122,6 @@ class GpuHealthCheck(HealthCheck):
         if device is None:
             return state
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        problems: list[str] = []
         problems = call_in_thread(
             lambda: _problems(self._nvml, uuid),
             what=f"{type(self).__name__} on rank {state.rank}: asking NVML about {uuid}",
@@ -182,13 +169,12 @@ class FaultCounterExceeded(RestartError):
 
 
 class FaultCounter(HealthCheck):
-    """Lets a rank go whose function fails again and again, while its peers' does not.
+    """Ends a rank whose function fails repeatedly while that of its peers does not.
 
-    Only faults of this process count: iterations in which the function raised an ``Exception`` on this very
-    rank.
+    It counts the iterations in which the function raised an ``Exception`` on this rank, in this process.
 
     Args:
-        max_rank_faults: number of faults that are borne; no limit when None.
+        max_rank_faults: how many faults are tolerated; None: no limit.
 
     Raises:
         TypeError: ``max_rank_faults`` is no int.
@@ -200,13 +186,7 @@ class FaultCounter(HealthCheck):
         self.faults_count = 0
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Counts the fault, if the iteration ended with one of this rank.
-
-        Args:
-            state: the rank's state in the iteration that is over.
-
-        Returns:
-            The state.
+        """Counts the fault, if the function failed on this rank.
 
         Raises:
             FaultCounterExceeded: there were more than ``max_rank_faults``.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import abc
 
-from ._arguments import as_int, as_limit
 from .exception import RestartAbort
+from .settings import as_int, as_limit
 from .state import FrozenState
 
 
 class Initialize(abc.ABC):
-    """Base of the ``initialize`` plug-ins of `Wrapper`: runs at the start of every iteration, the first too.
+    """Base of the ``initialize`` plug-ins of `Wrapper`: runs at the start of every iteration.
 
-    It runs on every rank, hot spares too. Raising an ``Exception`` restarts all ranks; raising a
-    ``BaseException`` ends the call on this rank.
+    It runs on every rank, hot spares included. An ``Exception`` restarts all ranks; a ``BaseException`` ends
+    the call on this rank.
     """
 
     @abc.abstractmethod
@@ -29,12 +29,11 @@ class Initialize(abc.ABC):
 
 
 class RetryController(Initialize):
-    """Gives up restarting when a limit is passed.
+    """Ends the call when there were too many iterations, or too few ranks are left.
 
     Args:
-        max_iterations: number of iterations that may be entered; no limit when None. It is compared with
-            ``state.iteration``: with ``use_global_iteration`` that counts all iterations of the job, those of
-            earlier calls too.
+        max_iterations: how many iterations may be entered; None: no limit. Compared with ``state.iteration``,
+            which with ``use_global_iteration`` also counts the iterations of earlier calls.
         min_world_size: the fewest ranks, hot spares included, to go on with.
         min_active_world_size: the fewest active ranks to go on with.
 
@@ -44,10 +43,7 @@ class RetryController(Initialize):
     """
 
     def __init__(
-        self,
-        max_iterations: int | None = None,
-        min_world_size: int = 1,
-        min_active_world_size: int = 1,
+        self, max_iterations: int | None = None, min_world_size: int = 1, min_active_world_size: int = 1
     ) -> None:
         self.max_iterations = as_limit("max_iterations", max_iterations, at_least=1)
         self.min_world_size = as_int("min_world_size", min_world_size, at_least=0)
@@ -56,14 +52,8 @@ class RetryController(Initialize):
     def __call__(self, state: FrozenState) -> FrozenState:
         """Checks the limits.
 
-        Args:
-            state: the rank's state in the iteration that begins.
-
-        Returns:
-            The state.
-
         Raises:
-            RestartAbort: a limit is passed; the message says which.
+            RestartAbort: a limit is exceeded; the message says which.
         """
         reasons = []
         if self.max_iterations is not None and state.iteration >= self.max_iterations:

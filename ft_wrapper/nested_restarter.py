@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import sys
 
-from ._arguments import as_int
 from .abort import Abort
 from .completion import Completion
 from .initialize import Initialize
+from .settings import as_int
 from .state import FrozenState
 from .terminate import Terminate
 
@@ -35,16 +35,11 @@ class _StdoutHandler(logging.Handler):
             self.handleError(record)
 
 
-def _set_up_logger() -> None:
-    handler = _StdoutHandler()
-    handler.setFormatter(logging.Formatter("[%(asctime)s] [ALWAYS] [%(name)s] %(message)s"))
-    _logger.addHandler(handler)
-    _logger.setLevel(logging.INFO)
-    # The same line a second time, through the root logger, would be a second change of state.
-    _logger.propagate = False
-
-
-_set_up_logger()
+_handler = _StdoutHandler()
+_handler.setFormatter(logging.Formatter("[%(asctime)s] [ALWAYS] [%(name)s] %(message)s"))
+_logger.addHandler(_handler)
+_logger.setLevel(logging.INFO)
+_logger.propagate = False  # the same line again, through the root logger, would be another change of state
 
 
 class _Callback:

@@ -9,6 +9,7 @@ script that uses no wrapper is ended, or restarted, as a whole. Options have tor
 
 from __future__ import annotations
 
+import atexit
 import copy
 import dataclasses
 import logging
@@ -17,10 +18,11 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -42,7 +44,7 @@ from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
 from .report import status
 from .store.address import address_of_this_node, is_this_host, loopback
 
-__all__ = ["main", "parse_args", "run"]
+__all__ = ["command", "main", "parse_args", "run"]
 
 COMMANDS = {"status": status.main, "report": restarts.main}
 """What ``ftrun`` does beside starting a script. One of such a name is started as ``./status``."""
@@ -206,7 +208,7 @@ def _set_up_logging(options: Options) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``ftrun``.
+    """Does what ``ftrun`` does, in this process.
 
     Args:
         argv: the arguments; ``sys.argv`` without the program's name when None.
@@ -224,5 +226,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(options)
 
 
+def command() -> NoReturn:
+    """What the command ``ftrun`` is: `main`, and the end of the process with its exit code.
+
+    Before Python 3.14 a thread that returns from torch's code while Python ends aborts the process. Where one
+    is still there, waiting for a store say, the process ends without Python's own last steps.
+    """
+    code = main()
+    if any(thread.daemon for thread in threading.enumerate()):
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

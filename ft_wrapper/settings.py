@@ -1,7 +1,8 @@
-"""The wrapper's numbers and switches: each is written here once, with its check, unit and documentation.
+"""What users pass: how arguments are checked, and the wrapper's numbers and switches.
 
-A setting that is added to `Limits` is an argument of the wrapper, checked, documented, known to the monitor,
-and compared between the ranks if it says so. Plug-ins and the store are in `ft_wrapper.restart.arguments`.
+A setting that is added to `Limits`, and to its docstring, is an argument of the wrapper, checked, documented,
+known to the monitor, and compared between the ranks if it says so. Plug-ins and the store are in
+`ft_wrapper.restart`.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import inspect
+import operator
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-SECONDS = "s"
-"""The unit of durations, which users may give as ``timedelta``."""
 FORMATION_SIZE_ENV = "FT_WRAPPER_FORMATION_SIZE"
 """How many ranks the job began with, where WORLD_SIZE is more."""
-REPLACED_ENV = "FT_WRAPPER_REPLACED"
-"""Whether an agent starts the process again if it dies."""
 ACTIVE_WORLD_SIZE_ENV = "FT_WRAPPER_ACTIVE_WORLD_SIZE"
 """How many ranks are to be active, as ``ftrun`` was told."""
+
+Given = TypeVar("Given")
+Kept = TypeVar("Kept")
 
 
 class OnJoin(str, enum.Enum):
@@ -36,95 +37,75 @@ class OnJoin(str, enum.Enum):
     """It ends the iteration."""
 
 
-@dataclasses.dataclass(frozen=True)
-class About:
-    """What is known of a setting beside its default.
-
-    Args:
-        check: given the name and what a user passed; returns what is kept, or raises.
-        doc: what it means.
-        unit: `SECONDS`, or nothing.
-        is_shared: whether it must be the same on all ranks.
-        shorter_than: settings that it has to be shorter than.
-    """
-
-    check: Callable[[str, Any], Any]
-    doc: str
-    unit: str = ""
-    is_shared: bool = False
-    shorter_than: tuple[str, ...] = ()
+# Checks: errors name the argument, its value and what to pass instead ---------------------------------------
 
 
-def said(about: About) -> dict[str, About]:
-    """The metadata of a setting's field."""
-    return {"about": about}
-
-
-def about(settings: type) -> dict[str, About]:
-    """What a user may set, by name."""
-    found = {one.name: one.metadata.get("about") for one in dataclasses.fields(settings)}
-    return {name: known for name, known in found.items() if known is not None}
-
-
-def checked(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks what a user passed.
-
-    Returns:
-        What is kept of it: durations in seconds.
+def as_int(name: str, value: Any, at_least: int) -> int:
+    """Returns a whole number, checked.
 
     Raises:
-        TypeError: an argument has the wrong type, or there is none of that name.
-        ValueError: a value is out of range, or durations contradict each other.
+        TypeError: it is no whole number.
+        ValueError: it is less than ``at_least``.
     """
-    known = about(settings)
-    for name in given:
-        if name not in known:
-            raise TypeError(f"Wrapper() got an unexpected keyword argument {name!r}")
-    kept = {name: known[name].check(name, value) for name, value in given.items()}
-    values = {name: kept.get(name, getattr(settings, name)) for name in known}
-    for name in known:
-        for longer in known[name].shorter_than:
-            if not values[name] < values[longer]:
-                durations = timedelta(seconds=values[name]), timedelta(seconds=values[longer])
-                raise ValueError(f"{name}={durations[0]} must be shorter than {longer}={durations[1]}")
-    return kept
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name}={value!r} must be an int, not {type(value).__name__}; pass a number, at least {at_least}"
+        ) from None
+    if number < at_least:
+        raise ValueError(f"{name}={number} is too small; it must be at least {at_least}")
+    return number
 
 
-# Checks --------------------------------------------------------------------------------------------------
+def as_limit(name: str, value: Any, at_least: int) -> int | None:
+    """The same, where None means no limit."""
+    return None if value is None else as_int(name, value, at_least)
 
 
-def check_duration(name: str, value: object, *, from_zero: bool = False) -> float:
-    """Returns the seconds."""
+def as_seconds(name: str, value: Any, *, from_zero: bool = False) -> float:
+    """Returns the seconds of a duration, given as ``timedelta`` or in seconds.
+
+    Raises:
+        TypeError: it is no duration.
+        ValueError: it is not finite, negative, or 0 where that is not allowed.
+    """
     if isinstance(value, bool) or not isinstance(value, (timedelta, int, float)):
-        raise TypeError(f"{name}={value!r} must be a datetime.timedelta or a number of seconds")
-    if isinstance(value, (int, float)) and not abs(value) < timedelta.max.total_seconds():
-        raise ValueError(f"{name}={value!r} must be a finite number of seconds")
-    duration = value if isinstance(value, timedelta) else timedelta(seconds=value)
-    if duration < timedelta(0) or (duration == timedelta(0) and not from_zero):
+        raise TypeError(
+            f"{name}={value!r} must be a datetime.timedelta or a number of seconds, "
+            f"not {type(value).__name__}; pass timedelta(seconds=...)"
+        )
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if not abs(seconds) < timedelta.max.total_seconds():
+        raise ValueError(f"{name}={value!r} must be finite; pass a timedelta or a number of seconds")
+    if seconds < 0 or (seconds == 0 and not from_zero):
         raise ValueError(f"{name}={value!r} must be {'at least' if from_zero else 'more than'} 0 seconds")
-    return duration.total_seconds()
+    return float(seconds)
 
 
-def check_count(name: str, value: object, *, or_none: bool = False) -> int | None:
-    """Returns a number of at least 1."""
-    if value is None and or_none:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} must be an integer")
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
-    return value
+def as_timeout(name: str, value: Any) -> timedelta:
+    """The same, as ``timedelta``; more than 0."""
+    return timedelta(seconds=as_seconds(name, value))
 
 
-def check_switch(name: str, value: object) -> bool:
-    """Returns True or False."""
+def check_callable(name: str, value: Any, example: str) -> None:
+    """Raises TypeError unless the argument can be called; ``example`` shows a right one."""
+    if not callable(value):
+        raise TypeError(
+            f"{name}={value!r} must be callable, not {type(value).__name__}; pass a function: {example}"
+        )
+
+
+def as_switch(name: str, value: object) -> bool:
+    """Returns True or False, checked."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False")
     return value
 
 
-def check_on_join(name: str, value: object) -> OnJoin:
-    """Returns the enum's member."""
+def _as_on_join(name: str, value: object) -> OnJoin:
     known = ", ".join(repr(member.value) for member in OnJoin)
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r} must be a string, one of {known}")
@@ -134,126 +115,124 @@ def check_on_join(name: str, value: object) -> OnJoin:
         raise ValueError(f"{name}={value!r} must be one of {known}") from None
 
 
-def _seconds(doc: str, *shorter_than: str, shared: bool = False, from_zero: bool = False) -> dict[str, About]:
-    check = functools.partial(check_duration, from_zero=from_zero)
-    return said(About(check, doc, SECONDS, shared, shorter_than))
+# Settings ------------------------------------------------------------------------------------------------
 
 
-def _shared(check: Callable[[str, Any], Any], doc: str) -> dict[str, About]:
-    return said(About(check, doc, is_shared=True))
+@dataclasses.dataclass(eq=False)
+class Setting(Generic[Given, Kept]):
+    """A field of a dataclass that a user may set: it is checked when the object is made, and stays.
 
-
-_count_or_none = functools.partial(check_count, or_none=True)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the wrapper, the monitor and the protocol have to know. Durations are in seconds.
-
-    Plain data that goes through JSON. A user's arguments are checked by `checked`, before.
+    Args:
+        default: its default.
+        check: given the name and what a user passed; returns what is kept, or raises.
+        is_shared: whether it must be the same on all ranks.
+        shorter_than: settings that it has to be shorter than.
     """
 
-    monitor_thread_interval: float = field(
-        default=1.0,
-        metadata=_seconds("how late the monitor thread notices a missed event at the most.", "soft_timeout"),
-    )
-    monitor_process_interval: float = field(
-        default=1.0,
-        metadata=_seconds(
-            "how late the monitor does, in whatever process.", "heartbeat_timeout", "soft_timeout"
-        ),
-    )
-    heartbeat_interval: float = field(
-        default=1.0,
-        metadata=_seconds(
-            "between two requests of a heart, which beats and looks at others in turn.", "heartbeat_timeout"
-        ),
-    )
-    progress_watchdog_interval: float = field(
-        default=1.0, metadata=_seconds("between two automatic time stamps of progress.", "soft_timeout")
-    )
-    soft_timeout: float = field(
-        default=60.0, metadata=_seconds("no progress for so long restarts all ranks.", "hard_timeout")
-    )
-    hard_timeout: float = field(
-        default=90.0, metadata=_seconds("no progress for so long ends the process.", "barrier_timeout")
-    )
-    heartbeat_timeout: float = field(
-        default=30.0,
-        metadata=_seconds(
-            "no heartbeat for so long, and a rank counts as lost.", "barrier_timeout", shared=True
-        ),
-    )
-    barrier_timeout: float = field(
-        default=120.0,
-        metadata=_seconds(
-            "how long a restart waits for ranks that live but do not come. Between two wrapped calls they "
-            "are waited for as long as they live; the log says so this often.",
-            shared=True,
-        ),
-    )
-    completion_timeout: float = field(
-        default=120.0,
-        metadata=_seconds(
-            "how long a rank that has finished waits for the others before it restarts them; once in a call.",
-            shared=True,
-        ),
-    )
-    last_call_wait: float = field(
-        default=0.0,
-        metadata=_seconds("how long to gather further faults before aborting.", from_zero=True),
-    )
-    termination_grace_time: float = field(default=5.0, metadata=_seconds("from SIGTERM to SIGKILL."))
-    use_global_iteration: bool = field(
-        default=False,
-        metadata=_shared(check_switch, "iteration numbers are unique for the whole life of the store."),
-    )
-    active_world_size: int | None = field(
-        default=None,
-        metadata=_shared(
-            _count_or_none,
-            "so many ranks are active, the rest are hot spares; short for a rank assignment. When None, and "
-            "without a ``rank_assignment``: what ``ftrun --active-world-size`` or ``--spare-nodes`` says, or "
-            "fewer while there are not so many ranks.",
-        ),
-    )
-    min_world_size: int = field(
-        default=1,
-        metadata=_shared(check_count, "with fewer ranks than this the call fails rather than going on."),
-    )
-    on_join: OnJoin = field(
-        default=OnJoin.DEGRADED,
-        metadata=_shared(
-            check_on_join,
-            "what a process causes that joins the running job (which needs ``use_global_iteration``): it "
-            "waits for the ``next`` restart; or it ends the iteration if fewer ranks are active than there "
-            "were (``degraded``), or in any case (``now``).",
-        ),
-    )
-    join_window: float = field(
-        default=1.0,
-        metadata=_seconds(
-            "how long joins are gathered before that; longer in a crash loop.", shared=True, from_zero=True
-        ),
-    )
-    rejoin_wait: float = field(
-        default=2.0,
-        metadata=_seconds(
-            "how long a restart waits for an announced replacement.", shared=True, from_zero=True
-        ),
-    )
-    max_same_faults: int | None = field(
-        default=5,
-        metadata=_shared(
-            _count_or_none,
-            "the same fault so many times in a row ends the job with that error: what raises the same type "
-            "at the same line of your code, and without progress before, which is a ``ping()``, or a minute "
-            "in the function. From the second time on the ranks wait before they enter it again: 0.5 s, and "
-            "twice as long each time, at most 10 s. None: it is never ended, nor slowed down.",
-        ),
-    )
+    default: Kept
+    check: Callable[[str, Any], Kept]
+    is_shared: bool = False
+    shorter_than: tuple[str, ...] = ()
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Kept:
+        value: Kept = self.default if instance is None else vars(instance)[self.name]
+        return value
+
+    def __set__(self, instance: object, value: Given) -> None:
+        if self.name in vars(instance):
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {self.name!r}")
+        vars(instance)[self.name] = self.check(self.name, value)
+
+    def as_passed(self, value: Kept) -> object:
+        """What is kept, as users write it."""
+        return value.value if isinstance(value, OnJoin) else value
+
+
+class Seconds(Setting["timedelta | float", float]):
+    """A duration: a user gives it as ``timedelta`` or in seconds, and it is kept in seconds."""
+
+    def __init__(
+        self, default: float, *shorter_than: str, is_shared: bool = False, from_zero: bool = False
+    ) -> None:
+        check = functools.partial(as_seconds, from_zero=from_zero)
+        super().__init__(default, check, is_shared, shorter_than)
+
+    def as_passed(self, value: float) -> timedelta:
+        """What is kept, as users write it."""
+        return timedelta(seconds=value)
+
+
+class Plain(Setting[Kept, Kept]):
+    """A setting that is kept as it is given."""
+
+
+def about(settings: type) -> dict[str, Setting[Any, Any]]:
+    """What a user may set, by name."""
+    found = {one.name: inspect.getattr_static(settings, one.name) for one in dataclasses.fields(settings)}
+    return {name: known for name, known in found.items() if isinstance(known, Setting)}
+
+
+_count = functools.partial(as_int, at_least=1)
+_count_or_none = functools.partial(as_limit, at_least=1)
+
+
+@dataclasses.dataclass(unsafe_hash=True, kw_only=True)
+class Limits:
+    """What the wrapper, the monitor and the protocol have to know. Plain data that goes through JSON.
+
+    Args:
+        monitor_thread_interval: how late the monitor thread notices a missed event at the most.
+        monitor_process_interval: how late the monitor does, in whatever process.
+        heartbeat_interval: between two requests of a heart, which beats and looks at others in turn.
+        progress_watchdog_interval: between two automatic time stamps of progress.
+        soft_timeout: no progress for so long restarts all ranks.
+        hard_timeout: no progress for so long ends the process.
+        heartbeat_timeout: no heartbeat for so long, and a rank counts as lost.
+        barrier_timeout: how long a restart waits for ranks that live but do not come. Between two wrapped
+            calls they are waited for as long as they live; the log says so this often.
+        completion_timeout: how long a rank that has finished waits for the others before it restarts them;
+            once in a call.
+        last_call_wait: how long to gather further faults before aborting.
+        termination_grace_time: from SIGTERM to SIGKILL.
+        use_global_iteration: iteration numbers are unique for the whole life of the store.
+        active_world_size: so many ranks are active, the rest are hot spares; short for a rank assignment.
+            When None, and without a ``rank_assignment``: what ``ftrun --active-world-size`` or
+            ``--spare-nodes`` says, or fewer while there are not so many ranks.
+        min_world_size: with fewer ranks than this the call fails rather than going on.
+        on_join: what a process causes that joins the running job (which needs ``use_global_iteration``): it
+            waits for the ``next`` restart; or it ends the iteration if fewer ranks are active than there were
+            (``degraded``), or in any case (``now``).
+        join_window: how long joins are gathered before that; longer in a crash loop.
+        rejoin_wait: how long a restart waits for an announced replacement.
+        max_same_faults: the same fault so many times in a row ends the job with that error: what raises the
+            same type at the same line of your code, and without progress before, which is a ``ping()``, or a
+            minute in the function. From the second time on the ranks wait before they enter it again: 0.5 s,
+            and twice as long each time, at most 10 s. None: it is never ended, nor slowed down.
+    """
+
+    monitor_thread_interval: Seconds = Seconds(1.0, "soft_timeout")
+    monitor_process_interval: Seconds = Seconds(1.0, "heartbeat_timeout", "soft_timeout")
+    heartbeat_interval: Seconds = Seconds(1.0, "heartbeat_timeout")
+    progress_watchdog_interval: Seconds = Seconds(1.0, "soft_timeout")
+    soft_timeout: Seconds = Seconds(60.0, "hard_timeout")
+    hard_timeout: Seconds = Seconds(90.0, "barrier_timeout")
+    heartbeat_timeout: Seconds = Seconds(30.0, "barrier_timeout", is_shared=True)
+    barrier_timeout: Seconds = Seconds(120.0, is_shared=True)
+    completion_timeout: Seconds = Seconds(120.0, is_shared=True)
+    last_call_wait: Seconds = Seconds(0.0, from_zero=True)
+    termination_grace_time: Seconds = Seconds(5.0)
+    use_global_iteration: Plain[bool] = Plain(False, as_switch, is_shared=True)
+    active_world_size: Plain[int | None] = Plain(None, _count_or_none, is_shared=True)
+    min_world_size: Plain[int] = Plain(1, _count, is_shared=True)
+    on_join: Setting[str, OnJoin] = Setting(OnJoin.DEGRADED, _as_on_join, is_shared=True)
+    join_window: Seconds = Seconds(1.0, is_shared=True, from_zero=True)
+    rejoin_wait: Seconds = Seconds(2.0, is_shared=True, from_zero=True)
+    max_same_faults: Plain[int | None] = Plain(5, _count_or_none, is_shared=True)
+    # Whether an agent starts another process in place of this one. No argument: the agent says so.
     replaced: bool = False
-    """Whether an agent starts another process in place of this one. No argument: the agent says so."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Limits:
@@ -266,7 +245,7 @@ class Limits:
         known = {one.name for one in dataclasses.fields(cls)}
         if fields.keys() != known:
             raise TypeError(f"this version has other settings: {sorted(fields.keys() ^ known)}")
-        return cls(**{**fields, "on_join": OnJoin(fields["on_join"])})
+        return cls(**fields)
 
     @property
     def limits(self) -> Limits:
@@ -300,8 +279,3 @@ def formation_size(world_size: int) -> int:
             "otherwise"
         )
     return int(text)
-
-
-def is_replaced() -> bool:
-    """Whether an agent has said, in the environment, that it starts this process again if it dies."""
-    return os.environ.get(REPLACED_ENV) == "1"

@@ -129,7 +129,7 @@ class State:
             )
         else:
             self.iteration = store.coordinate_global_iteration_advance(
-                self._size_at_start() if world_size is None else world_size,
+                world_size or self.initial_world_size or self.world_size,
                 _TIMEOUT if timeout is None else timeout,
                 is_coordinator,
             )
@@ -149,12 +149,10 @@ class State:
             RestartError: the job cannot be joined. The state stays as it was.
         """
         if self.use_global_iteration:
+            size = self.initial_world_size or self.world_size
             self.iteration = store.handle_rank_restart(
-                self._size_at_start(), _TIMEOUT if timeout is None else timeout, rank=self.initial_rank
+                size, _TIMEOUT if timeout is None else timeout, rank=self.initial_rank
             )
-
-    def _size_at_start(self) -> int:
-        return self.world_size if self.initial_world_size is None else self.initial_world_size
 
     def freeze(self) -> FrozenState:
         """Returns a read-only copy."""

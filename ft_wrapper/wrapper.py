@@ -7,27 +7,31 @@ import functools
 import inspect
 import logging
 import os
-import textwrap
 import types
 import typing
 from collections.abc import Callable
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
 from .call_wrapper import CallWrapper
 from .monitor.frames import drop_own_frames
-from .restart.arguments import Settings, check_together, default_assignment
+from .restart import Settings, check_together, default_assignment
 from .restart.call import Call
-from .settings import ACTIVE_WORLD_SIZE_ENV, SECONDS, About, Limits, OnJoin, about, checked, formation_size
+from .settings import ACTIVE_WORLD_SIZE_ENV, Limits, about, formation_size
 from .state import State
 from .store import plan_store
 
 log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 _PARAMETER = "call_wrapper"
+
+
+def _taking(settings: Callable[P, Settings]) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
+    """Shows type checkers and editors that a method takes the arguments of the settings."""
+    return lambda method: method
 
 
 class Wrapper:
@@ -57,13 +61,18 @@ class Wrapper:
             )
         return cls()(functions[0])
 
+    @_taking(Settings)
     def __init__(self, **arguments: Any) -> None:
-        settings = Settings(**checked(Settings, arguments))
+        known = about(Settings)
+        for name in arguments:
+            if name not in known:
+                raise TypeError(f"Wrapper() got an unexpected keyword argument {name!r}")
+        settings = Settings(**arguments)
         check_together(settings)
         if not torch.distributed.is_available():
             raise RuntimeError("torch was built without torch.distributed; install a build that has it")
-        for name, known in about(Settings).items():
-            setattr(self, name, _as_passed(getattr(settings, name), known))
+        for name, setting in known.items():
+            setattr(self, name, setting.as_passed(getattr(settings, name)))
         active = settings.active_world_size
         if active is None and settings.rank_assignment is None:
             active = _launched_active_world_size()
@@ -116,10 +125,8 @@ class Wrapper:
         state = State.from_env()
         formation_size(state.world_size)
         state.use_global_iteration = self.use_global_iteration
-        for name, value in (
-            ("active_world_size", self.active_world_size),
-            ("min_world_size", self.min_world_size),
-        ):
+        for name in ("active_world_size", "min_world_size"):
+            value = getattr(self, name)
             if value is not None and value > state.world_size:
                 raise ValueError(
                     f"{name}={value} is more than WORLD_SIZE={state.world_size}; start more ranks or lower it"
@@ -137,43 +144,22 @@ class Wrapper:
         launched = _launched_active_world_size()
         if state.rank != 0 or launched in (None, self.settings.active_world_size):
             return
-        what = (
-            "a rank_assignment"
-            if self.active_world_size is None
-            else f"active_world_size={self.active_world_size}"
-        )
-        log.warning(
-            "%s=%d, as ftrun was told, does not count: the wrapper has %s",
-            ACTIVE_WORLD_SIZE_ENV,
-            launched,
-            what,
-        )
-
-
-def _as_passed(value: Any, known: About) -> Any:
-    """A setting as users write it: durations as ``timedelta``, choices as text."""
-    if known.unit == SECONDS:
-        return timedelta(seconds=value)
-    return value.value if isinstance(value, OnJoin) else value
+        given = self.active_world_size
+        what = "a rank_assignment" if given is None else f"active_world_size={given}"
+        variable = ACTIVE_WORLD_SIZE_ENV
+        log.warning("%s=%d, as ftrun was told, does not count: the wrapper has %s", variable, launched, what)
 
 
 def _documented() -> tuple[str, inspect.Signature]:
-    """The wrapper's docstring and signature, with the arguments that `Settings` has."""
-    known = about(Settings)
-    arguments = sorted(known, key=about(Limits).__contains__)  # the plug-ins first
-    paragraphs = [
-        textwrap.fill(f"{name}: {known[name].doc}", 105, initial_indent="    ", subsequent_indent="        ")
-        for name in arguments
-    ]
+    """The wrapper's docstring and signature, with the arguments that `Settings` has; the plug-ins first."""
     before, raises, after = inspect.cleandoc(Wrapper.__doc__ or "").partition("Raises:\n")
-    parameters = dict(inspect.signature(Settings).parameters)
-    for name, parameter in parameters.items():
-        if name in known:
-            default = _as_passed(parameter.default, known[name])
-            annotation = {timedelta: "timedelta | float", str: "str"}.get(type(default), parameter.annotation)
-            parameters[name] = parameter.replace(default=default, annotation=annotation)
-    signature = inspect.Signature([parameters[name] for name in arguments])
-    return "\n".join([before + "Args:", *paragraphs, "", raises + after]), signature
+    documented = [inspect.cleandoc(one.__doc__ or "").partition("Args:\n")[2] for one in (Settings, Limits)]
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=known.as_passed(known.default))
+        for name, known in sorted(about(Settings).items(), key=lambda item: item[0] in about(Limits))
+    ]
+    text = [before + "Args:", *documented, "", raises + after]
+    return "\n".join(text), inspect.Signature(parameters)
 
 
 Wrapper.__doc__, Wrapper.__signature__ = _documented()

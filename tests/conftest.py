@@ -139,6 +139,26 @@ def nothing_left_behind_at_the_end() -> Iterator[None]:
         pytest.fail("left behind by the whole run:\n  " + "\n  ".join(left), pytrace=False)
 
 
+# Where modules with ftruns have them from.
+_FTRUNS = ("start_ftrun", "FtRun", "Cluster", "Training")
+
+
+@pytest.fixture(scope="session")
+def warm_process() -> Iterator[None]:
+    """Has ftruns forked from a process that has imported torch."""
+    from support.warm_ftrun import warm
+
+    with warm():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ftruns(request: pytest.FixtureRequest) -> None:
+    """Starts that process before the first test of a module with ftruns: none is blamed for it."""
+    if any(hasattr(request.module, name) for name in _FTRUNS):
+        request.getfixturevalue("warm_process")
+
+
 # Processes ---------------------------------------------------------------------------------------------
 
 

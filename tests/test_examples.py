@@ -8,12 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from support.warm_ftrun import start_ftrun
 
 from ft_wrapper import events
 from ft_wrapper.testing.inject_fault import ENV, parse_faults
@@ -44,10 +46,12 @@ def load(name: str) -> types.ModuleType:
 
 def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program to its end, with its output in one piece."""
-    inherited = {name: value for name, value in os.environ.items() if name not in (ENV, events.ENV)}
+    words = [str(part) for part in command]
+    if tuple(words[: len(FTRUN)]) == FTRUN:
+        return run_ftrun(words[len(FTRUN) :], environment)
     process = subprocess.Popen(
-        [str(part) for part in command],
-        env={**inherited, **environment},
+        words,
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -60,6 +64,24 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def run_ftrun(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryFile() as output:
+        process = start_ftrun(arguments, output.fileno(), Path.cwd(), environment)
+        try:
+            process.wait(400)
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        return subprocess.CompletedProcess(arguments, process.returncode, output.read().decode())
+
+
+@pytest.fixture(autouse=True)
+def without_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ENV, events.ENV):
+        monkeypatch.delenv(name, raising=False)
 
 
 # train_lm.py -------------------------------------------------------------------------------------------
@@ -349,7 +371,10 @@ def test_the_demo_refuses_what_makes_no_sense(arguments: tuple[str, ...]) -> Non
     assert f"--runs {arguments[1]}" in result.stdout
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly("SIGINT runs always"))],
+)
 def test_a_demo_that_is_stopped_leaves_nothing_behind(signum: signal.Signals, tmp_path: Path) -> None:
     """No folder; and no process, which the check after every test sees."""
     process = subprocess.Popen(
@@ -435,6 +460,7 @@ kill_nodes = load("kill_nodes")
 del sys.modules["kill_and_rejoin"]
 
 
+@pytest.mark.nightly("nodes are lost in tests/agent/test_nodes.py, and kill_and_rejoin.py is run always")
 def test_a_node_that_is_lost_and_comes_back_loses_nothing() -> None:
     """Short: `make soak-nodes` does it for ten minutes. This seed kills slot 0, then the other node."""
     options = ["--minutes", 0.2, "--every", 2.5, "--seed", 619]

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "flat.py"
 
 
+@pytest.mark.nightly("what it measures is tested in tests/test_torch_state.py")
 def test_it_prints_both_tables(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--ddp", "11", "--fsdp2", "11"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
 LINES: list[set[str]] = [
     {
         *("exception", "attribution", "settings", "state", "events", "compose", "log_lines"),
-        *("_arguments", "_files", "_version"),
+        *("_files", "_version"),
     },
     {"protocol"},
     {"store", "report"},

@@ -757,3 +757,33 @@ def test_exit_code_of_the_program(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
+
+
+WAITS = """
+    import threading
+    from datetime import timedelta
+    from ft_wrapper import run
+    from ft_wrapper.store.tcp import serve
+    from torch.distributed import TCPStore
+
+    def main():
+        server = serve("127.0.0.1", 0, timedelta(seconds=100))
+        client = TCPStore("127.0.0.1", server.port, is_master=False)
+        threading.Thread(target=lambda: client.wait(["never"], timedelta(seconds=100)), daemon=True).start()
+        client.clone().set("the other thread", "waits by now, or will")
+        del server  # torch takes its time to say where the wait was when that was lost
+        print("said", end="")
+        return 7
+
+    run.main = main
+    run.command()
+"""
+
+
+def test_a_thread_that_waits_for_a_store_does_not_abort_the_end(script: Callable[[str], str]) -> None:
+    """The server goes as Python ends, and the wait with it."""
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, script(WAITS)], capture_output=True, text=True, timeout=TIMEOUT
+        )
+        assert (ended.returncode, ended.stdout) == (7, "said"), ended.stderr

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing import connection
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -90,7 +90,7 @@ class Loop:
             self._orphans = self._cleanup.enter_context(adopted())
             self._selector = self._cleanup.enter_context(selectors.DefaultSelector())
             self._logs = self._cleanup.enter_context(Logs(logs_specs, job.role, log_line_prefix))
-            self._monitors = self._cleanup.enter_context(MonitorService(job.run_id))
+            self._monitors = self._cleanup.enter_context(closing(MonitorService(job.run_id)))
             if standby and program.script is not None:
                 self._start_standby()
         except BaseException:

@@ -48,83 +48,57 @@ _FIRST_RESEND = 0.001
 class Interrupter:
     """Runs a function so that another thread can make it leave.
 
-    All methods but `look_ahead`, `request`, `interrupt_until_left` and `requested` belong to the thread that
-    runs the function.
+    Made by the thread that runs the function: the main thread installs a signal's handler. To that thread
+    belong all methods but `look_ahead`, `request` and `interrupt_until_left`.
+
+    Attributes:
+        signum: the signal in use; None outside the main thread.
+        requested: whether this iteration's function was interrupted.
+
+    Raises:
+        RuntimeError: no real-time signal is free.
     """
 
     def __init__(self) -> None:
-        self._thread: int | None = None  # set while installed
-        self._signum: int | None = None  # set while installed in the main thread
+        self._thread = threading.get_ident()
+        self.signum: int | None = None
         # Written by the function's thread.
-        self._running = False
         self._armed = False
         self._depth = 0
         self._deferral = Deferral(_run.__code__)
         self._traced = False
         self._atomic = Atomic(self)
         # Written by the monitor thread.
-        self._requested = False
+        self.requested = False
         self._sent_async = False  # and reset by the function's, once nothing more is sent
         # Between the two: held by the function's thread inside `call`; held around a check of `_armed` and
         # the sending that follows from it; told when an atomic block ended.
         self._inside = threading.Lock()
         self._sending = threading.Lock()
         self._left_atomic: queue.SimpleQueue[None] = queue.SimpleQueue()
+        if threading.current_thread() is threading.main_thread():
+            self.signum = free_signal()
+            signal.signal(self.signum, self._handle)
+            signal.siginterrupt(self.signum, True)
 
     # ---- the function's thread
 
-    @property
-    def signum(self) -> int | None:
-        """The signal in use; None while not installed, and outside the main thread."""
-        return self._signum
-
-    def install(self) -> None:
-        """Prepares the calling thread for `call`: in the main thread, installs the signal's handler.
-
-        Raises:
-            RuntimeError: it is installed already, or no real-time signal is free.
-        """
-        if self._thread is not None:
-            raise RuntimeError("this Interrupter is installed already")
-        if threading.current_thread() is threading.main_thread():
-            signum = free_signal()
-            signal.signal(signum, self._handle)
-            signal.siginterrupt(signum, True)
-            self._signum = signum
-        self._thread = threading.get_ident()
-
     def close(self) -> None:
-        """Gives the signal back; again, or when not installed, is harmless.
-
-        Raises:
-            RuntimeError: called by another thread than `install`, or inside `call`.
-        """
-        if self._thread is None:
+        """Gives the signal back; the function has left."""
+        if self.signum is None:
             return
-        self._check_thread("close()")
-        if self._running:
-            raise RuntimeError("close() inside call(): the function must have left first")
-        signum = self._signum
-        if signum is not None:
-            # A signal sent a moment ago may still be on its way, and by default it ends the process. So: hold
-            # it back, ignore it (that discards it), restore, let through.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
-            try:
-                signal.signal(signum, signal.SIG_IGN)
-                signal.signal(signum, signal.SIG_DFL)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._signum = self._thread = None
+        # A signal sent a moment ago may still be on its way, and by default it ends the process. So: hold
+        # it back, ignore it (that discards it), restore, let through.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {self.signum})
+        try:
+            signal.signal(self.signum, signal.SIG_IGN)
+            signal.signal(self.signum, signal.SIG_DFL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def reset(self) -> None:
-        """Forgets the interruption, before the next iteration; the last one's monitor thread must be through.
-
-        Raises:
-            RuntimeError: called inside `call`.
-        """
-        if self._running:
-            raise RuntimeError("reset() inside call(): the function must have left first")
-        self._requested = False
+        """Forgets the interruption, before the next iteration: the last one's monitor thread is through."""
+        self.requested = False
 
     def call(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function, which `request` and `interrupt_until_left` can end from another thread.
@@ -135,11 +109,7 @@ class Interrupter:
             RankShouldRestart: it was interrupted: before it began, while it ran, or so late that it returned
                 all the same. An ``Exception`` that an interrupted function raises is the cause.
             BaseException: whatever else the function raises; a ``BaseException`` also when interrupted.
-            RuntimeError: not installed, installed in another thread, or called inside `call`.
         """
-        self._check_thread("call()")
-        if self._running:
-            raise RuntimeError("call() inside call(): an Interrupter runs one function at a time")
         result: Any = None
         error: BaseException | None = None
         began = left = False
@@ -149,17 +119,17 @@ class Interrupter:
             while not left:
                 try:
                     if not began:
-                        began = self._running = True
+                        began = True
                         self._deferral.begin()
                         self._armed = True
-                        if not self._requested:
+                        if not self.requested:
                             result = _run(fn, args, kwargs)
                     self._armed = False
                     self._withdraw()
                     _stop_tracing(None)
                     self._leave_atomic()  # a block that the function never left
                     self._deferral.forget()
-                    self._traced = self._running = False
+                    self._traced = False
                     left = True
                 except BaseException as raised:
                     if error is None or not isinstance(raised, (Exception, RankShouldRestart)):
@@ -167,7 +137,7 @@ class Interrupter:
         if isinstance(error, RankShouldRestart):
             error = replaced_by(error) or error
         try:
-            if self._requested and (error is None or isinstance(error, Exception)):
+            if self.requested and (error is None or isinstance(error, Exception)):
                 raise RankShouldRestart(_MESSAGE) from error
             if error is not None:
                 raise error
@@ -187,13 +157,9 @@ class Interrupter:
         """
         return self._atomic
 
-    def _check_thread(self, what: str) -> None:
-        if self._thread != threading.get_ident():
-            raise RuntimeError(f"{what} must be called by the thread that called install()")
-
     def _leave_atomic(self) -> None:
         self._depth = 0
-        if self._requested:
+        if self.requested:
             self._left_atomic.put(None)
 
     def _withdraw(self) -> None:
@@ -226,7 +192,7 @@ class Interrupter:
             raise self._interruption()
 
     def _is_wanted(self) -> bool:
-        return self._armed and self._requested and not self._depth
+        return self._armed and self.requested and not self._depth
 
     def _interruption(self) -> RankShouldRestart:
         self._deferral.forget()
@@ -260,78 +226,53 @@ class Interrupter:
 
     # ---- the monitor thread
 
-    @property
-    def requested(self) -> bool:
-        """Whether this iteration's function was interrupted."""
-        return self._requested
-
     def look_ahead(self) -> None:
         """Reads the code in which the function stands now, so that an interrupt finds that done.
 
         A first reading takes up to a millisecond, for which the other ranks would have to wait. What the
         function comes to later is read when it is interrupted there.
         """
-        if self._running and self._thread is not None:
+        if self._armed:
             prepare(current_frames().get(self._thread), _run.__code__)
 
-    def request(self, timeout: float | None = None) -> bool:
+    def request(self) -> None:
         """Marks the interruption, and waits until the function is outside `atomic`.
 
         From then on it cannot begin another atomic block; what `interrupt_until_left` is for can begin.
-
-        Args:
-            timeout: seconds to wait at most; for ever when None.
-
-        Returns:
-            Whether the function is outside; False only at the timeout. The mark stays then, and the end of
-            the block raises in any case.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._requested = True
+        self.requested = True
         while self._depth:
-            try:
-                self._left_atomic.get(timeout=_remaining(deadline))
-            except queue.Empty:
-                return False
-        return True
+            self._left_atomic.get()
 
-    def interrupt_until_left(self, timeout: float | None = None) -> bool:
+    def interrupt_until_left(self, timeout: float) -> bool:
         """Interrupts the function, again and again, until its thread is out of `call`; whether it is.
 
         Args:
-            timeout: seconds to try at most; for ever when None.
-
-        Raises:
-            RuntimeError: `request` was not called before.
+            timeout: seconds to try at most.
         """
-        if not self._requested:
-            raise RuntimeError(
-                "interrupt_until_left() before request(): an atomic block would not be waited for"
-            )
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         pause = min(_FIRST_RESEND, deferral.RESEND_INTERVAL)
         wait = 0.0
-        while True:
-            if self._inside.acquire(timeout=wait):
-                self._inside.release()
-                return True
-            remaining = _remaining(deadline)
-            if remaining == 0.0:
+        while not self._inside.acquire(timeout=wait):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0.0:
                 return False
             self._send()
-            wait = pause if remaining is None else min(pause, remaining)
+            wait = min(pause, remaining)
             # Quickly again at first, and while it passes one ``with`` after the other and is not traced.
             quickly = self._deferral.is_passing and not self._traced
             pause = min(_FIRST_RESEND if quickly else 2 * pause, deferral.RESEND_INTERVAL)
+        self._inside.release()
+        return True
 
     def _send(self) -> None:
         with self._sending:
-            if not self._armed or self._depth or self._thread is None:
+            if not self._armed or self._depth:
                 return
-            if self._signum is not None:
+            if self.signum is not None:
                 # EAGAIN: as many are queued as the kernel allows, so the thread has enough of them.
                 with contextlib.suppress(BlockingIOError):
-                    signal.pthread_kill(self._thread, self._signum)
+                    signal.pthread_kill(self._thread, self.signum)
                 return
             frame = current_frames().get(self._thread)
             if not _is_own(frame):
@@ -359,9 +300,9 @@ class Atomic:
         """
         interrupter = self._interrupter
         if interrupter._thread != threading.get_ident():
-            interrupter._check_thread("atomic()")
+            raise RuntimeError("atomic() must be entered by the thread that runs the function")
         interrupter._depth += 1
-        if interrupter._requested and interrupter._depth == 1 and interrupter._armed:
+        if interrupter.requested and interrupter._depth == 1 and interrupter._armed:
             interrupter._leave_atomic()
             interrupter._deferral.interrupted()
             raise RankShouldRestart(_MESSAGE)
@@ -379,7 +320,7 @@ class Atomic:
             interrupter._depth -= 1
             return
         interrupter._depth = 0
-        if interrupter._requested:
+        if interrupter.requested:
             interrupter._left_atomic.put(None)
             if kind is None and interrupter._armed:
                 interrupter._deferral.interrupted()
@@ -422,7 +363,7 @@ class _Replaced(Exception):
     """Takes the place of an interruption that is not needed any more."""
 
 
-def _take_back_async_exception(thread: int | None) -> None:
+def _take_back_async_exception(thread: int) -> None:
     """Makes sure that the calling thread, this one, gets no interruption any more.
 
     It replaces the interruption, and takes what replaced it. Setting none instead would leave CPython (3.11
@@ -437,13 +378,9 @@ def _take_back_async_exception(thread: int | None) -> None:
         pass
 
 
-def _set_async_exception(thread: int | None, kind: type[BaseException]) -> None:
+def _set_async_exception(thread: int, kind: type[BaseException]) -> None:
     function: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    function(ctypes.c_ulong(thread or 0), ctypes.py_object(kind))
-
-
-def _remaining(deadline: float | None) -> float | None:
-    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+    function(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 _OWN = globals()

@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..exception import InternalError, StoreError
 from ..settings import Limits
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 AGENT_ENV = "FT_WRAPPER_AGENT"
 """Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front."""
-VERSION = 3
+VERSION = 4
 """Of hello: another Python, with another ft_wrapper, may run the ranks."""
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
@@ -49,9 +49,9 @@ class MonitorLine:
         line: the socket.
         pid: the process that the monitor runs in.
         on_lost: called, in a thread of its own, if the monitor ends without having been told to.
+        heart: the name of the heart that beats for this rank.
         is_child: whether the monitor's process is this one's own, and ends with the line.
         replaced: whether an agent starts another process in place of this one, which joins the job.
-        heart: the heart that this rank shares with others; None if it has its own.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class MonitorLine:
         line: socket.socket,
         pid: int,
         on_lost: Callable[[], None],
+        heart: str,
         *,
         is_child: bool,
         replaced: bool,
-        heart: str | None = None,
     ) -> None:
         self.pid = pid
         self.heart = heart
@@ -73,7 +73,6 @@ class MonitorLine:
         self._line = line
         self._on_lost: Callable[[], None] | None = on_lost
         self._leaving = False
-        self._stop_watching = os.eventfd(0, os.EFD_CLOEXEC)
         self._line.settimeout(_ANSWER_TIMEOUT)
         self._watcher: threading.Thread | None = threading.Thread(
             target=self._watch, name="ft_wrapper-monitor-watch", daemon=True
@@ -99,13 +98,12 @@ class MonitorLine:
             view: the iteration.
             decision: what changed since the last one said; None to say it all.
         """
-        message: dict[str, Any] = {"type": "view", "nonce": view.nonce}
         if decision is None:
-            message["view"] = [view.call, view.n, view.first, view.min_world_size]
-            message["members"] = [str(member) for member in view.members]
+            members = [str(member) for member in view.members]
+            whole = [view.call, view.n, view.nonce, view.first, members, view.min_world_size]
+            self._send({"type": "view", "whole": whole})
         else:
-            message["decision"] = decision.to_json()
-        self._send(message)
+            self._send({"type": "view", "nonce": view.nonce, "decision": decision.to_json()})
 
     def serve(self, host: str) -> int:
         """Has the monitor open the store that ``torch.distributed`` uses in one iteration.
@@ -179,16 +177,16 @@ class MonitorLine:
 
     def _stop_watcher(self) -> None:
         if self._watcher is not None:
-            os.eventfd_write(self._stop_watching, 1)
+            with contextlib.suppress(OSError):  # it has ended
+                self._line.shutdown(socket.SHUT_RD)
             self._watcher.join(_ANSWER_TIMEOUT)
-            os.close(self._stop_watching)
             self._watcher = None
         self._on_lost = None  # it refers to the call, which refers to this line
 
     def _has_ended(self, seconds: float = 0.0) -> bool:
         """Waits for the monitor's end; whether it has come."""
         poll = select.poll()
-        poll.register(self._line, select.POLLRDHUP)
+        poll.register(self._line, select.POLLHUP)  # not RDHUP, which stopping the watcher causes as well
         return bool(poll.poll(seconds * 1000))
 
     def _say_bye(self) -> None:
@@ -218,7 +216,6 @@ class MonitorLine:
     def _watch(self) -> None:
         poll = select.poll()
         poll.register(self._line, select.POLLRDHUP)
-        poll.register(self._stop_watching, select.POLLIN)
         poll.poll()
         if not self._leaving:
             log.error(
@@ -230,21 +227,9 @@ class MonitorLine:
                 self._on_lost()
 
 
-class AgentsWord(NamedTuple):
-    """What the agent that has started this process has said.
-
-    Args:
-        line: to the monitor that it runs; None if the rank needs a monitor process.
-        replaced: whether it starts another process in place of this one, which joins the job.
-    """
-
-    line: MonitorLine | None = None
-    replaced: bool = False
-
-
 def ask_agent(
     limits: Limits, plan: StorePlan, memory: RankMemory, on_lost: Callable[[], None], *, watch: bool = True
-) -> AgentsWord:
+) -> tuple[MonitorLine | None, bool]:
     """Says hello to the agent that has started this process, if there is one.
 
     Args:
@@ -253,10 +238,14 @@ def ask_agent(
         memory: shared with it; the caller holds its life mutex.
         on_lost: as for `MonitorLine`.
         watch: whether to ask it to run the monitor.
+
+    Returns:
+        The line to the monitor that the agent runs; None if the rank needs a monitor process. And whether the
+        agent starts another process in place of this one, which joins the job.
     """
     name = os.environ.get(AGENT_ENV)
     if not name:
-        return AgentsWord()
+        return None, False
     hello = {
         "version": VERSION,
         "settings": dataclasses.asdict(limits),
@@ -267,7 +256,8 @@ def ask_agent(
     try:
         line.settimeout(_HELLO_TIMEOUT)
         line.connect(f"\0{name}")
-        send_hello(line, hello, memory.fd)
+        socket.send_fds(line, [b"!"], [memory.fd])
+        send(line, hello)
         answer = receive(line)
         agent = peer(line)[0]
     except (OSError, EOFError, ValueError) as error:
@@ -276,11 +266,8 @@ def ask_agent(
     if "refused" in answer:
         log.debug("no monitor inside the agent: %s", answer["refused"])
         line.close()
-        return AgentsWord(None, replaced)
-    heart = answer.get("heart")
-    return AgentsWord(
-        MonitorLine(line, agent, on_lost, is_child=False, replaced=replaced, heart=heart), replaced
-    )
+        return None, replaced
+    return MonitorLine(line, agent, on_lost, answer["heart"], is_child=False, replaced=replaced), replaced
 
 
 # ---- the wire
@@ -303,57 +290,25 @@ def receive(line: socket.socket) -> dict[str, Any]:
         OSError: the line has failed, or its timeout has passed.
         ValueError: what came is no message.
     """
-    return _complete(line, b"")
-
-
-def send_hello(line: socket.socket, message: dict[str, Any], fd: int) -> None:
-    """Sends the first message, and a descriptor.
-
-    Raises:
-        OSError: as for `send`.
-    """
-    data = json.dumps(message).encode() + b"\n"
-    sent = socket.send_fds(line, [data], [fd])
-    # Sending nothing would fail too, where the agent has heard all, answered and hung up.
-    if sent < len(data):
-        line.sendall(data[sent:])
-
-
-def receive_hello(line: socket.socket) -> tuple[dict[str, Any], int]:
-    """Receives the first message.
-
-    Returns:
-        The message, and the descriptor that came with it, for the caller to close.
-
-    Raises:
-        EOFError: the line has ended.
-        OSError: the line has failed, or its timeout has passed.
-        ValueError: what came is no message, or has no descriptor.
-    """
-    data, fds, _, _ = socket.recv_fds(line, _LONGEST, 1, socket.MSG_CMSG_CLOEXEC)
-    try:
-        message = _complete(line, data) if data else {}
-        if not fds:
-            raise ValueError("hello came without a descriptor")
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-    return message, fds[0]
-
-
-def _complete(line: socket.socket, data: bytes) -> dict[str, Any]:
-    while not data.endswith(b"\n"):
-        part = line.recv(4096)
-        if not part:
-            raise EOFError("the line has ended")
-        data += part
-        if len(data) > _LONGEST:
-            raise ValueError(f"more than {_LONGEST} bytes without an end")
-    message = json.loads(data)
-    if not isinstance(message, dict):
-        raise ValueError("no JSON object")
+    with line.makefile("rb") as file:
+        data = file.readline(_LONGEST)
+    if not data.endswith(b"\n"):
+        raise EOFError("the line has ended, or says too much")
+    message: dict[str, Any] = json.loads(data)
     return message
+
+
+def receive_fd(line: socket.socket) -> int:
+    """Receives the descriptor that comes before the first message, for the caller to close.
+
+    Raises:
+        OSError: as for `receive`.
+        ValueError: there is none.
+    """
+    _, fds, _, _ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not fds:
+        raise ValueError("hello came without a descriptor")
+    return fds[0]
 
 
 def peer(line: socket.socket) -> tuple[int, int]:

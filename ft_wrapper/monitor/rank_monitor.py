@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-import enum
+import contextlib
 import logging
 import math
-import selectors
+import select
 import signal
 import socket
 import threading
@@ -23,8 +23,8 @@ from ..protocol.heart import Heart
 from ..protocol.neighbours import NeighbourWatch
 from ..settings import Limits
 from ..store import Fault, Member, StoreMixin, View
+from .frames import is_stopped, where_it_stands
 from .shared_memory import Phase, RankMemory
-from .stack_dump import is_stopped, where_it_stands
 
 log = logging.getLogger(__name__)
 
@@ -71,17 +71,6 @@ class Pauses:
         return now - moment - gaps
 
 
-class _Death(enum.Enum):
-    """What has been done about the rank's end."""
-
-    NONE = enum.auto()
-    """It lives, as far as is known."""
-    NOTICED = enum.auto()
-    """It has died or is being ended, and the others may not know yet."""
-    TOLD = enum.auto()
-    """The others know."""
-
-
 class RankMonitor:
     """One rank's monitor. Not in the rank's process, so that neither its death nor a held GIL stops it.
 
@@ -90,9 +79,9 @@ class RankMonitor:
         member: the rank's member.
         memory: shared with the rank.
         pid: the rank's process.
-        settings: the times to keep.
+        limits: the times to keep.
+        heart: the one that beats for the rank, perhaps as for others.
         job: what the job is called in events; None for what the environment says.
-        heart: the one that the rank shares with others; None to make its own.
     """
 
     def __init__(
@@ -101,31 +90,26 @@ class RankMonitor:
         member: Member,
         memory: RankMemory,
         pid: int,
-        settings: Limits,
+        limits: Limits,
+        heart: Heart,
         job: str | None = None,
-        heart: Heart | None = None,
     ) -> None:
         self.member = member
-        self.view: View | None = None
+        self.view: View | None = None  # of the iteration that the rank is in
         self.is_between = False  # two calls: the rank is anywhere, and there is no memory to look at
         self._memory = memory
         self._pid = pid
-        self._settings = settings
+        self._limits = limits
         self._job = {} if job is None else {"job": job}
-        self._store = connect()
-        self._agreement = Agreement(self._store)
-        self._pauses = Pauses(settings.monitor_process_interval, time.monotonic())
+        self._agreement = Agreement(connect())
+        self._pauses = Pauses(limits.monitor_process_interval, time.monotonic())
         self._reported = names.BEFORE_FIRST - 1  # iteration whose soft timeout has been published
-        self._death = _Death.NONE
+        self._is_dying = False  # or has died, as far as is known
+        self._is_death_told = False
         self._left_out_at = math.inf  # when the heart saw that the others went on without this rank
         self._teller: threading.Thread | None = None  # of a soft timeout
-        self._has_own_heart = heart is None
-        self._heart = heart or Heart(connect, member, settings)
+        self._heart = heart
         self._heart.add(self)
-
-    def enter(self, view: View) -> None:
-        """The rank goes into an iteration."""
-        self.view = view
 
     @property
     def rank(self) -> int | None:
@@ -139,22 +123,18 @@ class RankMonitor:
         by its death; and the store may end with the job, while this rank still does something else.
         """
         self.is_between = True
-        self._store.patience = self._settings.termination_grace_time
+        self._agreement.store.patience = self._limits.termination_grace_time
 
     def stop(self) -> None:
         """Stops the heartbeat."""
         self._heart.remove(self)
-        if self._has_own_heart:
-            self._heart.stop()
 
     def close(self) -> None:
-        """Stops the heartbeat, waits for the end of a heart of its own, and lets go of the store."""
+        """Stops the heartbeat, and lets go of the store."""
         self.stop()
-        if self._has_own_heart:
-            self._heart.close()
         if self._teller is not None:
             self._teller.join()
-        self._store.close()
+        self._agreement.store.close()
 
     def rank_died(self) -> None:
         """The rank's process has died: tells the others, unless that was done when it was ended.
@@ -164,40 +144,25 @@ class RankMonitor:
         """
         self.stop()
         # A store that is gone now has ended with the job, and so have the other ranks.
-        self._store.patience = self._settings.termination_grace_time
-        if self._death is _Death.TOLD:
-            pass
-        elif self.is_between:
+        self._agreement.store.patience = self._limits.termination_grace_time
+        if self.is_between:
             # As it always ends, mostly: no fault. Those who go on to another call must not wait for it.
-            self._tell_death(None, active=False, timeout=self._settings.termination_grace_time)
-        else:
+            self._tell_death(None, False, self._limits.termination_grace_time)
+        elif not self._is_death_told:
             self._publish_death(Interruption.TERMINATED, "died")
         self._agreement.ends.say_goodbye(self.member)  # it cannot do so itself any more
 
     def await_next(self) -> None:
         """Waits until the others, if there are any, have left the iteration that the rank died in."""
         if self.view is not None:
-            await_others(self._agreement, self.view, self._settings.barrier_timeout)
+            await_others(self._agreement, self.view, self._limits.barrier_timeout)
 
     def pause(self) -> float:
         """Seconds until `keep_time` has to look again."""
-        settings, now = self._settings, time.monotonic()
-        left_out = settings.termination_grace_time - self._since(self._left_out_at, now)
-        left = [settings.monitor_process_interval, left_out]
-        if self._memory.hang_protection_disabled == 0:
-            if self._memory.phase == Phase.WATCHED:
-                still = self._since(self._memory.progress_stamp(settings.progress_watchdog_interval), now)
-                if self._may_be_reported():
-                    left.append(settings.soft_timeout - still)
-                left.append(settings.hard_timeout - still)
-            left.append(settings.hard_timeout - self._since(self._memory.gil_stamp, now))
-        pause = max(0.0, min(left))
+        now = time.monotonic()
+        pause = max(0.0, min(self._limits.monitor_process_interval, *self._left(now)))
         self._pauses.expect(now + pause)
         return pause
-
-    def _since(self, moment: float, now: float) -> float:
-        """Seconds since a moment in which this monitor ran itself: see `Pauses`."""
-        return self._pauses.since(moment, now)
 
     def keep_time(self, pidfd: int) -> None:
         """Publishes a soft timeout; ends the process at a hard one, or when it is out and does not leave.
@@ -207,23 +172,19 @@ class RankMonitor:
         """
         now = time.monotonic()
         self._pauses.look(now)
-        if self._death is not _Death.NONE:
+        if self._is_dying:
             return
-        if self._since(self._left_out_at, now) >= self._settings.termination_grace_time:
+        to_leave, hard, soft = self._left(now)
+        if to_leave <= 0.0:
             self._end_rank(pidfd, "did not leave, though the others had gone on without it")
-            return
-        if self._memory.hang_protection_disabled > 0:
-            return
-        watched = self._memory.phase == Phase.WATCHED
-        progress = self._since(self._memory.progress_stamp(self._settings.progress_watchdog_interval), now)
-        gil = self._since(self._memory.gil_stamp, now)
-        hard = self._settings.hard_timeout
-        if gil >= hard or (watched and progress >= hard):
-            what = "held the GIL" if gil >= hard / 2 else "made no progress"
+        elif hard <= 0.0:
+            timeout = self._limits.hard_timeout
+            no_gil = self._pauses.since(self._memory.gil_stamp, now)
+            what = "held the GIL" if no_gil >= timeout / 2 else "made no progress"
             if is_stopped(self._pid):
                 what = "was stopped by a signal"
-            self._end_rank(pidfd, f"{what} for hard_timeout={hard:g} s")
-        elif watched and progress >= self._settings.soft_timeout and self._may_be_reported():
+            self._end_rank(pidfd, f"{what} for hard_timeout={timeout:g} s")
+        elif soft <= 0.0:
             self._reported = self._memory.iteration
             # Not here: a store that is out of reach for the moment must not keep the hard timeout waiting.
             self._teller = threading.Thread(
@@ -231,9 +192,20 @@ class RankMonitor:
             )
             self._teller.start()
 
-    def _may_be_reported(self) -> bool:
-        """Whether to publish a soft timeout: once an iteration, and a spare's ends nothing."""
-        return self._memory.active and self._reported < self._memory.iteration
+    def _left(self, now: float) -> tuple[float, float, float]:
+        """Seconds until the rank has to have left, to the hard and to the soft timeout; those that count."""
+        limits, memory, since = self._limits, self._memory, self._pauses.since
+        to_leave = limits.termination_grace_time - since(self._left_out_at, now)
+        hard = soft = math.inf
+        if memory.hang_protection_disabled == 0:
+            hard = limits.hard_timeout - since(memory.gil_stamp, now)
+            if memory.phase == Phase.WATCHED:
+                still = since(memory.progress_stamp(limits.progress_watchdog_interval), now)
+                hard = min(hard, limits.hard_timeout - still)
+                # Once an iteration; and a spare's ends nothing.
+                if memory.active and self._reported < memory.iteration:
+                    soft = limits.soft_timeout - still
+        return to_leave, hard, soft
 
     def await_goodbyes(self) -> None:
         """Waits until all members have said that they need the store no more.
@@ -241,34 +213,27 @@ class RankMonitor:
         Those of the last iteration for as long as they live; the dead and those who were left out may still
         be about to say so, and get the grace time.
         """
-        watch = NeighbourWatch(self._agreement, self.member, self._settings.heartbeat_timeout)
+        ends, joining, limits = self._agreement.ends, self._agreement.joining, self._limits
+        watch = NeighbourWatch(self._agreement, self.member, limits.heartbeat_timeout)
         alone_since = math.inf
         while True:
             current = self._agreement.iterations.read_current()
-            if current is None:
-                n, members, silent = (
-                    names.BEFORE_FIRST,
-                    self._agreement.joining.joined_first(),
-                    frozenset[Member](),
-                )
-            else:
+            joined = joining.joined_first()
+            n, members, silent = names.BEFORE_FIRST, joined, frozenset[Member]()
+            if current is not None:
                 view, _ = current
                 n, members, silent = view.n, set(view.members), watch.look(view)
-            missing = (
-                (members | self._agreement.joining.joined_first())
-                - self._agreement.ends.goodbyes()
-                - {self.member}
-            )
+            missing = (members | joined) - ends.goodbyes() - {self.member}
             if not missing:
                 return
-            here = (missing & members) - self._agreement.ends.deaths_of(n) - silent
+            here = (missing & members) - ends.deaths_of(n) - silent
             now = time.monotonic()
             alone_since = math.inf if here else min(now, alone_since)
-            if now - alone_since >= self._settings.termination_grace_time:
+            if now - alone_since >= limits.termination_grace_time:
                 return
             # One after the other: all that is read above once more only when one lets itself be waited for.
             for member in sorted(here or missing):
-                if not self._agreement.ends.await_goodbye(member, self._settings.heartbeat_interval):
+                if not ends.await_goodbye(member, limits.heartbeat_interval):
                     break
 
     def note_left_out(self, left_out: bool) -> None:
@@ -286,7 +251,7 @@ class RankMonitor:
         view = self.view
         if view is None:
             return
-        message = f"made no progress for soft_timeout={self._settings.soft_timeout:g} s"
+        message = f"made no progress for soft_timeout={self._limits.soft_timeout:g} s"
         fault = self._fault(Interruption.SOFT_TIMEOUT, message)
         self._emit_fault(view, fault.interruption)
         try:
@@ -295,23 +260,18 @@ class RankMonitor:
             log.warning("cannot tell the other ranks that %s %s: %s", self._name(), message, error)
 
     def _publish_death(self, interruption: Interruption, message: str) -> None:
-        if self.view is not None and self._death is _Death.NONE:
+        if self.view is not None and not self._is_dying:
             self._emit_fault(self.view, interruption)
-        self._death = _Death.NOTICED
+        self._is_dying = True
         fault = self._fault(interruption, message)
-        self._tell_death(fault, active=self._memory.active, timeout=self._settings.barrier_timeout)
+        self._tell_death(fault, self._memory.active, self._limits.barrier_timeout)
+        self._is_death_told = True
 
-    def _tell_death(self, fault: Fault | None, *, active: bool, timeout: float) -> None:
+    def _tell_death(self, fault: Fault | None, active: bool, timeout: float) -> None:
+        returns = self._limits.replaced
         report_death(
-            self._agreement,
-            self.view,
-            self.member,
-            fault,
-            active=active,
-            timeout=timeout,
-            returns=self._settings.replaced,
+            self._agreement, self.view, self.member, fault, active=active, timeout=timeout, returns=returns
         )
-        self._death = _Death.TOLD
 
     def _publish_end(self, message: str) -> None:
         try:
@@ -329,15 +289,11 @@ class RankMonitor:
             target=self._publish_end, args=(message,), name="ft_wrapper-hard-timeout", daemon=True
         )
         teller.start()
-        with selectors.DefaultSelector() as selector:
-            selector.register(pidfd, selectors.EVENT_READ)
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                try:
-                    signal.pidfd_send_signal(pidfd, number)
-                except ProcessLookupError:
-                    break
-                if selector.select(self._settings.termination_grace_time):
-                    break
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
+            if await_exit(pidfd, self._limits.termination_grace_time):
+                break
         teller.join()
 
     def _name(self) -> str:
@@ -345,6 +301,12 @@ class RankMonitor:
         return f"{self.member.name} ({rank}pid {self._pid} on {socket.gethostname()})"
 
     def _fault(self, interruption: Interruption, message: str) -> Fault:
-        return Fault(
-            self.member, self.rank, interruption, message, socket.gethostname(), self._pid, time.time()
-        )
+        host, now = socket.gethostname(), time.time()
+        return Fault(self.member, self.rank, interruption, message, host, self._pid, now)
+
+
+def await_exit(pidfd: int, seconds: float) -> bool:
+    """Waits for the end of a process, for so many seconds at the most; whether it has come."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))

@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Quickly passed, and not to be left half-way: the protocols; what threading.Condition calls between releasing
 # its lock and waiting, and back; what ExitStack does between entering and noting how to leave.
@@ -134,11 +134,9 @@ def _look_at(code: CodeType) -> _Known:
 
 # ---- from the bytecode
 
-_INLINE_CACHE = dis.opmap.get("CACHE")
-_ABSOLUTE, _RELATIVE = frozenset(dis.hasjabs), frozenset(dis.hasjrel)
-_LEAVES = frozenset(["RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"])
+_HAVE_TARGET = frozenset(dis.hasjabs + dis.hasjrel)  # a jump's, or the handler that is set up
 _JUMPS = frozenset(["JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"])
-_ENDS = _LEAVES | _JUMPS
+_ENDS = _JUMPS | frozenset(["RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"])
 _ENTERS = frozenset(["BEFORE_WITH", "BEFORE_ASYNC_WITH", "SETUP_WITH", "LOAD_SPECIAL"])
 _YIELDS = frozenset(["SEND", "YIELD_VALUE", "YIELD_FROM", "RESUME", "JUMP_BACKWARD_NO_INTERRUPT", "END_SEND"])
 _AWAITS = _YIELDS | frozenset(["GET_AWAITABLE", "LOAD_CONST"])
@@ -148,17 +146,6 @@ _MATCHES = frozenset(["CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATC
 _SETS_UP = frozenset(["SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"])
 
 _WITH, _FINALLY, _EXCEPT_ALL = "with", "finally", "except all"
-
-
-class _Instruction(NamedTuple):
-    offset: int
-    end: int  # where the next one is: inline caches included, at the last of which a frame that calls stands
-    name: str
-    target: int | None  # offset that it may jump to, or of the handler that it sets up
-
-    @property
-    def calls(self) -> bool:
-        return self.name.startswith("CALL") and not self.name.startswith("CALL_INTRINSIC")
 
 
 def wrong_offsets(code: CodeType) -> frozenset[int]:
@@ -173,17 +160,19 @@ class _Code:
 
     def __init__(self, code: CodeType) -> None:
         self.code = code
-        self.instructions = list(_instructions(code))
+        bytecode: Any = dis.Bytecode(code)
+        self.instructions: list[dis.Instruction] = list(bytecode)
+        self.names = [each.opname for each in self.instructions]
         self.at = {each.offset: k for k, each in enumerate(self.instructions)}
         self.after = [self._after(k, each) for k, each in enumerate(self.instructions)]
         self.before: list[list[int]] = [[] for _ in self.instructions]
         for k, following in enumerate(self.after):
             for after in following:
                 self.before[after].append(k)
-        if hasattr(code, "co_exceptiontable"):
-            self.guards, self.handles = self._from_table(code.co_exceptiontable)
-        else:
-            self.guards, self.handles = self._from_blocks()
+        self.has_table = hasattr(code, "co_exceptiontable")  # since Python 3.11
+        self.guards, self.handles = (
+            self._from_table(bytecode.exception_entries) if self.has_table else self._from_blocks()
+        )
         self.kinds = {handler: self._kind(handler) for handler in frozenset().union(*self.guards)}
         self._wrong: set[int] = set()
 
@@ -206,32 +195,32 @@ class _Code:
                         self._mark_leaving(after)
                     elif self.kinds[handler] == _FINALLY:
                         self._mark_up_to(after, copies)
+        # A frame that calls stands at the last of the inline caches, which come before the next instruction.
+        ends = [*(each.offset for each in self.instructions[1:]), len(self.code.co_code)]
         return frozenset(
-            offset
-            for k in self._wrong
-            for offset in range(self.instructions[k].offset, self.instructions[k].end, 2)
+            offset for k in self._wrong for offset in range(self.instructions[k].offset, ends[k], 2)
         )
 
-    def _after(self, k: int, each: _Instruction) -> list[int]:
+    def _after(self, k: int, each: dis.Instruction) -> list[int]:
         """Where an instruction goes on without an exception."""
-        found = [k + 1] if each.name not in _ENDS and k + 1 < len(self.instructions) else []
-        if each.target is not None and each.name not in _SETS_UP and each.target in self.at:
-            found.append(self.at[each.target])
+        found = [k + 1] if each.opname not in _ENDS and k + 1 < len(self.instructions) else []
+        if each.opcode in _HAVE_TARGET and each.opname not in _SETS_UP and each.argval in self.at:
+            found.append(self.at[each.argval])
         return found
 
     # Per instruction: the handlers that an exception goes through, and those that it is part of.
 
-    def _from_table(self, table: bytes) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
+    def _from_table(self, entries: Iterable[Any]) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
         innermost: list[int | None] = [None] * len(self.instructions)
-        for start, end, target in _entries(table):
-            for offset in range(start, end, 2):
+        for entry in entries:
+            for offset in range(entry.start, entry.end, 2):
                 if offset in self.at:
-                    innermost[self.at[offset]] = self.at[target]
+                    innermost[self.at[offset]] = self.at[entry.target]
         # A handler's own instructions are guarded by what restores the exception handled before: COPY 3, ...
         restored = {
             restores: handler
             for handler in {each for each in innermost if each is not None}
-            if (restores := innermost[handler]) is not None and self.instructions[restores].name == "COPY"
+            if (restores := innermost[handler]) is not None and self.names[restores] == "COPY"
         }
         # One set for all instructions with the same innermost handler.
         chains: dict[int | None, tuple[frozenset[int], frozenset[int]]] = {}
@@ -253,17 +242,17 @@ class _Code:
         left = [0]
         while left:
             k = left.pop()
-            stack, each = blocks[k], self.instructions[k]
+            stack, name = blocks[k], self.names[k]
             guards[k] = frozenset(handler for handler, inside in stack if not inside)
             handles[k] = frozenset(handler for handler, inside in stack if inside)
             following = stack
-            if each.name in _SETS_UP and each.target is not None:
-                handler = self.at[each.target]
+            if name in _SETS_UP:
+                handler = self.at[self.instructions[k].argval]
                 following = (*stack, (handler, False))
                 if handler not in blocks:
                     blocks[handler] = (*stack, (handler, True))
                     left.append(handler)
-            elif each.name in ("POP_BLOCK", "POP_EXCEPT"):
+            elif name in ("POP_BLOCK", "POP_EXCEPT"):
                 following = stack[:-1]
             for after in self.after[k]:
                 if after not in blocks:
@@ -273,11 +262,11 @@ class _Code:
 
     def _kind(self, handler: int) -> str | None:
         """What a handler is for; None where it does nothing about an interrupt."""
-        rest = iter(self.instructions[handler:])
-        name = next(rest).name
+        rest = iter(self.names[handler:])
+        name = next(rest)
         if name == "PUSH_EXC_INFO":
-            name = next(rest).name
-        elif hasattr(self.code, "co_exceptiontable") or name == "END_ASYNC_FOR":
+            name = next(rest)
+        elif self.has_table or name == "END_ASYNC_FOR":
             return None
         if name == "WITH_EXCEPT_START":
             return _WITH
@@ -286,7 +275,7 @@ class _Code:
         while name.startswith(
             ("LOAD_", "CALL", "PRECALL", "BUILD_", "LIST_", "DUP_TOP", "PUSH_", "EXTENDED")
         ):
-            name = next(rest).name
+            name = next(rest)
         if name in _MATCHES:
             return _EXCEPT_ALL if "BaseException" in self.code.co_names else None
         return _FINALLY
@@ -302,9 +291,7 @@ class _Code:
         sources = list(_sources(self.code))
         artificial = ("PUSH_EXC_INFO", "RERAISE", "COPY", "POP_EXCEPT")
         copied = {
-            sources[self.instructions[k].offset // 2]
-            for k in inside
-            if self.instructions[k].name not in artificial
+            sources[self.instructions[k].offset // 2] for k in inside if self.names[k] not in artificial
         }
         copied.discard(None)
         copies = inside | {
@@ -320,15 +307,15 @@ class _Code:
         self._wrong.add(handler)
         k = handler
         if kind == _WITH:
-            while self.instructions[k].name != "WITH_EXCEPT_START":
+            while self.names[k] != "WITH_EXCEPT_START":
                 k += 1
                 self._wrong.add(k)
             self._mark_await(k + 1)
-        elif hasattr(self.code, "co_exceptiontable") and self.instructions[handler].name != "PUSH_EXC_INFO":
+        elif self.has_table and self.names[handler] != "PUSH_EXC_INFO":
             # It restores what was there before, and goes on with the exception.
             for k in self._straight(handler):
                 self._wrong.add(k)
-                if self.instructions[k].name in ("RERAISE", "END_ASYNC_FOR", "CLEANUP_THROW"):
+                if self.names[k] in ("RERAISE", "END_ASYNC_FOR", "CLEANUP_THROW"):
                     return
 
     def _mark_entering(self, k: int) -> None:
@@ -338,37 +325,36 @@ class _Code:
             k = left.pop()
             if k not in self._wrong:
                 self._wrong.add(k)
-                (made if self.instructions[k].name in _ENTERS else left).extend(self.before[k])
+                (made if self.names[k] in _ENTERS else left).extend(self.before[k])
         while made:
             k = made.pop()
-            each = self.instructions[k]
             self._wrong.update(self._call(k))
-            if each.name in _MADE or each.name.startswith(("STORE_", "JUMP_", "POP_JUMP_")):
+            if self.names[k] in _MADE or self.names[k].startswith(("STORE_", "JUMP_", "POP_JUMP_")):
                 made += [before for before in self.before[k] if before not in self._wrong]
 
     def _mark_leaving(self, k: int) -> None:
         """From where a ``with`` is left up to its call of ``__exit__``."""
         for passed in self._straight(k):
             self._wrong.update(self._call(passed))
-            if self.instructions[passed].calls:
+            if self._calls(passed):
                 self._mark_await(passed + 1)
                 return
 
     def _mark_await(self, k: int) -> None:
-        for each in self.instructions[k:]:
-            if self.instructions[k].name != "GET_AWAITABLE" or each.name not in _AWAITS:
-                return
-            self._wrong.add(self.at[each.offset])
+        if self.names[k] == "GET_AWAITABLE":
+            while self.names[k] in _AWAITS:
+                self._wrong.add(k)
+                k += 1
 
     def _mark_back_to_call(self, k: int, handler: int) -> None:
         """Back from where a ``try`` begins to the call before it."""
         left, seen = [k], set[int]()
         while left:
             k = left.pop()
-            if k in seen or handler in self.guards[k] or self.instructions[k].name == "FOR_ITER":
+            if k in seen or handler in self.guards[k] or self.names[k] == "FOR_ITER":
                 continue
             seen.update(self._call(k))
-            if not self.instructions[k].calls:
+            if not self._calls(k):
                 left += self.before[k]
         self._wrong |= seen
 
@@ -379,13 +365,16 @@ class _Code:
             if each in copies:
                 self._wrong |= passed
                 return
-            if self.instructions[each].calls:
+            if self._calls(each):
                 return
             passed.add(each)
 
     def _call(self, k: int) -> tuple[int, ...]:
         """The instruction, and what belongs to it if it is a call (Python 3.11: PRECALL, CALL)."""
-        return (k - 1, k) if k and self.instructions[k - 1].name == "PRECALL" else (k,)
+        return (k - 1, k) if k and self.names[k - 1] == "PRECALL" else (k,)
+
+    def _calls(self, k: int) -> bool:
+        return self.names[k].startswith("CALL") and not self.names[k].startswith("CALL_INTRINSIC")
 
     def _straight(self, k: int) -> Iterator[int]:
         """From an instruction on as long as there is one way to go on."""
@@ -396,40 +385,6 @@ class _Code:
             following = self.after[k]
             if len(following) == 1:
                 (k,) = following
-
-
-def _instructions(code: CodeType) -> Iterator[_Instruction]:
-    raw = code.co_code
-    found: list[tuple[int, int, int]] = []
-    argument = 0
-    for offset, opcode, low in zip(range(0, len(raw), 2), raw[::2], raw[1::2], strict=True):
-        if opcode != _INLINE_CACHE:
-            argument = argument << 8 | low
-            found.append((offset, opcode, argument))
-            if opcode != dis.EXTENDED_ARG:
-                argument = 0
-    ends = [offset for offset, _, _ in found[1:]] + [len(raw)]
-    for (offset, opcode, argument), end in zip(found, ends, strict=True):
-        name = dis.opname[opcode]
-        target = None
-        if opcode in _ABSOLUTE:
-            target = 2 * argument
-        elif opcode in _RELATIVE:
-            target = end + 2 * (-argument if "BACKWARD" in name else argument)
-        yield _Instruction(offset, end, name, target)
-
-
-def _entries(table: bytes) -> Iterator[tuple[int, int, int]]:
-    """The exception table's rows: start, end, handler (CPython's ``exception_handling_notes.txt``)."""
-    numbers: list[int] = []
-    value = 0
-    for byte in table:
-        value = value << 6 | byte & 63
-        if not byte & 64:
-            numbers.append(value)
-            value = 0
-    for start, length, target in zip(numbers[::4], numbers[1::4], numbers[2::4], strict=True):
-        yield 2 * start, 2 * (start + length), 2 * target
 
 
 def _sources(code: CodeType) -> Iterable[object]:

@@ -1,47 +1,50 @@
-"""The service that watches this node's ranks from inside the agent: no process is needed beside a rank.
+"""Who runs the watch over a rank: the agent, for each of its ranks, or a process forked from the rank.
 
-A rank that enters a wrapped call connects, says hello and hands over the memory that it shares with its
-monitor. From then on it talks to a `RankWatch`, in a thread of this process, as it would to one in a process
-of its own, which it forks if it is refused. What goes wrong with one rank's monitor ends that one only: the
-rank sees the line's end.
+Inside the agent, no process is needed beside a rank. A rank that enters a wrapped call connects, says hello
+and hands over the memory that it shares with its monitor. From then on it talks to a `RankWatch`, in a thread
+of the agent. What goes wrong with one rank's monitor ends that one only: the rank sees the line's end. No
+wait is the agent's main thread's, but for the end.
 
-No wait here is the main thread's, but for the end.
+A rank that has no agent, or is refused, forks a process before it uses CUDA.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import os
-import select
+import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable
 
 import psutil
 
+from .._files import owners_only
 from ..exception import StoreError
 from ..protocol import keys
 from ..protocol.heart import Heart
 from ..settings import Limits
 from ..store import StorePlan, announced_plan
-from .line import VERSION, peer, receive_hello, send
+from .line import VERSION, MonitorLine, peer, receive, receive_fd, send
+from .rank_monitor import await_exit
 from .shared_memory import RankMemory
-from .watch import RankWatch, Stage
+from .watch import RankWatch, Stage, step_back_for_good
 
 log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT = 5.0
-"""Seconds at the agent's end to tell the other nodes of the last deaths."""
-# Seconds from a connection to its hello.
-_HELLO_TIMEOUT = 10.0
-# Seconds for `add`: a process may say hello before the agent has noted that it started it.
-_KNOWN_WITHIN = 5.0
-# Seconds to the next try where descriptors or threads have run out.
-_PAUSE = 1.0
+CLOSE_TIMEOUT = 5.0  # seconds at the agent's end to tell the other nodes of the last deaths
+_HELLO_TIMEOUT = 10.0  # seconds from a connection to its hello
+_KNOWN_WITHIN = (
+    5.0  # seconds for `add`: a process may say hello before the agent has noted that it started it
+)
+_PAUSE = 1.0  # seconds to the next try where descriptors or threads have run out
 
 
 class _Refused(Exception):
@@ -50,24 +53,18 @@ class _Refused(Exception):
 
 @dataclasses.dataclass
 class _Attended:
-    """A process that has connected.
-
-    Args:
-        line: to it.
-        pid: it; 0 before it is known.
-        watch: over it, once it has one.
-        replaced: whether another process takes its place if it ends, and can join; as far as is known.
-    """
+    """A process that has connected."""
 
     line: socket.socket
-    pid: int = 0
-    watch: RankWatch | None = None
-    replaced: bool = False
+    pid: int = 0  # before it is known
+    process: int = 0  # of the agent's, that it is or is below, as long as it has that one's monitor
+    watch: RankWatch | None = None  # once it has one
+    replaced: bool = False  # whether another takes its place if it ends, and can join; as far as is known
 
     @property
-    def has_left(self) -> bool:
-        """Whether it has left a wrapped call in order, and may come to another one."""
-        return self.watch is not None and self.watch.stage is not Stage.IN_CALL
+    def is_in_call(self) -> bool:
+        """Whether it is in a wrapped call, or about to get a monitor for one."""
+        return self.watch is None or self.watch.stage is Stage.IN_CALL
 
     def stop(self) -> None:
         """Ends what waits for it, unless it has died and the others have to be told."""
@@ -76,19 +73,6 @@ class _Attended:
         else:
             with contextlib.suppress(OSError):  # closed, or hung up
                 self.line.shutdown(socket.SHUT_RDWR)
-
-
-@dataclasses.dataclass
-class _SharedHeart:
-    """The heart of the ranks that are in the same job, with the same times to keep.
-
-    Args:
-        heart: it.
-        users: how many connections have it.
-    """
-
-    heart: Heart
-    users: int = 0
 
 
 class MonitorService:
@@ -112,26 +96,14 @@ class MonitorService:
         self._changed = threading.Condition()
         # Those that the agent has started and not reaped, and whether another process takes their place.
         self._processes: dict[int, bool] = {}
-        self._watched: dict[int, _Attended] = {}  # who has the monitor of each that has one
         self._attended: dict[threading.Thread, _Attended] = {}
-        self._hearts: dict[tuple[Limits, str], _SharedHeart] = {}
+        self._hearts: dict[tuple[Limits, str], Heart] = {}  # those in one job, with the same times, share one
         self._closing = False
-        with contextlib.ExitStack() as cleanup:
-            self._listener = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            self._listener.bind(f"\0{self.name}")
-            self._listener.listen(128)
-            self._listener.setblocking(False)
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-            cleanup.callback(os.close, self._wake)
-            self._acceptor = threading.Thread(target=self._accept, name="ft_wrapper-monitors", daemon=True)
-            self._acceptor.start()
-            self._cleanup = cleanup.pop_all()
-
-    def __enter__(self) -> MonitorService:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(128)
+        self._acceptor = threading.Thread(target=self._accept, name="ft_wrapper-monitors", daemon=True)
+        self._acceptor.start()
 
     def add(self, pid: int, *, replaced: bool = False) -> None:
         """A rank's process was started.
@@ -159,7 +131,7 @@ class MonitorService:
                 return
             self._closing = True
             self._changed.notify_all()
-        os.eventfd_write(self._wake, 1)
+        self._listener.shutdown(socket.SHUT_RD)
         self._acceptor.join()  # at once
         with self._changed:
             attended = dict(self._attended)
@@ -171,22 +143,17 @@ class MonitorService:
         left = sum(thread.is_alive() for thread in attended)
         if left:
             log.warning("%d ranks still hold their monitors after %g s: left behind", left, CLOSE_TIMEOUT)
-        self._cleanup.close()
+        self._listener.close()
 
     # ---- in the acceptor's thread
 
     def _accept(self) -> None:
-        poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
         while not self._closing:
-            poll.poll()
             try:
                 line, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionError):
-                continue
             except OSError as error:
-                log.warning("cannot accept a rank, trying again in %g s: %s", _PAUSE, error)
+                if not self._closing:
+                    log.warning("cannot accept a rank, trying again in %g s: %s", _PAUSE, error)
                 self._pause()
                 continue
             attended = _Attended(line)
@@ -239,64 +206,34 @@ class MonitorService:
         owned.callback(os.close, pidfd)
         # With the pidfd at hand: the number cannot have become another process's, unless that is ours, too.
         process, is_replaced = self._process_of(pid)
-        limits, plan, memory = _hear(line)
+        limits, plan, memory = _hear_hello(line)
         owned.callback(memory.close)
         attended.replaced = is_replaced and limits.use_global_iteration
         if plan is None:
             raise _Refused(f"process {pid} has a monitor process")
-        heart = owned.enter_context(self._shared_heart(limits, plan))
+        with self._changed:  # first come, first served; an earlier call's goes on until the rank says bye
+            if any(one.process == process and one.is_in_call for one in self._attended.values()):
+                raise _Refused(f"process {process} has a monitor already")
+            attended.process = process
+            key = limits, json.dumps(plan.plain, sort_keys=True)
+            if key not in self._hearts:
+                self._hearts[key] = Heart(plan.connect, _heart_name(), limits)
+            heart = self._hearts[key]
         limits = dataclasses.replace(limits, replaced=attended.replaced)
-        with self._claimed(process, attended):
-            watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, self._job, heart)
-            owned.callback(watch.close)
-            owned.callback(line.close)  # before that: the rank waits for it, and the watch for the rank
-            with self._changed:
-                attended.watch = watch
-                if self._closing:
-                    return
-            send(line, {"heart": heart.name, "replaced": attended.replaced})
-            line.settimeout(None)
-            died = watch.run()
+        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, self._job)
+        owned.callback(watch.close)
+        owned.callback(line.close)  # before that: the rank waits for it, and the watch for the rank
+        with self._changed:
+            attended.watch = watch
+            if self._closing:
+                return
+        send(line, {"heart": heart.name, "replaced": attended.replaced})
+        line.settimeout(None)
+        died = watch.run()
+        attended.process = 0
         line.close()
         if died:
-            self._tell_others(watch, heart, pid, limits.heartbeat_interval)
-
-    def _tell_others(self, watch: RankWatch, heart: Heart, pid: int, pause: float) -> None:
-        """Tells the others of a death, until they know it, as long as the dead rank's heart beats for others.
-
-        Then its silence does not tell them. In a job that has ended the heart soon beats for no rank at all.
-        """
-        is_over = False
-        while not is_over:
-            try:
-                watch.tell_others()
-            except StoreError as error:
-                level = logging.DEBUG if watch.stage is Stage.BETWEEN else logging.INFO
-                log.log(level, "cannot tell the other ranks that process %d died: %s", pid, error)
-            else:
-                return
-            with self._changed:
-                is_over = self._changed.wait_for(lambda: self._closing, pause) or not heart.is_beating
-
-    @contextlib.contextmanager
-    def _shared_heart(self, limits: Limits, plan: StorePlan) -> Iterator[Heart]:
-        """The heart of all ranks with this store and these settings; ends with the last that has it."""
-        key = limits, json.dumps(plan.plain, sort_keys=True)
-        with self._changed:
-            if key not in self._hearts:
-                name = keys.shared_heart(os.urandom(8).hex())
-                self._hearts[key] = _SharedHeart(Heart(plan.connect, name, limits))
-            shared = self._hearts[key]
-            shared.users += 1
-        try:
-            yield shared.heart
-        finally:
-            with self._changed:
-                shared.users -= 1
-                if not shared.users:
-                    del self._hearts[key]
-            if not shared.users:
-                shared.heart.close()
+            watch.tell_others()
 
     def _process_of(self, pid: int) -> tuple[int, bool]:
         """Which of the agent's processes this is, or is below (a shell, say), and whether it is replaced."""
@@ -314,34 +251,28 @@ class MonitorService:
                         return candidate, self._processes[candidate]
         raise _Refused(f"process {pid} is no rank's")
 
-    @contextlib.contextmanager
-    def _claimed(self, process: int, attended: _Attended) -> Iterator[None]:
-        """One monitor at a time for each process that the agent has started: first come, first served.
-
-        Beside it the one of an earlier call goes on, until the rank says bye to that.
-        """
-        with self._changed:
-            if process in self._watched and not self._watched[process].has_left:
-                raise _Refused(f"process {process} has a monitor already")
-            self._watched[process] = attended
-        try:
-            yield
-        finally:
-            with self._changed:
-                if self._watched.get(process) is attended:
-                    del self._watched[process]
-
     def _forget(self, thread: threading.Thread, line: socket.socket) -> None:
+        """A connection has ended; the hearts end with the last one."""
         with self._changed:
             del self._attended[thread]
             line.close()
+            hearts = [] if self._attended else list(self._hearts.values())
+            if hearts:
+                self._hearts = {}
+        for heart in hearts:
+            heart.close()
 
 
-def _hear(line: socket.socket) -> tuple[Limits, StorePlan | None, RankMemory]:
+def _heart_name() -> str:
+    return keys.shared_heart(os.urandom(8).hex())
+
+
+def _hear_hello(line: socket.socket) -> tuple[Limits, StorePlan | None, RankMemory]:
     """Receives hello; without a plan if no monitor is wanted."""
     try:
-        hello, fd = receive_hello(line)
+        fd = receive_fd(line)
         try:
+            hello = receive(line)
             if hello["version"] != VERSION:
                 raise ValueError(f"version {hello['version']} instead of {VERSION}")
             limits = Limits.from_json(hello["settings"])
@@ -351,3 +282,132 @@ def _hear(line: socket.socket) -> tuple[Limits, StorePlan | None, RankMemory]:
             os.close(fd)
     except (EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise _Refused(f"no proper hello: {error!r}") from error
+
+
+# ---- a process beside the rank
+
+
+def fork_monitor(
+    limits: Limits,
+    plan: StorePlan,
+    *,
+    hosts: bool,
+    memory: RankMemory,
+    logfile: str | None,
+    pidfile: str | None,
+    on_lost: Callable[[], None],
+) -> MonitorLine:
+    """Forks a monitor process for the calling one, which is a rank.
+
+    Args:
+        limits: the timeouts it keeps.
+        plan: how it gets at the store.
+        hosts: whether it hosts the store's server as well.
+        memory: shared with the rank; the caller holds its life mutex.
+        logfile: where it logs to; None for nowhere.
+        pidfile: where it writes its process id.
+        on_lost: called, in a thread of its own, if the monitor ends without having been told to.
+
+    Returns:
+        The line to it; closing that ends and reaps the process.
+
+    Raises:
+        StoreError: the port to host is taken.
+    """
+    ours, theirs = socket.socketpair()
+    rank_pid = os.getpid()
+    heart = _heart_name()
+    with warnings.catch_warnings():
+        # Python warns of forking with threads: the child takes no lock that a thread of ours may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            # Launchers kill by process group; and a collection here would destroy torch objects of the rank.
+            gc.disable()
+            os.setsid()
+            _reset_signals()
+            _close_inherited({theirs.fileno(), memory.fd})
+            _redirect(logfile, pidfile)
+            _watch_from_beside(limits, plan, hosts, memory, theirs, rank_pid, heart)
+            status = 0
+        except BaseException:
+            log.critical(
+                "the monitor of process %d failed, so the rank leaves the job", rank_pid, exc_info=True
+            )
+        finally:
+            os._exit(status)  # never into the rank's code; what was inherited is never dropped
+    theirs.close()
+    line = MonitorLine(ours, pid, on_lost, heart, is_child=True, replaced=limits.replaced)
+    try:
+        line.await_start()
+    except BaseException:
+        line.kill()
+        raise
+    return line
+
+
+def _watch_from_beside(
+    limits: Limits,
+    plan: StorePlan,
+    hosts: bool,
+    memory: RankMemory,
+    line: socket.socket,
+    pid: int,
+    heart: str,
+) -> None:
+    try:
+        server = plan.open_server() if hosts else None
+    except StoreError as error:
+        send(line, {"error": str(error)})
+        raise
+    pidfd = os.pidfd_open(pid)
+    watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, Heart(plan.connect, heart, limits))
+    send(line, {})
+    died = watch.run()
+    if died:
+        watch.tell_others()
+    if server is not None:
+        watch.await_goodbyes()
+        server.close()  # not left to the exit: the next call's host takes the port once this has ended
+    if died:
+        # Freeing this process's memory takes a CPU for as long as freeing the rank's.
+        await_exit(pidfd, limits.termination_grace_time)
+        step_back_for_good()
+
+
+def _reset_signals() -> None:
+    """The rank's handlers are not for this process, and a terminal's Ctrl-C is meant for the rank."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _close_inherited(keep: set[int]) -> None:
+    """Closes every file that is the rank's: peers would see its sockets open until this process ends."""
+    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if fd > 2 and fd not in keep:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _redirect(logfile: str | None, pidfile: str | None) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    out = null
+    if logfile is not None:
+        out = os.open(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    if pidfile is not None:
+        with open(pidfile, "w", encoding="utf-8", opener=owners_only) as file:
+            file.write(f"{os.getpid()}\n")
+    root = logging.getLogger()
+    for logger in (root, *(logging.getLogger(name) for name in root.manager.loggerDict)):
+        logger.handlers = []
+    handler = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
+    root.addHandler(handler)
+    sys.stderr = sys.stdout = handler.stream

@@ -4,32 +4,32 @@ The kernel frees a dead process's memory before it signals the process's pidfd o
 releases a *robust* mutex before that. So the thread that runs the function holds one as long as it lives,
 and a watcher that blocks on it learns of the death within a millisecond, whatever the process's size.
 
-The stamps are seconds of ``time.monotonic()``, one clock for all processes of a host. Each field is eight
-aligned bytes written in one store, so that no reader sees half of a value and no writer takes a lock.
+The stamps are seconds of ``time.monotonic()``, one clock for all processes of a host. Each field is aligned
+and written in one store, so that no reader sees half of a value and no writer takes a lock.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import errno
 import fcntl
-import logging
+import functools
+import mmap
 import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
-
-from ..exception import TimeoutError
-from . import libc
-
-logger = logging.getLogger(__name__)
+from typing import Any
 
 _SIZE = 4096
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MAGIC = 0x66745F72616E6B33
-_MUTEX = 0  # byte offset; all below are indices of eight-byte fields after the mutex
-_FIRST = libc.MUTEX_SIZE // 8
-_MAIN, _GIL, _PING, _PHASE, _ITERATION, _RANK, _ACTIVE = range(_FIRST, _FIRST + 7)
-_HANG_PROTECTION, _LIFE, _DUMP_SIGNAL, _DUMP_FD, _MAGIC_FIELD = range(_FIRST + 7, _FIRST + 12)
+_MUTEX_SIZE = 64  # bytes for a pthread_mutex_t; it has 40 to 48 on the platforms that torch supports
+_PTHREAD_PROCESS_SHARED = 1
+_PTHREAD_MUTEX_ROBUST = 1
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Phase(enum.IntEnum):
@@ -41,76 +41,69 @@ class Phase(enum.IntEnum):
     """In the function, in a plug-in around it, or warming up: a stamp that stands still is a hang."""
 
 
-class _Life(enum.IntEnum):
-    NEVER = 0
-    HELD = 1
-    RELEASED = 2
-
-
-class _Stamp:
-    """A field of seconds of ``time.monotonic()``."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def __get__(self, memory: RankMemory, owner: type) -> float:
-        return memory._floats[self._index]
-
-    def __set__(self, memory: RankMemory, value: float) -> None:
-        memory._floats[self._index] = value
-
-
-class _Number:
-    """A field of one whole number."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def __get__(self, memory: RankMemory, owner: type) -> int:
-        return memory._ints[self._index]
-
-    def __set__(self, memory: RankMemory, value: int) -> None:
-        memory._ints[self._index] = value
-
-
-class RankMemory:
+class RankMemory(ctypes.Structure):
     """Memory shared by a rank and the process that watches it.
 
     Made by the rank. The watcher inherits it by a fork, or maps the passed descriptor with `from_fd`. Each
     side closes its own object. Only on Linux.
+
+    Attributes:
+        fd: file descriptor of the memory, to be passed on; -1 after `close`. Not inherited over an exec.
+        main_stamp: when the main thread was last seen to run bytecode.
+        gil_stamp: when a thread of the rank last had the GIL.
+        ping_stamp: when the function last called ``ping``; 0.0 when not in this iteration.
+        phase: whether the stamps count. Changed with `enter_phase`.
+        iteration: the global restart iteration that the rank is in; -1 for none.
+        active: whether the rank calls the function in this iteration, rather than being a spare.
+        hang_protection_disabled: how many ``disable_hang_protection`` blocks the rank is in; above 0, no
+            timeout applies.
+        dump_signal: by which the rank is asked where it stands; 0 if it cannot be asked.
+        dump_fd: the rank's descriptor that the answer comes by.
 
     Raises:
         RuntimeError: the platform lacks ``memfd_create`` or robust mutexes.
         OSError: no memory or no file descriptor is free.
     """
 
-    main_stamp = _Stamp(_MAIN)
-    """When the main thread was last seen to run bytecode."""
-    gil_stamp = _Stamp(_GIL)
-    """When a thread of the rank last had the GIL."""
-    ping_stamp = _Stamp(_PING)
-    """When the function last called ``ping``; 0.0 when not in this iteration."""
-    iteration = _Number(_ITERATION)
-    """The global restart iteration that the rank is in; -1 for none."""
-    hang_protection_disabled = _Number(_HANG_PROTECTION)
-    """How many ``disable_hang_protection`` blocks the rank is in; above 0, no timeout applies."""
+    _fields_ = (
+        ("_mutex", ctypes.c_char * _MUTEX_SIZE),
+        *((name, ctypes.c_double) for name in ("main_stamp", "gil_stamp", "ping_stamp")),
+        *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
+        *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
+        *((name, ctypes.c_bool) for name in ("active", "_is_life_held")),
+    )
+    main_stamp: float
+    gil_stamp: float
+    ping_stamp: float
+    phase: int
+    iteration: int
+    active: bool
+    hang_protection_disabled: int
+    dump_signal: int
+    dump_fd: int
+    fd: int
+    _owner: tuple[int, int] | None = None  # process and thread that hold the life by this object
 
-    def __init__(self) -> None:
-        libc.require()
+    def __new__(cls) -> RankMemory:  # not in memory of ctypes' own
+        _require_libc()
         fd = os.memfd_create("ft_wrapper_rank", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, _SIZE)
             # A file that became shorter would end each process that maps it, such as the agent.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._map(fd)
+            memory = cls._map(fd)
         except BaseException:
             os.close(fd)
             raise
-        libc.mutex_init(self._address + _MUTEX)
-        self._ints[_ITERATION] = self._ints[_RANK] = -1
-        self._ints[_MAGIC_FIELD] = _MAGIC
-        self.enter_phase(Phase.IDLE)
-        self.gil_stamp = time.monotonic()
+        attributes = ctypes.create_string_buffer(64)
+        _pthread("mutexattr_init", attributes)
+        _pthread("mutexattr_setpshared", attributes, _PTHREAD_PROCESS_SHARED)
+        _pthread("mutexattr_setrobust", attributes, _PTHREAD_MUTEX_ROBUST)
+        _pthread("mutex_init", ctypes.byref(memory), attributes)
+        memory.iteration = memory._rank = -1
+        memory.enter_phase(Phase.IDLE)
+        memory.gil_stamp = time.monotonic()
+        return memory
 
     @classmethod
     def from_fd(cls, fd: int) -> RankMemory:
@@ -122,179 +115,89 @@ class RankMemory:
 
         Raises:
             ValueError: the descriptor is not one of a rank's memory.
-            OSError: the descriptor is not open, or the mapping failed.
+            OSError: the descriptor is not open or no memory file's, or the mapping failed.
         """
-        libc.require()
-        size = os.fstat(fd).st_size
-        if size != _SIZE:
-            raise ValueError(
-                f"fd={fd} is no rank's memory: {size} bytes instead of {_SIZE}; pass the fd of a RankMemory"
-            )
-        if not _is_sealed(fd):
-            raise ValueError(f"fd={fd} is no rank's memory: it can shrink; pass the fd of a RankMemory")
-        memory = cls.__new__(cls)
         own = os.dup(fd)
         try:
-            memory._map(own)
+            if os.fstat(own).st_size != _SIZE or fcntl.fcntl(own, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise ValueError(f"fd={fd} is no rank's memory; pass the fd of a RankMemory")
+            return cls._map(own)
         except BaseException:
             os.close(own)
             raise
-        if memory._ints[_MAGIC_FIELD] != _MAGIC:
-            memory.close()
-            raise ValueError(
-                f"fd={fd} is no rank's memory, or one of another version; pass the fd of a RankMemory"
-            )
+
+    @classmethod
+    def _map(cls, fd: int) -> RankMemory:
+        """Maps the memory.
+
+        Not by ``mmap.mmap``: that keeps a duplicate of the descriptor, which a forked child that closes what
+        is not its own would close behind its back.
+        """
+        address = _libc().mmap(None, _SIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, f"mapping {_SIZE} bytes of file descriptor {fd}: {os.strerror(code)}")
+        memory = cls.from_address(address)
+        memory.fd = fd
         return memory
-
-    def _map(self, fd: int) -> None:
-        self._address = libc.map_shared(fd, _SIZE)
-        self._fd = fd
-        self._floats, self._ints = _views(self._address)
-        self._owner: tuple[int, int] | None = None
-        self._lock = threading.Lock()
-        self._watchers = 0
-        self._closed = False
-
-    @property
-    def fd(self) -> int:
-        """File descriptor of the memory, to be passed on; -1 after `close`. Not inherited over an exec."""
-        return self._fd
 
     # ---- life and death
 
     def lock_life(self) -> None:
         """Takes the mutex: from now on the end of the calling thread, however it comes, wakes the watchers.
 
-        Called by the thread that runs the function, before anyone watches: before the monitor is forked or
-        is passed the descriptor.
-
-        Raises:
-            RuntimeError: it is taken already, or its owner died.
+        Called once, by the thread that runs the function, before anyone watches: before the monitor is forked
+        or is passed the descriptor. `close` gives it back.
         """
-        if self._held_here():
-            raise RuntimeError("lock_life() was called already in this process; call unlock_life() before")
-        libc.mutex_lock(self._address + _MUTEX)
-        if self._ints[_LIFE] == _Life.HELD:
-            libc.mutex_unlock(self._address + _MUTEX)
-            raise RuntimeError("the owner of this memory died; a new process needs a RankMemory of its own")
-        self._ints[_LIFE] = _Life.HELD
-        self._owner = (os.getpid(), threading.get_ident())
+        _pthread("mutex_lock", ctypes.byref(self))
+        self._is_life_held = True
+        self._owner = _here()
 
-    def unlock_life(self) -> None:
-        """Gives the mutex back: the watchers see an end in order. Called by the thread that took it.
-
-        Raises:
-            RuntimeError: the calling thread does not hold it.
-        """
-        if self._owner != (os.getpid(), threading.get_ident()):
-            raise RuntimeError("unlock_life() must be called by the thread that called lock_life()")
-        # Written while the mutex is held: a watcher that gets it afterwards reads what it means.
-        self._ints[_LIFE] = _Life.RELEASED
-        self._owner = None
-        libc.mutex_unlock(self._address + _MUTEX)
-
-    def wait_for_death(self, timeout: float | None = None) -> bool:
-        """Blocks until the rank's thread has ended or has called `unlock_life`.
+    def wait_for_death(self) -> bool:
+        """Blocks until the rank's thread has ended or has closed its memory; whether it has ended.
 
         Any number of watchers, at once or one after the other, get the same answer. Signals do not end the
         wait (in a main thread, Ctrl-C neither): give it a thread of its own where the process has other
         things to do.
-
-        Args:
-            timeout: seconds to wait at most; for ever when None.
-
-        Returns:
-            True when the owner died; False when it unlocked in order.
-
-        Raises:
-            RuntimeError: `lock_life` was never called, or the calling process is the one that holds it.
-            ValueError: the memory is closed.
-            ft_wrapper.exception.TimeoutError: neither happened within the timeout.
         """
-        if self._held_here():
-            raise RuntimeError("wait_for_death() is for another process than the one that called lock_life()")
-        with self._lock:
-            if self._closed:
-                raise ValueError("wait_for_death() on a closed RankMemory")
-            self._watchers += 1
         try:
-            if not libc.mutex_lock(self._address + _MUTEX, timeout):
-                raise TimeoutError(f"the watched rank neither died nor unlocked its life within {timeout} s")
-            # Not the mutex's own verdict: that is spent on the first watcher, and a watcher killed while it
-            # holds the mutex leaves one behind too. Only the owner changes the field from HELD.
-            life = _Life(self._ints[_LIFE])
-            libc.mutex_unlock(self._address + _MUTEX)
-        finally:
-            with self._lock:
-                self._watchers -= 1
-                self._release_if_unused()
-        if life is _Life.NEVER:
-            raise RuntimeError(
-                "this memory's mutex is not held: the rank must call lock_life() before it is watched"
-            )
-        return life is _Life.HELD
-
-    def _held_here(self) -> bool:
-        # A forked child inherits the field, but not the mutex.
-        return self._owner is not None and self._owner[0] == os.getpid()
+            _pthread("mutex_lock", ctypes.byref(self))
+        except OSError as error:
+            if error.errno != errno.EOWNERDEAD:
+                raise
+            _pthread("mutex_consistent", ctypes.byref(self))
+        # Not the mutex's own verdict: that is spent on the first watcher, and a watcher killed while it
+        # holds the mutex leaves one behind too. Only the owner takes the field back.
+        has_died = self._is_life_held
+        _pthread("mutex_unlock", ctypes.byref(self))
+        return has_died
 
     # ---- fields that are more than a number
 
     @property
-    def phase(self) -> Phase:
-        """Whether the stamps count. Changed with `enter_phase`."""
-        return Phase(self._ints[_PHASE])
-
-    @property
     def rank(self) -> int | None:
         """The rank that the rank assignment gave in this iteration; None until it has given one."""
-        rank = self._ints[_RANK]
-        return None if rank < 0 else rank
+        return None if self._rank < 0 else self._rank
 
     @rank.setter
     def rank(self, value: int | None) -> None:
-        self._ints[_RANK] = -1 if value is None else value
+        self._rank = -1 if value is None else value
 
-    @property
-    def active(self) -> bool:
-        """Whether the rank calls the function in this iteration, rather than being a spare."""
-        return bool(self._ints[_ACTIVE])
-
-    @active.setter
-    def active(self, value: bool) -> None:
-        self._ints[_ACTIVE] = int(value)
-
-    @property
-    def dump(self) -> tuple[int, int] | None:
-        """How to ask the rank where it stands: a signal, and its descriptor that the answer comes by."""
-        signum = self._ints[_DUMP_SIGNAL]
-        return (signum, self._ints[_DUMP_FD]) if signum else None
-
-    @dump.setter
-    def dump(self, value: tuple[int, int] | None) -> None:
-        signum, fd = value or (0, 0)
-        self._ints[_DUMP_FD] = fd
-        self._ints[_DUMP_SIGNAL] = signum
-
-    def enter_phase(self, phase: Phase) -> None:
+    def enter_phase(self, phase: int) -> None:
         """Changes the phase. The stamps are new: ``main_stamp`` is now, and there was no ``ping`` yet."""
-        self._floats[_MAIN] = time.monotonic()
-        self._floats[_PING] = 0.0
-        self._ints[_PHASE] = int(phase)
+        self.main_stamp = time.monotonic()
+        self.ping_stamp = 0.0
+        self.phase = phase
 
     def make_ping(self) -> Callable[[], None]:
         """Returns a function that writes the present time to `ping_stamp` and does nothing else.
 
-        No lock, no queue, no system call: about 0.1 microseconds. Once the memory is closed it does
-        nothing at all, so that it may outlive the wrapped call.
+        No lock, no queue, no system call: about 0.1 microseconds. It may outlive the wrapped call.
         """
-        floats, index, now = self._floats, _PING, time.monotonic
+        now = time.monotonic
 
         def ping() -> None:
-            try:
-                floats[index] = now()
-            except ValueError:  # closed: the view was released
-                pass
+            self.ping_stamp = now()
 
         return ping
 
@@ -308,49 +211,61 @@ class RankMemory:
         Args:
             slack: seconds by which the main thread's stamp may be older than a ping and yet say nothing.
         """
-        main, ping = self._floats[_MAIN], self._floats[_PING]
+        main, ping = self.main_stamp, self.ping_stamp
         return min(main + slack, ping) if ping else main
 
-    # ---- the end
-
     def close(self) -> None:
-        """Closes this side's descriptor and mapping; again is harmless.
+        """Closes this side's descriptor, and gives the life back if the calling thread holds it.
 
-        Unlocks the life if the calling thread holds it. While another thread of this process holds it the
-        mapping stays, since the kernel will look there when that thread ends; while a watcher waits on it,
-        until the watcher is through.
+        The mapping goes with the last that refers to this object, such as a ``ping`` or a watcher that waits.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            os.close(self._fd)
-            self._fd = -1
-            if self._owner == (os.getpid(), threading.get_ident()):
-                self.unlock_life()
-            if self._held_here():
-                logger.warning(
-                    "closing a rank's memory while another thread holds its life: the mapping stays"
-                )
-            self._release_if_unused()
-
-    def _release_if_unused(self) -> None:
-        if not self._closed or self._watchers or self._held_here():
+        if self.fd < 0:
             return
-        # The views first: what still refers to one of them gets a ValueError instead of a crash.
-        self._floats.release()
-        self._ints.release()
-        libc.unmap(self._address, _SIZE)
+        os.close(self.fd)
+        self.fd = -1
+        if self._owner == _here():
+            # Written while the mutex is held: a watcher that gets it afterwards reads what it means.
+            self._is_life_held = False
+            self._owner = None
+            _pthread("mutex_unlock", ctypes.byref(self))
+        if self._owner is None:  # else the kernel will look there when the thread that holds the life ends
+            weakref.finalize(self, _libc().munmap, ctypes.addressof(self), _SIZE).atexit = False
 
 
-def _is_sealed(fd: int) -> bool:
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-    except OSError:
-        return False  # no memory file
+def _here() -> tuple[int, int]:
+    # Of a forked child, which inherits the object but not the mutex, it is another.
+    return os.getpid(), threading.get_ident()
 
 
-def _views(address: int) -> tuple[memoryview[float], memoryview[int]]:
-    """The memory as float64 and as int64."""
-    whole = libc.view(address, _SIZE)
-    return whole.cast("d"), whole.cast("q")
+# ---- the C library's calls that Python does not offer; they release the GIL
+
+
+@functools.cache
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library
+
+
+def _require_libc() -> None:
+    """Makes sure that the platform has what watching a rank needs.
+
+    Raises:
+        RuntimeError: it lacks a call; the message names it.
+    """
+    wanted = ["pthread_mutexattr_setrobust", "pthread_mutex_consistent", "sem_trywait"]
+    missing = [name for name in wanted if not hasattr(_libc(), name)]
+    missing += [] if hasattr(os, "memfd_create") else ["memfd_create"]
+    if missing:
+        raise RuntimeError(
+            f"this platform ({sys.platform}) lacks {', '.join(missing)}, which watching a rank needs; "
+            "ft_wrapper runs on Linux with glibc"
+        )
+
+
+def _pthread(name: str, *arguments: object) -> None:
+    code = getattr(_libc(), f"pthread_{name}")(*arguments)
+    if code != 0:
+        raise OSError(code, f"pthread_{name}: {os.strerror(code)}")

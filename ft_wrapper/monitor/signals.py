@@ -12,7 +12,6 @@ in a call made by another thread nothing is done.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import signal
 import threading
@@ -24,11 +23,8 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[int, FrameType | None], object]
 
 _SIGNALS = tuple(int(signum) for signum in signal.valid_signals())
-
-# What the functions of ``signal`` wrap: a quarter of their time, for enums have no part in a restart.
-_signal = importlib.import_module("_signal")
-_getsignal: Callable[[int], object] = _signal.getsignal
-_setsignal: Callable[[int, Handler], object] = _signal.signal
+# What `signal.getsignal` wraps: enums, which take 60 times as long, have no part in a restart.
+_getsignal: Callable[[int], object] = signal._signal.getsignal  # type: ignore[attr-defined]
 
 
 def free_signal() -> int:
@@ -90,7 +86,7 @@ class KeptSignals:
             if callable(handler):
                 self._wrapped.append(signum)  # first: a signal may cut this short
                 if not isinstance(handler, _Keeping):
-                    _setsignal(signum, _Keeping(handler, self._kept))
+                    signal.signal(signum, _Keeping(handler, self._kept))
         self._holds = True
 
     def release(self) -> None:
@@ -101,7 +97,7 @@ class KeptSignals:
         for signum in self._wrapped:
             handler = _getsignal(signum)
             if isinstance(handler, _Keeping):
-                _setsignal(signum, handler.handler)
+                signal.signal(signum, handler.handler)
         self._wrapped.clear()
 
     def forget(self) -> None:

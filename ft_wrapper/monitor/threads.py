@@ -3,9 +3,9 @@
 The watchdog writes two stamps. ``gil_stamp``: this thread had the GIL. ``main_stamp``: the main thread ran
 bytecode, which a *pending call* tells: the interpreter runs it in the main thread, between two instructions.
 
-The pending call is C's own ``sem_post`` on a semaphore that the watchdog waits on. A Python callback would
+The pending call is C's own ``sem_post`` on a semaphore that the watchdog looks at. A Python callback would
 run Python code in the main thread, and whatever a signal handler raises there (a Ctrl-C, an interruption) is
-lost in the callback; and it would have to be kept alive for a call that may come after everything else ended.
+lost in the callback. The semaphore is the process's, since a call may be pending when everything else ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ..exception import StoreError, StoreUnavailable
 from ..protocol.evidence import Ends
 from ..protocol.records import DONE, FAULT
 from ..store import StoreMixin
-from . import libc
 from .frames import forget_frames
 from .interrupt import Interrupter
 from .shared_memory import RankMemory
@@ -35,11 +34,10 @@ _LONG = 86400.0  # seconds; every iteration's wake key is set when it ends, so t
 
 _ENDS_WITHIN = 10.0  # seconds; on a busy machine
 _ABORT_AGAIN = 0.25  # seconds after which the function, still inside, is aborted again
-_JOIN_TIMEOUT = 10.0
 
-# Semaphores of watchdogs that were stopped before their last pending call ran. They are never freed: the
-# interpreter still holds their addresses.
-_outstanding: list[ctypes.Array[ctypes.c_char]] = []
+_libc = ctypes.PyDLL(None)  # which keeps the GIL: no call here waits
+_semaphore = ctypes.create_string_buffer(32)  # a sem_t
+_libc.sem_init(_semaphore, 0, 0)
 
 
 @dataclasses.dataclass
@@ -111,7 +109,7 @@ class MonitorThread:
         self._watches.put(watch)
         return watch
 
-    def stop(self, timeout: float) -> bool:
+    def stop(self, timeout: float) -> None:
         """Ends the thread. Its iteration has ended by then, or it stays until that ends, and does nothing.
 
         Args:
@@ -121,7 +119,6 @@ class MonitorThread:
         self._watches.put(None)
         has_nothing_to_do = self._last is None or self._last.handled.is_set()
         self._thread.join(max(timeout, _ENDS_WITHIN) if has_nothing_to_do else timeout)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         looked_ahead = False
@@ -140,7 +137,7 @@ class MonitorThread:
                     self._free_main_thread(watch.n)
                 if watch.is_done and watch.leaves_when_done and not self._stopping.is_set():
                     self._interrupter.request()
-                    self._interrupter.interrupt_until_left()
+                    self._interrupter.interrupt_until_left(_LONG)
             except StoreError as error:
                 log.exception("the store is lost: this rank cannot be told of faults elsewhere, and leaves")
                 forget_frames(error)  # they hold this thread's client, and the watch would hold them
@@ -187,7 +184,7 @@ class MonitorThread:
 
 
 class ProgressWatchdog:
-    """Stamps a rank's memory every interval, from a daemon thread.
+    """Stamps a rank's memory every interval, from a daemon thread. The stamps are fresh when it is made.
 
     Args:
         memory: where the stamps go. Must stay open until `stop` has returned.
@@ -198,60 +195,40 @@ class ProgressWatchdog:
     """
 
     def __init__(self, memory: RankMemory, interval: float, watches_main_thread: bool = True) -> None:
-        self._memory = memory
-        self._interval = interval
-        self._watches_main_thread = watches_main_thread
-        self._semaphore = ctypes.create_string_buffer(libc.SEMAPHORE_SIZE)
-        self._address = ctypes.addressof(self._semaphore)
-        libc.semaphore_init(self._address)
-        self._pending = False
-        self._stopping = False
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Starts the thread. The stamps are fresh when it returns.
-
-        Raises:
-            RuntimeError: it was started before.
-        """
-        if self._thread is not None:
-            raise RuntimeError("this ProgressWatchdog was started before; make a new one")
-        self._memory.gil_stamp = self._memory.main_stamp = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="ft_wrapper.progress_watchdog", daemon=True)
+        memory.gil_stamp = memory.main_stamp = time.monotonic()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(memory, interval, watches_main_thread),
+            name="ft_wrapper.progress_watchdog",
+            daemon=True,
+        )
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and waits for it; again, or without a start, is harmless.
+        """Ends the thread and waits for it.
 
         Raises:
             RuntimeError: the thread did not end.
         """
-        thread = self._thread
-        if thread is None or self._stopping:
-            return
-        self._stopping = True
-        libc.semaphore_post(self._address)
-        thread.join(_JOIN_TIMEOUT)
-        if thread.is_alive():
-            raise RuntimeError(f"the progress watchdog's thread did not end within {_JOIN_TIMEOUT} s")
-        if self._pending:
-            _outstanding.append(self._semaphore)
+        self._stopping.set()
+        self._thread.join(_ENDS_WITHIN)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the progress watchdog's thread did not end within {_ENDS_WITHIN} s")
 
-    def _run(self) -> None:
+    def _run(self, memory: RankMemory, interval: float, watches_main_thread: bool) -> None:
         add_pending_call: Any = ctypes.pythonapi.Py_AddPendingCall
-        callback = ctypes.cast(libc.semaphore_post_function(), ctypes.c_void_p)
-        address = ctypes.c_void_p(self._address)
-        next_stamp = time.monotonic()
-        while not self._stopping:
+        post = ctypes.cast(_libc.sem_post, ctypes.c_void_p)
+        is_pending = False
+        while not self._stopping.is_set():
             now = time.monotonic()
-            self._memory.gil_stamp = now
-            if not self._watches_main_thread:
-                self._memory.main_stamp = now
-            if now >= next_stamp:
-                next_stamp = now + self._interval
-                if self._watches_main_thread and not self._pending:
-                    # -1: the interpreter's queue is full. The next interval tries again.
-                    self._pending = add_pending_call(callback, address) == 0
-            if libc.semaphore_wait(self._address, next_stamp - now) and not self._stopping:
-                self._pending = False
-                self._memory.main_stamp = time.monotonic()
+            memory.gil_stamp = now
+            has_run = not watches_main_thread
+            while _libc.sem_trywait(_semaphore) == 0:
+                has_run, is_pending = True, False
+            if has_run:
+                memory.main_stamp = now
+            if watches_main_thread and not is_pending:
+                # -1: the interpreter's queue is full. The next interval tries again.
+                is_pending = add_pending_call(post, _semaphore) == 0
+            self._stopping.wait(interval)

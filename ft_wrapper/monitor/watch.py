@@ -22,7 +22,6 @@ import enum
 import json
 import logging
 import os
-import select
 import selectors
 import socket
 import threading
@@ -32,10 +31,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from ..exception import StoreError
 from ..protocol.heart import Heart
 from ..settings import Limits
 from ..store import Decision, Member, StoreMixin, View, serve
-from .rank_monitor import RankMonitor
+from .rank_monitor import RankMonitor, await_exit
 from .shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
@@ -63,60 +63,56 @@ class Stage(enum.Enum):
 class RankWatch:
     """The watch over one rank: `run`, then `tell_others` if it has died, then `close`.
 
-    Owns what it makes: the threads that wait for the death and send the heartbeat, stores, descriptors. Line,
-    memory and pidfd are the caller's, who closes them after `close`; the line may go before.
+    Owns what it makes: the thread that waits for the death, monitors, stores, descriptors. Line, memory,
+    pidfd and heart are the caller's, who closes them after `close`; the line may go before.
 
     Args:
-        settings: the timeouts to keep.
+        limits: the timeouts to keep.
         connect: makes a client of the store.
         memory: shared with the rank.
         line: what the rank says comes here; a blocking socket.
         pid: the rank's process.
         pidfd: of it.
+        heart: the one that beats for the rank.
         job: what the job is called in events; None for what the environment says.
-        heart: the one that this rank shares with others; None to make its own.
     """
 
     def __init__(
         self,
-        settings: Limits,
+        limits: Limits,
         connect: Callable[[], StoreMixin],
         memory: RankMemory,
         line: socket.socket,
         pid: int,
         pidfd: int,
+        heart: Heart,
         job: str | None = None,
-        heart: Heart | None = None,
     ) -> None:
         self.stage = Stage.IN_CALL
-        self._settings = settings
+        self._limits = limits
         self._line = line
+        self._pid = pid
         self._pidfd = pidfd
+        self._heart = heart
         self._monitor_of: Callable[[Member], RankMonitor] = lambda member: RankMonitor(
-            connect, member, memory, pid, settings, job, heart
+            connect, member, memory, pid, limits, heart, job
         )
         self._iteration_stores = IterationStores()
         self._monitor: RankMonitor | None = None
-        self._former: list[RankMonitor] = []  # of incarnations that the rank has given up
         self._unread = b""
-        self._lock = threading.Lock()
+        self._has_died = False
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()  # around waking, and the end of what wakes
         with contextlib.ExitStack() as made:
-            self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-            made.callback(os.close, self._stop)
-            self._deaths, told = os.pipe()
-            made.callback(os.close, self._deaths)
-            self._waiter = threading.Thread(
-                target=self._await_death, args=(memory, pid, told), name="ft_wrapper-await-death", daemon=True
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+            made.callback(self._close_wake)
+            waiter = threading.Thread(
+                target=self._await_death, args=(memory,), name="ft_wrapper-await-death", daemon=True
             )
-            try:
-                self._waiter.start()
-            except RuntimeError:
-                os.close(told)
-                raise
-            made.callback(self._waiter.join)
+            waiter.start()
+            made.callback(waiter.join)
             made.callback(self._iteration_stores.close)
             self._made = made.pop_all()
-        self._closed = False
 
     def run(self) -> bool:
         """Watches the rank until it has left for good, has died, or `stop` was called.
@@ -124,87 +120,86 @@ class RankWatch:
         Returns:
             Whether it has died, and was in the job, so that the others have to be told.
         """
-        died = False
         with selectors.DefaultSelector() as selector:
-            for fd in (self._line.fileno(), self._pidfd, self._deaths, self._stop):
+            for fd in (self._line.fileno(), self._pidfd, self._wake):
                 selector.register(fd, selectors.EVENT_READ)
-            while not (died or self.stage is Stage.LEFT):
+            while self.stage is not Stage.LEFT:
                 ready = {key.fd for key, _ in selector.select(self._pause())}
                 if self._line.fileno() in ready and not self._read():
                     selector.unregister(self._line)
                     if self._monitor is None:
                         return False  # it has hung up before it joined: another monitor watches it
-                if self._deaths in ready:
-                    died = os.read(self._deaths, 1) != b""
-                    if not died:
-                        selector.unregister(self._deaths)  # it leaves in order, and has said so
-                if self._pidfd in ready or (self._stop in ready and _has_ended(self._pidfd)):
-                    died = True
-                if died:
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                if self._has_died or await_exit(self._pidfd, 0.0):
                     self._read()  # what the rank said last, before it died
-                elif self._stop in ready:
+                    break
+                if self._stopped.is_set():
                     return False
-                elif self._monitor is not None and self.stage is Stage.IN_CALL:
+                if self._monitor is not None and self.stage is Stage.IN_CALL:
                     self._monitor.keep_time(self._pidfd)
         return self.stage is not Stage.LEFT and self._monitor is not None
 
     def stop(self) -> None:
-        """Ends `run`, if the rank lives; from any thread, also when all is closed."""
-        with self._lock:
-            if not self._closed:
-                os.eventfd_write(self._stop, 1)
+        """Ends `run`, if the rank lives, and `tell_others`; from any thread, also after `close`."""
+        self._stopped.set()
+        self._wake_up()
 
     def tell_others(self) -> None:
         """Tells the others of the rank's death, until they go on without it; they may yet need its store.
 
-        Raises:
-            StoreError: they cannot be told. May be tried again.
+        Until they know it, or `stop` was called, or the heart beats for no other rank: from then on its
+        silence tells them, or the job has ended.
         """
-        if self._monitor is not None:
-            self._monitor.rank_died()
-            if self._iteration_stores.serving:
-                self._monitor.await_next()  # peers may yet connect to the store of this iteration
+        assert self._monitor is not None
+        while True:
+            try:
+                self._monitor.rank_died()
+                if self._iteration_stores.serving:
+                    self._monitor.await_next()  # peers may yet connect to the store of this iteration
+                return
+            except StoreError as error:
+                level = logging.DEBUG if self.stage is Stage.BETWEEN else logging.INFO
+                log.log(level, "cannot tell the other ranks that process %d died: %s", self._pid, error)
+            if self._stopped.wait(self._limits.heartbeat_interval) or not self._heart.is_beating:
+                return
 
     def await_goodbyes(self) -> None:
         """Waits until no rank needs the coordination store any more."""
         if self._monitor is not None:
             self._monitor.await_goodbyes()
 
-    def await_freed(self, seconds: float) -> None:
-        """Waits until a dead rank's memory has been freed.
-
-        Args:
-            seconds: at the most.
-        """
-        _wait(self._pidfd, seconds)
-        self._waiter.join(_RESTART)
-
     def close(self) -> None:
         """Ends all that this has made. Waits for the rank to let go of its memory, which it does or dies."""
-        with self._lock:
-            self._closed = True
-        with self._made:
-            for monitor in self._former if self._monitor is None else [*self._former, self._monitor]:
-                self._made.callback(monitor.close)
+        self._made.close()
 
     def _pause(self) -> float | None:
         if self.stage is Stage.BETWEEN:
             return None
-        return self._settings.monitor_process_interval if self._monitor is None else self._monitor.pause()
+        return self._limits.monitor_process_interval if self._monitor is None else self._monitor.pause()
 
-    def _await_death(self, memory: RankMemory, pid: int, told: int) -> None:
-        """Says so if the rank has died; closes the pipe in any case."""
+    def _wake_up(self) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _close_wake(self) -> None:
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _await_death(self, memory: RankMemory) -> None:
+        """Says so if the rank has died."""
         try:
             # A replacement is started once the process has gone, so nothing is gained by its going slowly.
-            allowed = not self._settings.replaced and may_step_forward()
+            allowed = not self._limits.replaced and may_step_forward()
             if memory.wait_for_death():
-                with stepping_back(pid, allowed):
-                    os.write(told, b"!")
-                    _wait(self._pidfd, _RESTART)
+                with stepping_back(self._pid, allowed):
+                    self._has_died = True
+                    self._wake_up()
+                    await_exit(self._pidfd, _RESTART)
         except Exception:
-            log.exception("cannot wait for the death of process %d, which will be noticed late", pid)
-        finally:
-            os.close(told)
+            log.exception("cannot wait for the death of process %d, which will be noticed late", self._pid)
 
     def _answer(self, answer: dict[str, Any]) -> None:
         # Not waiting: the rank reads what it has asked for.
@@ -228,46 +223,41 @@ class RankWatch:
         return more
 
     def _carry_out(self, message: dict[str, Any]) -> None:
-        if message["type"] == "join":
-            member = Member.parse(message["member"], "join")
-            if self._monitor is not None:
-                self._monitor.stop()  # the rank has taken another incarnation of its slot
-                self._former.append(self._monitor)
-                self._monitor = None
-            self._monitor = self._monitor_of(member)
-        elif message["type"] == "view":
-            assert self._monitor is not None
-            self._monitor.enter(self._view(message))
-        elif message["type"] == "serve":
-            self._serve(message["host"])
-        elif message["type"] == "between":
-            self._keep_watch_between_calls()
-        elif message["type"] == "bye":
-            self.stage = Stage.LEFT
-
-    def _keep_watch_between_calls(self) -> None:
-        """From here on the monitor does not look at the shared memory, and serves nothing."""
-        if self._monitor is not None:
-            self._monitor.leave_call()
-        self.stage = Stage.BETWEEN
-        self._iteration_stores.close()
-        self._answer({})
+        match message["type"]:
+            case "join":
+                if self._monitor is not None:
+                    self._monitor.stop()  # the rank has taken another incarnation of its slot
+                self._monitor = self._monitor_of(Member.parse(message["member"], "join"))
+                self._made.callback(self._monitor.close)
+            case "view":
+                assert self._monitor is not None
+                self._monitor.view = self._view(message)
+            case "serve":
+                self._serve(message["host"])
+            case "between":  # the monitor does not look at the shared memory any more, and serves nothing
+                if self._monitor is not None:
+                    self._monitor.leave_call()
+                self.stage = Stage.BETWEEN
+                self._iteration_stores.close()
+                self._answer({})
+            case "bye":
+                self.stage = Stage.LEFT
 
     def _serve(self, host: str) -> None:
         try:
             self._answer({"port": self._iteration_stores.next_port(host)})
         except OSError as error:
             self._answer({"error": f"cannot open the iteration's store on {host}: {error}"})
-        self._iteration_stores.open_ahead_again(host)
+        self._iteration_stores.open_ahead(host)
 
     def _view(self, message: dict[str, Any]) -> View:
         if "decision" in message:
             assert self._monitor is not None and self._monitor.view is not None
             decision = Decision.from_json(message["decision"], "view")
             return self._monitor.view.after(decision, message["nonce"])
-        call, n, first, min_world_size = message["view"]
-        members = tuple(Member.parse(name, "view") for name in message["members"])
-        return View(call, n, message["nonce"], first, members, min_world_size)
+        call, n, nonce, first, names, min_world_size = message["whole"]
+        members = tuple(Member.parse(name, "view") for name in names)
+        return View(call, n, nonce, first, members, min_world_size)
 
 
 class IterationStores:
@@ -278,7 +268,7 @@ class IterationStores:
 
     def __init__(self) -> None:
         self._opener = concurrent.futures.ThreadPoolExecutor(1, "ft_wrapper-store-opener")
-        self._ahead: tuple[str, concurrent.futures.Future[TCPStore]] | None = None
+        self._ahead: concurrent.futures.Future[TCPStore] | None = None
         self._serving: TCPStore | None = None
 
     @property
@@ -292,27 +282,23 @@ class IterationStores:
         Raises:
             OSError: it could not be opened.
         """
-        if self._ahead is None or self._ahead[0] != host:
-            self._open_ahead(host)
+        self.open_ahead(host)
         assert self._ahead is not None
-        (_, opened), self._ahead = self._ahead, None
+        opened, self._ahead = self._ahead, None
         store = opened.result()
         self._opener.submit(_drop, self._serving)
         self._serving = store
         return store.port
 
-    def open_ahead_again(self, host: str) -> None:
-        """Opens the store of a later iteration; returns at once."""
+    def open_ahead(self, host: str) -> None:
+        """Opens the store of a later iteration, if that was not done yet; returns at once."""
         if self._ahead is None:
-            self._open_ahead(host)
+            self._ahead = self._opener.submit(serve, host, 0, timedelta(seconds=300))
 
     def close(self) -> None:
         """Ends the stores."""
         self._opener.shutdown()
         self._ahead = self._serving = None
-
-    def _open_ahead(self, host: str) -> None:
-        self._ahead = (host, self._opener.submit(serve, host, 0, timedelta(seconds=300)))
 
 
 def _drop(store: TCPStore | None) -> None:
@@ -389,14 +375,3 @@ def _dying_threads(pid: int) -> list[int]:
         if int(fields[_FLAGS]) & _PF_EXITING or int(fields[_PENDING]) & _SIGKILL_PENDING:
             dying.append(tid)
     return dying
-
-
-def _wait(pidfd: int, seconds: float) -> bool:
-    """Waits for the end of a process, for so many seconds at the most; whether it has come."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
-
-
-def _has_ended(pidfd: int) -> bool:
-    return _wait(pidfd, 0.0)

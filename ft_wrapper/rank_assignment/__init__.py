@@ -1,8 +1,9 @@
-"""Plug-ins that decide who gets which rank, and who is active.
+"""Plug-ins that decide which process gets which rank, and which ranks are active.
 
-They run on every rank before every iteration. At the first one no rank is terminated and the state holds the
-ranks of the job; at a restart it holds those of the iteration that ended, of which some are gone. After the
-last plug-in the ranks are 0 … world size - 1, the active ranks 0 … active world size - 1, each once.
+They run on every rank before every iteration. Before the first one no rank is terminated, and the state holds
+the ranks of the job. At a restart the state holds the ranks of the iteration that ended; some of them are
+gone. After the last plug-in the ranks are 0 … world size - 1 and the active ranks 0 … active world size - 1,
+each once.
 """
 
 from __future__ import annotations
@@ -17,41 +18,27 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from .._arguments import as_int, as_limit, as_timeout, check_callable
-from ..exception import InternalError, RankDiscarded
+from ..exception import InternalError
+from ..exception import RankDiscarded as RankDiscarded
+from ..settings import as_int, as_limit, as_timeout, check_callable
 from ..state import Mode, State
 from ..store import StoreMixin
-from .places import Arrival, Layer, LayerFlag, Place, arrange, check_key, key_of
-
-__all__ = [
-    "ActivateAllRanks",
-    "ActiveWorldSizeDivisibleBy",
-    "FillGaps",
-    "FilterCountGroupedByKey",
-    "Layer",
-    "LayerFlag",
-    "MaxActiveWorldSize",
-    "RankAssignment",
-    "RankAssignmentCtx",
-    "RankDiscarded",
-    "RankFilter",
-    "ShiftRanks",
-    "Tree",
-]
+from .places import Arrival, Place, arrange, check_key, key_of
+from .places import Layer as Layer
+from .places import LayerFlag as LayerFlag
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
 class RankAssignmentCtx:
-    """What a rank assignment works on. Change it and return it.
+    """The input of a rank assignment, which changes and returns it.
 
     Args:
         state: the rank's state.
         store: the keys of the iteration that is about to begin.
         terminated_ranks: the ranks of ``state``'s world that are gone.
-        exchanges: number of exchanges over ``store`` so far: each needs a name of its own, the same on all
-            ranks.
+        exchanges: how many exchanges over ``store`` there were. Each needs a name, the same on all ranks.
     """
 
     state: State
@@ -61,24 +48,24 @@ class RankAssignmentCtx:
 
 
 class RankAssignment(abc.ABC):
-    """Base of the ``rank_assignment`` plug-ins of `Wrapper`: who gets which rank, and who is active.
+    """Base of the ``rank_assignment`` plug-ins of `Wrapper`: decides ranks, and which of them are active.
 
-    If one leaves the ranks as they are, the gaps of terminated ranks are closed as by `ShiftRanks`; if the
-    state's mode stays ``INITIALIZED``, all ranks are active. So one that returns its context unchanged does
-    what the default does. What it raises ends the call on this rank with that error.
+    If a plug-in leaves the ranks unchanged, gaps are closed as by `ShiftRanks`. If the state's mode stays
+    ``INITIALIZED``, all ranks are active. So a plug-in that returns its context unchanged equals the default.
+    If it raises, the call ends on this rank with that error.
     """
 
     @abc.abstractmethod
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         """Gives this rank its new rank.
 
-        If it closes the gaps of the terminated ranks it empties ``ctx.terminated_ranks``.
+        A plug-in that closes the gaps of terminated ranks also empties ``ctx.terminated_ranks``.
 
         Args:
-            ctx: the state, and who is gone.
+            ctx: the state, and the ranks that are gone.
 
         Returns:
-            The same, with the new state.
+            The context with the new state.
 
         Raises:
             RankDiscarded: there is no place for this rank.
@@ -86,18 +73,7 @@ class RankAssignment(abc.ABC):
 
 
 class RankFilter(RankAssignment):
-    """Base of the rank assignments that only decide who is active; they run after those that close gaps."""
-
-    @abc.abstractmethod
-    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Decides whether this rank is active.
-
-        Args:
-            ctx: the state; its ranks have no gaps.
-
-        Returns:
-            The same, with the new state.
-        """
+    """Base of the rank assignments that only decide who is active. They run after those that close gaps."""
 
 
 class ActivateAllRanks(RankFilter):
@@ -153,7 +129,7 @@ class ActiveWorldSizeDivisibleBy(RankFilter):
 
 
 class ShiftRanks(RankAssignment):
-    """Closes the gaps of terminated ranks by moving all ranks behind them to the left, in their order.
+    """Closes the gaps of terminated ranks: all higher ranks move down, in their order.
 
     ``0 X 2 3 X X 6 7``: 0, 2, 3, 6, 7 become 0 … 4.
     """
@@ -165,7 +141,7 @@ class ShiftRanks(RankAssignment):
 
 
 class FillGaps(RankAssignment):
-    """Closes the gaps of terminated ranks with the highest ranks; all others keep theirs.
+    """Closes the gaps of terminated ranks with the highest ranks; the others keep theirs.
 
     ``0 X 2 3 X X 6 7`` becomes ``0 6 2 3 7``.
     """
@@ -182,9 +158,9 @@ class FillGaps(RankAssignment):
 
 
 class FilterCountGroupedByKey(RankAssignment):
-    """Marks groups as terminated, by the number of healthy ranks in them. Another assignment removes them.
+    """Marks groups of ranks as terminated, by their number of healthy ranks. Another assignment removes them.
 
-    For example, nodes of 8 GPUs that are used as a whole or not at all::
+    For example, to use nodes of 8 GPUs as a whole or not at all::
 
         Compose(
             ActivateAllRanks(),
@@ -195,9 +171,9 @@ class FilterCountGroupedByKey(RankAssignment):
     Args:
         key_or_fn: ranks with the same key form a group. A string, or a function of the rank's `State` that
             returns one.
-        condition: from the number of healthy ranks in a group to whether the group stays. It is evaluated on
-            one rank for all.
-        timeout: how long ranks wait for each other: a ``timedelta`` or seconds.
+        condition: given the number of healthy ranks in a group, whether the group stays. One rank evaluates
+            it for all.
+        timeout: how long the ranks wait for each other: a ``timedelta`` or seconds.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -238,21 +214,21 @@ class FilterCountGroupedByKey(RankAssignment):
 
 
 class Tree(RankAssignment):
-    """Gives ranks and decides who is active by a tree of branches: nodes, racks, or what the keys say.
+    """Assigns ranks by a tree of branches, such as racks and nodes.
 
-    Ranks are the leaves, under one layer of branches per `Layer`. At the start they are activated in
-    depth-first order, as far as ``max_ranks`` of all their branches allows; the others are reserve. At a
+    The ranks are the leaves, under one layer of branches per `Layer`. At the start they become active in
+    depth-first order, as far as ``max_ranks`` of all their branches allows; the others are the reserve. At a
     restart:
 
-    1. A branch with fewer than ``min_ranks`` healthy ranks is terminated whole, small branches first.
-    2. A lost active rank is replaced by a reserve rank from the nearest branch around it that has one and,
-       with all branches between, `LayerFlag.RESERVE`. Of several the one that was the last to become reserve.
-    3. A gap that is left is filled, where branches have `LayerFlag.BACKFILL`, by the highest active ranks of
-       the largest such branch around it.
-    4. The gaps that are left then are closed by moving active ranks to the left.
-    5. ``world_size_filter`` says how many ranks remain active.
+    1. Every branch with fewer than ``min_ranks`` healthy ranks is terminated, small branches first.
+    2. A lost active rank is replaced by a reserve rank of the nearest enclosing branch that has one, if that
+       branch and all below it have `LayerFlag.RESERVE`. The rank that last became reserve is taken first.
+    3. Remaining gaps are filled, where branches have `LayerFlag.BACKFILL`, by the highest active ranks of the
+       largest such enclosing branch.
+    4. Gaps that still remain are closed: higher active ranks move down.
+    5. ``world_size_filter`` decides how many ranks stay active.
 
-    It decides all: it goes with no other rank assignment.
+    Do not combine it with other rank assignments.
 
     For example 256 of the healthy ranks, on whole nodes of 8::
 
@@ -262,9 +238,9 @@ class Tree(RankAssignment):
         ])
 
     Args:
-        layers: from the first one, whose key all ranks share, to the smallest branches.
-        world_size_filter: from the number of active ranks to how many of them are wanted, not more. It is
-            evaluated on one rank for all.
+        layers: from the first, whose key all ranks share, down to the smallest branches.
+        world_size_filter: given the number of active ranks, how many of them to keep. One rank evaluates it
+            for all.
 
     Raises:
         TypeError: an argument has a wrong type.

@@ -20,10 +20,11 @@ import enum
 import itertools
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
-from .._arguments import as_int, as_limit
+from ..settings import as_int, as_limit
 from ..state import State
 
 _NOT_ACTIVE = -1
@@ -167,6 +168,10 @@ class _Leaf:
     def healthy(self) -> bool:
         return self.came and not self.why
 
+    @property
+    def active(self) -> bool:
+        return self.healthy and self.active_rank is not None
+
 
 def arrange(
     layers: Sequence[Layer], world_size_filter: Callable[[int], int] | None, arrivals: dict[int, Arrival]
@@ -289,22 +294,17 @@ class _Tree:
 
     def activate(self, newcomers: Iterable[_Leaf]) -> None:
         """Gives new leaves the next active ranks, as far as all their branches have room."""
-        room = [
-            {
-                path: layer.max_ranks - sum(leaf.active_rank is not None for leaf in leaves)
-                for path, leaves in branches.items()
-            }
-            if layer.max_ranks is not None
-            else None
-            for layer, branches in zip(self.layers, self.branches, strict=True)
-        ]
+        taken = Counter[tuple[int, ...]]()  # how many active ranks a branch has
+        for leaf in self.leaves:
+            if leaf.active_rank is not None:
+                taken.update(leaf.path[:depth] for depth in range(len(self.layers)))
         for leaf in newcomers:
-            limited = [(left, leaf.path[:depth]) for depth, left in enumerate(room) if left is not None]
-            if all(left[path] > 0 for left, path in limited):
+            branches = [leaf.path[:depth] for depth in range(len(self.layers))]
+            limits = zip(self.layers, branches, strict=True)
+            if all(layer.max_ranks is None or taken[path] < layer.max_ranks for layer, path in limits):
                 leaf.active_rank = self.active_world_size
                 self.active_world_size += 1
-                for left, path in limited:
-                    left[path] -= 1
+                taken.update(branches)
             else:
                 self.to_reserve(leaf)
 
@@ -346,15 +346,15 @@ class _Tree:
 
         unreplaced = []
         for leaf in lost:
+            replacement = None
             for depth in reversed(range(len(self.layers))):
-                if not self.layers[depth].has(LayerFlag.RESERVE):
-                    unreplaced.append(leaf)
+                if replacement is not None or not self.layers[depth].has(LayerFlag.RESERVE):
                     break
-                if (replacement := youngest(leaf.path[:depth])) is not None:
-                    replacement.active_rank = leaf.active_rank
-                    break
-            else:
+                replacement = youngest(leaf.path[:depth])
+            if replacement is None:
                 unreplaced.append(leaf)
+            else:
+                replacement.active_rank = leaf.active_rank
         return unreplaced
 
     def close(self, gaps: list[_Leaf]) -> None:
@@ -367,11 +367,7 @@ class _Tree:
         for path, of_domain in domains.items():
             fillers: list[_Leaf] = []
             if path is not None:
-                active = [
-                    leaf
-                    for leaf in self.branches[len(path)][path]
-                    if leaf.healthy and leaf.active_rank is not None
-                ]
+                active = [leaf for leaf in self.branches[len(path)][path] if leaf.active]
                 active.sort(key=attrgetter("active_rank"))
                 fillers = active[-len(of_domain) :]
             for gap, filler in itertools.zip_longest(of_domain, fillers):
@@ -383,7 +379,7 @@ class _Tree:
         vacated.sort()
         self.active_world_size -= len(gaps)
         for leaf in self.leaves:
-            if leaf.healthy and leaf.active_rank is not None:
+            if leaf.active_rank is not None and leaf.healthy:
                 leaf.active_rank -= bisect.bisect_left(vacated, leaf.active_rank)
 
     def _backfill_depth(self) -> int | None:
@@ -404,15 +400,10 @@ class _Tree:
 
 
 def _encode(leaves: Sequence[_Leaf]) -> str:
-    rows = [
-        (
-            leaf.slot,
-            _NOT_ACTIVE if leaf.active_rank is None else leaf.active_rank,
-            leaf.reserve_order,
-            *leaf.path,
-        )
-        for leaf in leaves
-    ]
+    rows = []
+    for leaf in leaves:
+        active_rank = _NOT_ACTIVE if leaf.active_rank is None else leaf.active_rank
+        rows.append((leaf.slot, active_rank, leaf.reserve_order, *leaf.path))
     # Differences from row to row: neighbours mostly differ in the same way.
     columns = [
         [value - before for before, value in itertools.pairwise((0, *column))]
@@ -425,16 +416,8 @@ def _decode(text: str, depth: int) -> list[_Leaf]:
     columns = json.loads(zlib.decompress(base64.b64decode(text)))
     slots, active_ranks, orders, *path = (list(itertools.accumulate(column)) for column in columns)
     paths = zip(*path, strict=True) if depth > 1 else itertools.repeat(())
-    return [
-        _Leaf(
-            slot=slot,
-            path=branch,
-            active_rank=None if active_rank == _NOT_ACTIVE else active_rank,
-            reserve_order=order,
-            rank=rank,
-            came=False,
-        )
-        for rank, (slot, active_rank, order, branch) in enumerate(
-            zip(slots, active_ranks, orders, paths, strict=False)
-        )
-    ]
+    leaves: list[_Leaf] = []
+    for slot, active_rank, order, branch in zip(slots, active_ranks, orders, paths, strict=False):
+        active = None if active_rank == _NOT_ACTIVE else active_rank
+        leaves.append(_Leaf(slot, branch, active, order, rank=len(leaves), came=False))
+    return leaves

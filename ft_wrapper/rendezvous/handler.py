@@ -376,11 +376,6 @@ def create_handler(parameters: elastic.RendezvousParameters) -> FtRendezvousHand
     return FtRendezvousHandler(*read_parameters(parameters), make_backend(parameters))
 
 
-def create_handler_from_url(url: str) -> FtRendezvousHandler:
-    """The same from a URL: ``ft://HOST:PORT/RUN_ID?min_nodes=1&max_nodes=2``, or ``etcd://…``."""
-    return create_handler(parameters_from_url(url))
-
-
 class EtcdRendezvousHandler(FtRendezvousHandler):
     """The handler on etcd, from a URL: ``etcd://HOST:PORT,HOST:PORT/JOB_ID?min_workers=1&max_workers=2``.
 

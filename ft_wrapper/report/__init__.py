@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .. import events
-from .restart import duration
+from .restart import duration, plural
 
 Record = dict[str, Any]
 
@@ -30,15 +30,8 @@ PHASES = {
 """The phases of a restart, from the first fault on, one after the other."""
 
 # The event that ends each phase; the last two belong to the next iteration.
-_ENDED_BY = {
-    "told": "end",
-    "abort": "abort",
-    "leave": "left",
-    "arrive": "arrive",
-    "decide": "decided",
-    "enter": "enter",
-}
-_OF_THE_NEXT = ("decide", "enter")
+_ENDED_BY = ("end", "abort", "left", "arrive", "decided", "enter")
+_OF_THE_NEXT = ("decided", "enter")
 # What happens to the first process that enters an iteration.
 _BEGINS = ("decide", "decided", "enter")
 
@@ -99,16 +92,13 @@ class Report:
             which = f"{restart.iteration} -> {restart.next_iteration}"
             causes = ", ".join(restart.causes) or "unknown"
             rows.append((which, causes, *times, duration(restart.seconds)))
-        return "\n".join([*table(rows), self._summary()])
-
-    def _summary(self) -> str:
         again = f", {self.started_again} processes started again" if self.started_again else ""
-        count = len(self.restarts)
-        return (
-            f"{count} {'restart' if count == 1 else 'restarts'}{again} in {duration(self.seconds)} on "
-            f"{', '.join(self.hosts)}; {100 * self.goodput:.1f} % of the time all active ranks were in the "
-            "function"
+        count, hosts = len(self.restarts), ", ".join(self.hosts)
+        summary = (
+            f"{count} {plural(count, 'restart')}{again} in {duration(self.seconds)} on {hosts}; "
+            f"{100 * self.goodput:.1f} % of the time all active ranks were in the function"
         )
+        return "\n".join([*table(rows), summary])
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
@@ -155,18 +145,21 @@ def make_reports(records: Iterable[Record]) -> list[Report]:
     Raises:
         ValueError: there are none.
     """
-    by_job: dict[str, list[Record]] = {}
-    for record in records:
-        by_job.setdefault(str(record.get("job", "")), []).append(record)
+    by_job = _grouped(records, "job")
     if not by_job:
         raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
     return [_make_report(job, found) for job, found in by_job.items()]
 
 
-def _make_report(job: str, records: Iterable[Record]) -> Report:
-    by_host: dict[str, list[Record]] = {}
+def _grouped(records: Iterable[Record], field: str) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
     for record in records:
-        by_host.setdefault(str(record.get("host")), []).append(record)
+        groups.setdefault(str(record.get(field, "")), []).append(record)
+    return groups
+
+
+def _make_report(job: str, records: Iterable[Record]) -> Report:
+    by_host = _grouped(records, "host")
     restarts: dict[tuple[int, int], list[Restart]] = {}
     seconds, training = 0.0, 0.0
     for host in sorted(by_host):
@@ -229,8 +222,8 @@ def _restarts(iterations: Sequence[_Iteration]) -> Iterator[Restart]:
             continue
         survivors = back.pids("decided")
         phases, moment = {}, begin
-        for phase, event in _ENDED_BY.items():
-            where, who = (back, None) if phase in _OF_THE_NEXT else (failed, survivors)
+        for phase, event in zip(PHASES, _ENDED_BY, strict=True):
+            where, who = (back, None) if event in _OF_THE_NEXT else (failed, survivors)
             end = max(moment, where.last(event, who) or moment)
             phases[phase], moment = end - moment, end
         yield Restart(failed.number, back.number, tuple(failed.faults), phases, moment - begin)

@@ -15,12 +15,7 @@ _SHOWN = 4  # faults and promotions named in a line; the others are counted
 
 
 def line_of_entry(
-    store: Operations,
-    view: View,
-    decision: Decision,
-    state: State,
-    faults: Sequence[Fault],
-    seconds: float,
+    store: Operations, view: View, decision: Decision, state: State, faults: Sequence[Fault], seconds: float
 ) -> str:
     """Puts a restart into words, from what the store has of it.
 
@@ -72,10 +67,10 @@ def restart_line(
     if joined:
         parts.append(_joiners(joined))
     parts.append(_promotions(promoted))
-    size = f"{active_world_size} active + {spares} spare {_plural(spares, 'rank')}"
+    size = f"{active_world_size} active + {spares} spare {plural(spares, 'rank')}"
     if recompiling:
         names = _joined(map(str, sorted(recompiling)), len(recompiling))
-        parts.append(f"{_plural(len(recompiling), 'rank')} {names} will compile again")
+        parts.append(f"{plural(len(recompiling), 'rank')} {names} will compile again")
     parts.append(f"{size}, back in {duration(seconds)}")
     return f"restart {iteration}: {'; '.join(parts)}"
 
@@ -106,7 +101,7 @@ def evictions(store: Operations, removed: Iterable[Member], faults: Sequence[Fau
     message = "stopped answering: evicted"
     found: list[Fault] = []
     for member in sorted(set(removed) - {fault.member for fault in faults}):
-        host, pid = _host_and_pid(store, member) if len(found) < _SHOWN else ("", 0)
+        host, pid = host_and_pid(store, member) if len(found) < _SHOWN else ("", 0)
         found.append(Fault(member, None, Interruption.UNRESPONSIVE, message, host, pid))
     return found
 
@@ -120,7 +115,7 @@ def waiting_line(store: Operations, missing: Sequence[Member], hang: float, sile
         hang: seconds until they are killed if they hang.
         silence: seconds without a heartbeat until they are evicted.
     """
-    places = (_place(member.slot, None, *_host_and_pid(store, member)) for member in missing[:_SHOWN])
+    places = (_place(member.slot, None, *host_and_pid(store, member)) for member in missing[:_SHOWN])
     names = _joined(places, len(missing))
     is_, hangs, host = ("it is", "it hangs", "its host is")
     if len(missing) > 1:
@@ -164,10 +159,10 @@ def in_words(faults: Sequence[Fault]) -> str:
     groups = sorted(said.items(), key=lambda group: len(group[1]))
     text = "; ".join(f"{_places(group)} {message}" for message, group in groups)
     others = len({fault.member for fault in faults} - {fault.member for fault in culprits})
-    return text + (f" (and {others} {_plural(others, 'fault')} in its wake)" if others else "")
+    return text + (f" (and {others} {plural(others, 'fault')} in its wake)" if others else "")
 
 
-def _host_and_pid(store: Operations, member: Member) -> tuple[str, int]:
+def host_and_pid(store: Operations, member: Member) -> tuple[str, int]:
     """Where a member runs that has not published its fault itself; empty and 0 if that is not known."""
     record = Agreement(store).joining.record_of(member)
     pid = record.get("pid")
@@ -193,7 +188,7 @@ def _promotions(promoted: Sequence[tuple[int, int]]) -> str:
 
 def _joiners(joined: Sequence[Member]) -> str:
     names = _joined((str(member.slot) for member in joined), len(joined))
-    return f"{_plural(len(joined), 'slot')} {names} joined"
+    return f"{plural(len(joined), 'slot')} {names} joined"
 
 
 def _joined(parts: Iterable[str], count: int) -> str:
@@ -203,5 +198,6 @@ def _joined(parts: Iterable[str], count: int) -> str:
     return ", ".join(shown)
 
 
-def _plural(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
+    """A noun, in the plural unless there is one."""
     return noun if count == 1 else noun + "s"

@@ -23,11 +23,11 @@ from ..protocol.records import FAULT
 from ..rendezvous.backends import RENDEZVOUS, workers_namespace
 from ..rendezvous.record import Place, Record
 from ..rendezvous.register import RECORD_KEY, endpoint_key
-from ..store import Member, StoreMixin, StoreOperations, connect, connector, is_etcd
+from ..store import StoreMixin, StoreOperations, connect, connector, is_etcd
 from ..store.address import EtcdAddress
 from ..store.plan import ANNOUNCED
 from . import table
-from .restart import in_words
+from .restart import host_and_pid, in_words
 
 NOT_FORMED = "not formed"
 RUNNING = "running"
@@ -151,38 +151,34 @@ def read_status(store: StoreMixin) -> Status:
     Raises:
         StoreError: it cannot be read.
     """
-    current = Agreement(store).iterations.read_current()
+    agreement = Agreement(store)
+    current = agreement.iterations.read_current()
     if current is None:
         return Status(NOT_FORMED, None, None, 0, None, (), None)
     view, _ = current
     n = view.n
-    outcome = Agreement(store).ends.outcome_of(n)
+    outcome = agreement.ends.outcome_of(n)
     state = RUNNING if outcome is None else RESTARTING if outcome == FAULT else COMPLETED
-    active_world_size = _active_world_size(store, n)
-    places = {
-        str(member): entered.active_rank
-        for member, entered in Agreement(store).entering.entered_in(n).items()
-    }
-    dead = Agreement(store).ends.deaths_of(n)
+    key = keys.world(n)
+    sizes = read(store, key)
+    places = {str(one): entered.active_rank for one, entered in agreement.entering.entered_in(n).items()}
+    dead = agreement.ends.deaths_of(n)
     ended = n if outcome == FAULT else n - 1
-    faults = Agreement(store).ends.faults_of(ended) if ended >= view.first else []
+    faults = agreement.ends.faults_of(ended) if ended >= view.first else []
+    ranks = []
+    for member in view.members:
+        host, pid = host_and_pid(store, member)
+        place = places.get(str(member))
+        ranks.append(RankStatus(member.slot, member.incarnation, place, host, pid or None, member in dead))
     return Status(
         state,
         view.call,
         n,
         len(view.members),
-        active_world_size,
-        tuple(
-            _rank(store, member, places.get(str(member)), has_died=member in dead) for member in view.members
-        ),
+        None if sizes is None else to_number(split_entry(sizes, 2, key)[1], key),
+        tuple(ranks),
         in_words(faults) if faults else None,
     )
-
-
-def _active_world_size(store: StoreMixin, n: int) -> int | None:
-    key = keys.world(n)
-    sizes = read(store, key)
-    return None if sizes is None else to_number(split_entry(sizes, 2, key)[1], key)
 
 
 def watch(
@@ -211,19 +207,6 @@ def watch(
             return
         n = -1 if status.iteration is None else status.iteration
         store.hear(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
-
-
-def _rank(store: StoreMixin, member: Member, active_rank: int | None, *, has_died: bool) -> RankStatus:
-    record = Agreement(store).joining.record_of(member)
-    pid = record.get("pid")
-    return RankStatus(
-        member.slot,
-        member.incarnation,
-        active_rank,
-        str(record.get("host", "")),
-        pid if isinstance(pid, int) else None,
-        has_died,
-    )
 
 
 def _read_record(store: StoreOperations) -> Record | None:

@@ -1,0 +1,159 @@
+"""One wrapped call. Here are its settings: the plug-ins, the store and the files, beside the `Limits`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import pathlib
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+from ..abort import Abort, AbortProcesses, AbortTorchDistributed
+from ..completion import Completion
+from ..compose import Compose
+from ..finalize import Finalize
+from ..health_check import HealthCheck
+from ..initialize import Initialize
+from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, ShiftRanks
+from ..settings import Limits, Plain, about, as_switch
+from ..store import StoreMixin, TCPStore, without_secrets
+from ..terminate import Terminate
+
+
+def _check_factory(name: str, value: Any) -> Any:
+    if not callable(value):
+        raise TypeError(f"{name}={value!r} must be callable, ft_wrapper.store.TCPStore for instance")
+    return value
+
+
+def _check_kind(name: str, value: Any, kind: type, words: str) -> Any:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} must be None or {words}")
+    return value
+
+
+def _check_path(name: str, value: Any) -> str | None:
+    path: str | None = _check_kind(name, value, str, "a string")
+    if path is not None and not pathlib.Path(path).is_absolute():
+        raise ValueError(f"{name}={value!r} must be an absolute path; {{rank}} in it is filled in")
+    return path
+
+
+def _check_warm_up(name: str, value: Any) -> Any:
+    if value is None or value is False:
+        return value
+    wrong = f"{name}={value!r} must be None, False or a function that needs no arguments"
+    if not callable(value):
+        raise TypeError(wrong)
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # one that is built in
+        return value
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TypeError(f"{wrong}: {error}") from None
+    return value
+
+
+def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> Plain[Any]:
+    words = f"a {kind.__module__}.{kind.__name__}: derive from it"
+    return Plain(default, functools.partial(_check_kind, kind=kind, words=words), is_shared)
+
+
+_mapping = functools.partial(_check_kind, kind=Mapping, words="a dict of arguments for store_factory")
+
+
+@dataclasses.dataclass(unsafe_hash=True, kw_only=True)
+class Settings(Limits):
+    """All that a wrapped call is told by its `Wrapper`.
+
+    Args:
+        store_factory: makes the coordination store; ``ftrun``'s own store comes first.
+        store_kwargs: its arguments, ``host_name``, ``port`` and ``timeout`` for the TCPStore.
+        initialize: run on each rank before the function, in every iteration.
+        abort: run in the monitor thread to free the function's thread from collectives. By default torch's
+            groups are aborted, then the function's child processes ended; `AbortTorchDistributed` alone does
+            the first only.
+        finalize: run on each rank once it has left the function after a fault.
+        health_check: run before the function, where raising is a fault; and after ``finalize``, where raising
+            ends this rank. A spare ends in both cases.
+        completion: run once all ranks have finished.
+        terminate: run when this rank leaves the job.
+        rank_assignment: who gets which rank, and who is active; all ranks, shifted, when None.
+        monitor_process_logfile: absolute path; ``{rank}`` is filled in. With this or the next one the rank
+            has a monitor process of its own, also where its agent would run the monitor.
+        monitor_process_pidfile: absolute path; ``{rank}`` is filled in.
+        enabled: False leaves the function as it is.
+        collect_garbage: run Python's garbage collector between iterations, while this rank waits for the
+            others, so that old models in reference cycles are freed before new ones are made. At the first
+            call and the first restart what is left is frozen (``gc.freeze``), which makes it cheap.
+        warm_up: run without arguments on each spare while it waits, once in a process: what would make its
+            first step slow (caches, kernels, files). No collectives, for no other rank takes part. Before it,
+            and also when None, a spare does what torch leaves to the first step. It is interrupted, and begun
+            again with the next wait, when the spare is needed; what it raises is logged, and the spare waits
+            all the same. False: nothing is warmed.
+    """
+
+    store_factory: Plain[Callable[..., StoreMixin]] = Plain(TCPStore, _check_factory)
+    store_kwargs: Plain[Mapping[str, Any] | None] = Plain(None, _mapping)
+    initialize: Plain[Initialize | None] = _plug_in(Initialize)
+    abort: Plain[Abort | None] = _plug_in(Abort, Compose(AbortProcesses(), AbortTorchDistributed()))
+    finalize: Plain[Finalize | None] = _plug_in(Finalize)
+    health_check: Plain[HealthCheck | None] = _plug_in(HealthCheck)
+    completion: Plain[Completion | None] = _plug_in(Completion)
+    terminate: Plain[Terminate | None] = _plug_in(Terminate)
+    rank_assignment: Plain[RankAssignment | None] = _plug_in(RankAssignment, is_shared=True)
+    monitor_process_logfile: Plain[str | None] = Plain(None, _check_path)
+    monitor_process_pidfile: Plain[str | None] = Plain(None, _check_path)
+    enabled: Plain[bool] = Plain(True, as_switch)
+    collect_garbage: Plain[bool] = Plain(True, as_switch)
+    warm_up: Plain[Callable[[], object] | Literal[False] | None] = Plain(None, _check_warm_up)
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """What must be the same on all ranks, as JSON has it."""
+        return {**super().shared, "rank_assignment": _outline(self.rank_assignment)}
+
+
+def check_together(settings: Settings) -> None:
+    """Checks what a user passed as a whole.
+
+    Raises:
+        TypeError: ``store_kwargs`` do not fit ``store_factory``.
+        ValueError: durations contradict each other, or who is active is said in two ways.
+    """
+    for name, known in about(Settings).items():
+        for longer in known.shorter_than:
+            if not getattr(settings, name) < getattr(settings, longer):
+                durations = [timedelta(seconds=getattr(settings, one)) for one in (name, longer)]
+                raise ValueError(f"{name}={durations[0]} must be shorter than {longer}={durations[1]}")
+    if settings.active_world_size is not None and settings.rank_assignment is not None:
+        raise ValueError(
+            f"active_world_size={settings.active_world_size} and "
+            f"rank_assignment={settings.rank_assignment!r} exclude each other: put MaxActiveWorldSize into "
+            "the rank_assignment"
+        )
+    if settings.store_kwargs is None:
+        return
+    try:
+        inspect.signature(settings.store_factory).bind(**settings.store_kwargs)
+    except TypeError as error:
+        shown, factory = without_secrets(settings.store_kwargs), settings.store_factory
+        raise TypeError(f"store_kwargs={shown!r} do not fit store_factory={factory!r}: {error}") from None
+
+
+def default_assignment(active_world_size: int | None) -> RankAssignment:
+    """The ranks move up, and all or the first ones are active."""
+    active = ActivateAllRanks() if active_world_size is None else MaxActiveWorldSize(active_world_size)
+    made: RankAssignment = Compose(active, ShiftRanks())
+    return made
+
+
+def _outline(plug_in: object) -> str:
+    """The classes that a plug-in is made of."""
+    if isinstance(plug_in, Compose):
+        return f"Compose({', '.join(map(_outline, plug_in.parts))})"
+    return type(plug_in).__name__

@@ -15,13 +15,7 @@ from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption
 from ..call_wrapper import CallWrapper
-from ..exception import (
-    HealthCheckError,
-    InternalError,
-    JobEnded,
-    RankShouldRestart,
-    StoreUnavailable,
-)
+from ..exception import HealthCheckError, InternalError, JobEnded, RankShouldRestart, StoreUnavailable
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part, whereabouts
 from ..monitor.shared_memory import Phase
 from ..monitor.threads import Watch
@@ -32,23 +26,18 @@ from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..report.restart import began_before, line_of_entry
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
+from ..torch_groups import forget
 from ..torch_groups.between import connect, point_to
-from ..torch_groups.forget import (
-    collect_garbage,
-    end_checkpoint_process,
-    forget_compiled_ranks,
-    forget_old_ranks,
-)
 from ..torch_groups.warm_up import warm_up
-from . import loop, torch_state
-from .arguments import Settings
+from . import Settings, torch_state
 from .exit_watch import ExitWatch
-from .loop import Action, Left, RestartLoop, carry_out
+from .loop import Endpoint, Left, Performer, RestartLoop, kind_and_place, times_before
 from .resources import Resources
-from .same_faults import PROGRESS_AFTER, kind_and_place, times_before
 
 log = logging.getLogger(__name__)
 
+PROGRESS_AFTER = 60.0
+"""Seconds in the function after which it has made progress, whether it said so (``ping``) or not."""
 _ABORTED_SOON = 0.5  # seconds
 # Seconds in an iteration. An import cannot be cut short, and a job that does not work mostly fails soon;
 # other ranks need the processors to begin.
@@ -67,7 +56,7 @@ class _Stay:
     is_last: bool = False  # whether it has come so often that it ends the job
 
 
-class Call:
+class Call(Performer):
     """One wrapped call, from its begin to `close`.
 
     Args:
@@ -86,7 +75,7 @@ class Call:
 
     def __init__(self, settings: Settings, plan: StorePlan, state: State, function_name: str) -> None:
         if settings.collect_garbage:
-            collect_garbage("call")
+            forget.collect_garbage("call")
         self.settings = settings
         self.state = state
         self.pinged = False
@@ -135,62 +124,20 @@ class Call:
         self._torch_state = torch_state.snapshot()
         own.signals.hold()
         try:
-            return carry_out(RestartLoop(own.member, self.state, self.settings).course(), self.perform)
+            return RestartLoop(own.member, self.state, self.settings, self).run()
         finally:
             del self._function  # with its arguments, among them what refers to this call
 
-    def perform(self, action: Action[Any]) -> Any:
-        """Carries out what the loop asks for.
-
-        Only some of it counts as hung without progress: elsewhere a rank waits for others, or for the store.
-        """
-        match action:
-            case loop.Know(view, decision):
-                self._know(view, decision)
-            case loop.Assign(state, decision):
-                return self._assign(state, decision)
-            case loop.Take(state):
-                return self._take(state)
-            case loop.Serve():
-                return self.own.serve()
-            case loop.Meet(endpoint):
-                point_to(*endpoint)
-            case loop.Run(view, state, entered):
-                with self._watched():
-                    return self._run(view, state, entered)
-            case loop.Settle():
-                with self._watched():
-                    self._settle()
-                if self.own.end.store_lost is not None:
-                    raise self.own.end.store_lost
-            case loop.CleanUp():
-                with self._watched():
-                    self._clean_up()
-            case loop.TidyUp():
-                self._tidy_up()
-            case loop.Onward():
-                close_aborted_sockets()
-                self.own.signals.forget()  # the iteration that they may be about is over
-            case loop.Pause(seconds):
-                self.own.monitor_lost.wait(seconds)
-            case loop.Complete(state):
-                self._complete(state)
-            case loop.Leave(error=error, is_missed=is_missed):
-                return self._leave(error, is_missed)
-            case loop.Gone():
-                self._gone()
-        return None
-
     # ---- into the function
 
-    def _know(self, view: View, decision: Decision) -> None:
+    def know(self, view: View, decision: Decision) -> None:
         own = self.own
         own.memory.active = True  # until it is known: others may be waiting for this rank
         own.memory.iteration, own.memory.rank = view.n, None
         is_new = own.member.member in decision.joined or view.n == decision.first
         own.monitor.enter(view, None if is_new else decision)
 
-    def _assign(self, state: State, decision: Decision) -> State:
+    def assign(self, state: State, decision: Decision) -> State:
         self.state = state
         own, rank, world_size = self.own, state.rank, state.world_size
         store = PrefixStore(own.member.view.n, own.member.agreement.store)
@@ -201,25 +148,38 @@ class Call:
                 assign(RankAssignmentCtx(state, store, set(decision.ranks))), rank, world_size
             )
 
-    def _take(self, state: State) -> bool:
+    def take(self, state: State) -> bool:
         self.state = state
         self.own.memory.rank = state.rank
         self.own.memory.active = state.mode == Mode.ACTIVE
         state.set_distributed_vars()
-        return state.active_rank is not None and forget_compiled_ranks(
+        return state.active_rank is not None and forget.forget_compiled_ranks(
             state.active_rank, state.active_world_size or 0
         )
 
+    def serve(self) -> Endpoint:
+        return self.own.serve()
+
+    def meet(self, endpoint: Endpoint) -> None:
+        point_to(*endpoint)
+
+    def pause(self, seconds: float) -> None:
+        self.own.monitor_lost.wait(seconds)
+
     # ---- in the function
 
-    def _run(self, view: View, state: State, entered: int) -> Left:
+    def call_function(self, state: State, entered: int) -> Left:
+        with self._watched():
+            return self._call_function(state, entered)
+
+    def _call_function(self, state: State, entered: int) -> Left:
         own = self.own
         own.interrupter.reset()
         self.pinged = False
         self._stay = stay = _Stay(time.monotonic())
         is_spare = state.mode == Mode.INACTIVE
         report = functools.partial(self._report_entry, entered)
-        stay.watch = watch = own.thread.watch(view.n, report, may_be_done=is_spare)
+        stay.watch = watch = own.thread.watch(own.member.view.n, report, may_be_done=is_spare)
         left = Left(has_returned=True)
         try:
             try:
@@ -280,7 +240,7 @@ class Call:
             return
         warm_up(users, lambda: self.own.interrupter.requested)
         if self.settings.collect_garbage:
-            collect_garbage("warm-up")
+            forget.collect_garbage("warm-up")
 
     def _check_health(self) -> None:
         if self.settings.health_check is None:
@@ -305,6 +265,12 @@ class Call:
 
     # ---- out of the function
 
+    def settle(self) -> None:
+        with self._watched():
+            self._settle()
+        if self.own.progress.store_lost is not None:
+            raise self.own.progress.store_lost
+
     def _settle(self) -> None:
         """Waits until everything is aborted, then ends what the function left behind."""
         watch, self._stay.watch = self._stay.watch, None
@@ -314,28 +280,33 @@ class Call:
             if not watch.handled.wait(self.settings.barrier_timeout):
                 raise InternalError("the abort plug-in did not return within barrier_timeout")
             self._ended_at = watch.ended_at
-            self.own.end.store_lost = watch.store_lost
+            self.own.progress.store_lost = watch.store_lost
         self.own.member.emit("left")
         if self.settings.abort is not None:
             release_process_groups(aborted=True)
-        end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
+        forget.end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
         self._user_store = None
 
-    def _clean_up(self) -> None:
+    def clean_up(self) -> None:
         settings, own = self.settings, self.own
-        if settings.finalize is not None or settings.health_check is not None:
-            self._restore()  # what the function has left would fail them
-        if settings.finalize is not None:
-            settings.finalize(self.state.freeze())
-        self._check_health()
+        with self._watched():
+            if settings.finalize is not None or settings.health_check is not None:
+                self._restore()  # what the function has left would fail them
+            if settings.finalize is not None:
+                settings.finalize(self.state.freeze())
+            self._check_health()
         if own.monitor_lost.is_set():
             raise InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
 
-    def _tidy_up(self) -> None:
+    def onward(self) -> None:
+        close_aborted_sockets()
+        self.own.signals.forget()  # the iteration that they may be about is over
+
+    def tidy_up(self) -> None:
         self._restore()
         self._exit_watch.note()
         if self.settings.collect_garbage:
-            collect_garbage("restart")
+            forget.collect_garbage("restart")
 
     def _restore(self) -> None:
         """Undoes what the function has done to the process, and says what has failed: that takes its time."""
@@ -347,34 +318,34 @@ class Call:
             forget_frames(error)
             error.__traceback__ = trace  # with which it leaves the call
         self._torch_state.restore()
-        forget_old_ranks()
+        forget.forget_old_ranks()
 
-    def _complete(self, state: State) -> None:
+    def complete(self) -> None:
         self.own.member.emit("done")
         self._stay.watch = None
-        state.fn_exception = None
+        self.state.fn_exception = None
         if self.settings.completion is not None:
             try:
-                self.settings.completion(state.freeze())
+                self.settings.completion(self.state.freeze())
             except Exception:
-                log.exception("completion failed on rank %s; the call had ended well", state.rank)
+                log.exception("completion failed on rank %s; the call had ended well", self.state.rank)
         if self.settings.abort is not None:
             release_process_groups()
-        forget_old_ranks()
+        forget.forget_old_ranks()
         self._user_store = None
-        self.own.remember(state)
+        self.own.remember(self.state)
 
-    def _leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
+    def leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
         own, watch = self.own, self._stay.watch
         if isinstance(error, Exception):
             self.state.fn_exception = error
         level = logging.INFO if isinstance(error, JobEnded) else logging.ERROR
         log.log(level, "rank %s (slot %d) leaves the job: %r", self.state.rank, own.member.slot, error)
         if isinstance(error, StoreUnavailable):
-            own.end.store_lost = error  # it was tried for long enough; no one can be told
+            own.progress.store_lost = error  # it was tried for long enough; no one can be told
         if watch is not None and not own.memory.active:  # the others end the iteration, some time
-            self._stay.watch, own.end.thread_stays = None, True
-        if own.end.store_lost is None:
+            self._stay.watch, own.progress.thread_stays = None, True
+        if own.progress.store_lost is None:
             is_unwatched = own.monitor_lost.is_set()
             return Interruption.MONITOR_PROCESS_EXCEPTION if is_unwatched else Interruption.BASE_EXCEPTION
         if self._stay.watch is not None:  # whose thread waits for the store, too, and would abort nothing
@@ -385,9 +356,9 @@ class Call:
                 log.exception("abort failed: a collective may hold this rank until hard_timeout")
         return None
 
-    def _gone(self) -> None:
+    def gone(self) -> None:
         self._settle()
-        self._tidy_up()
+        self.tidy_up()
         self.state.mode = Mode.TERMINATED
         if self.settings.terminate is not None:
             self.settings.terminate(self.state.freeze())
@@ -410,7 +381,7 @@ class Call:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """In the block a rank that makes no progress counts as hung."""
+        """In the block a rank that makes no progress counts as hung; elsewhere it waits for others."""
         self.own.memory.enter_phase(Phase.WATCHED)
         try:
             yield

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from typing import TypeAlias
 
 from ..monitor.frames import whereabouts
 
@@ -26,8 +27,9 @@ SAID_AFTER = 5.0
 ENDED_AFTER = 60.0
 """Seconds from the end of the main thread until the process is ended all the same, with exit code 1."""
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_children: weakref.WeakSet[multiprocessing.process.BaseProcess] = weakref.WeakSet()
+Running: TypeAlias = threading.Thread | multiprocessing.process.BaseProcess
+
+_noted: weakref.WeakSet[Running] = weakref.WeakSet()
 _lock = threading.Lock()
 _is_registered = False
 
@@ -36,28 +38,25 @@ class ExitWatch:
     """Remembers what the function of one wrapped call leaves behind when it is interrupted."""
 
     def __init__(self) -> None:
-        self._before = weakref.WeakSet(threading.enumerate())
-        self._children_before = weakref.WeakSet(multiprocessing.active_children())
+        self._before = weakref.WeakSet(_running())
 
     def note(self) -> None:
         """To be called when the function has been left by a fault."""
-        threads = [t for t in threading.enumerate() if not t.daemon and t not in self._before]
-        children = [
-            child
-            for child in multiprocessing.active_children()
-            if not child.daemon and child not in self._children_before
-        ]
-        if not threads and not children:
+        left = [one for one in _running() if not one.daemon and one not in self._before]
+        if not left:
             return
         global _is_registered
         with _lock:
-            _threads.update(threads)
-            _children.update(children)
+            _noted.update(left)
             if not _is_registered:
                 # As concurrent.futures does, which waits there for its threads: atexit comes after that. What
                 # was registered last is called first.
                 threading._register_atexit(_begin_watch)  # type: ignore[attr-defined]
                 _is_registered = True
+
+
+def _running() -> list[Running]:
+    return [*threading.enumerate(), *multiprocessing.active_children()]
 
 
 def _begin_watch() -> None:
@@ -68,12 +67,10 @@ def _begin_watch() -> None:
 def _watch() -> None:
     began = time.monotonic()
     _wait(began + SAID_AFTER)
-    if not _left():
-        return
-    log.warning("the process waits at its end for what an interrupted function left: %s", ", ".join(_left()))
+    if left := _left():
+        log.warning("the process waits at its end for what an interrupted function left: %s", ", ".join(left))
     _wait(began + ENDED_AFTER)
-    left = _left()
-    if left:
+    if left := _left():
         log.error("the process is ended, %g s after its main thread: %s", ENDED_AFTER, ", ".join(left))
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -81,19 +78,18 @@ def _watch() -> None:
 
 
 def _wait(deadline: float) -> None:
-    for thread in list(_threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
-    for child in list(_children):
-        child.join(max(0.0, deadline - time.monotonic()))
+    for one in list(_noted):
+        one.join(max(0.0, deadline - time.monotonic()))
 
 
 def _left() -> list[str]:
     """Names what still runs."""
-    return [
-        *(
-            f"thread {thread.name} {whereabouts(thread.ident or 0) or ''}".strip()
-            for thread in _threads
-            if thread.is_alive()
-        ),
-        *(f"process {child.name} ({child.pid})" for child in _children if child.is_alive()),
-    ]
+    names = []
+    for one in list(_noted):
+        if isinstance(one, threading.Thread):
+            name = f"thread {one.name} {whereabouts(one.ident or 0) or ''}".strip()
+        else:
+            name = f"process {one.name} ({one.pid})"
+        if one.is_alive():
+            names.append(name)
+    return sorted(names, reverse=True)  # threads first

@@ -1,18 +1,15 @@
-"""The restart loop of one rank, as a course of actions: without threads, processes and sockets of its own.
+"""The restart loop of one rank, without threads, processes and sockets of its own.
 
-The loop talks to the store through the rank's membership, and asks for everything else: the actions that it
-yields are carried out elsewhere, by `Call` in a job and by `ft_wrapper.testing.process` in the explorer. So
-both run the same loop.
+The loop talks to the store through the rank's membership. A `Performer` does everything else: `Call` in a
+job, `ft_wrapper.testing.process` in the explorer. So both run the same loop.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import logging
-from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar, cast
+import traceback
 
 from ..attribution import Interruption
 from ..exception import (
@@ -23,60 +20,19 @@ from ..exception import (
     RestartAbort,
     StoreUnavailable,
 )
+from ..monitor.frames import Place, is_library, is_own, users_part
 from ..protocol.entering import BarrierTimeout
 from ..protocol.membership import Membership
-from ..protocol.records import DONE, Decision, View
+from ..protocol.records import DONE, Decision, SameFault, View
 from ..settings import Limits
 from ..state import Mode, State
-from .same_faults import in_words, pause_before_entering
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Endpoint = tuple[str, int]
 
-
-class Action(Generic[T]):
-    """Something that the loop asks for; answered with a ``T``, or with an exception."""
-
-
-Course = Generator[Action[Any], Any, T]
-"""What yields actions, is sent their answers, and returns a ``T``."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Know(Action[None]):
-    """The monitor learns which iteration this rank is in, and how it was decided, before the rank waits."""
-
-    view: View
-    decision: Decision
-
-
-@dataclasses.dataclass(frozen=True)
-class Assign(Action[State]):
-    """The rank assignment runs on a state: answered with the rank's new state."""
-
-    state: State
-    decision: Decision
-
-
-@dataclasses.dataclass(frozen=True)
-class Take(Action[bool]):
-    """The rank takes its new state. The answer: whether it dropped compiled code, since ranks have moved."""
-
-    state: State
-
-
-@dataclasses.dataclass(frozen=True)
-class Serve(Action[Endpoint | None]):
-    """Active rank 0 serves the store at which ``torch.distributed`` meets; answered with host and port."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Meet(Action[None]):
-    """``torch.distributed`` is pointed to that store."""
-
-    endpoint: Endpoint
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 10.0
 
 
 @dataclasses.dataclass
@@ -97,95 +53,68 @@ class Left:
     fault: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Run(Action[Left]):
-    """The function runs on an active rank, a spare waits. ``entered`` active ranks have come this far."""
+class Performer:
+    """What the loop needs done in the rank's process; here nothing. What a method raises ends the loop."""
 
-    view: View
-    state: State
-    entered: int
+    def know(self, view: View, decision: Decision) -> None:
+        """Before the rank waits, tells its monitor which iteration it is in, and how that was decided."""
 
+    def assign(self, state: State, decision: Decision) -> State:
+        """Runs the rank assignment on a state; returns the rank's new state."""
+        return state
 
-@dataclasses.dataclass(frozen=True)
-class Settle(Action[None]):
-    """The iteration has ended by a fault: process groups are aborted, the function's thread is free."""
+    def take(self, state: State) -> bool:
+        """Takes the new state; returns whether compiled code was dropped, since ranks have moved."""
+        return False
 
+    def serve(self) -> Endpoint | None:
+        """On active rank 0: serves the store at which ``torch.distributed`` meets; returns host and port."""
+        return None
 
-@dataclasses.dataclass(frozen=True)
-class CleanUp(Action[None]):
-    """Finalize and health check, before the others are told that this rank has left the function."""
+    def meet(self, endpoint: Endpoint) -> None:
+        """Points ``torch.distributed`` to that store."""
 
+    def call_function(self, state: State, entered: int) -> Left:
+        """Runs the function on an active rank, waits on a spare.
 
-@dataclasses.dataclass(frozen=True)
-class TidyUp(Action[None]):
-    """What only this rank's next entry needs, while the others are waited for."""
+        Args:
+            state: the rank's.
+            entered: how many active ranks have come this far.
+        """
+        return Left(has_returned=True)
 
+    def settle(self) -> None:
+        """The iteration has ended by a fault: aborts process groups, frees the function's thread."""
 
-@dataclasses.dataclass(frozen=True)
-class Onward(Action[None]):
-    """All have left the iteration, and the next one is decided."""
+    def clean_up(self) -> None:
+        """Finalize and health check, before the others are told that this rank has left the function."""
 
+    def tidy_up(self) -> None:
+        """Does what only this rank's next entry needs, while the others are waited for."""
 
-@dataclasses.dataclass(frozen=True)
-class Pause(Action[None]):
-    """The ranks wait before they enter a function that fails again and again."""
+    def onward(self) -> None:
+        """All have left the iteration, and the next one is decided."""
 
-    seconds: float
+    def pause(self, seconds: float) -> None:
+        """Waits before a function is entered that fails again and again."""
 
+    def complete(self) -> None:
+        """All ranks have finished."""
 
-@dataclasses.dataclass(frozen=True)
-class Complete(Action[None]):
-    """All ranks have finished."""
+    def leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
+        """The rank leaves the job.
 
-    state: State
+        Args:
+            error: why.
+            is_missed: whether others wait for this rank in the iteration.
 
+        Returns:
+            What the others are told; None if they cannot be told.
+        """
+        return None
 
-@dataclasses.dataclass(frozen=True)
-class Leave(Action[Interruption | None]):
-    """The rank leaves the job. Answered with what the others are told; None if they cannot be told.
-
-    ``is_missed`` says whether others wait for this rank in the iteration.
-    """
-
-    state: State
-    error: BaseException
-    is_missed: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Gone(Action[None]):
-    """The others know, as far as they can."""
-
-    state: State
-
-
-def do(action: Action[T]) -> Course[T]:
-    """Yields an action; returns its answer, with its type."""
-    return cast(T, (yield action))
-
-
-def carry_out(course: Course[T], perform: Callable[[Action[Any]], Any]) -> T:
-    """Carries the actions of a course out, one after the other.
-
-    Args:
-        course: what yields them. What `perform` raises is raised there, at the action.
-        perform: carries one out, and returns its answer.
-    """
-    resume, answer = course.send, cast(Any, None)
-    while True:
-        try:
-            answer = perform(resume(answer))
-            resume = course.send
-        except BaseException as error:  # a signal's, too, between two actions
-            if inspect.getgeneratorstate(course) != inspect.GEN_CLOSED:
-                resume, answer = cast(Any, course.throw), error
-                continue
-            answer = None
-            if isinstance(error, StopIteration):
-                return cast(T, error.value)
-            if isinstance(error.__cause__, StopIteration):
-                raise error.__cause__ from None  # a plug-in's: none can leave a generator as it is
-            raise
+    def gone(self) -> None:
+        """The others know, as far as they can."""
 
 
 class RestartLoop:
@@ -195,39 +124,41 @@ class RestartLoop:
         member: the rank's part in the job: it is in.
         base: the rank's state; its ranks are those that the last decision speaks of.
         limits: the wrapper's settings.
+        performer: does what the loop does not do itself.
     """
 
-    def __init__(self, member: Membership, base: State, limits: Limits) -> None:
+    def __init__(self, member: Membership, base: State, limits: Limits, performer: Performer) -> None:
         self.member = member
         self.base = base
         self.state = base
         self.limits = limits
+        self.performer = performer
         self._is_spare = False
         self._runs = False
         self._error: BaseException | None = None  # by which the function was left
 
-    def course(self) -> Course[object]:
-        """All actions; returns what the function returned."""
+    def run(self) -> object:
+        """Runs until an iteration ends well; returns what the function returned."""
         try:
             left = None
             while left is None:
-                yield from do(Know(self.member.view, self.member.decision))
-                yield from self._consider_same_faults()
-                left = yield from self._iterate()
+                self.performer.know(self.member.view, self.member.decision)
+                self._consider_same_faults()
+                left = self._iterate()
         except BaseException as error:
-            yield from self._leave(error)
+            self._leave(error)
             raise
-        yield from do(Complete(self.state))
+        self.performer.complete()
         return left.value
 
-    def _iterate(self) -> Course[Left | None]:
+    def _iterate(self) -> Left | None:
         """One iteration; None if it has ended by a fault."""
         member = self.member
         fault: str | None = None
-        entered = yield from self.enter()
+        entered = self.enter()
         if entered is not None:
             self._runs = True
-            left = yield from do(Run(member.view, self.state, entered))
+            left = self.performer.call_function(self.state, entered)
             if left.error is not None:
                 member.publish(self.state.rank, left.error)
             active = self.state.active_world_size or 0
@@ -235,17 +166,17 @@ class RestartLoop:
                 return left
             self._error, fault = left.error, left.fault
             del left
-            yield from do(Settle())
+            self.performer.settle()
             self._runs = False
-        yield from do(CleanUp())
+        self.performer.clean_up()
         assert self.base.rank is not None
         proposed = member.arrive(self.base.rank, self.base.world_size, fault)
-        yield from do(TidyUp())
+        self.performer.tidy_up()
         member.await_next(proposed)
-        yield from do(Onward())
+        self.performer.onward()
         return None
 
-    def enter(self) -> Course[int | None]:
+    def enter(self) -> int | None:
         """Gets this rank's place; None if the iteration ended before all ranks had theirs."""
         member, decision, base = self.member, self.member.decision, self.base
         n = member.view.n
@@ -260,7 +191,7 @@ class RestartLoop:
         self.state.mode = Mode.INITIALIZED  # until the rank assignment says what the rank does
         self.state.iteration = n if self.limits.use_global_iteration else n - decision.first
         try:
-            state = yield from do(Assign(self.state, decision))
+            state = self.performer.assign(self.state, decision)
         except BarrierTimeout as error:
             member.publish(base.rank, error)  # whom it waited for lives, and does not come
             return None
@@ -274,8 +205,8 @@ class RestartLoop:
         check(state)
         self.state, self.base = state, copy.copy(state)
         self._is_spare = state.mode == Mode.INACTIVE
-        recompiles = yield from do(Take(state))
-        endpoint = (yield from do(Serve())) if state.active_rank == 0 else None
+        recompiles = self.performer.take(state)
+        endpoint = self.performer.serve() if state.active_rank == 0 else None
         entered = member.agreement.entering.check_assignment(
             n,
             member.member,
@@ -290,10 +221,10 @@ class RestartLoop:
             endpoint = member.await_endpoint(state.rank, self.limits.monitor_thread_interval)
         if endpoint is None:
             return None
-        yield from do(Meet(endpoint))
+        self.performer.meet(endpoint)
         return entered
 
-    def _consider_same_faults(self) -> Course[None]:
+    def _consider_same_faults(self) -> None:
         """Ends the job, or backs off, if the same fault comes again and again; the same on all ranks."""
         member, limit = self.member, self.limits.max_same_faults
         error, self._error = self._error, None
@@ -313,20 +244,20 @@ class RestartLoop:
         if pause:
             if worst.member == member.member:
                 log.warning("%s; trying again in %g s", in_words(worst, limit), pause)
-            yield from do(Pause(pause))
+            self.performer.pause(pause)
 
-    def _leave(self, error: BaseException) -> Course[None]:
+    def _leave(self, error: BaseException) -> None:
         """This rank leaves the job; the others are told, and go on."""
         member, state = self.member, self.state
         # No one plans with a discarded rank. One whose monitor thread waits for the end must bring it about;
         # a spare ends nothing.
         is_missed = not self._is_spare and (self._runs or not isinstance(error, RankDiscarded))
-        how = yield from do(Leave(state, error, is_missed))
+        how = self.performer.leave(error, is_missed)
         if how is not None:
             member.leave(state.rank, how, error, ends=is_missed)
             if is_missed and state.active_rank == 0:
                 member.await_others()  # they may yet connect to the store that this rank's monitor serves
-        yield from do(Gone(state))
+        self.performer.gone()
 
 
 def check(state: State) -> None:
@@ -348,3 +279,41 @@ def check(state: State) -> None:
             f"rank_assignment gave active_world_size={state.active_world_size}, which is more than "
             f"world_size={state.world_size}"
         )
+
+
+# A function that fails again and again in the same way ----------------------------------------------------
+
+
+def kind_and_place(error: BaseException) -> str:
+    """Says in one line what was raised, and where: the innermost line of the user's code that led there.
+
+    Not the message, which may have an address or a number in it that differs each time.
+    """
+    kind, lines = type(error).__name__, list(traceback.walk_tb(users_part(error.__traceback__)))
+    if not lines:
+        return kind
+    users = [line for line in lines if not (is_own(line[0]) or is_library(line[0].f_code.co_filename))]
+    frame, number = users[-1] if users else lines[0]
+    return f"{kind} at {Place(frame.f_code.co_filename, number, frame.f_code.co_name)}"
+
+
+def times_before(view: View, what: str) -> int:
+    """How often in a row a fault, by kind and place, had ended iterations before this one."""
+    return next((fault.count for fault in view.same_faults if fault.what == what), 0)
+
+
+def pause_before_entering(count: int) -> float:
+    """Seconds to wait before the function is entered again.
+
+    Args:
+        count: how many times in a row it has failed in the same way. The first time may be chance.
+    """
+    return 0.0 if count < 2 else float(min(_FIRST_PAUSE * 2 ** (count - 2), _LONGEST_PAUSE))
+
+
+def in_words(fault: SameFault, limit: int) -> str:
+    """Says that a fault comes again and again; ``limit`` is the argument ``max_same_faults``."""
+    return (
+        f"{fault.what} on slot {fault.member.slot}, {fault.count} times in a row without progress "
+        f"(max_same_faults={limit})"
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import logging
 import os
 import socket
@@ -17,13 +16,12 @@ from .._files import check_open_files
 from ..abort import close_aborted_sockets, protect_children, protect_process, wait_for_released_groups
 from ..attribution import Interruption
 from ..exception import StoreError
-from ..monitor.frames import interruptions_unreported
+from ..monitor.frames import StackDump, interruptions_unreported
 from ..monitor.interrupt import Interrupter
 from ..monitor.line import MonitorLine, ask_agent
-from ..monitor.process import MonitorFiles, fork_monitor
+from ..monitor.service import fork_monitor
 from ..monitor.shared_memory import RankMemory
 from ..monitor.signals import KeptSignals
-from ..monitor.stack_dump import StackDump
 from ..monitor.threads import MonitorThread, ProgressWatchdog
 from ..protocol.agreement import Agreement
 from ..protocol.membership import Membership, Remembered
@@ -35,7 +33,7 @@ from ..state import State
 from ..store import StorePlan
 from ..store.address import own_address
 from ..torch_groups.between import Environment
-from .arguments import Settings
+from . import Settings
 
 log = logging.getLogger(__name__)
 
@@ -44,26 +42,20 @@ _FILES_OF_A_CALL = 18  # with what its monitor, if that is a process, opens for 
 _remembered: dict[str, Remembered] = {}
 
 
-class Standing(enum.Enum):
-    """How far this process has got into the job."""
-
-    OUTSIDE = enum.auto()
-    REGISTERED = enum.auto()
-    """It holds its slot."""
-    IN = enum.auto()
-    """Decided upon; or its call had completed before it came."""
-
-
 @dataclasses.dataclass
-class End:
-    """How the call ends, for those that give things back.
+class Progress:
+    """How far the call has come, for those that give things back.
 
     Args:
+        is_registered: whether this process holds its slot.
+        is_in: whether it has got into the job; also if its call had completed before it came.
         has_completed: whether all ranks have finished.
         store_lost: why the store cannot be reached any more.
         thread_stays: whether the monitor thread is left to wait for an end that others bring about.
     """
 
+    is_registered: bool = False
+    is_in: bool = False
     has_completed: bool = False
     store_lost: StoreError | None = None
     thread_stays: bool = False
@@ -101,10 +93,9 @@ class Resources:
         check_open_files(_FILES_OF_A_CALL, f"rank {base.initial_rank}")
         self.settings = settings
         self.plan = plan
-        self.end = End()
+        self.progress = Progress()
         self.signals = KeptSignals()
         self.monitor_lost = threading.Event()
-        self._standing = Standing.OUTSIDE
         limits = settings.limits
         slot, size = base.initial_rank or 0, formation_size(base.world_size)
         remembered = _remembered.pop(plan.description, Remembered(call=0))
@@ -121,8 +112,7 @@ class Resources:
             owned.callback(self.signals.forget)
             owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
             owned.callback(Environment().restore)
-            self.memory = RankMemory()
-            owned.callback(self.memory.close)
+            self.memory = owned.enter_context(contextlib.closing(RankMemory()))
             self.memory.lock_life()
             owned.callback(close_aborted_sockets)
             owned.callback(wait_for_released_groups)
@@ -132,21 +122,16 @@ class Resources:
             owned.push(self._end_monitor)
             owned.enter_context(protect_process(self.monitor.pid))
             owned.enter_context(protect_children())
-            store = plan.connect()
-            owned.callback(store.close)
+            store = owned.enter_context(contextlib.closing(plan.connect()))
             # A store that is on no one host says nothing of the way to the other ranks.
             towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
             self._address = own_address(towards)
             self.interrupter = Interrupter()
-            self.interrupter.install()
             owned.callback(self.interrupter.close)
             if is_main_thread:
                 owned.callback(StackDump(self.memory).close)
-            watchdog = ProgressWatchdog(
-                self.memory, limits.progress_watchdog_interval, watches_main_thread=is_main_thread
-            )
-            watchdog.start()
-            owned.callback(watchdog.stop)
+            interval = limits.progress_watchdog_interval
+            owned.callback(ProgressWatchdog(self.memory, interval, is_main_thread).stop)
             terms = {"function": function_name, "formation_size": size, **settings.shared}
             self.member = Membership(Agreement(store), slot, slots, limits, remembered.call, terms)
             self.member.heart = self.monitor.heart
@@ -159,7 +144,7 @@ class Resources:
             )
             owned.callback(self._end_thread)
             self.is_in_time = self._join(remembered, base, since_last_call)
-            self._standing = Standing.IN
+            self.progress.is_in = True
             self._owned = owned.pop_all()
 
     def close(self, error: BaseException | None) -> None:
@@ -168,7 +153,7 @@ class Resources:
             self._owned.__exit__(None, None, None)
         else:  # with its traceback: what of this is a generator puts that back which it was given
             self._owned.__exit__(type(error), error, error.__traceback__)
-        self.end.store_lost = None  # its frames refer to all of this
+        self.progress.store_lost = None  # its frames refer to all of this
 
     def serve(self) -> tuple[str, int]:
         """Opens the store at which ``torch.distributed`` meets in this iteration; host and port."""
@@ -176,7 +161,7 @@ class Resources:
 
     def remember(self, state: State) -> None:
         """Notes what the next wrapped call on this store has to know."""
-        self.end.has_completed = True
+        self.progress.has_completed = True
         if self.is_in_time:
             assert state.rank is not None
             _remembered[self.plan.description] = self.member.remember(state.rank, state.world_size)
@@ -187,26 +172,24 @@ class Resources:
 
     def _find_monitor(self, limits: Limits, slot: int) -> MonitorLine:
         """The monitor inside the agent, if there is one; otherwise one in a process of its own."""
-        files = MonitorFiles(
-            _filled_in(self.settings.monitor_process_logfile, slot),
-            _filled_in(self.settings.monitor_process_pidfile, slot),
-        )
-        has_none = files == MonitorFiles()  # those are a process's
+        paths = (self.settings.monitor_process_logfile, self.settings.monitor_process_pidfile)
+        logfile, pidfile = (path and path.replace("{rank}", str(slot)) for path in paths)
+        has_none = logfile is None and pidfile is None  # those are a process's
         line, replaced = ask_agent(limits, self.plan, self.memory, self._on_monitor_lost, watch=has_none)
         if line is not None:
             return line
         limits = dataclasses.replace(limits, replaced=replaced)
         try:
-            return self._monitor_process(limits, files)
+            return self._monitor_process(limits, logfile, pidfile)
         except StoreError:
             # This process may have been started again: then its predecessor's monitor still has the port. Or
             # the user's store is there.
             if not (self._hosts and self.plan.is_served(by_rank=limits.use_global_iteration)):
                 raise
             self._hosts = False
-            return self._monitor_process(limits, files)
+            return self._monitor_process(limits, logfile, pidfile)
 
-    def _monitor_process(self, limits: Limits, files: MonitorFiles) -> MonitorLine:
+    def _monitor_process(self, limits: Limits, logfile: str | None, pidfile: str | None) -> MonitorLine:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "CUDA is already initialized in this process, so the monitor process cannot be forked "
@@ -218,12 +201,13 @@ class Resources:
             self.plan,
             hosts=self._hosts,
             memory=self.memory,
-            files=files,
+            logfile=logfile,
+            pidfile=pidfile,
             on_lost=self._on_monitor_lost,
         )
 
     def _registered(self, member: Member) -> None:
-        self._standing = Standing.REGISTERED
+        self.progress.is_registered = True
         self.monitor.join(member)
 
     def _join(self, remembered: Remembered, base: State, since_last_call: contextlib.ExitStack) -> bool:
@@ -257,10 +241,10 @@ class Resources:
     # Giving it back --------------------------------------------------------------------------------------
 
     def _say_goodbye(self) -> None:
-        if self._standing is Standing.OUTSIDE or self.end.store_lost is not None:
+        if not self.progress.is_registered or self.progress.store_lost is not None:
             return
         port = self.plan.port
-        if self.end.has_completed and port is not None and not self._hosts and self._is_hosted_by_rank():
+        if self.progress.has_completed and port is not None and not self._hosts and self._is_hosted_by_rank():
             # The host's monitor closes the port once all have said goodbye. A wrapped function that is called
             # next must not meet the old server there.
             host = getattr(self.member.agreement.store, "host_name", "")
@@ -280,11 +264,11 @@ class Resources:
             return False
 
     def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.end.has_completed and kind is None and self.plan.port is None and self.monitor.between():
+        if self.progress.has_completed and kind is None and self.plan.port is None and self.monitor.between():
             # Those who go on to the next call on this store wait for this rank, as long as it lives.
             last = _remembered[self.plan.description]
             _remembered[self.plan.description] = dataclasses.replace(last, monitor=self.monitor)
-        elif self._hosts and kind is not None and self._standing is Standing.IN:
+        elif self._hosts and kind is not None and self.progress.is_in:
             self.monitor.detach()  # the others go on, and need the store that it hosts
         else:
             # One that hosts nothing has nothing left to do; it may still look for a store that has ended.
@@ -293,7 +277,7 @@ class Resources:
 
     def _end_thread(self) -> None:
         # It waits for the store, too, or for an end that this rank does not bring about.
-        is_left = self.end.store_lost is not None or self.end.thread_stays
+        is_left = self.progress.store_lost is not None or self.progress.thread_stays
         self.thread.stop(0.0 if is_left else self.settings.barrier_timeout)
         del self.thread  # it refers to the call
 
@@ -304,7 +288,7 @@ class Resources:
     def _on_monitor_lost(self) -> None:
         """In a thread of its own: no one would notice this rank's faults any more, so it leaves the job."""
         self.monitor_lost.set()
-        if self._standing is not Standing.IN:
+        if not self.progress.is_in:
             return  # the rank finds out when it wants to tell the monitor that it is in
         if self._hosts:
             return  # nor is there a store any more: all ranks find out at once
@@ -323,7 +307,3 @@ def _await_end(line: socket.socket, timeout: float) -> None:
     line.settimeout(timeout)
     with contextlib.suppress(OSError):
         line.recv(1)
-
-
-def _filled_in(path: str | None, rank: int) -> str | None:
-    return None if path is None else path.replace("{rank}", str(rank))

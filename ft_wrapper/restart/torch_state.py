@@ -124,7 +124,7 @@ def snapshot() -> TorchState:
 
 
 def _parts() -> Iterator[_Part]:
-    yield _Part("function modes", _function_modes, _put_function_modes)
+    yield _Part("function modes", lambda: _stack("function"), lambda modes: _put_stack("function", modes))
     yield _Part("dispatch modes", _dispatch_modes, _put_dispatch_modes)
     for name, getter, setter in _SWITCHES:
         get, put = getattr(_C, getter, None), globals().get(f"_{setter}") or getattr(_C, setter, None)
@@ -187,16 +187,20 @@ def _global_of(module: str, name: str, default: Any) -> tuple[Callable[[], Any],
     return lambda: getattr(sys.modules.get(module), name, default), put
 
 
-def _function_modes() -> tuple[Any, ...]:
-    return tuple(_C._get_function_stack_at(i) for i in range(_C._len_torch_function_stack()))
+def _stack(kind: str) -> tuple[Any, ...]:
+    """The modes that are on: of kind ``function`` or ``dispatch``."""
+    length = getattr(_C, f"_len_torch_{kind}_stack")()
+    return tuple(getattr(_C, f"_get_{kind}_stack_at")(position) for position in range(length))
 
 
-def _put_function_modes(modes: tuple[Any, ...]) -> None:
-    kept = _common(_function_modes(), modes)
-    while _C._len_torch_function_stack() > kept:
-        _C._pop_torch_function_stack()
+def _put_stack(kind: str, modes: tuple[Any, ...], *which: None) -> None:
+    now, kept = _stack(kind), 0  # how many at the bottom are the same
+    while kept < min(len(now), len(modes)) and now[kept] is modes[kept]:
+        kept += 1
+    for _ in now[kept:]:
+        getattr(_C, f"_pop_torch_{kind}_stack")(*which)
     for mode in modes[kept:]:
-        _C._push_on_torch_function_stack(mode)
+        getattr(_C, f"_push_on_torch_{kind}_stack")(mode)
 
 
 _dispatch_flags = (
@@ -208,32 +212,19 @@ _dispatch_flags = (
 
 def _dispatch_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The stack, and what Python remembers of it."""
-    stack = tuple(_C._get_dispatch_stack_at(i) for i in range(_C._len_torch_dispatch_stack()))
     module = sys.modules["torch.utils._python_dispatch"]
-    return stack, tuple(getattr(module, name, None) for name in _dispatch_flags)
+    return _stack("dispatch"), tuple(getattr(module, name, None) for name in _dispatch_flags)
 
 
 def _put_dispatch_modes(value: tuple[tuple[Any, ...], tuple[Any, ...]]) -> None:
     modes, flags = value
-    kept = _common(_dispatch_modes()[0], modes)
-    while _C._len_torch_dispatch_stack() > kept:
-        _C._pop_torch_dispatch_stack(None)
-    for mode in modes[kept:]:
-        _C._push_on_torch_dispatch_stack(mode)
+    _put_stack("dispatch", modes, None)
     module: Any = sys.modules["torch.utils._python_dispatch"]
     for name, flag in zip(_dispatch_flags, flags, strict=True):
         if flag is not None:
             setattr(module, name, flag)
     if flags[2] is not None:
         module.set_is_in_mode_without_ignore_compile_internals(flags[2])
-
-
-def _common(now: tuple[Any, ...], then: tuple[Any, ...]) -> int:
-    """How many modes at the bottom of a stack are the same."""
-    same = 0
-    while same < min(len(now), len(then)) and now[same] is then[same]:
-        same += 1
-    return same
 
 
 def _default_device() -> tuple[Any, Any]:

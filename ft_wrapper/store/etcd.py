@@ -184,16 +184,14 @@ class EtcdStore(Store, StoreMixin):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         deadline = time.monotonic() + self.timeout.total_seconds()
-        spans = [self._keys.span(key) for key in keys]
         while True:
-            _, present = self._look(f"get {keys}", spans)
-            if len(present) == len(set(spans)):
-                return [present[span] for span in spans]
+            _, present = self._look("get", keys)
+            if len(present) == len(set(keys)):
+                return [messages.value_of(present[key]) or b"" for key in keys]
             self._await("get", keys, deadline)
 
     def check(self, keys: list[str]) -> bool:
-        ranges = [messages.get(self._keys.span(key), keys_only=True) for key in keys]
-        return all(found.keys for found in self._etcd.read(f"check {keys}", ranges, self.patience)[1])
+        return len(self._look("check", keys, keys_only=True)[1]) == len(set(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = (self.timeout if timeout is None else timeout).total_seconds()
@@ -219,14 +217,14 @@ class EtcdStore(Store, StoreMixin):
     # The protocol's operations --------------------------------------------------------------------------
 
     def hear(self, key: str, seconds: float) -> str | None:
-        span, deadline = self._keys.span(key), time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while key.startswith(names.WAKE) and (standing := self._standing_watch()) is not None:
             remaining = max(0.0, deadline - time.monotonic())
             try:
-                said = standing.hear(span.key).result(min(remaining, LOOK_AGAIN))
+                said = standing.hear(self._keys.span(key).key).result(min(remaining, LOOK_AGAIN))
             except futures.TimeoutError:
                 # What was written just now may not have been told yet.
-                said = self._look(f"hear {key!r}", [span])[1].get(span)
+                said = messages.value_of(self._look("hear", [key])[1].get(key, ()))
                 if said is None and remaining <= LOOK_AGAIN:
                     return None
             if said is not None:
@@ -267,13 +265,15 @@ class EtcdStore(Store, StoreMixin):
 
     def _held(self, key: str) -> Sequence[KeyValue]:
         """What a key holds, with the revisions at which it was written."""
-        return self._etcd.read(f"get {key!r}", [messages.get(self._keys.span(key))], self.patience)[1][0].keys
+        return self._look("get", [key])[1].get(key, ())
 
-    def _look(self, what: str, spans: Sequence[Span]) -> tuple[int, dict[Span, bytes]]:
-        """What those of some spans hold that are there, and as of which revision."""
-        revision, answers = self._etcd.read(what, [messages.get(span) for span in spans], self.patience)
-        held = ((span, messages.value_of(found.keys)) for span, found in zip(spans, answers, strict=True))
-        return revision, {span: value for span, value in held if value is not None}
+    def _look(
+        self, what: str, keys: Sequence[str], *, keys_only: bool = False
+    ) -> tuple[int, dict[str, Sequence[KeyValue]]]:
+        """What those of some keys hold that are there; and as of which revision."""
+        reads = [messages.get(self._keys.span(key), keys_only=keys_only) for key in keys]
+        revision, answers = self._etcd.read(f"{what} {', '.join(map(repr, keys))}", reads, self.patience)
+        return revision, {key: found.keys for key, found in zip(keys, answers, strict=True) if found.keys}
 
     def _standing_watch(self) -> StandingWatch | None:
         """Of the keys that wake somebody; None once the store that this one was made by is closed."""
@@ -284,20 +284,19 @@ class EtcdStore(Store, StoreMixin):
 
         Each is watched from the first look on: one that is written and deleted meanwhile has been there.
         """
-        missing, since = {self._keys.span(key): key for key in keys}, dict[Span, int]()
+        missing, since = set(keys), dict[str, int]()
         while missing:
-            revision, found = self._look(f"{what} {list(keys)}", [*missing])
-            missing = {span: key for span, key in missing.items() if span not in found}
+            revision, found = self._look(what, sorted(missing))
+            missing -= found.keys()
             if not missing:
                 break
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                late = sorted(missing.values())
-                raise EtcdTimeout(f"{self!r}: {what} timed out: no one wrote the keys {late}")
-            span, since = min(missing), dict.fromkeys(missing, revision + 1) | since
+                raise EtcdTimeout(f"{self!r}: {what} timed out: no one wrote the keys {sorted(missing)}")
+            key, since = min(missing), dict.fromkeys(missing, revision + 1) | since
             try:
-                if self._is_written(span, since.pop(span), min(remaining, LOOK_AGAIN)):
-                    del missing[span]
+                if self._is_written(self._keys.span(key), since.pop(key), min(remaining, LOOK_AGAIN)):
+                    missing.discard(key)
             except EtcdCompacted:
                 since.clear()
 

@@ -200,7 +200,7 @@ class EtcdJob:
         return end
 
     def _keep(self, stop: queue.SimpleQueue[None]) -> None:
-        until_next = self._keep_once()
+        until_next: float | None = 0.0
         while until_next is not None:
             try:
                 stop.get(timeout=until_next)

@@ -315,12 +315,13 @@ class EtcdClient:
 def _check_files(ca: str | None, cert: str | None, key: str | None) -> None:
     """Raises ValueError if the files for TLS cannot be used."""
     context = ssl.create_default_context()
+    for name, path in (("ca", ca), ("cert", cert), ("key", key)):
+        if path is not None and not os.access(path, os.R_OK):
+            raise ValueError(f"{name}={path!r} for etcd cannot be read")
     try:
         if ca is not None:
             context.load_verify_locations(ca)
         if cert is not None:
             context.load_cert_chain(cert, key)
     except (ssl.SSLError, OSError) as error:
-        raise ValueError(
-            f"ca={ca!r}, cert={cert!r}, key={key!r} for etcd cannot be read, or do not fit: {error}"
-        ) from None
+        raise ValueError(f"ca={ca!r}, cert={cert!r}, key={key!r} for etcd do not fit: {error}") from None

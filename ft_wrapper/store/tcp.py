@@ -134,10 +134,7 @@ class TCPStore(HoldingStore):
 
     def _do(self, what: str, operation: Callable[[Operations], T]) -> T:
         """Carries out an operation that the server answers."""
-        try:
-            result = operation(self._store)
-        except DistNetworkError as error:
-            result = self._repeat(what, operation, error)
+        result = self._try(what, operation)
         # The server answers in order: what it was told before has been carried out.
         self._unanswered.clear()
         return result
@@ -148,13 +145,16 @@ class TCPStore(HoldingStore):
         On a connection that is lost already the first of them seems to succeed. So they are kept until an
         operation has been answered, and repeated should the connection turn out to be lost.
         """
-        try:
-            operation(self._store)
-        except DistNetworkError as error:
-            self._repeat(what, operation, error)
+        self._try(what, operation)
         self._unanswered.append(operation)
         if len(self._unanswered) >= _MOST_UNANSWERED:
             self.check([LIFE])
+
+    def _try(self, what: str, operation: Callable[[Operations], T]) -> T:
+        try:
+            return operation(self._store)
+        except DistNetworkError as error:
+            return self._repeat(what, operation, error)
 
     def _repeat(self, what: str, operation: Callable[[Operations], T], error: Exception) -> T:
         if self._loss.noted:

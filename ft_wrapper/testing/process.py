@@ -15,23 +15,10 @@ from ..protocol.deaths import report_death
 from ..protocol.heart import HeartBeat
 from ..protocol.housekeeping import note_wanted
 from ..rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
-from ..restart.loop import (
-    Action,
-    Assign,
-    Complete,
-    Gone,
-    Know,
-    Leave,
-    Left,
-    Run,
-    Serve,
-    Settle,
-    Take,
-    carry_out,
-)
+from ..restart.loop import Endpoint, Left, Performer
 from ..settings import Limits
 from ..state import Mode, State
-from ..store import Fault, Member, PrefixStore, View
+from ..store import Decision, Fault, Member, PrefixStore, View
 from .scenario import process_name
 from .simulated_job import SimulatedJob
 from .tasks import Task
@@ -77,7 +64,7 @@ class _WatchedRank:
 
 
 @dataclasses.dataclass(eq=False)
-class SimulatedProcess:
+class SimulatedProcess(Performer):
     """One process of a slot, and what its monitor and the invariants know of it without asking the store.
 
     Args:
@@ -227,8 +214,8 @@ class SimulatedProcess:
             else:
                 self._go_on(job, last, state)
             self._rank_assignment = simulation.rank_assignment()
-            loop = simulation.restart_loop(job, state)
-            carry_out(simulation.course(loop), self.perform)
+            loop = simulation.restart_loop(job, state, self)
+            loop.run()
             state, last = loop.base, job
             if call < scenario.calls - 1:
                 if simulation.quits(self, call):
@@ -282,42 +269,40 @@ class SimulatedProcess:
         self.heart.upcoming = ("sleep", (simulation.scenario.heartbeat_interval,))  # so it begins
         simulation.heart_began(self)
 
-    def perform(self, action: Action[Any]) -> Any:
-        """Carries out what the restart loop asks for."""
-        simulation, scenario = self.simulation, self.simulation.scenario
-        match action:
-            case Know(view):
-                self.view, self.rank, self.active = view, None, True
-            case Assign(state, decision):
-                return self._assign(state, set(decision.ranks))
-            case Take(state):
-                self.rank, self.active = state.rank, state.mode == Mode.ACTIVE
-                return False
-            case Serve():
-                return ("host", 1) if scenario.endpoint else None
-            case Run(view, state):
-                simulation.invariants.entered(self, view, state)
-                self.entered += 1
-                return self._run(state)
-            case Settle():
-                if self.inside is not None:  # its own fault has ended the iteration: so it is heard
-                    self._job.agreement.store.hear(keys.wake_end(self.inside), scenario.step_seconds)
-                    self.inside = None
-                    self._job.await_completion(None, 0)
-            case Complete():
-                simulation.invariants.completed(self, self._job.view)
-            case Leave():
-                return Interruption.BASE_EXCEPTION if self._leaves() else None
-            case Gone():
-                self.told = not self._is_silent()
-        return None
+    # What its restart loop asks for; see `Performer` -------------------------------------------------------
 
-    def _assign(self, state: State, terminated: set[int]) -> State:
+    def know(self, view: View, decision: Decision) -> None:
+        self.view, self.rank, self.active = view, None, True
+
+    def take(self, state: State) -> bool:
+        self.rank, self.active = state.rank, state.mode == Mode.ACTIVE
+        return False
+
+    def serve(self) -> Endpoint | None:
+        return ("host", 1) if self.simulation.scenario.endpoint else None
+
+    def settle(self) -> None:
+        if self.inside is not None:  # its own fault has ended the iteration: so it is heard
+            seconds = self.simulation.scenario.step_seconds
+            self._job.agreement.store.hear(keys.wake_end(self.inside), seconds)
+            self.inside = None
+            self._job.await_completion(None, 0)
+
+    def complete(self) -> None:
+        self.simulation.invariants.completed(self, self._job.view)
+
+    def leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
+        return Interruption.BASE_EXCEPTION if self._leaves() else None
+
+    def gone(self) -> None:
+        self.told = not self._is_silent()
+
+    def assign(self, state: State, decision: Decision) -> State:
         simulation, job = self.simulation, self._job
         if simulation.forgets and self.task is not None:
             known = (job.call, job.member, job.view, job.decision, state.rank, state.world_size)
             simulation.scheduler.forget(self.task, (*known, self.entered, tuple(self.completed)))
-        context = RankAssignmentCtx(state, PrefixStore(job.view.n, job.agreement.store), terminated)
+        context = RankAssignmentCtx(state, PrefixStore(job.view.n, job.agreement.store), set(decision.ranks))
         try:
             assigned: State = self._rank_assignment(context).state
         except AssertionError:  # an invariant does not hold
@@ -325,9 +310,11 @@ class SimulatedProcess:
             raise
         return assigned
 
-    def _run(self, state: State) -> Left:
+    def call_function(self, state: State, entered: int) -> Left:
         simulation, scenario, store = self.simulation, self.simulation.scenario, self._job.agreement.store
         n = self._job.view.n
+        simulation.invariants.entered(self, self._job.view, state)
+        self.entered += 1
         if state.active_rank is None:
             return Left(has_returned=True)
         if state.active_rank == 0:

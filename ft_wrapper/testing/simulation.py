@@ -20,7 +20,7 @@ from ..protocol.neighbours import NeighbourWatch
 from ..rank_assignment import (
     RankAssignment,
 )
-from ..restart.loop import Course, RestartLoop
+from ..restart.loop import RestartLoop
 from ..state import State
 from ..store import Fault, Member, StoreMixin
 from .assignments import default_assignment
@@ -151,13 +151,9 @@ class Simulation:
         """Who watches the neighbours for a member's monitor."""
         return NeighbourWatch(agreement, member, self.scenario.heartbeat_timeout)
 
-    def restart_loop(self, member: SimulatedJob, base: State) -> RestartLoop:
+    def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
         """What a process does in one wrapped call."""
-        return RestartLoop(member, base, self.scenario.limits)
-
-    def course(self, loop: RestartLoop) -> Course[object]:
-        """The actions of a loop, as they are carried out."""
-        return loop.course()
+        return RestartLoop(member, base, self.scenario.limits, process)
 
     def quits(self, process: SimulatedProcess, call: int) -> bool:
         """Whether a process ends after a call, numbered from 0, and makes no other one."""

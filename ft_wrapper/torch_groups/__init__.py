@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -11,8 +12,7 @@ from typing import Any
 import torch
 
 from ..monitor.frames import current_frames
-from .gloo import shut_down_gloo_sockets
-from .sockets import shut_down_clients
+from .gloo import shut_down_clients, shut_down_gloo_sockets
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def abort_all() -> None:
         return
     # NCCL last: its abort has been known to hang, the other two only touch sockets.
     for what, step in (
-        ("gloo", lambda: shut_down_gloo_sockets(lambda: _size_being_made(c10d))),
+        ("gloo", functools.partial(shut_down_gloo_sockets, lambda: _size_being_made(c10d))),
         ("the iteration's store", _abort_store_clients),
         ("NCCL", lambda: _abort_nccl(c10d)),
     ):

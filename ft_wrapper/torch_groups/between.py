@@ -38,7 +38,6 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_U
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 _background: list[threading.Thread] = []
-_background_lock = threading.Lock()
 
 
 def release_process_groups(*, aborted: bool = False) -> None:
@@ -84,17 +83,15 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
         timeout: seconds.
 
     Returns:
-        False when some are still there; they are named in a warning.
+        False when some are still there; a warning says so.
     """
     deadline = time.monotonic() + timeout
-    with _background_lock:
-        threads = list(_background)
-    for thread in threads:
+    for thread in _background:
         thread.join(max(0.0, deadline - time.monotonic()))
-    left = [thread.name for thread in threads if thread.is_alive()]
-    if left:
-        log.warning("process groups still not gone after %g s: %s", timeout, ", ".join(left))
-    return not left
+    _background[:] = [thread for thread in _background if thread.is_alive()]
+    if _background:
+        log.warning("process groups still not gone after %g s: %d of them", timeout, len(_background))
+    return not _background
 
 
 def _references(world: Any) -> list[Any]:
@@ -120,15 +117,9 @@ def _forget_leftovers(c10d: Any) -> None:
             log.warning("could not abort %r", group, exc_info=True)
     if leftovers or world.default_pg is not None:
         c10d._update_default_pg(None)
-        for table in (
-            world.pg_map,
-            world.pg_names,
-            world.pg_group_ranks,
-            world.pg_backend_config,
-            world.pg_to_tag,
-            world.tags_to_pg,
-            world.pg_coalesce_state,
-        ):
+        tables = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
+        tables += [world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state]
+        for table in tables:
             table.clear()
         c10d._unregister_all_process_groups()
     # Names are made from this counter. Left raised, it makes them differ between ranks, and the next
@@ -153,12 +144,8 @@ def _leave_meshes() -> None:
     """Forgets meshes of dead groups: an active one, and torch < 2.8's tables of sub-meshes."""
     device_mesh: Any = sys.modules.get("torch.distributed.device_mesh")
     resources = getattr(device_mesh, "_mesh_resources", None)
-    for name in (
-        "mesh_stack",
-        "child_to_root_mapping",
-        "root_to_flatten_mapping",
-        "flatten_name_to_root_dims",
-    ):
+    tables = ("mesh_stack", "child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims")
+    for name in tables:
         table = getattr(resources, name, None)
         if table is not None:
             table.clear()
@@ -172,14 +159,10 @@ def _drop_in_background(references: list[Any]) -> None:
                 references.pop()
         except Exception:
             log.warning("process groups could not be dropped", exc_info=True)
-        finally:
-            with _background_lock:
-                _background.remove(thread)
 
-    thread = threading.Thread(target=drop, name="ft_wrapper-release-groups", daemon=True)
-    with _background_lock:
-        _background.append(thread)
-    thread.start()
+    _background[:] = [thread for thread in _background if thread.is_alive()]
+    _background.append(threading.Thread(target=drop, name="ft_wrapper-release-groups", daemon=True))
+    _background[-1].start()
 
 
 def _wait_until_idle(tids: list[int]) -> None:
@@ -228,9 +211,7 @@ class Environment:
 
 def point_to(host: str, port: int) -> None:
     """Sets the variables so that ``init_process_group`` finds the iteration's store."""
-    os.environ["MASTER_ADDR"] = host
-    os.environ["MASTER_PORT"] = str(port)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
 
 
 def connect(n: int) -> PrefixStore:

@@ -40,15 +40,16 @@ def forget_old_ranks() -> None:
     threads of the user's that live on.
     """
     # Most programs have imported none of these, and in each restart the others wait for this.
-    loaded = [(what, step, sys.modules[name]) for what, name, step in _STEPS if sys.modules.get(name)]
-    _warn([what for what, step, module in loaded if not _runs(step, module)])
+    for what, name, step in _STEPS:
+        if (module := sys.modules.get(name)) is not None:
+            _succeeds(what, step, module)
 
 
 def end_checkpoint_process() -> None:
     """Ends the process that writes checkpoints for ``async_save``, and with it a save under way."""
     executor = sys.modules.get("torch.distributed.checkpoint._async_process_executor")
-    if executor is not None and not _runs(_end_checkpoint_process, executor):
-        _warn(["the checkpoint process"])
+    if executor is not None:
+        _succeeds("the checkpoint process", _end_checkpoint_process, executor)
 
 
 def forget_compiled_ranks(rank: int, world_size: int) -> bool:
@@ -65,10 +66,7 @@ def forget_compiled_ranks(rank: int, world_size: int) -> bool:
     before, _compiled_for = _compiled_for, (rank, world_size)
     if before in (None, _compiled_for) or not _has_compiled():
         return False
-    if not _runs(torch.compiler.reset):
-        _warn(["compiled code"])
-        return False
-    return True
+    return _succeeds("compiled code", torch.compiler.reset)
 
 
 def forget_compiled_code_at_entry() -> None:
@@ -103,27 +101,23 @@ def collect_garbage(when: str) -> None:
         _frozen.add(when)
 
 
-def _warn(failed: list[str]) -> None:
-    fresh = [what for what in failed if what not in _warned]
-    if fresh:
-        _warned.update(fresh)
-        log.warning(
-            "torch %s does not let go of what it keeps of old ranks: %s. Results may be wrong once ranks "
-            "have moved; see docs/usage.md, 'What torch keeps'",
-            torch.__version__,
-            ", ".join(fresh),
-        )
-
-
-def _runs(step: Callable[..., object], *arguments: Any) -> bool:
-    """Whether a step could be carried out, or this torch is so old that it need not be."""
+def _succeeds(what: str, step: Callable[..., object], *arguments: Any) -> bool:
+    """Whether a step could be carried out, or this torch is so old that it need not be; warns once if not."""
     try:
         step(*arguments)
-    except AttributeError:
+    except Exception as error:
         log.debug("%r", step, exc_info=True)
-        return bool(torch.torch_version.TorchVersion(torch.__version__) < _KNOWN)  # type: ignore[operator]
-    except Exception:
-        log.debug("%r", step, exc_info=True)
+        is_old = torch.torch_version.TorchVersion(torch.__version__) < _KNOWN  # type: ignore[operator]
+        if isinstance(error, AttributeError) and is_old:
+            return True
+        if what not in _warned:
+            _warned.add(what)
+            log.warning(
+                "torch %s does not let go of what it keeps of old ranks: %s. Results may be wrong once ranks "
+                "have moved; see docs/usage.md, 'What torch keeps'",
+                torch.__version__,
+                what,
+            )
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Shutting down exactly the sockets of this process's gloo groups.
+"""Shutting down exactly the sockets of this process's gloo groups, and its connections to a store.
 
 Gloo has no abort: a collective behind a hung peer waits until its timeout. But once the sockets below it are
 shut down, it raises at once. Which ones these are, the kernel knows: a gloo device has one thread, named
@@ -13,17 +13,22 @@ while somebody is still inside. The end of the receiving side fails all that is 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import functools
+import ipaddress
 import logging
 import os
 import platform
 import re
 import socket
+import stat
 import struct
+import sys
 import threading
 import time
-from collections.abc import Callable
-
-from .sockets import duplicate, local_address, shut_down
+from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 _THREAD_NAME = "gloo_tcp_loop"
@@ -31,13 +36,16 @@ _THREAD_NAME = "gloo_tcp_loop"
 _EPOLL_SYSCALLS = {"x86_64": {232, 281, 441}, "aarch64": {22, 441}}
 _COMM_SIZE = 64  # bytes; a thread's name takes up to 16
 _CONNECT_TIMEOUT = 0.2
+_BUSY_LIMIT = 1.0  # seconds to wait for event loops that are busy with a transfer
+_libc = ctypes.CDLL(None, use_errno=True)
+_SOCKADDR_SIZE = 128  # sizeof(struct sockaddr_storage)
 _WATCHED = re.compile(r"^tfd:\s*(\d+).*?\bino:\s*([0-9a-f]+)", re.MULTILINE)
 
 _held: dict[int, int] = {}  # inode number: duplicate
 _held_lock = threading.Lock()
 
 
-def shut_down_gloo_sockets(being_made: Callable[[], int] = int, timeout: float = 1.0) -> int:
+def shut_down_gloo_sockets(being_made: Callable[[], int] = int) -> None:
     """Shuts down the connections of all gloo groups of this process, for this process only.
 
     Listening sockets, and sockets that are not gloo's, are not touched. The connections stay open, and
@@ -48,17 +56,11 @@ def shut_down_gloo_sockets(being_made: Callable[[], int] = int, timeout: float =
 
     Args:
         being_made: gives the size of the group that is being made; 0 for none. Asked if there is a group.
-        timeout: seconds to wait for event loops that are busy with a transfer; what they watch is left
-            alone after that, with a warning.
-
-    Returns:
-        How many connections were shut down.
     """
-    count = 0
     pending = named_threads(_THREAD_NAME)
     newest = pending[-1:]
     size = being_made() if pending else 0
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + _BUSY_LIMIT
     while pending:
         busy = []
         for tid in pending:
@@ -68,24 +70,23 @@ def shut_down_gloo_sockets(being_made: Callable[[], int] = int, timeout: float =
                 continue
             except OSError as error:
                 log.warning("gloo's sockets cannot be found on this machine: %s", error)
-                return count
+                return
             if epoll is None:
                 busy.append(tid)
                 continue
             try:
                 watched = _watched(epoll)
-                count += _shut_down_connections(watched)
+                _shut_down_connections(watched)
                 if size and tid in newest:
                     _connect_for_peers(watched, size)
             finally:
                 os.close(epoll)
         pending = busy
         if pending and time.monotonic() > deadline:
-            log.warning("%d gloo event loops were busy for %g s; not aborted", len(pending), timeout)
+            log.warning("%d gloo event loops were busy for %g s; not aborted", len(pending), _BUSY_LIMIT)
             break
         if pending:
             time.sleep(0.0005)  # nothing signals that a thread has entered a system call
-    return count
 
 
 def close_aborted_sockets() -> None:
@@ -163,20 +164,14 @@ def _watched(epoll: int) -> list[tuple[int, int]]:
         return [(int(fd), int(inode, 16)) for fd, inode in _WATCHED.findall(file.read())]
 
 
-def _shut_down_connections(watched: list[tuple[int, int]]) -> int:
-    count = 0
+def _shut_down_connections(watched: list[tuple[int, int]]) -> None:
     for number, inode in watched:
         with duplicate(number, inode) as fd:
             if fd is not None:
-                _hold(fd, inode)
-                count += shut_down(fd, socket.SHUT_RD)
-    return count
-
-
-def _hold(fd: int, inode: int) -> None:
-    with _held_lock:
-        if inode not in _held:
-            _held[inode] = os.dup(fd)
+                with _held_lock:
+                    if inode not in _held:
+                        _held[inode] = os.dup(fd)
+                shut_down(fd, socket.SHUT_RD)
 
 
 def _connect_for_peers(watched: list[tuple[int, int]], size: int) -> None:
@@ -188,13 +183,131 @@ def _connect_for_peers(watched: list[tuple[int, int]], size: int) -> None:
     for number, inode in watched:
         # Held until the end: as long as it listens, no one else's socket has its address.
         with duplicate(number, inode, listening=True) as fd:
-            address = None if fd is None else local_address(fd)
-            if address is None:
+            named = None if fd is None else _sockaddr(_libc.getsockname, fd)
+            address = None if named is None else _address(named)
+            if named is None or address is None:
                 continue
             for pair in range(size + 1):
                 try:
-                    with socket.create_connection(address, timeout=_CONNECT_TIMEOUT) as peer:
+                    with socket.create_connection((address, _port(named)), timeout=_CONNECT_TIMEOUT) as peer:
                         peer.sendall(struct.pack("=q", pair))
                 except OSError as error:
                     log.debug("no connection to gloo at %s: %s", address, error)
                     break
+
+
+# ---- sockets that this process holds but did not open here
+#
+# Python's own ``socket.socket(fileno=…)`` is no use for this: where ``socket.setdefaulttimeout`` was called,
+# it makes the descriptor non-blocking, and with it every duplicate, the owner's included. These are the
+# plain system calls.
+
+
+@contextlib.contextmanager
+def duplicate(fd: int, inode: int | None = None, *, listening: bool = False) -> Iterator[int | None]:
+    """Holds a duplicate of a socket, so that no one can put another file in its place meanwhile.
+
+    Args:
+        fd: file descriptor, as it was seen; it may be closed or stand for another file by now.
+        inode: the socket's inode number, where it is known.
+        listening: whether it is to be a listening socket; otherwise it is to be none.
+
+    Returns:
+        A context manager giving the duplicate; None where ``fd`` is closed, or something else than is said
+        above.
+    """
+    try:
+        held = os.dup(fd)
+    except OSError:
+        yield None
+        return
+    try:
+        status = os.fstat(held)
+        is_it = stat.S_ISSOCK(status.st_mode) and inode in (None, status.st_ino)
+        yield held if is_it and _listens(held) == listening else None
+    finally:
+        os.close(held)
+
+
+def shut_down(fd: int, how: int) -> None:
+    """Ends a connection, and anyone who waits on it wakes; one that is not connected any more is left alone.
+
+    Args:
+        fd: file descriptor of a connected or connecting socket. It stays open.
+        how: ``SHUT_RDWR`` wakes the other end as well; of ``SHUT_RD`` that learns nothing.
+
+    Raises:
+        OSError: the system call failed otherwise.
+    """
+    if _libc.shutdown(fd, how) != 0 and ctypes.get_errno() != errno.ENOTCONN:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def shut_down_clients(host: str, port: int) -> None:
+    """Shuts down this process's connections to a server. No other socket is touched.
+
+    Args:
+        host: name or address of the server. A name is looked up, once, when there is a connection to
+            the port.
+        port: the server's TCP port.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        if not _is_client_of(int(name), host, port):
+            continue  # most are not; only what looks right is held, and looked at again
+        with duplicate(int(name)) as fd:
+            if fd is not None and _is_client_of(fd, host, port):
+                shut_down(fd, socket.SHUT_RDWR)
+
+
+def _is_client_of(fd: int, host: str, port: int) -> bool:
+    named = _sockaddr(_libc.getpeername, fd)
+    if named is None or _port(named) != port:
+        return False  # of nearly all descriptors, in every restart: nothing more is made of them
+    return _address(named) in _addresses(host)
+
+
+def _listens(fd: int) -> bool:
+    value, size = ctypes.c_int(0), ctypes.c_uint32(ctypes.sizeof(ctypes.c_int))
+    failed = _libc.getsockopt(
+        fd, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(value), ctypes.byref(size)
+    )
+    return failed != 0 or value.value != 0
+
+
+def _sockaddr(call: Callable[..., int], fd: int) -> bytes | None:
+    """The ``struct sockaddr`` that ``getpeername`` or ``getsockname`` gives; None where there is none."""
+    buffer = ctypes.create_string_buffer(_SOCKADDR_SIZE)
+    return buffer.raw if call(fd, buffer, ctypes.byref(ctypes.c_uint32(_SOCKADDR_SIZE))) == 0 else None
+
+
+def _port(named: bytes) -> int:
+    return int.from_bytes(named[2:4], "big")
+
+
+def _address(named: bytes) -> str | None:
+    """The address in a ``struct sockaddr``; None if it is of neither family of the internet."""
+    family = int.from_bytes(named[:2], sys.byteorder)
+    if family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    return _plain(ipaddress.ip_address(named[4:8] if family == socket.AF_INET else named[8:24]))
+
+
+def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+    """One spelling per address: torch connects to IPv4 addresses through IPv6 sockets."""
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def _addresses(host: str) -> frozenset[str]:
+    try:
+        return _look_up(host)
+    except OSError as error:
+        log.warning("cannot resolve %r, so connections to it are not shut down: %s", host, error)
+        return frozenset()
+
+
+@functools.lru_cache(maxsize=64)
+def _look_up(host: str) -> frozenset[str]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    # The last part of a link-local IPv6 address ("%eth0") is not in what the kernel reports.
+    return frozenset(_plain(ipaddress.ip_address(str(entry[4][0]).partition("%")[0])) for entry in found)

@@ -45,23 +45,20 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
             continue
         if part is users:
             forget_compiled_code_at_entry()
-        error: Exception | None = None
         try:
             part()
-        except Exception as caught:
+        except Exception as error:
             if is_interrupted():
                 raise
-            error = caught
-        _done.append(part)  # before it is said, or an interruption between the two has it said again
-        if error is not None:
-            what = "warm_up" if part is users else "warming torch"
+            _done.append(part)  # before it is said, or an interruption between the two has it said again
             log.warning(
                 "%s failed: this spare waits all the same, and may be late with its first step",
-                what,
+                "warm_up" if part is users else "warming torch",
                 exc_info=error,
             )
             forget_frames(error)
-            error = None
+        else:
+            _done.append(part)
 
 
 def import_lazy_modules() -> None:

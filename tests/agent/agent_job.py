@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 from ended import has_ended
-from support.warm_ftrun import WarmProcess
+from support.warm_ftrun import start_ftrun
 
 from ft_wrapper import events
 
@@ -38,9 +38,6 @@ class FtRun:
         environment: what it finds in its environment beside what we have in ours.
     """
 
-    warm_process: WarmProcess | None = None
-    """What it is forked from if that makes no difference; it is started by exec if there is none."""
-
     def __init__(
         self,
         folder: Path,
@@ -54,18 +51,17 @@ class FtRun:
         self._output = folder / "output"
         own = {events.ENV: str(self._events), "TMPDIR": str(folder)}
         with open(self._output, "wb") as output:
-            everything = {**os.environ, **own, **(environment or {})}
-            warm_process = FtRun.warm_process
-            if warm_process is not None and not before and program == FTRUN and warm_process.fits(everything):
-                self.process = warm_process.start(arguments, everything, folder, output.fileno())
-                return
-            self.process = subprocess.Popen(
-                [*before, sys.executable, "-m", program, *arguments],
-                env=everything,
-                cwd=folder,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            own.update(environment or {})
+            if program == FTRUN:
+                self.process = start_ftrun(arguments, output.fileno(), folder, own, before)
+            else:
+                self.process = subprocess.Popen(
+                    [*before, sys.executable, "-m", program, *arguments],
+                    env={**os.environ, **own},
+                    cwd=folder,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
 
     def __enter__(self) -> FtRun:
         return self
@@ -106,7 +102,8 @@ class FtRun:
 
     def family(self) -> list[psutil.Process]:
         """The processes below it: ranks, what they have started, the template and what was forked ahead."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return [process for process in below if not has_ended(process)]
 
     def template(self) -> psutil.Process:
         """The template process: the only child that ftrun started by exec."""

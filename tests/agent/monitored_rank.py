@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ft_wrapper.monitor.line import AGENT_ENV, MonitorLine, ask_agent, receive
-from ft_wrapper.monitor.process import MonitorFiles, fork_monitor
+from ft_wrapper.monitor.service import fork_monitor
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.settings import Limits
 from ft_wrapper.store import Member, announced_plan
@@ -45,10 +45,17 @@ def obey(orders: Connection, agent: str, store: str) -> None:
             memory.lock_life()
             line: MonitorLine | None
             if order == "begin":
-                line = ask_agent(SETTINGS, plan, memory, lost.set).line
+                line, _ = ask_agent(SETTINGS, plan, memory, lost.set)
             else:
-                files = MonitorFiles(*arguments)
-                line = fork_monitor(SETTINGS, plan, hosts=False, memory=memory, files=files, on_lost=lost.set)
+                line = fork_monitor(
+                    SETTINGS,
+                    plan,
+                    hosts=False,
+                    memory=memory,
+                    logfile=next(iter(arguments), None),
+                    pidfile=None,
+                    on_lost=lost.set,
+                )
             answer = line is not None
             if line is not None:
                 calls.append((memory, line))

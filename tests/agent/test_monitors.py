@@ -23,17 +23,19 @@ from typing import Any
 import pytest
 from agent_job import FtRun, await_that
 from monitored_rank import SETTINGS, TIMEOUT, Rank
+from support import warm_ftrun
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor import rank_monitor
 from ft_wrapper.monitor import service as module
-from ft_wrapper.monitor.line import VERSION, receive, receive_hello, send, send_hello
+from ft_wrapper.monitor.line import AGENT_ENV, VERSION, ask_agent, receive, receive_fd, send
 from ft_wrapper.monitor.service import MonitorService
+from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.protocol import keys
 from ft_wrapper.protocol.agreement import Agreement
 from ft_wrapper.protocol.deaths import report_death
 from ft_wrapper.protocol.keys import BEFORE_FIRST
-from ft_wrapper.store import Member, TCPStore, TCPStoreServer, View
+from ft_wrapper.store import Member, TCPStore, TCPStoreServer, View, announced_plan
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,7 +45,7 @@ def forkserver() -> Iterator[None]:
     tracker: Any = vars(trackers)["_resource_tracker"]
     tracked = tracker._fd is not None
     server._stop()
-    multiprocessing.set_forkserver_preload(["ft_wrapper.monitor.process"])
+    multiprocessing.set_forkserver_preload(["ft_wrapper.monitor.service"])
     yield
     server._stop()
     multiprocessing.set_forkserver_preload([])
@@ -62,7 +64,7 @@ def store() -> Iterator[TCPStore]:
 
 @pytest.fixture
 def monitors() -> Iterator[MonitorService]:
-    with MonitorService("job") as monitors:
+    with contextlib.closing(MonitorService("job")) as monitors:
         yield monitors
 
 
@@ -120,7 +122,7 @@ def test_deaths_are_told_and_nothing_piles_up(
     """Every other rank dies in its call; the others leave in order, and have a second call."""
     dead = set()
     idle = threads()
-    for slot in range(20):
+    for slot in range(8):
         rank = start()
         member = join(rank, store, slot)
         assert rank.tell("serve") > 0
@@ -165,23 +167,22 @@ def test_hello_is_answered_with_who_is_replaced(monitors: MonitorService, start:
 
 
 def test_an_agent_that_answers_and_hangs_up_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has heard all of hello by then, so nothing is left that the rank could fail to send."""
-    agent, rank = socket.socketpair()
-    send_fds = socket.send_fds
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.closing(RankMemory()) as memory:
+        listener.bind("\0ft_wrapper-test-" + os.urandom(8).hex())
+        listener.listen()
+        monkeypatch.setenv(AGENT_ENV, listener.getsockname()[1:].decode())
 
-    def is_answered_at_once(line: socket.socket, data: list[bytes], fds: list[int]) -> int:
-        sent = send_fds(line, data, fds)
-        message, fd = receive_hello(agent)
-        os.close(fd)
-        assert message == {"replaced": None}
-        send(agent, {"replaced": True})
-        agent.close()
-        return sent
+        def answer() -> None:
+            with listener.accept()[0] as line:
+                os.close(receive_fd(line))
+                assert receive(line)["watch"] is False
+                send(line, {"refused": "there is one already", "replaced": True})
 
-    monkeypatch.setattr(socket, "send_fds", is_answered_at_once)
-    with rank, open(os.devnull) as memory:
-        send_hello(rank, {"replaced": None}, memory.fileno())
-        assert receive(rank) == {"replaced": True}
+        agent = threading.Thread(target=answer)
+        agent.start()
+        plan = announced_plan("127.0.0.1:1", 20.0)
+        assert ask_agent(SETTINGS, plan, memory, print, watch=False) == (None, True)
+        agent.join()
 
 
 # ---- one heart for all
@@ -215,7 +216,7 @@ def test_the_ranks_of_an_agent_share_a_heart_that_beats_as_long_as_one_lives(
     await_beat(store, members[2])
     ranks[2].tell("end")
     await_level(threads, idle)
-    with MonitorService("job") as others:
+    with contextlib.closing(MonitorService("job")) as others:
         rank = Rank(others.name, f"127.0.0.1:{store.port}")
         with contextlib.closing(rank):
             others.add(rank.pid)
@@ -268,11 +269,7 @@ def in_a_call(rank: Rank, store: TCPStore, begin: str, log: Path) -> tuple[View,
     """Has a rank begin a call, with another member that nobody has a process for."""
     assert rank.tell(begin, *([str(log)] if begin != "begin" else []))
     heart = rank.tell("heart")
-    assert (heart is None) == (begin != "begin")
-    members = [
-        Agreement(store).joining.register(slot, json.dumps({"heart": heart} if heart else {}))
-        for slot in (0, 1)
-    ]
+    members = [Agreement(store).joining.register(slot, json.dumps({"heart": heart})) for slot in (0, 1)]
     for member in members:
         Agreement(store).joining.join_first(member, [0, 1])
     current = Agreement(store).iterations.read_current()
@@ -336,6 +333,7 @@ def test_the_next_calls_monitor_takes_over(
         assert rank.tell("between")
         _, earlier = rank.tell("what is left")
         assert rank.tell(begin)
+        store.set(keys.member(str(member)), json.dumps({"heart": rank.tell("heart")}))
         rank.tell("join", member.slot, member.incarnation)
         if begin == "begin":
             assert not rank.tell("begin")
@@ -432,7 +430,7 @@ def test_a_process_is_waited_for_that_is_at_work_before_it_is_known(
 def hello(**changes: object) -> bytes:
     settings, store = dataclasses.asdict(SETTINGS), {"address": "a:1", "timeout": 1.0}
     whole = {"version": VERSION, "settings": settings, "store": store, "watch": True}
-    return json.dumps({**whole, **changes}).encode() + b"\n"
+    return b"!" + json.dumps({**whole, **changes}).encode() + b"\n"
 
 
 def test_what_one_rank_says_harms_no_other(
@@ -441,9 +439,9 @@ def test_what_one_rank_says_harms_no_other(
     watched, odd = start(), start()
     member = join(watched, store, 0)
     for words, with_memory in (
-        (b"}{ \xff\n", True),
-        (b"[]\n", True),
-        (b"x" * (1 << 17) + b"\n", True),
+        (b"!}{ \xff\n", True),
+        (b"![]\n", True),
+        (b"!" + b"x" * (1 << 17) + b"\n", True),
         (hello(), False),
         (hello(version=-1), True),
         (hello(settings={"soft_timeout": 1.0}), True),
@@ -509,7 +507,7 @@ JOB = """
 
 def test_no_process_is_needed_beside_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens: a rank is killed, one is stopped past its timeout, another call begins."""
-    monkeypatch.setattr(FtRun, "warm_process", None)  # a rank's import of torch reads how much c10d says
+    monkeypatch.setattr(warm_ftrun, "warm_process", None)  # a rank's import of torch reads how much c10d says
     script, folder = tmp_path / "script.py", tmp_path / "job"
     script.write_text(textwrap.dedent(JOB))
     with FtRun(folder, "--nproc-per-node", "3", str(script)) as job:

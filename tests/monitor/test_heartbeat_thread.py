@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -61,16 +62,20 @@ def settings() -> Limits:
     )
 
 
-def monitor(connect: Any, settings: Limits) -> RankMonitor:
-    return RankMonitor(connect, MEMBER, mock.Mock(rank=None), pid=0, settings=settings)
+@contextlib.contextmanager
+def monitor(connect: Any, settings: Limits) -> Iterator[None]:
+    """A monitor with a heart of its own."""
+    with contextlib.closing(Heart(connect, MEMBER, settings)) as heart:
+        watching = RankMonitor(FakeStore, MEMBER, mock.Mock(rank=None), 0, settings, heart)
+        with contextlib.closing(watching):
+            yield
 
 
 def test_an_outage_is_told_once_and_its_end_once(settings: Limits, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     store = Unreliable()
-    watching = monitor(lambda: store, settings)
-    assert store.has_recovered.wait(TIMEOUT)
-    watching.close()
+    with monitor(lambda: store, settings):
+        assert store.has_recovered.wait(TIMEOUT)
     assert [record.getMessage() for record in caplog.records] == [
         f"{NOT_HEARD}: etcd at nowhere: got no answer",
         "slot 0 is heard again",
@@ -83,13 +88,12 @@ def test_a_store_that_cannot_be_reached_at_first(settings: Limits, caplog: pytes
     def connect() -> StoreMixin:
         nonlocal tries
         tries += 1
-        if tries == 2:  # the first one is the monitor's own, the second one the heartbeat's
+        if tries == 1:
             raise StoreError("the store cannot be reached")
         return store
 
-    watching = monitor(connect, settings)
-    assert store.has_recovered.wait(TIMEOUT)
-    watching.close()
+    with monitor(connect, settings):
+        assert store.has_recovered.wait(TIMEOUT)
     assert caplog.records[0].getMessage() == f"{NOT_HEARD}: the store cannot be reached"
 
 
@@ -110,7 +114,7 @@ def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings:
     Agreement(store).ends.say_goodbye(Member(number - 1, 0))
     requests = store.requests()
     heart = Heart(lambda: store, MEMBER, dataclasses.replace(settings, heartbeat_interval=5.0))
-    watching = RankMonitor(lambda: store, MEMBER, mock.Mock(rank=None), 0, settings, heart=heart)
+    watching = RankMonitor(lambda: store, MEMBER, mock.Mock(rank=None), 0, settings, heart)
     try:
         watching.await_goodbyes()
     finally:
@@ -125,7 +129,7 @@ def test_a_death_is_published_once_but_again_if_that_failed(settings: Limits) ->
     store = FakeStore()
     heart = Heart(lambda: store, MEMBER, dataclasses.replace(settings, heartbeat_interval=5.0))
     memory = mock.Mock(active=True, rank=None)
-    watching = RankMonitor(lambda: store, MEMBER, memory, 0, settings, heart=heart)
+    watching = RankMonitor(lambda: store, MEMBER, memory, 0, settings, heart)
     try:
         store.fail("append", error=StoreError("out of reach"))
         watching._publish_end("was stopped")  # which logs that it has failed

@@ -50,12 +50,10 @@ def installed(
     resend_interval: float = deferral.RESEND_INTERVAL, cleanup_grace: float = deferral.CLEANUP_GRACE
 ) -> Iterator[Interrupter]:
     """An interrupter for the calling thread."""
-    interrupter = Interrupter()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deferral, "RESEND_INTERVAL", resend_interval)
         patch.setattr(deferral, "CLEANUP_GRACE", cleanup_grace)
-        interrupter.install()
-        with contextlib.closing(interrupter):
+        with contextlib.closing(Interrupter()) as interrupter:
             yield interrupter
 
 
@@ -77,7 +75,8 @@ class Monitor:
         self._thread.start()
 
     def _run(self) -> None:
-        if self.now.acquire(timeout=LIMIT) and self.interrupter.request(LIMIT):
+        if self.now.acquire(timeout=LIMIT):
+            self.interrupter.request()
             if self._then is not None:
                 self._then()
             self.left = self.interrupter.interrupt_until_left(LIMIT)
@@ -87,6 +86,12 @@ class Monitor:
         self._thread.join(LIMIT)
         assert not self._thread.is_alive()
         assert self.left
+
+
+def outside_when_requested(interrupter: Interrupter) -> bool:
+    """As `request`, without waiting for the end of an atomic block."""
+    interrupter.requested = True
+    return not interrupter._depth
 
 
 @contextlib.contextmanager
@@ -255,7 +260,7 @@ def test_swallowing_it_does_not_help(interrupter: Interrupter) -> None:
 
 
 def test_an_interruption_before_the_function_began(interrupter: Interrupter) -> None:
-    assert interrupter.request(LIMIT)
+    interrupter.request()
     called: list[int] = []
     with pytest.raises(RankShouldRestart):
         interrupter.call(called.append, 1)
@@ -478,7 +483,7 @@ def test_a_signal_that_arrives_while_the_last_one_is_handled(
     slow = Sends()
 
     def fn() -> None:
-        interrupter.request(LIMIT)
+        interrupter.request()
         with slow:
             pass
 
@@ -671,7 +676,7 @@ class Interrupts:
 
     def __enter__(self) -> None:
         assert self.interrupter.signum is not None
-        self.interrupter.request(LIMIT)
+        self.interrupter.request()
         signal.raise_signal(self.interrupter.signum)
 
     def __exit__(self, *_: object) -> None:
@@ -986,10 +991,10 @@ def test_request_waits_for_the_end_of_an_atomic_block(interrupter: Interrupter) 
     requested, end = threading.Event(), threading.Event()
 
     def request() -> None:
-        assert not interrupter.request(0.01)
+        assert not outside_when_requested(interrupter)
         assert not interrupter.interrupt_until_left(0.05)
         requested.set()
-        assert interrupter.request(LIMIT)
+        interrupter.request()
         order.append("outside")
         assert interrupter.interrupt_until_left(LIMIT)
         end.set()
@@ -1013,9 +1018,9 @@ def test_request_ends_with_the_block_though_the_function_goes_on(interrupter: In
     waits, outside = threading.Event(), threading.Event()
 
     def request() -> None:
-        assert not interrupter.request(0.01)
+        assert not outside_when_requested(interrupter)
         waits.set()
-        assert interrupter.request(LIMIT)
+        interrupter.request()
         outside.set()
 
     thread = threading.Thread(target=request)
@@ -1042,7 +1047,7 @@ def test_a_signal_inside_atomic_does_nothing(interrupter: Interrupter) -> None:
     def fn() -> None:
         assert interrupter.signum is not None
         with interrupter.atomic():
-            interrupter.request(0)
+            interrupter.requested = True
             signal.raise_signal(interrupter.signum)
             done.append("block")
 
@@ -1054,7 +1059,7 @@ def test_a_signal_inside_atomic_does_nothing(interrupter: Interrupter) -> None:
 def test_another_exception_on_its_way_out_of_atomic_stays(interrupter: Interrupter) -> None:
     def fn() -> None:
         with interrupter.atomic():
-            interrupter.request(0)
+            interrupter.requested = True
             raise KeyError("checkpoint")
 
     with pytest.raises(RankShouldRestart) as caught:
@@ -1066,7 +1071,7 @@ def test_no_atomic_block_begins_after_the_request(interrupter: Interrupter) -> N
     reached: list[str] = []
 
     def fn() -> None:
-        interrupter.request(LIMIT)
+        interrupter.request()
         for _ in range(2):
             try:
                 with interrupter.atomic():
@@ -1080,15 +1085,15 @@ def test_no_atomic_block_begins_after_the_request(interrupter: Interrupter) -> N
 
 
 def test_atomic_outside_call_never_raises(interrupter: Interrupter) -> None:
-    interrupter.request(LIMIT)
+    interrupter.request()
     with interrupter.atomic():
-        assert not interrupter.request(0)
-    assert interrupter.request(LIMIT)
+        assert not outside_when_requested(interrupter)
+    interrupter.request()
 
 
 def test_an_atomic_block_that_is_never_left_ends_with_the_function(interrupter: Interrupter) -> None:
     interrupter.call(interrupter.atomic().__enter__)
-    assert interrupter.request(LIMIT)
+    interrupter.request()
     interrupter.reset()
     interrupted(interrupter, time.sleep, 60)
 
@@ -1106,7 +1111,7 @@ def test_atomic_is_for_the_functions_thread(interrupter: Interrupter) -> None:
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join(LIMIT)
-    assert errors == ["atomic() must be called by the thread that called install()"]
+    assert errors == ["atomic() must be entered by the thread that runs the function"]
 
 
 def test_atomic_blocks_are_whole_under_many_interruptions(interrupter: Interrupter) -> None:
@@ -1125,7 +1130,7 @@ def test_atomic_blocks_are_whole_under_many_interruptions(interrupter: Interrupt
 
         interrupted(interrupter, fn)
         assert begun == ended
-        assert interrupter.request(0)  # the depth is back at none
+        assert outside_when_requested(interrupter)  # the depth is back at none
 
 
 # ---- nothing comes late
@@ -1235,9 +1240,8 @@ def test_closing_while_signals_are_on_their_way() -> None:
 
 
 def test_the_signal_is_given_back_and_can_be_taken_again() -> None:
-    interrupter = Interrupter()
     for _ in range(2):
-        interrupter.install()
+        interrupter = Interrupter()
         signum = interrupter.signum
         assert signum is not None
         assert signal.getsignal(signum) is not signal.SIG_DFL
@@ -1245,7 +1249,6 @@ def test_the_signal_is_given_back_and_can_be_taken_again() -> None:
         interrupter.reset()
         interrupter.close()
         assert signal.getsignal(signum) is signal.SIG_DFL
-        interrupter.close()
 
 
 def test_a_free_real_time_signal_is_chosen() -> None:
@@ -1278,29 +1281,13 @@ def test_a_handler_that_only_c_knows_of_is_seen() -> None:
 def test_no_signal_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "getsignal", lambda signum: signal.SIG_IGN)
     with pytest.raises(RuntimeError, match="every real-time signal is in use"):
-        Interrupter().install()
+        Interrupter()
 
 
 def test_the_signal_from_elsewhere_does_nothing(interrupter: Interrupter) -> None:
     assert interrupter.signum is not None
     assert interrupter.call(signal.raise_signal, interrupter.signum) is None
     signal.raise_signal(interrupter.signum)
-
-
-def test_wrong_order_is_refused(interrupter: Interrupter) -> None:
-    with pytest.raises(RuntimeError, match="installed already"):
-        interrupter.install()
-    with pytest.raises(RuntimeError, match=r"before request"):
-        interrupter.interrupt_until_left(LIMIT)
-    with pytest.raises(RuntimeError, match="inside call"):
-        interrupter.call(interrupter.reset)
-    with pytest.raises(RuntimeError, match="inside call"):
-        interrupter.call(interrupter.close)
-    with pytest.raises(RuntimeError, match="inside call"):
-        interrupter.call(interrupter.call, print)
-    with pytest.raises(RuntimeError, match="thread that called install"):
-        Interrupter().call(print)
-    Interrupter().close()
 
 
 def test_nested_calls_of_two_interrupters(interrupter: Interrupter) -> None:
@@ -1442,7 +1429,7 @@ import sys, threading, time
 from ft_wrapper.exception import RankShouldRestart
 from ft_wrapper.monitor.interrupt import Interrupter
 
-interrupter, inside = Interrupter(), threading.Event()
+inside = threading.Event()
 
 def function():
     inside.set()
@@ -1450,7 +1437,8 @@ def function():
         time.sleep(0.001)
 
 def run():
-    interrupter.install()
+    global interrupter
+    interrupter = Interrupter()
     try:
         interrupter.call(function)
     except RankShouldRestart:

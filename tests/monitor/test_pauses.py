@@ -68,12 +68,12 @@ class Watched:
         )
         self.stamp()
         store = FakeStore()
-        self.monitor = RankMonitor(lambda: store, Member(0, 0), self.memory, 0, SETTINGS, heart=mock.Mock())
+        self.monitor = RankMonitor(lambda: store, Member(0, 0), self.memory, 0, SETTINGS, mock.Mock())
         monkeypatch.setattr(self.monitor, "_end_rank", self._end)
 
     def _end(self, pidfd: int, message: str) -> None:
         self.sent.append(signal.SIGTERM)
-        self.monitor._death = rank_monitor._Death.NOTICED
+        self.monitor._is_dying = True
 
     def stamp(self) -> None:
         """The rank makes progress."""

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import pytest
 
-from ft_wrapper.monitor import threads
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.monitor.threads import ProgressWatchdog
 
@@ -51,13 +50,9 @@ def recorder() -> Recorder:
     return Recorder()
 
 
-def watchdog_of(recorder: Recorder, **kwargs: Any) -> ProgressWatchdog:
-    return ProgressWatchdog(cast(RankMemory, recorder), INTERVAL, **kwargs)
-
-
 @contextlib.contextmanager
-def started(watchdog: ProgressWatchdog) -> Iterator[None]:
-    watchdog.start()
+def stamped(recorder: Recorder, **kwargs: Any) -> Iterator[None]:
+    watchdog = ProgressWatchdog(cast(RankMemory, recorder), INTERVAL, **kwargs)
     try:
         yield
     finally:
@@ -71,14 +66,14 @@ def run_python_until_main_stamps(recorder: Recorder, count: int) -> None:
 
 
 def test_running_python_is_progress(recorder: Recorder) -> None:
-    with started(watchdog_of(recorder)):
+    with stamped(recorder):
         run_python_until_main_stamps(recorder, 5)
     assert len(recorder.gil) >= 4
     assert recorder.main == sorted(recorder.main) and recorder.gil == sorted(recorder.gil)
 
 
 def test_a_blocked_main_thread_is_no_progress_but_the_gil_can_be_had(recorder: Recorder) -> None:
-    with started(watchdog_of(recorder)):
+    with stamped(recorder):
         recorder.wait_for_gil_stamps(2)
         stamps = len(recorder.main)
         recorder.wait_for_gil_stamps(20)
@@ -89,7 +84,7 @@ def test_a_blocked_main_thread_is_no_progress_but_the_gil_can_be_had(recorder: R
 
 def test_a_held_gil_stops_both_stamps(recorder: Recorder) -> None:
     sleep_holding_the_gil = ctypes.PyDLL(None).usleep
-    with started(watchdog_of(recorder)):
+    with stamped(recorder):
         run_python_until_main_stamps(recorder, 3)
         begin = time.monotonic()
         sleep_holding_the_gil(ctypes.c_uint(200_000))
@@ -100,7 +95,7 @@ def test_a_held_gil_stops_both_stamps(recorder: Recorder) -> None:
 
 
 def test_outside_the_main_thread_both_stamps_go_together(recorder: Recorder) -> None:
-    with started(watchdog_of(recorder, watches_main_thread=False)):
+    with stamped(recorder, watches_main_thread=False):
         recorder.wait_for_gil_stamps(20)
     assert len(recorder.main) >= 20
 
@@ -109,9 +104,10 @@ def test_stamps_are_fresh_after_start() -> None:
     with contextlib.closing(RankMemory()) as memory:
         memory.gil_stamp = memory.main_stamp = 1.0
         before = time.monotonic()
-        with started(ProgressWatchdog(memory, 60.0)):  # and a long interval does not delay the stop
-            assert memory.gil_stamp >= before
-            assert memory.main_stamp >= before
+        watchdog = ProgressWatchdog(memory, 60.0)
+        assert memory.gil_stamp >= before
+        assert memory.main_stamp >= before
+        watchdog.stop()  # which a long interval does not delay
 
 
 def test_at_most_one_pending_call_is_outstanding(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +118,7 @@ def test_at_most_one_pending_call_is_outstanding(recorder: Recorder, monkeypatch
         return 0
 
     monkeypatch.setattr(ctypes.pythonapi, "Py_AddPendingCall", accept)
-    with started(watchdog_of(recorder)):
+    with stamped(recorder):
         recorder.wait_for_gil_stamps(10)
     assert len(added) == 1
 
@@ -137,23 +133,19 @@ def test_a_full_queue_of_pending_calls_is_tried_again(
         return -1
 
     monkeypatch.setattr(ctypes.pythonapi, "Py_AddPendingCall", refuse)
-    with started(watchdog_of(recorder)):
+    with stamped(recorder):
         recorder.wait_for_gil_stamps(10)
     assert len(tried) >= 9
     assert len(recorder.main) == 1  # start's
 
 
-def test_stop_with_a_pending_call_outstanding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_with_a_pending_call_outstanding() -> None:
     """In a process of its own, which a write to freed memory may end."""
-    monkeypatch.setattr(threads, "_outstanding", [])
 
     def stop_while_the_main_thread_is_in_c() -> None:
-        cycles = 0
-        while cycles < 50 or not threads._outstanding:
-            cycles += 1
+        for _ in range(50):
             memory = RankMemory()
             watchdog = ProgressWatchdog(memory, 0.001)
-            watchdog.start()
             stopped = threading.Lock()
             stopped.acquire()
 
@@ -177,13 +169,3 @@ def test_stop_with_a_pending_call_outstanding(monkeypatch: pytest.MonkeyPatch) -
     process.join(LIMIT)
     process.close()
     assert exitcode == 0
-
-
-def test_start_and_stop(recorder: Recorder) -> None:
-    watchdog = watchdog_of(recorder)
-    watchdog.stop()
-    watchdog.start()
-    with pytest.raises(RuntimeError, match="started before"):
-        watchdog.start()
-    watchdog.stop()
-    watchdog.stop()

@@ -461,16 +461,11 @@ def all_codes(code: CodeType) -> Iterator[CodeType]:
 @pytest.mark.parametrize(
     "module", ["contextlib", "threading", "subprocess", "asyncio.base_events", "tarfile"]
 )
-def test_real_code_is_taken_apart_as_dis_does(module: str) -> None:
+def test_real_code_has_wrong_places(module: str) -> None:
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     wrong = 0
     for code in all_codes(compile(Path(spec.origin).read_text(), spec.origin, "exec")):
-        targets = {each.offset: each.target for each in right_place._instructions(code)}
-        for each in dis.get_instructions(code):
-            if each.opname != "EXTENDED_ARG":
-                jumps = each.opcode in dis.hasjabs or each.opcode in dis.hasjrel
-                assert targets[each.offset] == (each.argval if jumps else None), (code, each)
         found = wrong_offsets(code)
         assert found <= set(range(0, len(code.co_code), 2))
         wrong += len(found)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from ft_wrapper.monitor.frames import StackDump, is_stopped, where_it_stands
 from ft_wrapper.monitor.shared_memory import RankMemory
-from ft_wrapper.monitor.stack_dump import StackDump, is_stopped, where_it_stands
 
 sleep_with_gil = ctypes.PyDLL(None).sleep
 
@@ -101,9 +101,9 @@ def test_closing_gives_signal_and_descriptors_back() -> None:
     with contextlib.closing(RankMemory()) as memory:
         before = set(os.listdir("/proc/self/fd"))
         dump = StackDump(memory)
-        assert memory.dump is not None
+        assert memory.dump_signal
         dump.close()
-        assert memory.dump is None
+        assert not memory.dump_signal
         assert set(os.listdir("/proc/self/fd")) == before
 
 

@@ -161,7 +161,7 @@ MUTANTS = [
     _job(
         "view-is-not-told",
         "restart/loop.py",
-        "                yield from do(Know(self.member.view, self.member.decision))\n",
+        "                self.performer.know(self.member.view, self.member.decision)\n",
         "",
         "the monitor knows the iteration before the ranks are assigned",
     ),

@@ -96,7 +96,7 @@ def test_the_thread_uses_the_ranks_gpu(
     ("make", "error", "message"),
     [
         (lambda: ThreadedFinalize(None, print), TypeError, "timeout=None"),
-        (lambda: ThreadedFinalize(-1, print), ValueError, "timeout=-1 day"),
+        (lambda: ThreadedFinalize(-1, print), ValueError, "timeout=-1 must be more than 0 seconds"),
         (lambda: ThreadedFinalize(float("inf"), print), ValueError, "timeout=inf"),
         (lambda: ThreadedFinalize(LIMIT, None), TypeError, "fn=None"),
         (lambda: ThreadedFinalize(LIMIT, print, 5), TypeError, "args=5"),

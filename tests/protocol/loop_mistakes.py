@@ -1,96 +1,76 @@
 """Mistakes in the restart loop itself, the one that the wrapper runs: the explorer must find them, too.
 
-A mistake changes what an action of the course is answered with, leaves an action out, or replaces a part of
-the loop.
+A mistake does something else than the loop asks for, or replaces a part of the loop.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from mistakes import Mistake, MistakenSimulation, at_each_step, one_job, raises
 
-from ft_wrapper.protocol.records import DONE
-from ft_wrapper.restart.loop import (
-    Action,
-    Assign,
-    CleanUp,
-    Course,
-    Left,
-    Onward,
-    RestartLoop,
-    Run,
-    Settle,
-    TidyUp,
-    do,
-)
+from ft_wrapper.protocol.records import DONE, Decision
+from ft_wrapper.restart.loop import Left, RestartLoop
 from ft_wrapper.state import Mode, State
-from ft_wrapper.testing.process import SimulatedJob
+from ft_wrapper.testing.process import SimulatedJob, SimulatedProcess
 from ft_wrapper.testing.simulated_store import SimulatedStore
 
 
-def changed(course: Course[object], change: Callable[[Action[Any]], Course[Any]]) -> Course[object]:
-    """A course of which each action is carried out in another way.
+class Mistaken:
+    """A process that does one thing in another way than its loop asks for.
 
     Args:
-        course: the right one.
-        change: what is done instead of an action: a course that returns its answer.
+        process: does the rest.
     """
-    resume, answer = course.send, cast(Any, None)
-    while True:
-        try:
-            action = resume(answer)
-        except StopIteration as end:
-            return end.value
-        try:
-            answer = yield from change(action)
-            resume = course.send
-        except BaseException as error:
-            resume, answer = cast(Any, course.throw), error
+
+    def __init__(self, process: SimulatedProcess) -> None:
+        self._process = process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
 
 
 # A fault is not published
 
 
-class NothingPublished(MistakenSimulation):
-    def course(self, loop: RestartLoop) -> Course[object]:
-        return changed(loop.course(), self.change)
+class PublishesNothing(Mistaken):
+    def call_function(self, state: State, entered: int) -> Left:
+        return dataclasses.replace(self._process.call_function(state, entered), error=None)
 
-    @staticmethod
-    def change(action: Action[Any]) -> Course[Any]:
-        answer = yield from do(action)
-        return dataclasses.replace(answer, error=None) if isinstance(action, Run) else answer
+
+class NothingPublished(MistakenSimulation):
+    def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
+        return RestartLoop(member, base, self.scenario.limits, PublishesNothing(process))
 
 
 # Ranks are assigned once
 
 
+class AssignsOnce(Mistaken):
+    assigned: State | None = None
+
+    def assign(self, state: State, decision: Decision) -> State:
+        if self.assigned is None:
+            self.assigned = copy.copy(self._process.assign(state, decision))
+        return dataclasses.replace(self.assigned, iteration=state.iteration)
+
+
 class AssignedOnce(MistakenSimulation):
-    def course(self, loop: RestartLoop) -> Course[object]:
-        assigned: list[State] = []
-
-        def change(action: Action[Any]) -> Course[Any]:
-            if not isinstance(action, Assign):
-                return (yield from do(action))
-            if not assigned:
-                assigned.append(copy.copy((yield from do(action))))
-            return dataclasses.replace(assigned[0], iteration=action.state.iteration)
-
-        return changed(loop.course(), change)
+    def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
+        return RestartLoop(member, base, self.scenario.limits, AssignsOnce(process))
 
 
 # The rank says that it has left the function, and is still in it
 
 
 class ArrivesFirst(RestartLoop):
-    def _iterate(self) -> Course[Left | None]:
+    def _iterate(self) -> Left | None:
         member = self.member
-        entered = yield from self.enter()
+        entered = self.enter()
         if entered is not None:
-            left = yield from do(Run(member.view, self.state, entered))
+            left = self.performer.call_function(self.state, entered)
             if left.error is not None:
                 member.publish(self.state.rank, left.error)
             active = self.state.active_world_size or 0
@@ -98,27 +78,27 @@ class ArrivesFirst(RestartLoop):
                 return left
         proposed = member.arrive(self.base.rank or 0, self.base.world_size, None)
         if entered is not None:
-            yield from do(Settle())
-        yield from do(CleanUp())
-        yield from do(TidyUp())
+            self.performer.settle()
+        self.performer.clean_up()
+        self.performer.tidy_up()
         member.await_next(proposed)
-        yield from do(Onward())
+        self.performer.onward()
         return None
 
 
 class ArrivedFirst(MistakenSimulation):
-    def restart_loop(self, member: SimulatedJob, base: State) -> RestartLoop:
-        return ArrivesFirst(member, base, self.scenario.limits)
+    def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
+        return ArrivesFirst(member, base, self.scenario.limits, process)
 
 
 # A rank whose function has returned does not ask whether the others' have
 
 
 class CompletesAlone(RestartLoop):
-    def _iterate(self) -> Course[Left | None]:
-        entered = yield from self.enter()
+    def _iterate(self) -> Left | None:
+        entered = self.enter()
         assert entered is not None
-        left = yield from do(Run(self.member.view, self.state, entered))
+        left = self.performer.call_function(self.state, entered)
         if left.error is None and left.has_returned and self.state.mode == Mode.ACTIVE:
             return left
         self.member.await_completion(None, 0)
@@ -126,8 +106,8 @@ class CompletesAlone(RestartLoop):
 
 
 class CompletedAlone(MistakenSimulation):
-    def restart_loop(self, member: SimulatedJob, base: State) -> RestartLoop:
-        return CompletesAlone(member, base, self.scenario.limits)
+    def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
+        return CompletesAlone(member, base, self.scenario.limits, process)
 
 
 LOOP_MISTAKES = [

@@ -12,22 +12,14 @@ from exhaustive.states import StateScheduler
 
 from ft_wrapper.protocol import joining, keys
 from ft_wrapper.protocol.agreement import Agreement
-from ft_wrapper.protocol.evidence import Ends, Heartbeats
+from ft_wrapper.protocol.evidence import Ends, HeartbeatObserver, Heartbeats
 from ft_wrapper.protocol.global_iteration import GlobalIteration, Proposed
-from ft_wrapper.protocol.joining import Joining
+from ft_wrapper.protocol.joining import Entry, Joining
 from ft_wrapper.protocol.neighbours import NeighbourWatch
 from ft_wrapper.protocol.operations import Append, Operations, ReadLog, Step, read
 from ft_wrapper.protocol.records import DONE, FAULT, roster_to_json
 from ft_wrapper.settings import Limits
-from ft_wrapper.store import (
-    Decision,
-    Entry,
-    Fault,
-    Head,
-    HeartbeatObserver,
-    Member,
-    View,
-)
+from ft_wrapper.store import Decision, Fault, Head, Member, View
 from ft_wrapper.testing import Scheduler
 from ft_wrapper.testing.policies import Policy
 from ft_wrapper.testing.scenario import Disturbance, Scenario

@@ -9,22 +9,23 @@ from ft_wrapper.testing.explorer import Explorer, new_seed
 from ft_wrapper.testing.scenario import Disturbance, Scenario
 from ft_wrapper.testing.simulation import Simulation
 
-FIXED = 1_500
+SEEDS = 500
 FIRST_SEED = 1_000_000
-FRESH = 500
+NIGHTLY = pytest.mark.nightly("500 other seeds run always")
 
 
-def test_random_jobs_with_crashes_and_respawns() -> None:
-    report = Explorer().at_random(FIXED, seed=FIRST_SEED)
+@pytest.mark.parametrize("group", [0, pytest.param(1, marks=NIGHTLY), pytest.param(2, marks=NIGHTLY)])
+def test_random_jobs_with_crashes_and_respawns(group: int) -> None:
+    report = Explorer().at_random(SEEDS, seed=FIRST_SEED + group * SEEDS)
     assert report.failure is None, report.failure
-    assert report.count.schedules == FIXED
+    assert report.count.schedules == SEEDS
 
 
 def test_random_jobs_that_nobody_has_seen_before(capsys: pytest.CaptureFixture[str]) -> None:
     first = new_seed()
     with capsys.disabled():
-        print(f" seeds {first} to {first + FRESH - 1} ", end="", flush=True)
-    report = Explorer().at_random(FRESH, seed=first)
+        print(f" seeds {first} to {first + SEEDS - 1} ", end="", flush=True)
+    report = Explorer().at_random(SEEDS, seed=first)
     assert report.failure is None, f"explore --replay {report.seed}:\n{report.failure}"
 
 

@@ -30,11 +30,10 @@ from ft_wrapper.rendezvous.handler import (
     EtcdRendezvousHandler,
     FtRendezvousHandler,
     create_handler,
-    create_handler_from_url,
 )
 from ft_wrapper.rendezvous.record import Record, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import RECORD_KEY, alive_key, endpoint_key
-from ft_wrapper.rendezvous.settings import Identity, Settings
+from ft_wrapper.rendezvous.settings import Identity, Settings, parameters_from_url
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.testing import EtcdServer, FakeStore
@@ -407,8 +406,8 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
 
 def test_host_waits_until_the_others_have_seen_the_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    host = create_handler_from_url(
-        "ft://localhost:0/job?min_nodes=1&max_nodes=2&node_id=0&last_call_timeout=0"
+    host = create_handler(
+        parameters_from_url("ft://localhost:0/job?min_nodes=1&max_nodes=2&node_id=0&last_call_timeout=0")
     )
     assert isinstance(host._backend, TcpBackend)
     assert host._backend.is_host
@@ -429,10 +428,10 @@ def test_host_waits_until_the_others_have_seen_the_end(caplog: pytest.LogCapture
 
 def test_host_waits_for_the_one_that_closed_too(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    host = create_handler_from_url("ft://localhost:0/job?min_nodes=2&max_nodes=2&node_id=0")
+    host = create_handler(parameters_from_url("ft://localhost:0/job?min_nodes=2&max_nodes=2&node_id=0"))
     assert isinstance(host._backend, TcpBackend)
     url = f"ft://localhost:{host._backend.port}/job?min_nodes=2&max_nodes=2&node_id=1&is_host=false"
-    other = create_handler_from_url(url)
+    other = create_handler(parameters_from_url(url))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for joined in [pool.submit(host.next_rendezvous), pool.submit(other.next_rendezvous)]:
             joined.result(TIMEOUT)

@@ -146,11 +146,13 @@ def test_another_time_makes_another_lease(etcd: EtcdServer, make: Make) -> None:
 def test_leases_of_those_who_come_and_go_do_not_stay(etcd: EtcdServer, make: Make) -> None:
     store = make(etcd.endpoints)
     began = revision(store)
-    clones = [store.clone() for _ in range(30)]
-    for number, clone in enumerate(clones):
+    leases = set()
+    for number in range(30):
+        clone = store.clone()
         clone.execute([Beat(KEY, SHORT)])
         store.execute([Beat(f"of {number}", SHORT)])
-    leases = {lease.id for one in (store, *clones) for lease in one._beats._leases.values()}
+        # Noted at once: on a busy machine the first ones lapse before the last ones are granted.
+        leases |= {lease.id for one in (store, clone) for lease in one._beats._leases.values()}
     assert len(leases) == 60
     await_lapses(store, began, 30)
     for number in range(30):

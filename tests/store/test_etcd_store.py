@@ -438,12 +438,12 @@ def test_wait_looks_again_when_what_it_missed_is_compacted(
     store = make(etcd.endpoints)
     store.set("k", "1")
     store.set("k", "2")
-    client, span = etcd.get_client(), store._keys.span("k")
-    last = client.read(span)[0].mod_revision
+    client, held = etcd.get_client(), store._held("k")
+    last = held[0].mod_revision
     ask(client, "kv/compaction", {"revision": str(last)})
     client.close()
-    looks = [(last, {span: b"2"}), (0, {})]  # the second one first
-    store._look = lambda what, spans: looks.pop()  # type: ignore[method-assign, assignment]
+    looks = [(last, {"k": held}), (0, {})]  # the second one first
+    store._look = lambda what, keys: looks.pop()  # type: ignore[method-assign, assignment]
     if is_closed:
         store.close()
     Background(lambda: store.wait(["k"], timedelta(seconds=60))).join()

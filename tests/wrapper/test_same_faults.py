@@ -9,7 +9,7 @@ from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.exception import RestartAbort
-from ft_wrapper.restart import call, loop, same_faults
+from ft_wrapper.restart import call, loop
 
 
 def fail(number: int) -> NoReturn:
@@ -18,7 +18,7 @@ def fail(number: int) -> NoReturn:
 
 def fails_at_once(rank: Rank, slots: list[int], rounds: int = 100, place: str = "", **settings: Any) -> Any:
     """One of some slots after the other fails at once, always; the others train."""
-    same_faults._FIRST_PAUSE = 0.0
+    loop._FIRST_PAUSE = 0.0
     if place == "minutes":
         call.PROGRESS_AFTER = 0.0
 
@@ -107,7 +107,7 @@ def test_none_never_ends_it(job: Job) -> None:
 
 
 def test_the_pause_grows() -> None:
-    pauses = [same_faults.pause_before_entering(count) for count in (1, 2, 3, 4, 5, 100)]
+    pauses = [loop.pause_before_entering(count) for count in (1, 2, 3, 4, 5, 100)]
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 10.0]
 
 

@@ -1,0 +1,57 @@
+"""What type checkers, and so editors, see of the wrapper: its arguments, and the wrapped function's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mypy")
+ROOT = Path(__file__).parents[2]
+
+# Torch is left out: to read it takes half a minute.
+SETTINGS = f"""
+[mypy]
+follow_imports = silent
+mypy_path = {ROOT}
+
+[mypy-torch.*]
+follow_imports = skip
+"""
+PROGRAM = """
+from datetime import timedelta
+
+from ft_wrapper import Compose, Wrapper
+from ft_wrapper.rank_assignment import ActivateAllRanks, ShiftRanks
+
+@Wrapper(soft_timeout=timedelta(seconds=3), hard_timeout=5, on_join="now", max_same_faults=None,
+         rank_assignment=Compose(ActivateAllRanks(), ShiftRanks()))
+def train(steps: int) -> str:
+    return ""
+
+loss: str = train(5)
+train("five")
+Wrapper(soft_timout=3)
+Wrapper(soft_timeout="3")
+Wrapper(abort=ShiftRanks())
+"""
+
+
+def test_wrong_arguments_are_found(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    (tmp_path / "mypy.ini").write_text(SETTINGS)
+    command = [sys.executable, "-m", "mypy", "--cache-dir", "cache", program.name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert not done.stderr
+    errors = [line.partition("error: ")[2] for line in done.stdout.splitlines() if "error: " in line]
+    expected = (
+        '"train" has incompatible type "str"',
+        "soft_timout",
+        '"soft_timeout" to "Wrapper"',
+        '"abort" to',
+    )
+    for error, text in zip(errors, expected, strict=True):
+        assert text in error
