@@ -77,7 +77,7 @@ from ft_wrapper.store.address import DEFAULT_PREFIX, EtcdAddress
 from ft_wrapper.store.etcd_messages import Span
 from ft_wrapper.store.plan import connect_etcd
 from ft_wrapper.testing import EtcdServer
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 LOST_AFTER = 4.0  # seconds of silence until the other node takes a node out
 CONF = f"keep_alive_interval={LOST_AFTER / 8},keep_alive_max_attempt=8"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "examples" / "cluster"

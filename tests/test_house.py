@@ -11,8 +11,8 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
-MOST_FILES = 129
-MOST_CODE_LINES = 19_587
+MOST_FILES = 123
+MOST_CODE_LINES = 19_147
 MOST_LINES_OF_A_FILE = 450
 
 # Files that are still too long, with their lines.
@@ -21,8 +21,6 @@ TALL = {
     "protocol/global_iteration.py": 462,
     "protocol/joining.py": 451,
     "protocol/membership.py": 471,
-    "testing/invariants.py": 456,
-    "testing/simulation.py": 456,
 }
 
 _NO_CODE = (

@@ -25,7 +25,7 @@ from ft_wrapper import events
 from ft_wrapper.agent.outputs import Failure, in_order, report
 from ft_wrapper.run import main, parse_args
 from ft_wrapper.store import TCPStore
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 TIMEOUT = 120.0
 # The others go on when a rank fails.

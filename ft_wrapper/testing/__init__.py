@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .clock import Clock
+from .clock import Clock, Task
 from .fake_store import FakeStore
 from .scheduler import Deadlock, Scheduler, SchedulerError, TooLong
-from .tasks import Task
 
 if TYPE_CHECKING:
     from .etcd_server import EtcdServer

@@ -1,11 +1,16 @@
-"""A clock that a test turns. Threads that wait by it sleep until they are woken or the clock is turned."""
+"""Virtual time, and who waits by it: threads until a test turns the clock, or the tasks of a scheduler."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+
+_ROOT = "ft_wrapper/1/"
+_LONGEST = 100
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,8 +36,6 @@ class Clock:
     Args:
         start: the first time that it shows, in seconds.
     """
-
-    tells_states_apart = False
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -94,17 +97,6 @@ class Clock:
     def observe(self, result: Any) -> None:
         """Comes after each operation of a store. Does nothing here; a scheduler notes it in the trace."""
 
-    # For a search that goes into each state once: what follows from here on must follow from these.
-
-    def add_state(self, state: Callable[[], object]) -> None:
-        """Says what tells one state from another: something hashable that tasks share. Does nothing here."""
-
-    def learn(self, value: Any) -> None:
-        """Says what the current task has learned otherwise than from the store. Does nothing here."""
-
-    def forget(self, task: Any, known: Any) -> None:
-        """Says that only ``known`` counts of what a task has learned so far. Does nothing here."""
-
     def block(self, waiter: Waiter, deadline: float) -> bool:
         """Blocks until the waiter is woken; False if its deadline passed first.
 
@@ -133,3 +125,122 @@ class Clock:
     def woke(self, waiter: Waiter) -> None:
         """A waiter was woken; called with `lock` held."""
         self._turned.notify_all()
+
+
+# What runs on a scheduler ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Step:
+    """One step of a task, or something that happened to one.
+
+    Args:
+        time: virtual seconds since the start.
+        task: name of the task; empty for what happens to no task.
+        what: the store operation, or what happened.
+        args: the operation's arguments.
+        result: what the operation returned; None until it has.
+    """
+
+    time: float
+    task: str
+    what: str
+    args: Sequence[Any] = ()
+    result: Any = None
+
+
+class Killed(BaseException):
+    """Ends a crashed task. Never raised where anything it does could still be seen by others."""
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """One simulated process. Made by `Scheduler.spawn`.
+
+    Args:
+        name: shown in the trace.
+        daemon: whether a run ends without waiting for it.
+        number: how many were spawned before it.
+        steps: steps taken so far: store operations and sleeps.
+        upcoming: operation and arguments of the step that it is about to take, if it has come to one.
+        ready: whether it can run.
+        done: whether it has returned, failed or crashed.
+        crashed: whether it was killed.
+        result: what its function returned.
+        delay: virtual seconds that each of its steps takes.
+    """
+
+    name: str
+    daemon: bool
+    number: int
+    steps: int = 0
+    upcoming: tuple[str, Sequence[Any]] | None = None
+    ready: bool = True
+    done: bool = False
+    crashed: bool = False
+    result: Any = None
+    delay: float = 0.0
+    _greenlet: Any = None
+    _waiter: Waiter | None = None
+    _deadline: float = math.inf
+    _paused_until: float = 0.0
+    _plan: dict[int, list[Callable[[], None]]] = dataclasses.field(default_factory=dict)
+    _step: Step | None = None
+
+    def wakes_at(self, now: float) -> float:
+        """The time from which it can run, as things stand."""
+        ready = now if self._waiter is None or self._waiter.woken else self._deadline
+        return max(ready, self._paused_until)
+
+    def is_paused(self, now: float) -> bool:
+        """Whether it stands still at a time, or has not gone on since."""
+        return self._paused_until > now
+
+
+# For people ------------------------------------------------------------------------------------------------
+
+
+def show(steps: Sequence[Step]) -> str:
+    """The steps, one a line: when, who, what, and what came of it."""
+    return "\n".join(
+        f"{step.time:10.3f}  {step.task:<12} {describe(step.what, step.args)}{_result(step)}".rstrip()
+        for step in steps
+    )
+
+
+def describe(what: str, args: Sequence[Any]) -> str:
+    """An operation with its arguments, without the common part of all keys."""
+    if what == "compare_set" and len(args) == 3 and args[1] == args[2]:
+        return f"read {_short(args[0])}"  # how a TCPStore reads in one step
+    return " ".join([what, *map(_short, args)]).rstrip()
+
+
+def shorter(operation: str) -> str:
+    """A described operation without the records that it writes."""
+    return operation.partition(" {")[0]
+
+
+def _result(step: Step) -> str:
+    if step.result is None:
+        return ""
+    result = _short(step.result)
+    # Of an absent key a read by compare_set returns what was expected.
+    is_read = step.what == "compare_set" and step.args[1] == step.args[2]
+    return " -> nothing" if is_read and result == _short(step.args[1]) else f" -> {result}"
+
+
+def _short(value: Any) -> str:
+    text = _text(value).strip().replace("\n", "; ").replace(_ROOT, "") or "''"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, datetime.timedelta):
+        return f"{value.total_seconds():g} s"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    return repr(value)

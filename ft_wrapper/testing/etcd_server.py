@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
-import json
 import os
+import random
 import shutil
 import signal
-import ssl
+import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import tenacity
 from typing_extensions import Self
 
 from ..agent.process import start as start_process
+from ..exception import StoreError, StoreUnavailable
 from ..store.etcd_client import EtcdClient
-from .ports import free_port
 
 BINARY_VARIABLES = ("FT_WRAPPER_ETCD", "TORCHELASTIC_ETCD_BINARY_PATH")
 INSTALL = "apt-get install etcd-server, or unpack a release of github.com/etcd-io/etcd"
 
+_GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MOST_STARTS = 5
-_ANSWER_WITHIN = 2.0  # seconds
-
-# Asks a member of another host from there: method, address, port, path.
-_ASK = f"""
-import http.client, sys
-method, host, port, path = sys.argv[1:]
-connection = http.client.HTTPConnection(host, int(port), timeout={_ANSWER_WITHIN})
-connection.request(method, path, body="{{}}" if method == "POST" else None)
-sys.stdout.buffer.write(connection.getresponse().read())
-"""
+_ANSWER_WITHIN = 1.0  # seconds
 
 
 class EtcdNotFound(Exception):
@@ -60,28 +49,31 @@ class EtcdTLS:
     ca: str
 
 
-@dataclasses.dataclass(frozen=True)
-class EtcdHost:
-    """Where a member runs.
-
-    Args:
-        address: it listens there; clients and the other members have to reach it.
-        before: what to put in front of a command that is to run there: ``ip netns exec NAME``, say. It
-            has to become that command, with the same process id; empty on this host.
-    """
-
-    address: str = "127.0.0.1"
-    before: Sequence[str] = ()
-
-
 @dataclasses.dataclass
 class _Member:
     name: str
-    host: EtcdHost
     directory: Path
     client_port: int
     peer_port: int
+    address: str = "127.0.0.1"
     process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def peer(self) -> str:
+        """Its address for the others."""
+        return f"http://{self.address}:{self.peer_port}"
+
+    @property
+    def log(self) -> Path:
+        """The file for what it says."""
+        return self.directory.with_suffix(".log")
+
+    def end_of_log(self) -> str:
+        """The last lines of that, for a message."""
+        try:
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
+        except OSError as error:
+            return f"(no log: {error})"
 
 
 def find_etcd() -> str:
@@ -105,6 +97,23 @@ def find_etcd() -> str:
     return found
 
 
+def free_port(consecutive: int = 1) -> int:
+    """Finds a port that is free, and that the kernel gives to no connection before it is used.
+
+    Args:
+        consecutive: so many ports in a row are free, of which this is the first.
+    """
+    lowest = int(_GIVEN_AWAY.read_text().split()[0])
+    # A seed that a test has set must not make all tests of a machine use the same ports.
+    choose = random.SystemRandom()
+    while True:
+        port = choose.randrange(min(10000, lowest - 1000), lowest - consecutive)
+        with contextlib.ExitStack() as trials, contextlib.suppress(OSError):
+            for number in range(port, port + consecutive):
+                trials.enter_context(socket.socket()).bind(("", number))
+            return port
+
+
 class EtcdServer:
     """A standalone etcd, or a cluster of them, on free ports, with its data in a directory of this host.
 
@@ -118,7 +127,6 @@ class EtcdServer:
         tls: its certificates; plain HTTP when None.
         quick_election: elect another leader after 0.2 s rather than etcd's own 1 s: for one host.
         options: further options for each member.
-        hosts: where each member runs; all on this host when None. Others are asked from there, without TLS.
 
     Raises:
         EtcdNotFound: there is no etcd binary.
@@ -132,16 +140,11 @@ class EtcdServer:
         tls: EtcdTLS | None = None,
         quick_election: bool = True,
         options: Sequence[str] = (),
-        hosts: Sequence[EtcdHost] | None = None,
     ) -> None:
         if members < 1:
             raise ValueError(f"members={members} must be at least 1")
-        if hosts is not None and len(hosts) != members:
-            raise ValueError(f"members={members} need as many hosts, not {len(hosts)}")
-        if tls is not None and any(host.before for host in hosts or ()):
-            raise ValueError("tls: members on other hosts are asked without; leave out one of the two")
         self._binary = find_etcd()
-        self._hosts = [EtcdHost()] * members if hosts is None else [*hosts]
+        self._size = members
         self._given_dir = data_dir
         self._tls = tls
         self._options = [*options]
@@ -154,9 +157,7 @@ class EtcdServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __repr__(self) -> str:
@@ -177,10 +178,7 @@ class EtcdServer:
         Args:
             timeout: seconds for which it tries to get an answer.
         """
-        tls = self._tls
-        if tls is None:
-            return EtcdClient(self.endpoints, timeout=timeout)
-        return EtcdClient(self.endpoints, timeout=timeout, ca=tls.ca, cert=tls.cert, key=tls.key)
+        return self._client(self.endpoints, timeout)
 
     def start(self, timeout: float = 60.0) -> None:
         """Starts all members and waits until each says that it is healthy.
@@ -265,15 +263,18 @@ class EtcdServer:
             RuntimeError: no member answers, or knows of a leader.
         """
         try:
-            leader: int = _retrying(timeout)(self._ask_for_leader)
-            return leader
-        except tenacity.RetryError as failure:
-            raise RuntimeError(f"{self!r} has no leader") from failure.last_attempt.exception()
+            return _retrying(timeout)(self._ask_for_leader)
+        except StoreError as error:
+            raise RuntimeError(f"{self!r} has no leader") from error
 
     # Steps ---------------------------------------------------------------------------------------------
 
     def _endpoint(self, member: _Member) -> str:
-        return f"{'https://' if self._tls else ''}{member.host.address}:{member.client_port}"
+        return f"{'https://' if self._tls else ''}{member.address}:{member.client_port}"
+
+    def _client(self, endpoints: str, timeout: float) -> EtcdClient:
+        tls: dict[str, str] = {} if self._tls is None else dataclasses.asdict(self._tls)
+        return EtcdClient(endpoints, timeout=timeout, **tls)
 
     def _prepare(self) -> None:
         if self._given_dir is None:
@@ -281,38 +282,32 @@ class EtcdServer:
         else:
             self._directory = Path(self._given_dir)
             self._directory.mkdir(parents=True, exist_ok=True)
-        first = free_port(2 * len(self._hosts))
+        first = free_port(2 * self._size)
         self._members = [
-            _Member(f"member{i}", host, self._directory / f"member{i}", first + 2 * i, first + 2 * i + 1)
-            for i, host in enumerate(self._hosts)
+            _Member(f"member{i}", self._directory / f"member{i}", first + 2 * i, first + 2 * i + 1)
+            for i in range(self._size)
         ]
 
-    def _start(self, member: _Member) -> None:
-        client = f"{'https' if self._tls else 'http'}://{member.host.address}:{member.client_port}"
-        peer = _peer_url(member)
-        command = [
-            *member.host.before,
-            self._binary,
-            "--name",
-            member.name,
-            "--data-dir",
-            str(member.directory),
-        ]
+    def _command(self, member: _Member) -> list[str]:
+        client = f"{'https' if self._tls else 'http'}://{member.address}:{member.client_port}"
+        command = [self._binary, "--name", member.name, "--data-dir", str(member.directory)]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
-        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        command += ["--initial-cluster", ",".join(f"{m.name}={_peer_url(m)}" for m in self._members)]
+        command += ["--listen-peer-urls", member.peer, "--initial-advertise-peer-urls", member.peer]
+        command += ["--initial-cluster", ",".join(f"{m.name}={m.peer}" for m in self._members)]
         if self._tls:
             command += ["--cert-file", self._tls.cert, "--key-file", self._tls.key]
             command += ["--trusted-ca-file", self._tls.ca, "--client-cert-auth"]
-        command += self._options
+        return command + self._options
+
+    def _start(self, member: _Member) -> None:
         # Variables of another etcd on this host would be options of this one.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
         # Each would take itself to be alone, and its idle threads would look for work on all processors.
         environment.setdefault("GOMAXPROCS", str(max(1, (os.cpu_count() or 1) // len(self._members))))
         if os.uname().machine == "aarch64":
             environment["ETCD_UNSUPPORTED_ARCH"] = "arm64"
-        with open(_log_of(member), "ab") as log:
-            member.process = start_process(command, environment, log.fileno(), log.fileno())
+        with open(member.log, "ab") as log:
+            member.process = start_process(self._command(member), environment, log.fileno(), log.fileno())
 
     def _end(self, member: _Member, patience: float) -> None:
         process, member.process = member.process, None
@@ -333,90 +328,47 @@ class EtcdServer:
     def _await_health(self, member: _Member, timeout: float) -> None:
         try:
             _retrying(timeout)(self._check_health, member)
-        except tenacity.RetryError as failure:
-            error = failure.last_attempt.exception()
+        except StoreError as error:
             raise RuntimeError(
-                f"{member.name} of etcd was not healthy within {timeout:g} s: {error}\n{_end_of_log(member)}"
+                f"{member.name} of etcd was not healthy within {timeout:g} s: {error}\n{member.end_of_log()}"
             ) from error
 
     def _check_health(self, member: _Member) -> None:
         assert member.process is not None
         if member.process.poll() is not None:
             raise RuntimeError(
-                f"{member.name} of etcd ended with code {member.process.returncode}:\n{_end_of_log(member)}"
+                f"{member.name} of etcd ended with code {member.process.returncode}:\n{member.end_of_log()}"
             )
-        health = self._ask(member, "GET", "/health").get("health")
-        if str(health).lower() != "true":
-            raise OSError(f"it says that its health is {health!r}")
+        status = self._status(member)
+        if status.get("errors") or not int(status.get("leader", 0)):
+            raise StoreUnavailable(f"it says that its status is {status}")
 
     def _ask_for_leader(self) -> int:
         leading: list[tuple[int, int]] = []
         for index, member in enumerate(self._members):
-            with contextlib.suppress(OSError):
-                status = self._ask(member, "POST", "/v3/maintenance/status")
+            with contextlib.suppress(StoreError):
+                status = self._status(member)
                 if status.get("leader") == status["header"]["member_id"]:
                     leading.append((int(status["raftTerm"]), index))
         if not leading:
-            raise OSError(f"none of {len(self._members)} members leads")
+            raise StoreUnavailable(f"none of {len(self._members)} members leads")
         return max(leading)[1]  # one that was cut off may believe for a while that it still leads
 
-    def _ask(self, member: _Member, method: str, path: str) -> dict[str, Any]:
-        try:
-            text = (
-                self._ask_there(member, method, path)
-                if member.host.before
-                else self._ask_here(member, method, path)
-            )
-            answer = json.loads(text)
-        except (http.client.HTTPException, subprocess.SubprocessError, ValueError) as error:
-            raise OSError(f"{path}: {error!r}") from error
-        if not isinstance(answer, dict):
-            raise OSError(f"{path} answers {answer!r}")
-        return answer
+    def _status(self, member: _Member) -> dict[str, Any]:
+        """What a member says of itself.
 
-    def _ask_here(self, member: _Member, method: str, path: str) -> bytes:
-        connection = self._connection(member)
-        try:
-            connection.request(method, path, body="{}" if method == "POST" else None)
-            return connection.getresponse().read()
-        finally:
-            connection.close()
-
-    def _ask_there(self, member: _Member, method: str, path: str) -> bytes:
-        host = member.host
-        words = [sys.executable, "-S", "-c", _ASK, method, host.address, str(member.client_port), path]
-        asked = subprocess.run(
-            [*host.before, *words], capture_output=True, check=True, timeout=2 * _ANSWER_WITHIN
-        )
-        return asked.stdout
-
-    def _connection(self, member: _Member) -> http.client.HTTPConnection:
-        address, port = member.host.address, member.client_port
-        if self._tls is None:
-            return http.client.HTTPConnection(address, port, timeout=_ANSWER_WITHIN)
-        context = ssl.create_default_context(cafile=self._tls.ca)
-        context.load_cert_chain(self._tls.cert, self._tls.key)
-        return http.client.HTTPSConnection(address, port, timeout=_ANSWER_WITHIN, context=context)
+        Raises:
+            StoreError: it does not.
+        """
+        client = self._client(self._endpoint(member), _ANSWER_WITHIN)
+        with contextlib.closing(client):
+            return client.request("status", "maintenance/status", {})[0]
 
 
 def _retrying(timeout: float) -> tenacity.Retrying:
     return tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(OSError),
+        retry=tenacity.retry_if_exception_type(StoreError),
         stop=tenacity.stop_after_delay(timeout),
         wait=tenacity.wait_exponential(multiplier=0.01, max=0.2),
+        reraise=True,
     )
-
-
-def _peer_url(member: _Member) -> str:
-    return f"http://{member.host.address}:{member.peer_port}"
-
-
-def _log_of(member: _Member) -> Path:
-    return member.directory.with_suffix(".log")
-
-
-def _end_of_log(member: _Member) -> str:
-    try:
-        return "\n".join(_log_of(member).read_text(errors="replace").splitlines()[-20:])
-    except OSError as error:
-        return f"(no log: {error})"

@@ -18,7 +18,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from .explorer import Explorer, new_seed, without_logging
 from .failure import Failure
@@ -32,18 +32,28 @@ _REPORT_EVERY = 10.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Explores as the command line says; returns the exit code: 1 if something went wrong."""
     options = _parse(arguments)
-    explorer = Explorer(
-        stores=options.stores,
-        rank_assignment=options.rank_assignment,
-        scenario=functools.partial(Scenario.random, max_members=options.members, max_faults=options.faults),
-    )
+    scenario = functools.partial(Scenario.random, max_members=options.members, max_faults=options.faults)
+    explorer = Explorer(options.stores, options.rank_assignment, scenario)
     if options.replay is not None:
         return _replay(explorer, options.replay, options.shrink)
     return _at_random(explorer, options)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
+    parser = argparse.ArgumentParser(
+        prog="python -m ft_wrapper.testing.explore",
+        description="Explores simulated jobs and checks after every step what must always hold.",
+    )
+    parser.add_argument("--random", type=int, metavar="N", help="run N jobs from seeds in a row")
+    parser.add_argument("--seed", type=int, help="the first of them; a new one by default")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after so many seconds")
+    parser.add_argument("--as-found", action="store_true", help="do not make smaller what goes wrong")
+    parser.add_argument("--members", type=int, default=8, help="ranks at the most (default: %(default)s)")
+    parser.add_argument("--faults", type=int, default=3, help="faults at the most (default: %(default)s)")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run a seed's job and show who did what")
+    parser.add_argument("--shrink", action="store_true", help="make it smaller first, if it goes wrong")
+    parser.add_argument("--processes", type=int, default=1, help="share the work (default: %(default)s)")
+    add_what_is_tested(parser)
     options = parser.parse_args(arguments)
     if options.random is None and options.replay is None:
         parser.error("nothing to do: give --random or --replay")
@@ -54,28 +64,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if value is not None and value < least:
             parser.error(f"--{name} {value}: must be at least {least}")
     return options
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m ft_wrapper.testing.explore",
-        description="Explores simulated jobs and checks after every step what must always hold.",
-    )
-    parser.add_argument("--random", type=int, metavar="N", help="run N jobs from seeds in a row")
-    parser.add_argument("--seed", type=int, help="the first of them; a new one by default")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="begin no further ones after so many seconds"
-    )
-    parser.add_argument("--as-found", action="store_true", help="do not make smaller what goes wrong")
-    parser.add_argument("--members", type=int, default=8, help="ranks at the most (default: %(default)s)")
-    parser.add_argument("--faults", type=int, default=3, help="faults at the most (default: %(default)s)")
-    parser.add_argument(
-        "--replay", type=int, metavar="SEED", help="run the job of a seed and show who did what"
-    )
-    parser.add_argument("--shrink", action="store_true", help="make it smaller first, if it goes wrong")
-    parser.add_argument("--processes", type=int, default=1, help="share the work (default: %(default)s)")
-    add_what_is_tested(parser)
-    return parser
 
 
 def add_what_is_tested(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +87,8 @@ def _at_random(explorer: Explorer, options: argparse.Namespace) -> int:
     last = seed + options.random - 1
     what = f"2 to {options.members} ranks, up to {options.faults} faults, seeds {seed} to {last}"
     print(f"at random: {what}", flush=True)
-    report = explorer.at_random(
-        options.random, seed, options.processes, Progress(options.random), options.seconds
-    )
+    progress = Progress(options.random)
+    report = explorer.at_random(options.random, seed, options.processes, progress, options.seconds)
     count = report.count
     if report.failure is not None:
         print(f"seed {report.seed} goes wrong: replay it with --replay {report.seed}")
@@ -144,10 +131,6 @@ def print_failure(failure: Failure, trace_lines: int | None = _TRACE_LINES) -> N
     print(f"\n{failure}")
 
 
-class _Counted(Protocol):
-    schedules: int
-
-
 class Progress:
     """Prints every 10 seconds, to the standard error, how far it is.
 
@@ -159,7 +142,7 @@ class Progress:
         self._of = f" of {of:,}" if of else ""
         self._start = self._said = time.monotonic()
 
-    def __call__(self, count: _Counted) -> None:
+    def __call__(self, count: Any) -> None:
         now = time.monotonic()
         if now - self._said < _REPORT_EVERY:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -11,19 +10,19 @@ import math
 import multiprocessing
 import os
 import random
-import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from concurrent import futures
 from typing import Any, TypeVar
 
+from ..agent.process import die_with
 from ..rank_assignment import RankAssignment
-from .failure import Failure, attempt
+from .defaults import StoreFactory
+from .failure import Failure, Shrinker, attempt
 from .policies import Policy, RandomPolicy
 from .scenario import Scenario
 from .scheduler import SchedulerError
-from .shrink import Shrinker
-from .simulated_store import StoreFactory
 from .simulation import Simulation
 
 CHUNK = 50
@@ -186,14 +185,12 @@ def share(work: Callable[[int], T], parts: int, processes: int) -> Generator[T, 
         return
     fork = multiprocessing.get_context("fork")
     following = iter(range(parts))
-    with concurrent.futures.ProcessPoolExecutor(processes, fork, _begin, (work,)) as pool:
+    with futures.ProcessPoolExecutor(processes, fork, _begin, (work, os.getpid())) as pool:
         # There may be very many parts: only so many wait for a process to become free.
         running = {pool.submit(_carry_out, part) for part in itertools.islice(following, 2 * processes)}
         try:
             while running:
-                done, running = concurrent.futures.wait(
-                    running, return_when=concurrent.futures.FIRST_COMPLETED
-                )
+                done, running = futures.wait(running, return_when=futures.FIRST_COMPLETED)
                 running |= {pool.submit(_carry_out, part) for part in itertools.islice(following, len(done))}
                 for future in done:
                     yield future.result()
@@ -204,20 +201,12 @@ def share(work: Callable[[int], T], parts: int, processes: int) -> Generator[T, 
 _work: Callable[[int], Any]
 
 
-def _begin(work: Callable[[int], Any]) -> None:
+def _begin(work: Callable[[int], Any], parent: int) -> None:
     """Hands a process the work: that cannot be pickled, but comes with the fork."""
     global _work
     _work = work
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    die_with(parent)  # a part may last long
 
 
 def _carry_out(part: int) -> Any:
     return _work(part)
-
-
-def _end_with_parent() -> None:
-    """A part may last long, and a process that was killed cannot end those that work for it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

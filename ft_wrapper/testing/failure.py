@@ -1,16 +1,17 @@
-"""A run that goes wrong: how to have it again, and what happened in it, in a few sentences."""
+"""A run that goes wrong: how to have it again, what happened in it, and a smaller one like it."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from .policies import Policy, RecordingPolicy, Switch
-from .scenario import Disturbance, Scenario, process_name
+from .clock import shorter
+from .policies import Policy, RandomPolicy, RecordingPolicy, Switch, SwitchPolicy
+from .scenario import Scenario
 from .scheduler import SchedulerError
 from .simulation import Simulation
-from .tasks import Event, Step, Task, describe
 
 Make = Callable[[Scenario, Policy], Simulation]
 """Makes a simulation of a scenario, in which a policy decides who goes on."""
@@ -57,139 +58,18 @@ def kind_of(what: str) -> str:
 
 def attempt(make: Make, scenario: Scenario, policy: Policy) -> Failure | None:
     """One run; None if it goes well."""
-    recording = _Recording(policy)
+    recording = RecordingPolicy(policy)
     simulation = make(scenario, recording)
     scheduler = simulation.scheduler
-    recording.steps = scheduler.trace_steps
+    recording.trace = scheduler.trace_steps
     try:
         simulation.run()
     except SchedulerError as error:
+        told = [*simulation.story, *zip(recording.places, map(_departure, recording.switches), strict=True)]
+        story = tuple(sentence for place, sentence in sorted(told, key=lambda one: one[0]))
         switches = tuple(recording.switches)
-        story = tell(scenario, zip(recording.places, switches, strict=True), scheduler.trace_steps)
         return Failure(scenario, switches, error.what, scheduler.steps, story, scheduler.trace())
     return None
-
-
-class _Recording(RecordingPolicy):
-    """Notes where in the trace the switches are, too."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(policy)
-        self.steps: Sequence[Step] = ()
-        self.places: list[int] = []
-
-    def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
-        choice = super().choose(tasks, events, current)
-        if len(self.places) < len(self.switches):
-            self.places.append(len(self.steps))
-        return choice
-
-
-# What happened, told in sentences --------------------------------------------------------------------------
-
-_DONE_TO: dict[str, str] = {
-    "crash": "{who} is killed before `{what}`",
-    "host": "{who} is lost with its monitor, before `{what}`",
-    "node": "the node of {who} is lost before `{what}`; another one's agent tells {seconds:g} s later",
-    "hang": "{who} hangs before `{what}`, and its monitor ends it",
-    "quit": "{who} ends in order, and makes no other call",
-    "flap": "{who} dies before `{what}`, and so do the next {seconds:g} s after it, as soon as they are in",
-    "leave": "{who} is told to leave, before `{what}`",
-    "doom": "{who} is given up by its monitor, before `{what}`",
-    "pause": "{who} is stopped for {seconds:g} s before `{what}`",
-    "freeze": "{who} and its monitor are stopped for {seconds:g} s before `{what}`",
-    "deaf": "the monitor of {who} is stopped for {seconds:g} s before `{what}`",
-    "mute": "the heartbeats of {who} are lost for {seconds:g} s",
-    "outage": "no one reaches the store for {seconds:g} s; {who} is before `{what}`",
-    "loop": "{who} is lost with its monitor before `{what}`, and every {seconds:g} s another process of its "
-    "slot begins and is lost, too",
-    "error": "{who} cannot reach the store for `{what}`",
-    "repeat": "the reply to `{what}` of {who} is lost: it is carried out twice",
-    "exception": "the function raises on {who}",
-    "reporter": "the monitor of {who} dies before `{what}`",
-    "respawn": "another process is started for the slot of {who}: {other}",
-}
-
-
-def tell(
-    scenario: Scenario, switches: Iterable[tuple[int, Switch]], steps: Sequence[Step]
-) -> tuple[str, ...]:
-    """What happened in a run, in the order in which it did.
-
-    Args:
-        scenario: what was to happen.
-        switches: where its schedule departs from that in which everyone runs on, each with the number of
-            steps before it.
-        steps: its steps.
-    """
-    places = _Places(steps)
-    told = [(places.of(disturbance), _sentence(disturbance, places)) for disturbance in scenario.disturbances]
-    told += [(place, _departure(switch)) for place, switch in switches]
-    return tuple(sentence for place, sentence in sorted(told, key=lambda pair: pair[0]))
-
-
-@dataclasses.dataclass
-class _Place:
-    index: int
-    what: str = ""
-
-
-class _Places:
-    """Where in a trace each task takes its first, second … step."""
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self._steps = steps
-        self._places: dict[tuple[str, int], _Place] = {}
-        taken: dict[str, int] = {}
-        for index, step in enumerate(steps):
-            number = taken.get(step.task, 0) + 1
-            place = self._places.setdefault((step.task, number), _Place(index))
-            if step.happens:
-                place.what = place.what or shorter(step.what.partition(" before ")[2])
-            else:
-                place.what, taken[step.task] = shorter(describe(step.what, step.args)), number
-
-    def at(self, task: str, number: int) -> _Place:
-        """Where a task takes its step of this number, or would have; the end if it comes to none."""
-        return self._places.get((task, number)) or _Place(len(self._steps))
-
-    def of(self, disturbance: Disturbance) -> int:
-        """The index at which something happens to a process."""
-        if disturbance.kind == "mute":
-            times = (index for index, step in enumerate(self._steps) if step.time >= disturbance.step)
-            return next(times, len(self._steps))
-        if disturbance.kind == "quit":
-            return len(self._steps)
-        if disturbance.kind == "exception":
-            faults = list(self._faults(process_name(disturbance.slot, disturbance.life)))
-            return faults[min(disturbance.step, len(faults)) - 1] if faults else len(self._steps)
-        return self.at(*whose_step(disturbance)).index
-
-    def _faults(self, task: str) -> Iterator[int]:
-        """Where a process publishes faults."""
-        for index, step in enumerate(self._steps):
-            if step.task == task and step.what == "append" and "/faults/" in step.args[0]:
-                yield index
-
-
-def whose_step(disturbance: Disturbance) -> tuple[str, int]:
-    """The task, and the number of its step, before which something happens."""
-    name = process_name(disturbance.slot, disturbance.life)
-    if disturbance.kind == "deaf":
-        return f"heart {name[5:]}", disturbance.step
-    if disturbance.kind == "reporter":
-        return f"report {name[5:]}", disturbance.step
-    if disturbance.kind == "respawn":
-        # It sleeps first, if it is to begin later.
-        return process_name(disturbance.slot, disturbance.life + 1), 2 if disturbance.seconds else 1
-    return name, disturbance.step
-
-
-def _sentence(disturbance: Disturbance, places: _Places) -> str:
-    task, number = whose_step(disturbance)
-    who = process_name(disturbance.slot, disturbance.life)
-    what = places.at(task, number).what or "its end"
-    return _DONE_TO[disturbance.kind].format(who=who, what=what, seconds=disturbance.seconds, other=task)
 
 
 def _departure(switch: Switch) -> str:
@@ -200,12 +80,136 @@ def _departure(switch: Switch) -> str:
     return f"{who(switch.task)} is held up before `{shorter(switch.before)}`: {who(switch.to)} goes on"
 
 
-def shorter(operation: str) -> str:
-    """An operation without the records that it writes."""
-    return operation.partition(" {")[0]
-
-
 def who(task: str) -> str:
     """What a task is, for people."""
     kind, _, name = task.partition(" ")
     return f"the monitor of rank {name}" if kind in ("heart", "report") else task
+
+
+# Made smaller ---------------------------------------------------------------------------------------------
+
+SEEDS = 20
+"""With how many seeds a smaller scenario is tried before it is given up."""
+MOST_RUNS = 3_000
+_LAST_STEP = 50
+
+
+class Shrinker:
+    """Makes a failure smaller for as long as the runs last.
+
+    First fewer faults and fewer ranks, then fewer switches among them, then less of everything else. It is
+    smaller in the first of these that differs.
+
+    Args:
+        make: makes a simulation.
+        failure: what to begin with.
+        most_runs: how many runs may be made.
+        same: whether a run goes wrong in the same way, told by what went wrong; by its kind when None.
+
+    Attributes:
+        failure: the smallest so far that goes wrong in the same way.
+        runs: how many were made.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        failure: Failure,
+        most_runs: int = MOST_RUNS,
+        same: Callable[[Failure], bool] | None = None,
+    ) -> None:
+        self.failure = failure
+        self.runs = 0
+        self.make = make
+        self.most_runs = most_runs
+        self.same = same or (lambda found: found.kind == failure.kind)
+
+    def shrink(self) -> Failure:
+        """The smallest failure that was found."""
+        self._simplify(fewer, self._any_order)
+        self.drop_switches()
+        self._simplify(less, self._same_order)
+        return self.failure
+
+    def _simplify(
+        self, simpler: Callable[[Scenario], Iterator[Scenario]], orders: Callable[[], Iterator[Policy]]
+    ) -> None:
+        """Takes simpler scenarios for as long as one of the orders goes wrong."""
+        while any(
+            self._try(scenario, policy) for scenario in simpler(self.failure.scenario) for policy in orders()
+        ):
+            pass
+
+    def _same_order(self) -> Iterator[Policy]:
+        yield SwitchPolicy(())
+        if self.failure.switches:
+            yield SwitchPolicy(self.failure.switches)
+
+    def _any_order(self) -> Iterator[Policy]:
+        yield from self._same_order()
+        yield from map(RandomPolicy, range(SEEDS))
+
+    def _try(self, scenario: Scenario, policy: Policy, below: float = math.inf) -> bool:
+        """Whether a run goes wrong in the same way, with fewer switches than ``below``. It is kept then."""
+        if self.runs >= self.most_runs:
+            return False
+        self.runs += 1
+        found = attempt(self.make, scenario, policy)
+        if found is None or not self.same(found) or len(found.switches) >= below:
+            return False
+        self.failure = found
+        return True
+
+    def drop_switches(self) -> None:
+        """Leaves out whatever is not needed: halves first, then quarters, and single ones last."""
+        size = max(1, len(self.failure.switches) // 2)
+        while size:
+            scenario, switches = self.failure.scenario, self.failure.switches
+            rests = [switches[:start] + switches[start + size :] for start in range(0, len(switches), size)]
+            # Those that were left may have had no occasion, and others have come instead.
+            if not any(self._try(scenario, SwitchPolicy(rest), len(switches)) for rest in rests):
+                size = 0 if self.runs >= self.most_runs else size // 2
+
+
+def fewer(scenario: Scenario) -> Iterator[Scenario]:
+    """The scenario with one fault less, or one rank."""
+    disturbances = scenario.disturbances
+    for number in range(len(disturbances)):
+        yield dataclasses.replace(scenario, disturbances=disturbances[:number] + disturbances[number + 1 :])
+    if scenario.members > 2:
+        for slot in sorted(range(scenario.members), key=lambda slot: slot in {d.slot for d in disturbances}):
+            yield _without(scenario, slot)
+
+
+def _without(scenario: Scenario, slot: int) -> Scenario:
+    """The scenario without a slot and what happens to it; those behind it move up."""
+    members = scenario.members - 1
+    return dataclasses.replace(
+        scenario,
+        members=members,
+        active=min(scenario.active, members),
+        disturbances=tuple(
+            dataclasses.replace(disturbance, slot=disturbance.slot - (disturbance.slot > slot))
+            for disturbance in scenario.disturbances
+            if disturbance.slot != slot
+        ),
+    )
+
+
+def less(scenario: Scenario) -> Iterator[Scenario]:
+    """The scenario with one thing as it usually is, perhaps with one of the faults at another step."""
+    usual = Scenario(scenario.members, scenario.active, steps=1, disturbances=scenario.disturbances)
+    for name, value in vars(usual).items():
+        if getattr(scenario, name) != value:
+            yield from elsewhere(dataclasses.replace(scenario, **{name: value}))
+
+
+def elsewhere(scenario: Scenario) -> Iterator[Scenario]:
+    """The same faults, one of them at another step, the nearest first; the same scenario before."""
+    yield scenario
+    for number, disturbance in enumerate(scenario.disturbances):
+        before, after = scenario.disturbances[:number], scenario.disturbances[number + 1 :]
+        for step in sorted(range(1, _LAST_STEP), key=lambda step: abs(step - disturbance.step)):
+            if step != disturbance.step:
+                moved = dataclasses.replace(disturbance, step=step)
+                yield dataclasses.replace(scenario, disturbances=(*before, moved, *after))

@@ -17,6 +17,7 @@ from ..store import StoreMixin
 from .clock import Clock, Waiter
 
 T = TypeVar("T")
+Raised = BaseException | None
 Hook = Callable[[str, str, Sequence[Any]], None]
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
@@ -36,7 +37,7 @@ class _Fault:
     key: str
     client: str
     times: int
-    error: BaseException | None
+    error: Raised
 
     def matches(self, client: str, operation: str, keys: Sequence[str]) -> bool:
         return (
@@ -57,25 +58,6 @@ class _Contents:
         self.waiters: list[Waiter] = []
         self.faults: list[_Fault] = []
         self.hooks: list[Hook] = []
-        self.essence: Callable[[str, Any], Any] = _as_it_is
-        self._digest = 0
-        clock.add_state(lambda: self._digest)
-
-    def put(self, key: str, value: bytes) -> None:
-        if self.clock.tells_states_apart:
-            self._forget(key)
-            self._digest ^= hash((key, self.essence(key, value)))
-        self.values[key] = value
-
-    def remove(self, key: str) -> bool:
-        if self.clock.tells_states_apart:
-            self._forget(key)
-        return self.values.pop(key, None) is not None
-
-    def _forget(self, key: str) -> None:
-        before = self.values.get(key)
-        if before is not None:
-            self._digest ^= hash((key, self.essence(key, before)))
 
     def wake(self, key: str) -> None:
         if not self.waiters:
@@ -123,8 +105,6 @@ class FakeStore(Store, StoreMixin):
     ) -> None:
         super().__init__()
         self._contents = _Contents(clock or Clock(), use_libuv)
-        if type(self).essence is not FakeStore.essence:
-            self._contents.essence = self.essence
         self._timeout = timeout
         self.client = client
 
@@ -152,18 +132,6 @@ class FakeStore(Store, StoreMixin):
             other.client = client
         return other
 
-    def essence(self, key: str, value: Any) -> Any:
-        """What of a value can make a difference: all of it. For searches that see each state once.
-
-        Args:
-            key: the key, the first one of several.
-            value: what it holds, or the result of an operation on it.
-
-        Returns:
-            Something hashable, the same for all values that no one tells apart.
-        """
-        return value
-
     def snapshot(self) -> dict[str, bytes]:
         """All keys with their values, as they are now. No operation: no step, no hook, no fault."""
         with self.clock.lock:
@@ -181,13 +149,7 @@ class FakeStore(Store, StoreMixin):
         self._contents.hooks.append(hook)
 
     def fail(
-        self,
-        operation: str = "*",
-        key: str = "*",
-        *,
-        client: str = "*",
-        times: int = 1,
-        error: BaseException | None = None,
+        self, operation: str = "*", key: str = "*", *, client: str = "*", times: int = 1, error: Raised = None
     ) -> None:
         """Makes operations fail without being carried out.
 
@@ -201,13 +163,7 @@ class FakeStore(Store, StoreMixin):
         self._contents.faults.append(_Fault(_When.BEFORE, operation, key, client, times, error))
 
     def lose_reply(
-        self,
-        operation: str = "*",
-        key: str = "*",
-        *,
-        client: str = "*",
-        times: int = 1,
-        error: BaseException | None = None,
+        self, operation: str = "*", key: str = "*", *, client: str = "*", times: int = 1, error: Raised = None
     ) -> None:
         """Makes operations fail although they are carried out. Arguments as in `fail`."""
         self._contents.faults.append(_Fault(_When.AFTER, operation, key, client, times, error))
@@ -255,7 +211,7 @@ class FakeStore(Store, StoreMixin):
                 return _encode(expected)
             if before is not None and before != _encode(expected):
                 return before
-            contents.put(key, _encode(desired))
+            contents.values[key] = _encode(desired)
             if contents.use_libuv:
                 contents.wake(key)
             return contents.values[key]
@@ -273,7 +229,8 @@ class FakeStore(Store, StoreMixin):
         return self._operate("check", keys, (keys,), lambda: all(key in values for key in keys))
 
     def delete_key(self, key: str) -> bool:
-        return self._operate("delete_key", [key], (key,), lambda: self._contents.remove(key))
+        values = self._contents.values
+        return self._operate("delete_key", [key], (key,), lambda: values.pop(key, None) is not None)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self._operate("multi_get", keys, (keys,), lambda: self._values(list(keys)))
@@ -326,7 +283,7 @@ class FakeStore(Store, StoreMixin):
         except Exception as error:
             clock.observe(type(error).__name__)
             raise
-        clock.observe(contents.essence(keys[0], result) if keys and clock.tells_states_apart else result)
+        clock.observe(result)
         if fault is not None:
             return self._operate(operation, keys, args, act)
         return result
@@ -341,7 +298,7 @@ class FakeStore(Store, StoreMixin):
         return fault
 
     def _write(self, key: str, value: bytes) -> None:
-        self._contents.put(key, value)
+        self._contents.values[key] = value
         self._contents.wake(key)
 
     def _values(self, keys: list[str]) -> list[bytes]:
@@ -365,10 +322,6 @@ class FakeStore(Store, StoreMixin):
             raise DistStoreError(
                 f"{operation} timed out after {timeout.total_seconds():g} s: keys {sorted(waiter.missing)}"
             )
-
-
-def _as_it_is(key: str, value: Any) -> Any:
-    return value
 
 
 def _encode(value: str | bytes) -> bytes:

@@ -10,6 +10,7 @@ from ..store import Head, Member
 
 if TYPE_CHECKING:
     from .process import SimulatedProcess
+    from .scenario import Scenario
     from .simulation import Simulation
 
 SLACK = 0.2
@@ -29,6 +30,47 @@ _SLOW = ("host", "node", "hang", "pause", "freeze", "deaf", "mute", "outage", "l
 
 class Violation(AssertionError):
     """An invariant does not hold."""
+
+
+@dataclasses.dataclass
+class Facts:
+    """What has happened to one process, and is known otherwise than from the store, with virtual times.
+
+    Args:
+        disturbed: whether something was done to it, so that it may be left out.
+        doomed: whether its monitor has given it up.
+        leaving: whether it is about to tell the others that it leaves.
+        away: whether it is between two calls, also if it was in none.
+        started_at: when it began.
+        called_at: when it made its last call.
+        wants_since: when it took its incarnation, in order to join.
+        entered_at: when it entered its last iteration.
+        died_at: when it ended.
+        entered: number of iterations that it entered.
+        last: the last iteration that it entered.
+        heard: the last iteration of whose end it has heard.
+        died_inside: the iteration that it was killed in, before it had heard of its end.
+        reported_as_spare_in: the iteration in which its monitor knew that it was a spare when it ended.
+        replaced: whether an agent has started the next process of the slot.
+        respawned: whether that was started otherwise.
+    """
+
+    disturbed: bool = False
+    doomed: bool = False
+    leaving: bool = False
+    away: bool = False
+    started_at: float = 0.0
+    called_at: float = 0.0
+    wants_since: float = 0.0
+    entered_at: float = 0.0
+    died_at: float = 0.0
+    entered: int = 0
+    last: int = -1
+    heard: int = -1
+    died_inside: int | None = None
+    reported_as_spare_in: int = -1
+    replaced: bool = False
+    respawned: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,6 +125,16 @@ class History:
     untold: float = 0.0
     wanted: int = 0
 
+    @property
+    def scenario(self) -> Scenario:
+        """What the job is to do."""
+        return self.simulation.scenario
+
+    @property
+    def now(self) -> float:
+        """The time."""
+        return self.simulation.scheduler.now()
+
     def newest(self, slot: int) -> Member:
         """The last incarnation that a process of a slot has taken."""
         return max(member for member in self.owners if member.slot == slot)
@@ -92,8 +144,7 @@ class History:
     @property
     def silent_after(self) -> float:
         """Seconds between two heartbeats, as they were sent, in which somebody may take one for silent."""
-        scenario = self.simulation.scenario
-        return scenario.heartbeat_timeout - scenario.heartbeat_interval / 2
+        return self.scenario.heartbeat_timeout - self.scenario.heartbeat_interval / 2
 
     def is_silent(self, member: Member, now: float) -> bool:
         """Whether a member is silent, or was until a moment ago."""
@@ -106,21 +157,20 @@ class History:
 
     def _is_long(self, begin: float, end: float) -> bool:
         """Whether a silence is one, and not an outage of the store, of which no one may conclude anything."""
-        silence, timeout = end - begin, self.simulation.scenario.heartbeat_timeout
+        silence = end - begin
         out = [
             min(end, until) - max(begin, since)
             for since, until, kind in self.simulation.troubles
             if kind == "outage" and since < end and until > begin
         ]
         if out:
-            return silence - sum(out) >= timeout / 2 - SLACK
+            return silence - sum(out) >= self.scenario.heartbeat_timeout / 2 - SLACK
         return silence >= self.silent_after
 
     @property
     def moment(self) -> float:
         """For how long after a silence somebody may still act on it."""
-        scenario = self.simulation.scenario
-        return 2 * scenario.heartbeat_interval + self._longest_stop + self.slowness
+        return 2 * self.scenario.heartbeat_interval + self._longest_stop + self.slowness
 
     # How long it may take until something is known ----------------------------------------------------------
 
@@ -131,28 +181,25 @@ class History:
     @property
     def _takes_turns(self) -> bool:
         """Whether a heart does one of its duties with each beat, not all of them."""
-        scenario = self.simulation.scenario
-        return scenario.heartbeat_timeout >= _TURNS * scenario.heartbeat_interval
+        return self.scenario.heartbeat_timeout >= _TURNS * self.scenario.heartbeat_interval
 
     @property
     def silence_known_after(self) -> float:
         """Seconds after which any number that were lost at once are known to be silent."""
-        scenario = self.simulation.scenario
-        return scenario.heartbeat_timeout + (8 if self._takes_turns else 4) * scenario.heartbeat_interval
+        beats = 8 if self._takes_turns else 4
+        return self.scenario.heartbeat_timeout + beats * self.scenario.heartbeat_interval
 
     @property
     def troubled(self) -> bool:
         """Whether anything happens to the job beside exceptions."""
-        simulation = self.simulation
-        return (
-            bool(simulation.troubles)
-            or any(process.disturbed or process.life for process in simulation.processes)
-            or any(simulation.scenario.of("repeat", "reporter", "loop"))
-        )
+        processes = self.simulation.processes
+        disturbed = any(process.facts.disturbed or process.life for process in processes)
+        others = any(self.scenario.of("repeat", "reporter", "loop"))
+        return bool(self.simulation.troubles) or disturbed or others
 
     def troubled_at(self, now: float) -> bool:
         """Whether something stood still until a moment ago."""
-        moment = now - 2 * self.simulation.scenario.heartbeat_interval
+        moment = now - 2 * self.scenario.heartbeat_interval
         return any(end > moment for begin, end, kind in self.simulation.troubles if end > begin)
 
     def last_trouble(self, since: float, *, ends_of: Sequence[str] | None = None) -> float:
@@ -162,40 +209,38 @@ class History:
             since: the answer if that was later.
             ends_of: the kinds of troubles whose end counts; all when None.
         """
-        now, troubles = self.simulation.scheduler.now(), self.simulation.troubles
-        ends = [min(end, now) for _, end, kind in troubles if ends_of is None or kind in ends_of]
+        troubles = self.simulation.troubles
+        ends = [min(end, self.now) for _, end, kind in troubles if ends_of is None or kind in ends_of]
         return max([since, *(begin for begin, _, _ in troubles), *ends])
 
     def lately(self, then: float) -> bool:
         """Whether something is no longer ago than it may take to be heard of."""
-        return self.simulation.scheduler.now() - then <= self._longest_stop + self.slowness + self.reported
+        return self.now - then <= self._longest_stop + self.slowness + self.reported
 
     def is_plain_death(self) -> bool:
         """Whether nothing has happened but that one process died in the function, and its monitor lives."""
-        scenario = self.simulation.scenario
+        scenario = self.scenario
         if [kind for _, _, kind in self.simulation.troubles] != ["crash"] or scenario.replaced:
             return False
         others = ("repeat", "reporter", "respawn", "exception")
         if any(scenario.of(*others)) or scenario.extra or scenario.stagger or self.untold:
             return False
         dead = [process for process in self.simulation.processes if process.fate == "dead"]
-        return len(dead) == 1 and dead[0].died_inside is not None
+        return len(dead) == 1 and dead[0].facts.died_inside is not None
 
     @property
     def slowness(self) -> float:
         """What the steps of the slowest process take in one restart."""
-        scenario = self.simulation.scenario
-        exchanges = 0.0 if not (scenario.exchange or scenario.endpoint) else _LOOKS_FOR_END + SLACK
-        return _STEPS_OF_A_RESTART * scenario.slow + exchanges
+        exchanges = _LOOKS_FOR_END + SLACK if self.scenario.exchange or self.scenario.endpoint else 0.0
+        return _STEPS_OF_A_RESTART * self.scenario.slow + exchanges
 
     @property
     def reported(self) -> float:
         """How long it may take until what was reported is known: somebody dies before it wakes the others."""
-        scenario = self.simulation.scenario
         if not self.troubled:
             return SLACK
-        beats = _BEATS_OF_TURNS if self._takes_turns else 1
-        return beats * scenario.heartbeat_interval + _FIRST_LOOK + _STAGGER * scenario.members + SLACK
+        beats = (_BEATS_OF_TURNS if self._takes_turns else 1) * self.scenario.heartbeat_interval
+        return beats + _FIRST_LOOK + _STAGGER * self.scenario.members + SLACK
 
     def patience(self, since: float) -> float:
         """The longest that an iteration which has ended may last, in virtual seconds, after the last fault.
@@ -205,7 +250,7 @@ class History:
         Args:
             since: when it ended.
         """
-        scenario = self.simulation.scenario
+        scenario = self.scenario
         long_ago = since - 2 * scenario.heartbeat_timeout - 8 * scenario.heartbeat_interval
         # But each call has another monitor.
         several = scenario.calls > 1

@@ -28,12 +28,15 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ft_wrapper import events
-from ft_wrapper.finalize import Finalize
-from ft_wrapper.initialize import Initialize
-from ft_wrapper.state import FrozenState
+from .. import events
+from ..finalize import Finalize
+from ..initialize import Initialize
+from ..settings import as_limit
+from ..state import FrozenState
+
+E = TypeVar("E", bound=enum.Enum)
 
 ENV = "FT_WRAPPER_FAULTS"
 
@@ -119,13 +122,7 @@ class FaultSpec:
         if not isinstance(self.where, Where):
             raise TypeError(f"where={self.where!r} must be a Where, one of {_names(Where)}")
         for name in _NUMBERS:
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} must be an integer or None")
-            if value < 0:
-                raise ValueError(f"{name}={value} must not be negative")
+            as_limit(name, getattr(self, name), 0)
         if self.rank is not None and self.slot is not None:
             raise ValueError(f"rank={self.rank} and slot={self.slot} exclude each other: give one of them")
         if self.step is not None and self.where not in (Where.STEP, Where.ATOMIC):
@@ -144,36 +141,27 @@ class FaultSpec:
         Raises:
             ValueError: the text is malformed; the message names the field, its value and what is allowed.
         """
-        kind_name, *parts = text.strip().split(":")
         try:
-            kind = Fault(kind_name.strip().lower())
-        except ValueError:
-            raise ValueError(f"fault {text!r}: kind {kind_name!r} is not one of {_names(Fault)}") from None
-        fields: dict[str, int | Where] = {}
+            return cls._read(text)
+        except ValueError as error:
+            raise ValueError(f"fault {text!r}: {error}") from None
+
+    @classmethod
+    def _read(cls, text: str) -> FaultSpec:
+        name_of_kind, *parts = text.strip().split(":")
+        kind = _one_of(Fault, "kind", name_of_kind.strip().lower())
+        fields: dict[str, Any] = {}
         for part in parts:
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or name not in (*_NUMBERS, "where"):
-                raise ValueError(
-                    f"fault {text!r}: {part!r} is not field=value with a field out of "
-                    f"{', '.join((*_NUMBERS, 'where'))}"
-                )
+                names = ", ".join((*_NUMBERS, "where"))
+                raise ValueError(f"{part!r} is not field=value with a field out of {names}")
             if name in fields:
-                raise ValueError(f"fault {text!r}: {name} is given twice")
-            if name == "where":
-                try:
-                    fields[name] = Where(value.lower())
-                except ValueError:
-                    raise ValueError(
-                        f"fault {text!r}: where={value!r} is not one of {_names(Where)}"
-                    ) from None
-            elif value.isdecimal():
-                fields[name] = int(value)
-            else:
-                raise ValueError(f"fault {text!r}: {name}={value!r} is not an integer of at least 0")
-        try:
-            return cls(kind, **fields)  # type: ignore[arg-type]  # the names decide the types, above
-        except ValueError as error:
-            raise ValueError(f"fault {text!r}: {error}") from None
+                raise ValueError(f"{name} is given twice")
+            if name != "where" and not value.isdecimal():
+                raise ValueError(f"{name}={value!r} is not an integer of at least 0")
+            fields[name] = _one_of(Where, name, value.lower()) if name == "where" else int(value)
+        return cls(kind, **fields)
 
     def __str__(self) -> str:
         """The text that `parse` reads."""
@@ -181,11 +169,8 @@ class FaultSpec:
         where = [] if self.where is Where.STEP else [f"where={self.where.value}"]
         return ":".join([self.kind.value, *numbers, *where])
 
-    def matches(
-        self, where: Where, rank: int | None, slot: int | None, iteration: int | None, step: int | None
-    ) -> bool:
-        """Tells whether the fault belongs to this place."""
-        place = {"rank": rank, "slot": slot, "iteration": iteration, "step": step}
+    def matches(self, where: Where, **place: int | None) -> bool:
+        """Tells whether the fault belongs to a point, and ``rank``, ``slot``, ``iteration`` and ``step``."""
         return self.where is where and all(getattr(self, n) in (None, place[n]) for n in _NUMBERS)
 
 
@@ -284,10 +269,7 @@ class Injector:
             InjectedFault: that is the fault.
             ValueError: ``where`` is not the name of a point.
         """
-        try:
-            where = Where(where)
-        except ValueError:
-            raise ValueError(f"where={where!r} is not one of {_names(Where)}") from None
+        where = _one_of(Where, "where", where)
         place = {"rank": rank, "slot": slot, "iteration": iteration, "step": step}
         for index, spec in enumerate(self.specs):
             if spec.matches(where, **place) and self._claim(index):
@@ -309,40 +291,39 @@ class Injector:
         return True
 
 
-class InjectInitialize(Initialize):
+class _Inject:
+    """A plug-in that asks an injector with the rank, slot and iteration of the state, then hands that on."""
+
+    where: Where
+
+    def __init__(self, injector: Injector) -> None:
+        self.injector = injector
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        self.injector.check(
+            self.where, rank=state.active_rank, slot=state.initial_rank, iteration=state.iteration
+        )
+        return state
+
+
+class InjectInitialize(_Inject, Initialize):
     """Plug-in for ``Wrapper(initialize=…)``: the point ``INITIALIZE``.
 
     Args:
         injector: asked with the rank, slot and iteration of the state.
     """
 
-    def __init__(self, injector: Injector) -> None:
-        self.injector = injector
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Asks the injector, then hands the state on."""
-        _check_state(self.injector, Where.INITIALIZE, state)
-        return state
+    where = Where.INITIALIZE
 
 
-class InjectFinalize(Finalize):
+class InjectFinalize(_Inject, Finalize):
     """Plug-in for ``Wrapper(finalize=…)``: the point ``FINALIZE``.
 
     Args:
         injector: asked with the rank, slot and iteration of the state.
     """
 
-    def __init__(self, injector: Injector) -> None:
-        self.injector = injector
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Asks the injector, then hands the state on."""
-        _check_state(self.injector, Where.FINALIZE, state)
-        return state
-
-
-def _check_state(injector: Injector, where: Where, state: FrozenState) -> None:
-    injector.check(where, rank=state.active_rank, slot=state.initial_rank, iteration=state.iteration)
+    where = Where.FINALIZE
 
 
 def inject_fault(kind: Fault, duration: float | None = None) -> None:
@@ -420,6 +401,13 @@ def _wait_in_collective(seconds: float) -> None:
 def _no_core_dump() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def _one_of(kinds: type[E], name: str, value: Any) -> E:
+    try:
+        return kinds(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r} is not one of {_names(kinds)}") from None
 
 
 def _names(kinds: type[enum.Enum]) -> str:

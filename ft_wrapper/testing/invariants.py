@@ -27,9 +27,9 @@ from ..protocol.operations import read
 from ..protocol.records import DONE, FAULT
 from ..state import State
 from ..store import Head, Member, View
+from .clock import Step
 from .history import LONGEST_LOOK, History, Violation, names
 from .progress import Progress
-from .tasks import Step
 
 if TYPE_CHECKING:
     from .process import SimulatedProcess
@@ -58,51 +58,33 @@ class Invariants:
         simulation: the job.
         agreement: a client of its store.
         slot_order: whether the rank assignment keeps the ranks in the order of the slots, and all of them.
+
+    Attributes:
+        heads: the head of each iteration so far.
+        rosters: the members of each iteration, in rank order.
+        outcomes: how each iteration ended that has.
     """
 
     def __init__(self, simulation: Simulation, agreement: Agreement, *, slot_order: bool) -> None:
         self.simulation = simulation
-        self.history = History(simulation)
+        self.history = history = History(simulation)
+        self.heads, self.rosters, self.outcomes = history.heads, history.rosters, history.outcomes
         self.progress = Progress(simulation, agreement, self.history)
         self._agreement = agreement
-        self._store = agreement.store
         self._slot_order = slot_order
-        self._scheduler = simulation.scheduler
-        self._scenario = simulation.scenario
-        self._knows_store = simulation.knows_store
         self._known: dict[str, re.Match[str] | None] = {}
         self._immutable: dict[str, str] = {}
         self._ever: set[Member] = set()
         self._operations: dict[tuple[str, int], tuple[int, float]] = {}
-        self._noted = 0
-
-    @property
-    def heads(self) -> list[Head]:
-        """The head of each iteration so far."""
-        return self.history.heads
-
-    @property
-    def rosters(self) -> dict[int, tuple[Member, ...]]:
-        """The members of each iteration, in rank order."""
-        return self.history.rosters
-
-    @property
-    def outcomes(self) -> dict[int, str]:
-        """How each iteration ended that has."""
-        return self.history.outcomes
-
-    def known(self) -> object:
-        """What tells states apart of all that is remembered here."""
-        return self._noted, self.history.untold
 
     # After every step --------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Looks at what the last operation may have changed."""
-        step = self._scheduler.last_step
+        step = self.simulation.scheduler.last_step
         if step is None or not step.args:
             return
-        if self._knows_store and step.what not in ("sleep", "delete_key"):
+        if self.simulation.knows_store and step.what not in ("sleep", "delete_key"):
             self._count_operation(step.task)
         if step.what in _READS or (step.what == "compare_set" and step.args[1] == step.args[2]):
             return
@@ -115,11 +97,11 @@ class Invariants:
 
     def _count_operation(self, task: str) -> None:
         """I7: what a process asks of the store for an iteration is bounded."""
-        place, now = (task, len(self.history.heads)), self._scheduler.now()
+        place, now = (task, len(self.history.heads)), self.history.now
         count, since = self._operations.get(place, (0, now))
         self._operations[place] = count + 1, since
         # Who looks at all the others, because they are silent, needs some for each of them.
-        members = self._scenario.members
+        members = self.history.scenario.members
         most = _OPERATIONS + 6 * members + (_OPERATIONS_A_SECOND + 2 * members) * (now - since)
         if count + 1 > most and not task.startswith("again"):
             raise Violation(
@@ -145,7 +127,7 @@ class Invariants:
         elif match["kind"] == "heartbeat":
             self._hear(match, step)
         elif match["kind"] == "world":
-            claimed = read(self._store, match[0])
+            claimed = read(self._agreement.store, match[0])
             if claimed is not None:
                 self.history.announced[int(match["what"])] = int(claimed.split()[1])
         if step.what in _WRITES:
@@ -153,11 +135,11 @@ class Invariants:
 
     def _note_log(self, n: int, kind: str | None, task: str) -> None:
         """Notes when an entry of a log was there. A reader of another store might have to wait for it."""
-        history, now = self.history, self._scheduler.now()
+        history, now = self.history, self.history.now
         if kind == "dead":
             history.superseders.add(task)
             history.dead_at[n] = now
-        if not self._knows_store:
+        if not self.simulation.knows_store:
             return
         if kind == "arrived":
             for member in self._agreement.iterations.arrivals_of(n):
@@ -175,7 +157,7 @@ class Invariants:
         history = self.history
         if step.what != "add" or step.args[1] != 1:
             return
-        member, now = Member(int(match["what"]), int(match["incarnation"])), self._scheduler.now()
+        member, now = Member(int(match["what"]), int(match["incarnation"])), self.history.now
         before = history.beats.get(member)
         if before is not None and now - before >= history.silent_after:
             history.silences[member] = now, now - before
@@ -184,29 +166,23 @@ class Invariants:
     # Decisions, ends and keys ------------------------------------------------------------------------------
 
     def _check_head(self) -> None:
-        history = self.history
-        head = self._agreement.iterations.read_head()
-        if head is None:
-            if history.heads:
-                raise Violation("I8: head was deleted")
-            return
-        if history.heads and head == history.heads[-1]:
+        history, iterations = self.history, self._agreement.iterations
+        head = iterations.read_head()
+        if head is None and history.heads:
+            raise Violation("I8: head was deleted")
+        if head is None or (history.heads and head == history.heads[-1]):
             return
         if head.n != len(history.heads):
             raise Violation(f"I1: head moved from {_last(history.heads)} to {head}")
         try:
-            view, decision = (
-                self._agreement.iterations.read_view(head),
-                self._agreement.iterations.read_decision(head),
-            )
+            roster, decision = iterations.read_view(head).members, iterations.read_decision(head)
         except StoreError as error:
             raise Violation(f"I1: head moved to {head}, whose decision is not written: {error}") from None
         if head.n > 0 and head.n - 1 not in history.outcomes:
             raise Violation(f"I1: head moved to {head} before {head.n - 1} had ended")
         if head.n > 0 and head.call != history.heads[-1].call + (history.outcomes[head.n - 1] == DONE):
             raise Violation(f"I1: the call of {head} does not follow from {history.heads[-1]}")
-        roster = view.members
-        if len(roster) < max(1, self._scenario.min_world_size):
+        if len(roster) < max(1, self.history.scenario.min_world_size):
             raise Violation(f"I11: {len(roster)} members are in {head}")
         if len({member.slot for member in roster}) < len(roster):
             raise Violation(f"I2: two incarnations of a slot are in {head}: {names(roster)}")
@@ -228,18 +204,12 @@ class Invariants:
             self.progress.check_first(roster)
         self._ever.update(roster)
         history.heads.append(head)
-        history.decided_at[head.n] = self._scheduler.now()
+        history.decided_at[head.n] = self.history.now
         history.rosters[head.n] = roster
-        self._note("head", head, roster, self._scheduler.now())
 
     def _check_immutable(self, key: str) -> None:
-        value = read(self._store, key)
-        if value is None:
-            return
-        if key not in self._immutable:
-            self._immutable[key] = value
-            self._note(key, value)
-        elif self._immutable[key] != value:
+        value = read(self._agreement.store, key)
+        if value is not None and self._immutable.setdefault(key, value) != value:
             raise Violation(f"I1: {key} changed from {self._immutable[key]} to {value}")
 
     def _check_end(self, n: int) -> None:
@@ -253,21 +223,17 @@ class Invariants:
             raise Violation(f"I9: {n} ended as {history.outcomes[n]} and as {outcome}")
         if outcome not in (DONE, FAULT):
             raise Violation(f"I9: {n} ended as {outcome!r}")
-        if n in history.ended_at:
-            return
-        history.ended_at[n] = self._scheduler.now()
-        self._note("end", n, outcome, self._scheduler.now())
-        if n not in history.rosters:
-            return
-        if outcome == DONE:
-            self._check_done(n)
-        else:
-            self.progress.check_cause(n)
+        if n not in history.ended_at:
+            history.ended_at[n] = history.now
+            if n in history.rosters and outcome == DONE:
+                self._check_done(n)
+            elif n in history.rosters:
+                self.progress.check_cause(n)
 
     def _check_done(self, n: int) -> None:
         history = self.history
-        if n not in history.sizes or history.returned.get(n, set()) != set(range(history.sizes[n][3])):
-            finished = sorted(history.returned.get(n, ()))
+        finished = sorted(history.returned.get(n, ()))
+        if n not in history.sizes or finished != list(range(history.sizes[n][3])):
             raise Violation(f"I9: {n} is done, and finished have {finished} of {history.sizes.get(n)}")
         for process in self.simulation.processes:
             if process.alive and process.inside == n:
@@ -277,21 +243,18 @@ class Invariants:
         """I8: when an iteration has been on for a while, the keys of those long past are gone."""
         history = self.history
         kinds = {kind for _, _, kind in self.simulation.troubles}
-        if kinds - {"crash"} or self._scenario.slow:
+        if kinds - {"crash"} or self.history.scenario.slow:
             return  # somebody may have written late
         first = history.holders.get((n, "rank", 0))
-        if first is None or history.owners[first].disturbed:
+        if first is None or history.owners[first].facts.disturbed:
             return  # no one keeps house
-        until = history.ended_at.get(n, self._scheduler.now())
-        if until - history.decided_at[n] <= 3 * self._scenario.heartbeat_interval + history.slowness:
+        until = history.ended_at.get(n, self.history.now)
+        if until - history.decided_at[n] <= 3 * self.history.scenario.heartbeat_interval + history.slowness:
             return
         if any(begin >= history.decided_at[n] for begin, _, _ in self.simulation.troubles):
             return
-        past = [
-            name
-            for name in self._store.list_keys()
-            if (of := keys.iteration_of(name)) is not None and keys.BEFORE_FIRST < of < n - 1
-        ]
+        numbers = {name: keys.iteration_of(name) for name in self._agreement.store.list_keys()}
+        past = [name for name, of in numbers.items() if of is not None and keys.BEFORE_FIRST < of < n - 1]
         if past:
             raise Violation(f"I8: {len(past)} keys of past iterations are there in {n}: {past[0]} ...")
 
@@ -307,34 +270,28 @@ class Invariants:
         elif number < 0 or number >= len(history.heads) - 2:
             raise Violation(f"I8: {match[0]} was deleted while head is {_last(history.heads)}")
 
-    def _note(self, *fact: object) -> None:
-        """Something is remembered here that was not before: states are told apart by that, too."""
-        self._noted ^= hash(fact)
-
     # What processes say of themselves ----------------------------------------------------------------------
 
     def registered(self, process: SimulatedProcess) -> None:
         """A process took the next incarnation of its slot."""
-        history = self.history
-        member = process.member
+        history, member = self.history, process.member
         assert member is not None
         if member in history.owners:
             raise Violation(f"I2: {member} is {history.owners[member].name} and {process.name}")
         history.owners[member] = process
-        self._note("owner", member, process.name)
         for other in self.simulation.processes:
             if other is not process and other.slot == process.slot and other.member is not None:
                 # What a newer incarnation does to an older one is right; the oldest may also be the late one.
-                (other if other.member < member else process).disturbed = True
+                (other if other.member < member else process).facts.disturbed = True
 
     def entered(self, process: SimulatedProcess, view: View, state: State) -> None:
         """A process enters the function, or its place as spare."""
         history = self.history
         n, member = view.n, process.member
         assert member is not None
-        process.entered_at = self._scheduler.now()
-        if n <= process.last:
-            raise Violation(f"I3: {process.name} enters {n} after {process.last}")
+        process.facts.entered_at = self.history.now
+        if n <= process.facts.last:
+            raise Violation(f"I3: {process.name} enters {n} after {process.facts.last}")
         roster = history.rosters.get(n, ())
         if member not in roster:
             raise Violation(f"I5: {process.name} enters {n} as {member}, and in it are {names(roster)}")
@@ -342,10 +299,7 @@ class Invariants:
             raise Violation(f"I2: {process.name} believes in {view}, decided is {history.heads[n]}: {roster}")
         active = state.active_world_size or 0
         mine = (view.call, view.first, state.world_size, active)
-        if n not in history.sizes:
-            history.sizes[n] = mine
-            self._note("sizes", n, mine)
-        elif history.sizes[n] != mine:
+        if history.sizes.setdefault(n, mine) != mine:
             raise Violation(f"I2: {process.name} enters {n} with {mine}, others with {history.sizes[n]}")
         self._take("rank", n, member, state.rank, state.world_size)
         if self._slot_order and (state.rank, state.world_size) != (roster.index(member), len(roster)):
@@ -353,79 +307,56 @@ class Invariants:
         history.wanted = max(history.wanted, active)
         self.progress.check_promptness(process, n)
         self.simulation.entered(process)
-        if process.last < 0:
+        if process.facts.last < 0:
             self.progress.check_entry(process, n)
-        process.last = n
+        process.facts.last = n
         if state.active_rank is not None:
             process.inside = n
             self._take("active rank", n, member, state.active_rank, active)
 
     def _take(self, what: str, n: int, member: Member, rank: int | None, size: int) -> None:
-        history = self.history
         if rank is None or not 0 <= rank < size:
             raise Violation(f"I2: {member} has {what} {rank} of {size} in {n}")
-        if (n, what, rank) not in history.holders:
-            history.holders[n, what, rank] = member
-            self._note(what, n, rank, member)
-            if what == "active rank":
-                history.full_at[n] = self._scheduler.now()
-        elif history.holders[n, what, rank] != member:
-            raise Violation(f"I2: {member} and {history.holders[n, what, rank]} have {what} {rank} in {n}")
-
-    def returned(self, n: int, active_rank: int) -> None:
-        """The function of n has returned on an active rank."""
-        self.history.returned.setdefault(n, set()).add(active_rank)
-        self._note("returned", n, active_rank)
-
-    def publishes(self, n: int) -> None:
-        """A fault of n is about to be published."""
-        self.history.published.add(n)
-        self._note("published", n)
-
-    def heard_of_end(self, process: SimulatedProcess, n: int) -> None:
-        """A process has left n."""
-        self.progress.check_hearing(process, n)
+        holder = self.history.holders.setdefault((n, what, rank), member)
+        if holder != member:
+            raise Violation(f"I2: {member} and {holder} have {what} {rank} in {n}")
+        if what == "active rank":
+            self.history.full_at[n] = self.history.now
 
     def completed(self, process: SimulatedProcess, view: View) -> None:
         """A process was told that all is done."""
-        if self.history.outcomes.get(view.n) != DONE:
-            raise Violation(
-                f"I9: {process.name} returns from {view.n}, which is {self.history.outcomes.get(view.n)}"
-            )
+        outcome = self.outcomes.get(view.n)
+        if outcome != DONE:
+            raise Violation(f"I9: {process.name} returns from {view.n}, which is {outcome}")
         process.completed.append(view.n)
-
-    def leaves(self, process: SimulatedProcess) -> None:
-        """A process is about to say that it leaves."""
-        process.leaving = True
 
     def ends(self, process: SimulatedProcess, fate: str) -> None:
         """A process has come to its end. Who is still listed has no reason to think that it is out."""
-        history = self.history
-        member = process.member
-        if fate != "out" or member is None or not history.heads or process.doomed:
+        history, member = self.history, process.member
+        if fate != "out" or member is None or not history.heads or process.facts.doomed:
             return
         head = history.heads[-1]
         is_listed = member in history.rosters[head.n] and history.newest(member.slot) == member
-        is_on = history.outcomes.get(head.n) is None
-        if is_listed and is_on and self._knows_store and member not in self._agreement.ends.deaths_of(head.n):
+        if not is_listed or head.n in history.outcomes or not self.simulation.knows_store:
+            return
+        if member not in self._agreement.ends.deaths_of(head.n):
             raise Violation(f"I13: {process.name} takes itself for out, and is listed in {head}")
 
     def ended_as_left_out(self, process: SimulatedProcess) -> None:
         """A process's monitor is about to end it, since the others seem to have gone on without it."""
         history = self.history
         head, member = history.heads[-1], process.member
-        task, now = process.task, self._scheduler.now()
-        stopped = task is not None and task.is_paused(now - self._scenario.heartbeat_interval)
+        stopped = process.task.is_paused(history.now - history.scenario.heartbeat_interval)
         # Where a read is two steps it may wait for a key that is deleted between them.
-        may_wait = stopped or not self._scenario.use_libuv or history.slowness > 0
-        if not may_wait and not process.leaving and not history.troubled_at(now):
+        may_wait = stopped or not history.scenario.use_libuv or history.slowness > 0
+        if not may_wait and not process.facts.leaving and not history.troubled_at(history.now):
             raise Violation(f"I5: {process.name} is out, and does not hear of it")
-        if member in history.rosters[head.n] and not process.doomed:
+        if member in history.rosters[head.n] and not process.facts.doomed:
             raise Violation(f"I13: {process.name} is ended as left out, and it is listed in {head}")
 
     def nobody_tells(self) -> None:
         """A process ended before it was in: it is waited for in vain."""
-        scenario = self._scenario
+        scenario = self.history.scenario
         self.history.untold += scenario.barrier_timeout + scenario.heartbeat_timeout + LONGEST_LOOK
 
     # At the end --------------------------------------------------------------------------------------------
@@ -447,7 +378,7 @@ class Invariants:
                 raise Violation(f"I10: {process.name} came to no end")
             # Who is out is so for a reason, which was looked at when it was left out.
             good = process.fate in ("done", "late", "quit", "out")
-            if not good and not process.disturbed and not self.progress.is_excused(process):
+            if not good and not process.facts.disturbed and not self.progress.is_excused(process):
                 what = f"{process.name} is {process.fate}, though nothing was done to it"
                 raise Violation(f"{what}: {process.error}")
 

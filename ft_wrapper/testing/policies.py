@@ -8,23 +8,21 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
-from .tasks import Event, Task, describe
+from .clock import Step, Task, describe
 
 
 class Policy(Protocol):
     """Decides who goes on. Called where there is more than one possibility."""
 
-    def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
+    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
         """Chooses.
 
         Args:
-            tasks: the tasks that can run, in the order of spawning; none where time passes, or the run ends.
-            events: what may happen instead.
+            tasks: the tasks that can run, in the order of spawning.
             current: the task that ran last; among ``tasks`` if it can go on.
 
         Returns:
-            Index of a task; 0 lets time pass (or the run end) where there are none. Counted on from there, of
-            an event.
+            Index of a task.
         """
 
 
@@ -33,7 +31,7 @@ _TRIES = 4
 
 
 class RandomPolicy:
-    """Any task that can run; no event.
+    """Any task that can run.
 
     Args:
         seed: what is chosen from. Some seeds switch at each step, some let a task run on for long, some let
@@ -45,9 +43,7 @@ class RandomPolicy:
         self._stay = (0.0, 0.0, 0.5, 0.9)[int(self._random() * 4)]
         self._late = int(random.Random(~seed).random() * _LATE_ONES * 3)  # of those with a number like this
 
-    def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
-        if not tasks:
-            return 0
+    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
         if self._stay and current is not None and current.ready and self._random() < self._stay:
             return tasks.index(current)
         index = int(self._random() * len(tasks))
@@ -59,15 +55,8 @@ class RandomPolicy:
         return index
 
 
-class RunOnPolicy:
-    """The current task for as long as it can run, then the next in the order of spawning; no event."""
-
-    def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
-        return run_on(tasks, current)
-
-
 def run_on(tasks: Sequence[Task], current: Task | None) -> int:
-    """What `RunOnPolicy` chooses."""
+    """The current task for as long as it can run, then the next in the order of spawning."""
     if current is None:
         return 0
     return next((number for number, task in enumerate(tasks) if task.number >= current.number), 0)
@@ -85,16 +74,16 @@ class ReplayPolicy:
         self._choices = iter(choices)
         self._after = after
 
-    def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
+    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
         choice = next(self._choices, None)
         if choice is None:
-            return self._after.choose(tasks, events, current)
-        return choice % (max(1, len(tasks)) + len(events))
+            return self._after.choose(tasks, current)
+        return choice % len(tasks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
-    """A place where a schedule departs from `RunOnPolicy`.
+    """A place where a schedule departs from `run_on`.
 
     Args:
         task: who ran last; empty at the start.
@@ -125,30 +114,32 @@ class _Places:
 
 
 class RecordingPolicy:
-    """Notes where another policy departs from `RunOnPolicy`.
+    """Notes where another policy departs from `run_on`.
 
     Args:
         policy: the other one.
 
     Attributes:
         switches: where it did.
+        places: where each of these is in the trace.
+        trace: the steps that were taken so far.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.switches: list[Switch] = []
+        self.places: list[int] = []
+        self.trace: Sequence[Step] = ()
         self._policy = policy
         self._places = _Places()
 
-    def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
-        choice = self._policy.choose(tasks, events, current)
+    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
+        choice = self._policy.choose(tasks, current)
         task, step, number = self._places.next(current)
         if choice != run_on(tasks, current):
-            first_event = len(tasks) or 1
-            to = tasks[choice].name if choice < first_event else events[choice - first_event].name
             upcoming = None if current is None or not current.ready else current.upcoming
-            self.switches.append(
-                Switch(task, step, to, number, "" if upcoming is None else describe(*upcoming))
-            )
+            before = "" if upcoming is None else describe(*upcoming)
+            self.switches.append(Switch(task, step, tasks[choice].name, number, before))
+            self.places.append(len(self.trace))
         return choice
 
 
@@ -163,11 +154,10 @@ class SwitchPolicy:
         self._wanted = {(switch.task, switch.step, switch.choice): switch.to for switch in switches}
         self._places = _Places()
 
-    def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
+    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
         wanted = self._wanted.get(self._places.next(current))
         if wanted is not None:
-            names = [task.name for task in tasks] or [""]
-            names += [event.name for event in events]
+            names = [task.name for task in tasks]
             if wanted in names:
                 return names.index(wanted)
         return run_on(tasks, current)

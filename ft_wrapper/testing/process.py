@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ..attribution import Interruption
@@ -14,14 +15,16 @@ from ..protocol.agreement import Agreement
 from ..protocol.deaths import report_death
 from ..protocol.heart import HeartBeat
 from ..protocol.housekeeping import note_wanted
+from ..protocol.membership import Membership
 from ..rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
+from ..report.restart import waiting_line
 from ..restart.loop import Endpoint, Left, Performer
 from ..settings import Limits
 from ..state import Mode, State
 from ..store import Decision, Fault, Member, PrefixStore, View
+from .clock import Task
+from .history import Facts
 from .scenario import process_name
-from .simulated_job import SimulatedJob
-from .tasks import Task
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -34,38 +37,8 @@ class CtrlC(BaseException):
     """Ctrl-C, or SIGTERM: the process leaves the job in order."""
 
 
-class _Stop(threading.Event):
-    """What ends a heart's wait, in virtual time."""
-
-    def __init__(self, process: SimulatedProcess, number: int) -> None:
-        super().__init__()
-        self._process = process
-        self._number = number
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if timeout:
-            self._process.simulation.scheduler.sleep(timeout)
-        return not self._process._is_watched_by(self._number)
-
-
-class _WatchedRank:
-    """A rank as its heart sees it."""
-
-    def __init__(self, process: SimulatedProcess, member: Member) -> None:
-        self.member = member
-        self.view = process.view
-        self.rank = process.rank
-        self.is_between = process.between
-        self._process = process
-
-    def note_left_out(self, left_out: bool) -> None:
-        """See `RankMonitor`."""
-        self._process.note_left_out(left_out)
-
-
-@dataclasses.dataclass(eq=False)
 class SimulatedProcess(Performer):
-    """One process of a slot, and what its monitor and the invariants know of it without asking the store.
+    """One process of a slot.
 
     Args:
         simulation: what it is part of.
@@ -75,91 +48,58 @@ class SimulatedProcess(Performer):
     Attributes:
         name: what it is called in traces.
         task: the rank's main thread.
-        heart: the monitor's heartbeat thread.
+        monitor: its present monitor; it has none before it has registered.
         member: the incarnation that it has taken.
-        view: the iteration that it is in.
-        rank: its rank there.
-        active: whether it calls the function there.
         inside: the iteration whose function it is in.
-        last: the last iteration that it entered.
         fate: ``running``, ``done``, ``late`` (all was done when it came), ``out`` (the others go on without
-            it), ``failed``, ``dead`` or ``left``.
+            it), ``failed``, ``dead``, ``left``, ``quit`` or ``broken`` (an invariant does not hold).
         error: why it failed.
-        disturbed: whether something was done to it, so that it may be left out.
         told: whether it told the others that it leaves.
-        leaving: whether it is about to tell.
-        doomed: whether its monitor has given it up.
-        monitored: whether it has a monitor: it has none before it has registered.
-        between: whether it has left a call in order, and has not made the next one.
-        called_at: when it made its last call.
-        away: whether it is between two calls, also if it was in none.
-        entered_at: when it entered its last iteration.
-        died_inside: the iteration that it was killed in, before it had heard of its end.
-        heard: the last iteration of whose end it has heard.
-        reported_as_spare_in: the iteration in which its monitor knew that it was a spare when it ended.
-        started_at: when it began, died_at: when it ended, in virtual seconds.
-        wants_since: when it took its incarnation, in order to join.
-        entered: number of iterations that it entered.
         completed: the iterations that it returned from.
-        broken: whether it has found an invariant broken.
+        facts: what else is known of it.
     """
 
-    simulation: Simulation
-    slot: int
-    life: int = 0
-    name: str = ""
-    task: Task | None = None
-    heart: Task | None = None
-    member: Member | None = None
-    view: View | None = None
-    rank: int | None = None
-    active: bool = True
-    inside: int | None = None
-    last: int = -1
-    fate: str = "running"
-    error: BaseException | None = None
-    disturbed: bool = False
-    told: bool = False
-    leaving: bool = False
-    doomed: bool = False
-    monitored: bool = False
-    between: bool = False
-    called_at: float = 0.0
-    away: bool = False
-    entered_at: float = 0.0
-    died_inside: int | None = None
-    heard: int = -1
-    reported_as_spare_in: int = -1
-    started_at: float = 0.0
-    died_at: float = 0.0
-    wants_since: float = 0.0
-    entered: int = 0
-    completed: list[int] = dataclasses.field(default_factory=list)
-    broken: bool = False
-    _monitors: int = 0
-    _left_out_at: float = math.inf
-
-    def __post_init__(self) -> None:
+    def __init__(self, simulation: Simulation, slot: int, life: int = 0) -> None:
+        self.simulation = simulation
+        self.slot = slot
+        self.life = life
+        self.name = process_name(slot, life)
+        self.task: Task
+        self.monitor: SimulatedMonitor | None = None
+        self.member: Member | None = None
+        self.inside: int | None = None
+        self.fate = "running"
+        self.error: BaseException | None = None
+        self.told = False
+        self.completed: list[int] = []
+        self.facts = Facts(started_at=simulation.scheduler.now())
         self._job: SimulatedJob
         self._rank_assignment: RankAssignment
-        self.name = process_name(self.slot, self.life)
-        self.started_at = self.simulation.scheduler.now()
 
     @property
     def alive(self) -> bool:
         """Whether it has not come to its end."""
         return self.fate == "running"
 
-    def state(self) -> tuple[object, ...]:
-        """All that its monitor and the invariants know of it."""
-        return (
-            (self.fate, self.disturbed, self.told, self.monitored, self.member, self.inside, self.last),
-            (self.between, self.doomed, self.called_at),
-            (None if self.view is None else self.view.head, self.rank, self.active, tuple(self.completed)),
-            (self.started_at, self.died_at, self.wants_since, self._monitors),
-        )
+    @property
+    def is_going(self) -> bool:
+        """Whether it has ended or is about to, as others may know."""
+        return not self.alive or self.facts.doomed or self.facts.leaving
 
-    # The rank ----------------------------------------------------------------------------------------------
+    @property
+    def active(self) -> bool:
+        """Whether it calls the function in its iteration, as its monitor knows."""
+        return self.monitor is None or self.monitor.active
+
+    @property
+    def between(self) -> bool:
+        """Whether it has left a call in order, and has not made the next one."""
+        return self.monitor is not None and self.monitor.between
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it tells no one how it ends: it was killed, or an invariant is broken."""
+        return self.fate == "broken" or self.task.crashed
 
     def main(self, after: float = 0.0) -> None:
         """What the wrapper does, in the rank's main thread.
@@ -171,7 +111,7 @@ class SimulatedProcess(Performer):
         try:
             if after > 0:
                 self.simulation.scheduler.sleep(after)
-            self.started_at = self.simulation.scheduler.now()
+            self.facts.started_at = self.simulation.scheduler.now()
             self._all_calls(agreement)
         except InternalError:
             raise  # a defect
@@ -188,20 +128,20 @@ class SimulatedProcess(Performer):
         self.simulation.invariants.ends(self, fate)
         self.fate, self.error = fate, error
         if not self.told:
-            self.died_at = self.simulation.scheduler.now()
+            self.facts.died_at = self.simulation.scheduler.now()
         if self.between:
             self.simulation.report(self, Interruption.TERMINATED)
 
     def _all_calls(self, agreement: Agreement) -> None:
         simulation, scenario = self.simulation, self.simulation.scenario
         last: SimulatedJob | None = None
-        state = State(0, 1)
+        state, slots = State(0, 1), list(range(scenario.members))
         for call in range(scenario.calls):
-            job = SimulatedJob(agreement, self.slot, list(range(scenario.members)), scenario.limits, call)
-            job.process, self._job = self, job
+            job = self._job = SimulatedJob(agreement, self.slot, slots, scenario.limits, call)
+            job.process = self
             job.host, job.pid = "host", self.slot  # every run is the same, in whatever process it is made
             job.on_member = self._on_member
-            self.called_at, self.away = simulation.scheduler.now(), False
+            self.facts.called_at, self.facts.away = simulation.scheduler.now(), False
             if last is None:
                 job.register()
                 if self.slot >= scenario.members and scenario.extra_is_early:
@@ -219,7 +159,7 @@ class SimulatedProcess(Performer):
             state, last = loop.base, job
             if call < scenario.calls - 1:
                 if simulation.quits(self, call):
-                    self.between = True
+                    self._tell_monitor().between = True
                     self._ends("quit")
                     return
                 self._between_calls(call)
@@ -241,41 +181,43 @@ class SimulatedProcess(Performer):
 
     def _between_calls(self, call: int) -> None:
         """The program does something else; the monitor goes on, if it had one."""
-        if self.last >= 0:
-            self.between = True
-        self.away = True
         gap = self.simulation.scenario.gap(self.slot, call)
-        gap = gap if self.last >= 0 else min(gap, _GAP_OF_LATE)  # many that come late would take for ever
+        if self.facts.last >= 0:
+            self._tell_monitor().between = True
+        else:
+            gap = min(gap, _GAP_OF_LATE)  # many that come late would take for ever
+        self.facts.away = True
         if gap > 0:
             self.simulation.scheduler.sleep(gap)
 
     def _on_member(self, member: Member) -> None:
-        """The rank tells its monitor who it is, through a socket that both share."""
-        simulation = self.simulation
-        self.member, self.view = member, None
-        self.wants_since = simulation.scheduler.now()
-        simulation.invariants.registered(self)
-        if not self.monitored:
+        """The rank tells its monitor who it is."""
+        self.member = member
+        self.facts.wants_since = self.simulation.scheduler.now()
+        self.simulation.invariants.registered(self)
+        if self.monitor is None:
             self._begin_monitor()
+        else:
+            self.monitor.view = None
 
     def _begin_monitor(self) -> None:
         """Another monitor for each call; the one before it ends now."""
-        simulation = self.simulation
-        self.monitored, self.between, self.view, self.active = True, False, None, True
-        self._left_out_at = math.inf
-        self._monitors += 1
-        name = f"heart {self.name[5:]}" + "'" * (self._monitors - 1)
-        self.heart = simulation.scheduler.spawn(name, self._beat, name, self._monitors, daemon=True)
-        self.heart.upcoming = ("sleep", (simulation.scenario.heartbeat_interval,))  # so it begins
-        simulation.heart_began(self)
+        self.monitor = SimulatedMonitor(self, self.monitor)
+        self.simulation.heart_began(self.monitor)
+
+    def _tell_monitor(self) -> SimulatedMonitor:
+        assert self.monitor is not None
+        return self.monitor
 
     # What its restart loop asks for; see `Performer` -------------------------------------------------------
 
     def know(self, view: View, decision: Decision) -> None:
-        self.view, self.rank, self.active = view, None, True
+        monitor = self._tell_monitor()
+        monitor.view, monitor.rank, monitor.active = view, None, True
 
     def take(self, state: State) -> bool:
-        self.rank, self.active = state.rank, state.mode == Mode.ACTIVE
+        monitor = self._tell_monitor()
+        monitor.rank, monitor.active = state.rank, state.mode == Mode.ACTIVE
         return False
 
     def serve(self) -> Endpoint | None:
@@ -285,8 +227,7 @@ class SimulatedProcess(Performer):
         if self.inside is not None:  # its own fault has ended the iteration: so it is heard
             seconds = self.simulation.scenario.step_seconds
             self._job.agreement.store.hear(keys.wake_end(self.inside), seconds)
-            self.inside = None
-            self._job.await_completion(None, 0)
+            self._hear_of_end()
 
     def complete(self) -> None:
         self.simulation.invariants.completed(self, self._job.view)
@@ -295,18 +236,15 @@ class SimulatedProcess(Performer):
         return Interruption.BASE_EXCEPTION if self._leaves() else None
 
     def gone(self) -> None:
-        self.told = not self._is_silent()
+        self.told = not self.is_silent
 
     def assign(self, state: State, decision: Decision) -> State:
-        simulation, job = self.simulation, self._job
-        if simulation.forgets and self.task is not None:
-            known = (job.call, job.member, job.view, job.decision, state.rank, state.world_size)
-            simulation.scheduler.forget(self.task, (*known, self.entered, tuple(self.completed)))
-        context = RankAssignmentCtx(state, PrefixStore(job.view.n, job.agreement.store), set(decision.ranks))
+        store = PrefixStore(self._job.view.n, self._job.agreement.store)
+        context = RankAssignmentCtx(state, store, set(decision.ranks))
         try:
             assigned: State = self._rank_assignment(context).state
         except AssertionError:  # an invariant does not hold
-            self.broken = True
+            self.fate = "broken"
             raise
         return assigned
 
@@ -314,102 +252,177 @@ class SimulatedProcess(Performer):
         simulation, scenario, store = self.simulation, self.simulation.scenario, self._job.agreement.store
         n = self._job.view.n
         simulation.invariants.entered(self, self._job.view, state)
-        self.entered += 1
+        self.facts.entered += 1
         if state.active_rank is None:
             return Left(has_returned=True)
         if state.active_rank == 0:
             note_wanted(store, n)
         raises = simulation.raises(self)
         for step in range(scenario.steps):
-            if raises and step == scenario.steps - 1:
-                simulation.raised(self)
+            if raises is not None and step == scenario.steps - 1:
+                simulation.raised(self, raises)
                 return Left(error=RuntimeError("simulated"))
             # The wrapper waits in another thread, which interrupts this one.
             if store.hear(keys.wake_end(n), scenario.step_seconds) is not None:
-                self.inside = None
-                self._job.await_completion(None, 0)
+                self._hear_of_end()
                 return Left()
         self.inside = None
-        simulation.invariants.returned(n, state.active_rank)
+        simulation.invariants.history.returned.setdefault(n, set()).add(state.active_rank)
         return Left(has_returned=True)
 
-    def _is_silent(self) -> bool:
-        """Whether it tells no one how it ends: it was killed, or an invariant is broken."""
-        return self.broken or (self.task is not None and self.task.crashed)
+    def _hear_of_end(self) -> None:
+        self.inside = None
+        self._job.await_completion(None, 0)
 
     def _leaves(self) -> bool:
         """Whether it is to tell the others that it leaves."""
-        if self._is_silent():
+        if self.is_silent:
             return False
-        self.inside, self.died_at = None, self.simulation.scheduler.now()
-        self.simulation.invariants.leaves(self)
+        self.inside, self.facts.died_at = None, self.simulation.scheduler.now()
+        self.facts.leaving = True
         return True
 
-    # Its monitor -------------------------------------------------------------------------------------------
 
-    def _beat(self, name: str, number: int) -> None:
-        """The monitor's heartbeat thread: as long as the rank lives, also between two calls."""
-        simulation, scenario = self.simulation, self.simulation.scenario
-        agreement = simulation.agreement(name, self.slot)
-        member: Member | None = None
-        due = simulation.scheduler.now()
+class SimulatedJob(Membership):
+    """A simulated process's part in the job: tells the invariants what it does."""
+
+    process: SimulatedProcess
+
+    def wall_clock(self) -> float:
+        """Always the same: what is in the store depends on the seed alone."""
+        return 0.0
+
+    def _say_who_is_missing(self, missing: Sequence[Member], waited: float) -> None:
+        waiting_line(self.agreement.store, missing, 0.0, 0.0)  # it reads where they run
+
+    def publish(self, rank: int | None, error: BaseException) -> None:
+        """See `Membership`."""
+        self.process.simulation.invariants.history.published.add(self.view.n)
+        super().publish(rank, error)
+
+    def await_completion(self, active_rank: int | None, active_world_size: int) -> str:
+        """See `Membership`."""
+        outcome = super().await_completion(active_rank, active_world_size)
+        process = self.process
+        process.simulation.invariants.progress.check_hearing(process, self.view.n)
+        process.facts.heard = self.view.n
+        process.simulation.left(process)
+        process.inside = None
+        return outcome
+
+    def await_endpoint(self, rank: int | None, look_every: float) -> tuple[str, int] | None:
+        """See `Membership`; not every scenario has one."""
+        if not self.process.simulation.scenario.endpoint:
+            return "host", 1
+        return super().await_endpoint(rank, look_every)
+
+    def has_failed(self) -> bool:
+        """See `Membership`."""
+        return self.process.fate != "broken" and super().has_failed()
+
+    def _withdraw(self, error: BaseException) -> None:
+        if not isinstance(error, AssertionError) and not self.process.is_silent:
+            self.process.facts.leaving = True
+            super()._withdraw(error)
+
+
+@dataclasses.dataclass
+class Seen:
+    """A rank as its heart sees it at a tick; see `ft_wrapper.protocol.heart.Rank`."""
+
+    member: Member
+    view: View | None
+    rank: int | None
+    is_between: bool
+    note_left_out: Callable[[bool], None]
+
+
+class SimulatedMonitor(threading.Event):
+    """A process's monitor for one call; set once another one has taken its place, or the process has ended.
+
+    Args:
+        process: whose.
+        before: the one for the call before.
+
+    Attributes:
+        view: the iteration that the rank says it is in.
+        rank: its rank there.
+        active: whether it calls the function there.
+        between: whether it has left a call in order, and has not made the next one.
+        heart: the heartbeat thread.
+        seen: what that read last of the rank.
+    """
+
+    def __init__(self, process: SimulatedProcess, before: SimulatedMonitor | None) -> None:
+        super().__init__()
+        self.process = process
+        self.view: View | None = None
+        self.rank: int | None = None if before is None else before.rank
+        self.active = True
+        self.between = False
+        self.seen: Seen | None = None
+        self._left_out_at = math.inf
+        simulation = process.simulation
+        name = f"heart {process.name[5:]}" if before is None else f"{before.heart.name}'"
+        self.heart: Task = simulation.scheduler.spawn(name, self._beat, daemon=True)
+        self.heart.upcoming = ("sleep", (simulation.scenario.heartbeat_interval,))  # so it begins
+
+    def is_set(self) -> bool:
+        """Whether its heart is to end."""
+        return not self.process.alive or self.process.monitor is not self
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits, in virtual time."""
+        if timeout:
+            self.process.simulation.scheduler.sleep(timeout)
+        return self.is_set()
+
+    def _beat(self) -> None:
+        """The heartbeat thread: as long as the rank lives, also between two calls."""
+        process, simulation = self.process, self.process.simulation
+        scenario, now = simulation.scenario, simulation.scheduler.now
+        agreement = self._with_lost_beats(simulation.agreement(self.heart.name, process.slot))
+        due = now()
         while True:
-            due = max(due + scenario.heartbeat_interval, simulation.scheduler.now())
-            simulation.scheduler.sleep(max(0.0, due - simulation.scheduler.now()))
-            if not self._observed(self._is_watched_by(number)):
+            due = max(due + scenario.heartbeat_interval, now())
+            simulation.scheduler.sleep(max(0.0, due - now()))
+            if self.is_set():
                 return
-            if member is None or self._observed(self.member) != member:
-                assert self.member is not None
-                member = self.member
-                heart = HeartBeat(self._with_lost_beats(agreement), member, scenario.limits)
-                heart.watch = simulation.watch(agreement, member)
-            self._observed((self.view, self.rank, self.between))
-            heart.tick([_WatchedRank(self, member)])
+            member = process.member
+            assert member is not None
+            if self.seen is None or self.seen.member != member:
+                heart = HeartBeat(agreement, member, scenario.limits)
+            self.seen = Seen(member, self.view, self.rank, self.between, self._note_left_out)
+            heart.tick([self.seen])
             if self.between:
                 self._left_out_at = math.inf  # no one looks, until the rank finds out itself
-            elif simulation.scheduler.now() - self._left_out_at >= GRACE:
-                simulation.invariants.ended_as_left_out(self)
-                simulation.give_up(self)
-            rest = due + scenario.heartbeat_interval - simulation.scheduler.now()
-            heart.watch.leave_out_suspects(rest, _Stop(self, number))
+            elif now() - self._left_out_at >= GRACE:
+                simulation.invariants.ended_as_left_out(process)
+                simulation.give_up(process)
+            heart.watch.leave_out_suspects(due + scenario.heartbeat_interval - now(), self)
 
     def _with_lost_beats(self, agreement: Agreement) -> Agreement:
         """A client whose heartbeats are lost at times."""
         beat, hearts = agreement.heartbeats.beat_heart, cast(Any, agreement.heartbeats)
-        hearts.beat_heart = lambda *how: None if self.simulation.is_mute(self) else beat(*how)
+        is_mute = self.process.simulation.is_mute
+        hearts.beat_heart = lambda *how: None if is_mute(self.process) else beat(*how)
         return agreement
 
-    def _is_watched_by(self, number: int) -> bool:
-        return self.alive and self.monitored and self._monitors == number
-
-    def note_left_out(self, left_out: bool) -> None:
+    def _note_left_out(self, left_out: bool) -> None:
         """As its heart tells it; see `RankMonitor`."""
-        now = self.simulation.scheduler.now()
+        now = self.process.simulation.scheduler.now()
         self._left_out_at = min(self._left_out_at, now) if left_out else math.inf
 
-    def _observed(self, value: Any) -> Any:
-        """What the monitor reads in the memory that it shares with the rank."""
-        self.simulation.scheduler.learn(value)
-        return value
-
     def report(self, name: str, interruption: Interruption) -> None:
-        """The monitor after its rank's death."""
-        simulation, scenario = self.simulation, self.simulation.scenario
-        agreement = simulation.agreement(name, self.slot)
-        assert self.member is not None
-        fault: Fault | None = Fault(self.member, self.rank, interruption, "simulated", "h", self.slot)
-        self._observed((self.view, self.member, self.active, self.between))
+        """Tells the others of the rank's death."""
+        process, scenario = self.process, self.process.simulation.scenario
+        agreement = process.simulation.agreement(name, process.slot)
+        assert process.member is not None
+        fault: Fault | None = Fault(process.member, self.rank, interruption, "simulated", "h", process.slot)
         active, timeout = self.active, scenario.barrier_timeout
         if self.between:
             fault, active, timeout = None, False, GRACE
         elif not active and self.view is not None:
-            self.reported_as_spare_in = self.view.n
-        report_death(
-            agreement,
-            self.view,
-            self.member,
-            fault,
-            active=active,
-            timeout=timeout,
-            returns=scenario.replaced,
-        )
+            process.facts.reported_as_spare_in = self.view.n
+        how: dict[str, Any] = {"active": active, "timeout": timeout, "returns": scenario.replaced}
+        report_death(agreement, self.view, process.member, fault, **how)

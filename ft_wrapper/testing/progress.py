@@ -38,60 +38,60 @@ class Progress:
         self.simulation = simulation
         self.history = history
         self._agreement = agreement
-        self._scheduler = simulation.scheduler
 
     # I13: an iteration is ended for a reason ----------------------------------------------------------------
 
     def check_cause(self, n: int) -> None:
         """A fault has a cause: one that was published, a death, a silence, a join that wanted it."""
         history = self.history
-        if n != history.heads[-1].n:
-            return  # by one that is late: no one who is in reads it any more
-        now = self._scheduler.now()
-        current = self._scheduler.current
-        who, _, name = ("", "", "") if current is None else current.name.partition(" ")
-        if n in history.published:
+        # By one that is late: no one who is in reads it any more.
+        if n != history.heads[-1].n or n in history.published:
             return
-        members = [(member, history.owners.get(member)) for member in history.rosters[n]]
-        for member, process in members:
-            is_leaver = process is not None and process.leaving and process.name == f"{who} {name}"
-            if process is not None and is_leaver and (process.active or process.last != n):
+        who, _, name = self._actor.partition(" ")
+        for member in history.rosters[n]:
+            process = history.owners[member]
+            is_leaver = process.facts.leaving and process.name == self._actor
+            if is_leaver and (process.active or process.facts.last != n):
                 return
-            if process is None or self._is_spare(n, member, process, to_all=who != "report"):
+            if self._is_spare(n, member, process, to_all=who != "report"):
                 continue
-            if process.fate != "running" or process.doomed or process.leaving:
+            if process.is_going:
                 for_ = f"I4: {n} ended by the death of {process.name}"
-                since = max(process.died_at, history.decided_at[n])
-                if process.fate in ("dead", "left") and not process.doomed and who == "heart":
+                since = max(process.facts.died_at, history.decided_at[n])
+                if process.fate in ("dead", "left") and not process.facts.doomed and who == "heart":
                     self.check_pace(for_, since)
                     self._check_silence(for_, since)
                 return
             if history.newest(member.slot) > member and who == "rank":
                 return  # taken over
-            if who in ("heart", "rank") and history.is_silent(member, now):
+            if who in ("heart", "rank") and history.is_silent(member, history.now):
                 return
-        if who == "rank":
-            self._check_join(n, name, now)
-            return
-        raise Violation(
-            f"I13: {n} is ended by {who} {name}, and of {names(history.rosters[n])} no one is lost"
-        )
+        if who != "rank":
+            lost = f"of {names(history.rosters[n])} no one is lost"
+            raise Violation(f"I13: {n} is ended by {who} {name}, and {lost}")
+        self._check_join(n, name, history.now)
+
+    @property
+    def _actor(self) -> str:
+        """The name of the task that has taken the last step."""
+        current = self.simulation.scheduler.current
+        return "" if current is None else current.name
 
     def _is_spare(self, n: int, member: Member, process: SimulatedProcess, *, to_all: bool) -> bool:
         """Whether a member is known to be a spare in n: to its monitor, or to all who look."""
         history = self.history
         if not to_all:
-            return process.reported_as_spare_in == n
+            return process.facts.reported_as_spare_in == n
         if n not in history.sizes:
             return False
-        holders = {history.holders.get((n, "active rank", rank)) for rank in range(history.sizes[n][3])}
-        if history.lately(history.full_at.get(n, self._scheduler.now())):
+        if history.lately(history.full_at.get(n, history.now)):
             return False  # somebody may have looked before
+        holders = {history.holders.get((n, "active rank", rank)) for rank in range(history.sizes[n][3])}
         return None not in holders and member not in holders
 
     def _check_join(self, n: int, name: str, now: float) -> None:
         """One that wants in ends the iteration only where that is asked for, and after the window."""
-        history, scenario = self.history, self.simulation.scenario
+        history, scenario = self.history, self.history.scenario
         process = next((p for p in self.simulation.processes if p.name == f"rank {name}"), None)
         if process is None or process.member is None or process.member in history.rosters[n]:
             raise Violation(f"I13: {n} is ended by rank {name}, and no one is lost")
@@ -110,65 +110,53 @@ class Progress:
     def check_first(self, roster: tuple[Member, ...]) -> None:
         """The first decision has all slots, comes at once, and leaves out those that are known to be dead."""
         history = self.history
-        missing = set(range(self.simulation.scenario.members)) - {member.slot for member in roster}
+        missing = set(range(history.scenario.members)) - {member.slot for member in roster}
         if missing:
             raise Violation(f"I14: the job forms without the slots {sorted(missing)} that it begins with")
         if not self.simulation.knows_store:
             return
-        dead = self._agreement.ends.deaths_of(keys.BEFORE_FIRST)
-        for member in dead & set(roster):
-            process = history.owners.get(member)
-            if process is not None and process.fate != "running" and not history.lately(process.died_at):
+        for member in self._agreement.ends.deaths_of(keys.BEFORE_FIRST).intersection(roster):
+            process = history.owners[member]
+            if not process.alive and not history.lately(process.facts.died_at):
                 raise Violation(f"I14: the job forms with {process.name}, which is {process.fate}")
-        joined = [history.joined_at.get((-1, member), 0.0) for member in roster]
-        if not history.troubled:
-            took = self._scheduler.now() - max(joined, default=0.0)
-            if took > history.slowness + SLACK:
-                raise Violation(f"I4: the job forms {took:.1f} s after the last one has joined")
+        took = history.now - max(history.joined_at.get((-1, member), 0.0) for member in roster)
+        if not history.troubled and took > history.slowness + SLACK:
+            raise Violation(f"I4: the job forms {took:.1f} s after the last one has joined")
 
     def check_following(self, head: Head, decision: Decision, roster: tuple[Member, ...]) -> None:
         """Any other decision comes in time, and those stay who live."""
-        history, n, now = self.history, head.n - 1, self._scheduler.now()
-        outcome = history.outcomes[n]
+        history, n, now = self.history, head.n - 1, self.history.now
         for member in decision.removed:
-            self._check_removal(n, member, outcome, now)
-        if outcome == FAULT:
+            self._check_removal(n, member, now)
+        if history.outcomes[n] == FAULT:
             self.check_pace(f"I4: {n} was followed", history.ended_at[n])
             self._check_hold(n, roster, now)
-        proposer = self._scheduler.current
-        joins = proposer is not None and proposer.name.startswith("rank")
         # Who supersedes the last one that was missing decides at once.
-        joins = joins and proposer is not None and proposer.name not in history.superseders
+        joins = self._actor.startswith("rank") and self._actor not in history.superseders
         joins = joins and not history.lately(history.dead_at.get(n, -1e9))
         if joins and not set(history.rosters[n]) & set(roster):
             self._check_gathering(n, roster, now)
 
-    def _check_removal(self, n: int, member: Member, outcome: str, now: float) -> None:
+    def _check_removal(self, n: int, member: Member, now: float) -> None:
         """Who lives and is heard stays, unless it keeps the others waiting in an iteration that failed."""
-        history = self.history
-        process = history.owners.get(member)
-        if process is None or process.fate != "running" or process.doomed or process.leaving:
-            return
-        if not self.simulation.knows_store:
+        history, process = self.history, self.history.owners[member]
+        if process.is_going or not self.simulation.knows_store:
             return
         if history.newest(member.slot) > member or history.is_silent(member, now):
             return
-        late = now - history.ended_at[n] >= self.simulation.scenario.barrier_timeout - SLACK
+        late = now - history.ended_at[n] >= history.scenario.barrier_timeout - SLACK
         arrived_at = history.arrived_at.get((n, member), now)
-        if outcome == FAULT and late and history.lately(arrived_at):
+        if history.outcomes[n] == FAULT and late and history.lately(arrived_at):
             return
-        if member in self._agreement.ends.deaths_of(n) and any(
-            kind in ("node", "loop") and member.slot in self.simulation.scenario.node_of(member.slot)
-            for _, _, kind in self.simulation.troubles
-        ):
-            return
-        raise Violation(f"I13: {process.name} lives and is heard, and is left out after {n}")
+        told = any(kind in ("node", "loop") for _, _, kind in self.simulation.troubles)
+        if not told or member not in self._agreement.ends.deaths_of(n):
+            raise Violation(f"I13: {process.name} lives and is heard, and is left out after {n}")
 
     def _check_hold(self, n: int, roster: tuple[Member, ...], now: float) -> None:
         """With a replacement announced, and too few ranks without it, no one goes on before rejoin_wait."""
-        history, scenario = self.history, self.simulation.scenario
-        here = {member.slot for member in roster}
-        if len(roster) >= history.wanted or now - history.ended_at[n] >= scenario.rejoin_wait - SLACK:
+        history, here = self.history, {member.slot for member in roster}
+        waited = now - history.ended_at[n]
+        if len(roster) >= history.wanted or waited >= history.scenario.rejoin_wait - SLACK:
             return
         for (iteration, member), since in history.returns_at.items():
             known = max(since, history.ended_at[n])
@@ -177,13 +165,14 @@ class Progress:
 
     def _check_gathering(self, n: int, roster: tuple[Member, ...], now: float) -> None:
         """Where no member of the last iteration is left, the first to come back waits for the others."""
-        scenario = self.simulation.scenario
-        everybody = {member.slot for member in self.history.rosters[n]}
-        if not self.simulation.knows_store or everybody <= {
-            member.slot for member in self._agreement.iterations.joins_of(n)
-        }:
+        history = self.history
+        if (
+            not self.simulation.knows_store
+            or now - history.ended_at[n] >= history.scenario.join_window - 1e-6
+        ):
             return
-        if now - self.history.ended_at[n] < scenario.join_window - 1e-6:
+        here = {member.slot for member in self._agreement.iterations.joins_of(n)}
+        if not here.issuperset(member.slot for member in history.rosters[n]):
             raise Violation(f"I15: {n} is followed by {names(roster)}, who did not wait for the others")
 
     # I4: in time --------------------------------------------------------------------------------------------
@@ -191,17 +180,12 @@ class Progress:
     def check_pace(self, what: str, since: float) -> None:
         """That something came in time, which is counted from the last thing that happened."""
         history = self.history
-        processes = self.simulation.processes
-        there = [
-            max(process.started_at, process.called_at)
-            for process in processes
-            if process.alive and not process.disturbed and not process.away
-        ]
-        if not there or self.simulation.scenario.min_world_size > 1:
+        alive = [process.facts for process in self.simulation.processes if process.alive]
+        there = [max(of.started_at, of.called_at) for of in alive if not of.disturbed and not of.away]
+        if not there or history.scenario.min_world_size > 1:
             return  # no one was there to go on, or they had to wait for others
         # A stop ends a wait, too: nothing tells how long it will be.
-        since_last = history.last_trouble(max(since, min(there)), ends_of=("outage", "deaf"))
-        took = self._scheduler.now() - since_last
+        took = history.now - history.last_trouble(max(since, min(there)), ends_of=("outage", "deaf"))
         most = history.patience(since) if not history.is_plain_death() else history.slowness + SLACK
         if took > most:
             raise Violation(f"{what} after {took:.1f} s, more than {most:g} s")
@@ -209,25 +193,25 @@ class Progress:
     def _check_silence(self, what: str, since: float) -> None:
         """Any number that are lost are known to be silent soon after the first."""
         history = self.history
-        started = max(process.started_at for process in self.simulation.processes)
-        took = self._scheduler.now() - history.last_trouble(max(since, started))
+        started = max(process.facts.started_at for process in self.simulation.processes)
+        took = history.now - history.last_trouble(max(since, started))
         most = history.silence_known_after + history.slowness
         if took > most + history.untold:
             raise Violation(f"{what}, {took:.1f} s after the last one was lost, more than {most:g} s")
 
     def check_promptness(self, process: SimulatedProcess, n: int) -> None:
         """Who was waiting for the decision hears of it at once."""
-        history, scenario = self.history, self.simulation.scenario
-        if history.troubled or scenario.exchange or scenario.endpoint or process.last < 0:
+        history, scenario = self.history, self.history.scenario
+        if history.troubled or scenario.exchange or scenario.endpoint or process.facts.last < 0:
             return
-        took = self._scheduler.now() - history.decided_at[n]
+        took = history.now - history.decided_at[n]
         if took > history.slowness + SLACK:
             raise Violation(f"I4: {process.name} enters {n} {took:.1f} s after it was decided")
 
     def check_entry(self, process: SimulatedProcess, n: int) -> None:
         """I4 for joiners: one that ends the iteration itself is in soon."""
-        history, scenario = self.history, self.simulation.scenario
-        if process.disturbed or n == 0 or scenario.on_join == "next" or scenario.min_world_size > 1:
+        history, scenario = self.history, self.history.scenario
+        if process.facts.disturbed or n == 0 or scenario.on_join == "next" or scenario.min_world_size > 1:
             return
         if scenario.on_join == "degraded":
             sizes = {of: size[3] for of, size in history.sizes.items() if of < n}
@@ -236,23 +220,21 @@ class Progress:
         if history.heads[n].call != history.heads[n - 1].call or history.sizes.get(n - 1) is None:
             return
         window = scenario.join_window * 2.0 ** min(_MOST_DOUBLINGS, len(history.heads))
-        since = history.last_trouble(max(process.wants_since, history.decided_at[n - 1]))
-        took = self._scheduler.now() - since
+        since = history.last_trouble(max(process.facts.wants_since, history.decided_at[n - 1]))
+        took = history.now - since
         if took > window + LONGEST_LOOK + history.patience(since):
             raise Violation(f"I4: {process.name} got in after {took:.1f} s")
 
     def check_hearing(self, process: SimulatedProcess, n: int) -> None:
         """Who leaves n has heard of its end at once, or with the next heartbeat of anybody."""
         history = self.history
-        if process.disturbed or n not in history.ended_at or n < history.heads[-1].n - 1:
+        if process.facts.disturbed or n not in history.ended_at or n < history.heads[-1].n - 1:
             return
-        now = self._scheduler.now()
-        stops = [
-            min(end, now)
-            for begin, end, kind in self.simulation.troubles
-            if kind != "pause" or end - begin <= _HARMLESS
-        ]
-        took = now - max([history.ended_at[n], history.decided_at[n], process.entered_at, *stops])
+        latest = max(history.ended_at[n], history.decided_at[n], process.facts.entered_at)
+        for begin, end, kind in self.simulation.troubles:
+            if kind != "pause" or end - begin <= _HARMLESS:
+                latest = max(latest, min(end, history.now))
+        took = history.now - latest
         if took > history.reported + history.slowness:
             raise Violation(f"I4: {process.name} hears of the end of {n} {took:.1f} s after it")
 
@@ -260,22 +242,20 @@ class Progress:
 
     def is_excused(self, process: SimulatedProcess) -> bool:
         """Whether a process may have failed though nothing was done to it."""
-        gives_up_at = process.wants_since + self.simulation.scenario.barrier_timeout
+        gives_up_at = process.facts.wants_since + self.history.scenario.barrier_timeout
         formed_at = self.history.decided_at.get(0, gives_up_at)
-        anything = any(other.disturbed for other in self.simulation.processes)
+        anything = any(other.facts.disturbed for other in self.simulation.processes)
         formation_failed = anything and process.fate == "failed" and formed_at >= gives_up_at
         return formation_failed or self._may_give_up(process) or self._are_too_few(process)
 
     def _are_too_few(self, process: SimulatedProcess) -> bool:
         """Whether a process gives up since too many others were lost to go on."""
-        history = self.history
-        least = self.simulation.scenario.min_world_size
+        history, least = self.history, self.history.scenario.min_world_size
         if least == 1 or process.fate != "failed" or not isinstance(process.error, TimeoutError):
             return False
         roster = history.rosters[history.heads[-1].n] if history.heads else ()
-        owners = [history.owners.get(member) for member in roster]
-        left = [owner for owner in owners if owner is not None and not owner.disturbed]
-        return self.simulation.scenario.replaced or len(left) < least
+        left = [member for member in roster if not history.owners[member].facts.disturbed]
+        return history.scenario.replaced or len(left) < least
 
     def _may_give_up(self, process: SimulatedProcess) -> bool:
         """Whether a joiner waited in vain: somebody stood still for longer, or was lost between two calls.
@@ -283,13 +263,13 @@ class Progress:
         It has to give up: between two calls no one's silence is judged, so a joiner that went on without the
         members would throw out ranks that only take their time.
         """
-        history = self.history
-        if process.entered > 0 or not isinstance(process.error, TimeoutError):
+        history, scenario = self.history, self.history.scenario
+        if process.facts.entered > 0 or not isinstance(process.error, TimeoutError):
             return False
-        scenario = self.simulation.scenario
         waits = scenario.barrier_timeout + scenario.heartbeat_timeout
-        for begin, end in self.simulation.stops:
-            if end - begin > waits and begin < process.died_at and end > process.wants_since:
+        for begin, end, kind in self.simulation.troubles:
+            stops = kind in ("pause", "freeze", "hang") and end - begin > waits
+            if stops and begin < process.facts.died_at and end > process.facts.wants_since:
                 return True
         newest = {other.slot: other for other in self.simulation.processes}.values()
         is_lost = any(other.fate in ("dead", "left", "failed") for other in newest if other is not process)

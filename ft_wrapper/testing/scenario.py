@@ -33,6 +33,30 @@ KINDS: dict[str, str] = {
 }
 """What can happen to a process."""
 
+SENTENCES: dict[str, str] = {
+    "crash": "{who} is killed before `{what}`",
+    "host": "{who} is lost with its monitor, before `{what}`",
+    "node": "the node of {who} is lost before `{what}`; another one's agent tells {seconds:g} s later",
+    "hang": "{who} hangs before `{what}`, and its monitor ends it",
+    "quit": "{who} ends in order, and makes no other call",
+    "flap": "{who} dies before `{what}`, and so do the next {seconds:g} s after it, as soon as they are in",
+    "leave": "{who} is told to leave, before `{what}`",
+    "doom": "{who} is given up by its monitor, before `{what}`",
+    "pause": "{who} is stopped for {seconds:g} s before `{what}`",
+    "freeze": "{who} and its monitor are stopped for {seconds:g} s before `{what}`",
+    "deaf": "the monitor of {who} is stopped for {seconds:g} s before `{what}`",
+    "mute": "from second {step} on the heartbeats of {who} are lost for {seconds:g} s",
+    "outage": "no one reaches the store for {seconds:g} s; {who} is before `{what}`",
+    "loop": "{who} is lost with its monitor before `{what}`, and every {seconds:g} s another process of its "
+    "slot begins and is lost, too",
+    "error": "{who} cannot reach the store for `{what}`",
+    "repeat": "the reply to `{what}` of {who} is lost: it is carried out twice",
+    "exception": "the function raises on {who}",
+    "reporter": "the monitor of {who} dies before `{what}`",
+    "respawn": "another process is started for the slot of {who}: {other}",
+}
+"""How a story tells of it: to whom, before which step of the task, and of which other process."""
+
 LOOPS = 40
 """How often a slot is taken again in a ``loop``."""
 HARD_TIMEOUT = 25.0
@@ -142,32 +166,21 @@ class Scenario:
 
     def __str__(self) -> str:
         """What differs from an undisturbed job of three."""
-        usual = Scenario()
-        parts = [f"{self.members} members", f"{self.active} active"]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("members", "active", "disturbances") and value != getattr(
-                usual, field.name
-            ):
-                parts.append(f"{field.name}={value}")
-        return ", ".join([*parts, *map(str, self.disturbances)])
+        usual, mine = vars(Scenario(self.members, self.active, disturbances=self.disturbances)), vars(self)
+        parts = [f"{name}={value}" for name, value in mine.items() if value != usual[name]]
+        told = [f"{self.members} members", f"{self.active} active", *parts, *map(str, self.disturbances)]
+        return ", ".join(told)
 
     @property
     def limits(self) -> Limits:
         """The settings of each rank."""
+        mine = vars(self)
+        same = {field.name: mine[field.name] for field in dataclasses.fields(Limits) if field.name in mine}
         return Limits(
-            heartbeat_interval=self.heartbeat_interval,
-            heartbeat_timeout=self.heartbeat_timeout,
+            **{**same, "on_join": OnJoin(self.on_join)},
             hard_timeout=self.heartbeat_timeout,  # for a log line alone: a fault ends a simulated hang
-            barrier_timeout=self.barrier_timeout,
-            completion_timeout=self.completion_timeout,
-            join_window=self.join_window,
-            rejoin_wait=self.rejoin_wait,
-            min_world_size=self.min_world_size,
-            on_join=OnJoin(self.on_join),
             use_global_iteration=True,
             max_same_faults=None,
-            replaced=self.replaced,
         )
 
     def of(self, *kinds: str) -> Iterator[Disturbance]:
@@ -239,6 +252,11 @@ _FUNCTIONS = ((0, 0.1), (1, 0.1), (2, 0.5), (4, 0.5), (3, 3.0), (4, 3.0), (2, 10
 _SECONDS = (0.0, 0.3, 3.0, 7.0, 15.0, 60.0)
 _OUTAGES = (0.3, 3.0, 15.0)
 _TELLS_AFTER = (0.2, 3.0, 15.0)
+_LASTS = {
+    **dict.fromkeys(["pause", "freeze"], _SECONDS[1:]),
+    **dict.fromkeys(["node", "flap"], _TELLS_AFTER),
+    "outage": _OUTAGES,
+}
 # While the job forms, around the function, and anywhere from there.
 _STEPS = ((1, 24), (16, 40), (16, 40), (20, 80))
 _CLOSE = 12  # steps between faults that meet
@@ -266,11 +284,9 @@ def _random_disturbances(choose: random.Random, members: int, count: int) -> Ite
         life = choose.randint(0, lives[slot])
         if kind in _AT_STEPS and choose.random() < 0.4:
             seconds = choose.choice(_OUTAGES if kind in ("outage", "node") else _SECONDS[1:])
-            yield Disturbance(
-                kind, slot, choose.randint(1, _IN_A_RESTART), seconds, life, choose.randint(1, 2)
-            )
-            continue
-        if kind == "respawn":
+            after = choose.randint(1, _IN_A_RESTART)
+            yield Disturbance(kind, slot, after, seconds, life, choose.randint(1, 2))
+        elif kind == "respawn":
             yield Disturbance(kind, slot, step, choose.choice(_SECONDS), lives[slot])
             lives[slot] += 1
         elif kind == "quit":
@@ -279,21 +295,14 @@ def _random_disturbances(choose: random.Random, members: int, count: int) -> Ite
             for entry in range(1, choose.randint(1, 4) + 1):
                 yield Disturbance(kind, slot, entry, 0.0, life)
             if choose.random() < 0.4:
-                met, seconds = (
-                    choose.choice(("pause", "host", "crash", "freeze")),
-                    choose.choice((15.0, 60.0)),
-                )
+                met = choose.choice(("pause", "host", "crash", "freeze"))
+                seconds = choose.choice((15.0, 60.0))
                 yield Disturbance(met, slot, choose.randint(1, 4), seconds, life, -1)
         elif kind == "reporter":  # the process dies too, or there would be no reporter
             yield Disturbance("crash", slot, step, 0.0, life)
             yield Disturbance(kind, slot, choose.randint(1, 12), 0.0, life)
         elif kind == "deaf":
             yield Disturbance(kind, slot, choose.randint(1, 20), choose.choice(_SECONDS[1:]), life)
-        elif kind in ("pause", "freeze"):
-            yield Disturbance(kind, slot, step, choose.choice(_SECONDS[1:]), life)
-        elif kind == "outage":
-            yield Disturbance(kind, slot, step, choose.choice(_OUTAGES), life)
-        elif kind in ("node", "flap"):
-            yield Disturbance(kind, slot, step, choose.choice(_TELLS_AFTER), life)
         else:
-            yield Disturbance(kind, slot, step, 0.0, life)
+            seconds = choose.choice(_LASTS[kind]) if kind in _LASTS else 0.0
+            yield Disturbance(kind, slot, step, seconds, life)

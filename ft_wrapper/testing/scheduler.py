@@ -23,9 +23,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .clock import Clock, Waiter
+from .clock import Clock, Killed, Step, Task, Waiter, describe, show
 from .policies import Policy, RandomPolicy, ReplayPolicy
-from .tasks import Event, Killed, Step, Task, describe, show
 
 try:
     import greenlet
@@ -34,7 +33,7 @@ except ImportError:  # said when a scheduler is made: the rest of this package n
 
 _TRACE_LINES = 200
 _NO_LOCK = contextlib.nullcontext()
-_NOTHING: tuple[Any, ...] = ()
+_NUMBER = operator.attrgetter("number")
 
 
 class SchedulerError(AssertionError):
@@ -57,7 +56,54 @@ class Stop(BaseException):
     """Ends a run early without an error: raised by a policy that has seen enough."""
 
 
-_NUMBER = operator.attrgetter("number")
+class _Turns:
+    """Whose turn it may be: the tasks that can run, in the order of spawning, and when others wake.
+
+    Attributes:
+        ready: those that can run.
+        required: how many are left that are no daemons.
+    """
+
+    def __init__(self) -> None:
+        self.ready: list[Task] = []
+        self.required = 0
+        self._wakes: list[tuple[float, int, Task]] = []
+
+    def add(self, task: Task) -> None:
+        """A task can run."""
+        task.ready = True
+        bisect.insort(self.ready, task, key=_NUMBER)
+
+    def wait(self, task: Task, now: float) -> None:
+        """A task has to wait."""
+        self._remove(task)
+        time = task.wakes_at(now)
+        if time < math.inf:
+            heapq.heappush(self._wakes, (time, task.number, task))
+
+    def end(self, task: Task) -> None:
+        """A task has ended."""
+        if not task.done:
+            task.done = True
+            self.required -= not task.daemon
+            self._remove(task)
+
+    def _remove(self, task: Task) -> None:
+        if task.ready:
+            task.ready = False
+            self.ready.remove(task)
+
+    def next_time(self) -> float | None:
+        """When somebody may wake; None if no one will."""
+        return self._wakes[0][0] if self._wakes else None
+
+    def wake(self, time: float) -> None:
+        """Those can run that wake at a time."""
+        while self._wakes and self._wakes[0][0] <= time:
+            task = heapq.heappop(self._wakes)[2]
+            # Those that were woken or paused meanwhile have another entry, or none.
+            if not task.ready and not task.done and task.wakes_at(time) <= time:
+                self.add(task)
 
 
 class Scheduler(Clock):
@@ -107,14 +153,10 @@ class Scheduler(Clock):
         self._policy = policy or RandomPolicy(seed)
         if choices:
             self._policy = ReplayPolicy(choices, self._policy)
-        self._max_steps = max_steps
-        self._max_time = max_time
+        self._bounds = max_steps, max_time
         self._checks: list[Callable[[], None]] = []
         self._last_checks: list[Callable[[], None]] = []
-        self.events: list[Event] = []
-        self._ready: list[Task] = []
-        self._wakes: list[tuple[float, int, Task]] = []
-        self._required = 0  # tasks that are left and are no daemons
+        self._turns = _Turns()
         self._hub: Any = None
         self._aside = False
 
@@ -140,12 +182,12 @@ class Scheduler(Clock):
             except Killed:
                 pass
             finally:
-                self._end(task)
+                self._turns.end(task)
 
         task._greenlet = greenlet.greenlet(body, self._hub)
         self.tasks.append(task)
-        self._ready.append(task)  # the highest number so far
-        self._required += not daemon
+        self._turns.add(task)
+        self._turns.required += not daemon
         return task
 
     def crash(self, task: Task) -> None:
@@ -155,7 +197,7 @@ class Scheduler(Clock):
         upcoming = "" if task.upcoming is None else f" before {describe(*task.upcoming)}"
         self._note(task, f"crashes{upcoming}")
         task.crashed = True
-        self._end(task)
+        self._turns.end(task)
         if task is self.current:
             raise Killed
         if task._greenlet:  # begun: unwind its stack, so that what it holds is let go
@@ -170,7 +212,7 @@ class Scheduler(Clock):
             return
         self._note(task, f"is paused for {seconds:g} s")
         task._paused_until = self._now + seconds
-        self._unready(task)
+        self._turns.wait(task, self._now)
 
     def at_step(self, task: Task, step: int, action: Callable[[], None]) -> None:
         """Calls an action just before a task's step of this number, from 1: a crash, a failing store ..."""
@@ -183,25 +225,6 @@ class Scheduler(Clock):
     def pause_at(self, task: Task, step: int, seconds: float) -> None:
         """Stops a task for so many virtual seconds just before its step of this number, from 1."""
         self.at_step(task, step, lambda: self.pause(task, seconds))
-
-    def add_event(
-        self,
-        name: str,
-        action: Callable[[], None],
-        allowed: Callable[[], bool] = lambda: True,
-        task: Task | None = None,
-    ) -> Event:
-        """Offers the policy something that may happen between any two steps, once.
-
-        Args:
-            name: shown in the trace.
-            action: what happens: crash or pause a task, spawn one, make the store fail ...
-            allowed: whether it may happen now.
-            task: the task that it is about, if any.
-        """
-        event = Event(name, action, allowed, task)
-        self.events.append(event)
-        return event
 
     def after_each_step(self, check: Callable[[], None]) -> None:
         """Calls a check after each step, between the tasks; what it raises ends the run.
@@ -274,7 +297,7 @@ class Scheduler(Clock):
         task.upcoming = (operation, args)
         if task.delay:
             task._paused_until = max(task._paused_until, self._now + task.delay)
-            self._unready(task)
+            self._turns.wait(task, self._now)
         self._give_way(task)
         task.steps += 1
         if task._plan:
@@ -288,9 +311,7 @@ class Scheduler(Clock):
     def observe(self, result: Any) -> None:
         """Notes the result of the current task's operation; called by the store after it."""
         task = self.current
-        if task is None or self._aside:
-            return
-        if task._step is not None:
+        if task is not None and task._step is not None and not self._aside:
             task._step.result = result
 
     def block(self, waiter: Waiter, deadline: float) -> bool:
@@ -302,7 +323,7 @@ class Scheduler(Clock):
             raise Killed
         task._waiter, task._deadline = waiter, deadline
         waiter.task = task
-        self._unready(task)
+        self._turns.wait(task, self._now)
         try:
             self._give_way(task)
         finally:
@@ -314,9 +335,9 @@ class Scheduler(Clock):
         task = waiter.task
         if task is not None and not task.ready and not task.done:
             if task._paused_until > self._now:
-                self._wake_later(task)
+                self._turns.wait(task, self._now)
             else:
-                self._make_ready(task)
+                self._turns.add(task)
 
     def sleep(self, seconds: float) -> None:
         """Sleeps for so many virtual seconds. A step of the current task."""
@@ -345,60 +366,42 @@ class Scheduler(Clock):
     def _next(self) -> Task | None:
         """Who goes on; None when the run is over."""
         while True:
-            if self._checks:
-                self._aside = True
-                try:
-                    for check in self._checks:
-                        check()
-                finally:
-                    self._aside = False
-                    self.last_step = None
-            if self.steps >= self._max_steps:
-                what = f"more than {self._max_steps} steps"
-                raise TooLong(what, self._report(what))
-            over = self._required == 0
-            tasks: Sequence[Task] = _NOTHING if over else self._ready
-            events = [event for event in self.events if event.allowed()] if self.events else _NOTHING
-            index = self._choose(tasks, events) if events or len(tasks) > 1 else 0
-            first_event = len(tasks) or 1
-            if index >= first_event:
-                self._happen(events[index - first_event])
-            elif over:
+            self._check()
+            if not self._turns.required:
                 return None
-            elif tasks:
+            tasks = self._turns.ready
+            if tasks:
+                self.current = tasks[self._choose(tasks) if len(tasks) > 1 else 0]
                 self.steps += 1
-                task = self.current = tasks[index]
-                return task
-            else:
-                self._pass_time()
+                return self.current
+            self._pass_time()
 
-    def _choose(self, tasks: Sequence[Task], events: Sequence[Event]) -> int:
-        self._aside = True
-        try:
-            choice = self._policy.choose(tasks, events, self.current)
-        finally:
-            self._aside = False
+    def _check(self) -> None:
+        if self._checks:
+            self._aside = True
+            try:
+                for check in self._checks:
+                    check()
+            finally:
+                self._aside = False
+                self.last_step = None
+        if self.steps >= self._bounds[0]:
+            what = f"more than {self._bounds[0]} steps"
+            raise TooLong(what, self._report(what))
+
+    def _choose(self, tasks: Sequence[Task]) -> int:
+        choice = self._policy.choose(tasks, self.current)
         self.choices.append(choice)
-        self.options.append((len(tasks) or 1) + len(events))
+        self.options.append(len(tasks))
         return choice
 
-    def _happen(self, event: Event) -> None:
-        self.events.remove(event)
-        self.trace_steps.append(Step(self._now, "", event.name, _NOTHING))
-        event.action()
-
     def _pass_time(self) -> None:
-        while self._wakes:
-            time = self._wakes[0][0]
-            if time > self._max_time:
-                what = f"more than {self._max_time:g} virtual seconds; {self._who_waits()}"
+        while (time := self._turns.next_time()) is not None:
+            if time > self._bounds[1]:
+                what = f"more than {self._bounds[1]:g} virtual seconds; {self._who_waits()}"
                 raise TooLong(what, self._report(what))
-            while self._wakes and self._wakes[0][0] <= time:
-                task = heapq.heappop(self._wakes)[2]
-                # Those that were woken or paused meanwhile have another entry, or none.
-                if not task.ready and not task.done and task.wakes_at(time) <= time:
-                    self._make_ready(task)
-            if self._ready:
+            self._turns.wake(time)
+            if self._turns.ready:
                 self._now = time
                 return
         what = f"deadlock: no one can run; {self._who_waits()}"
@@ -412,30 +415,7 @@ class Scheduler(Clock):
         ]
         return "; ".join(waits) or "no one waits"
 
-    def _unready(self, task: Task) -> None:
-        if task.ready:
-            task.ready = False
-            self._ready.remove(task)
-        self._wake_later(task)
-
-    def _wake_later(self, task: Task) -> None:
-        time = task.wakes_at(self._now)
-        if time < math.inf:
-            heapq.heappush(self._wakes, (time, task.number, task))
-
-    def _make_ready(self, task: Task) -> None:
-        task.ready = True
-        bisect.insort(self._ready, task, key=_NUMBER)
-
-    def _end(self, task: Task) -> None:
-        if not task.done:
-            task.done = True
-            self._required -= not task.daemon
-            if task.ready:
-                task.ready = False
-                self._ready.remove(task)
-
-    def _note(self, task: Task, what: str, args: Sequence[Any] = _NOTHING) -> Step:
+    def _note(self, task: Task, what: str, args: Sequence[Any] = ()) -> Step:
         step = Step(self._now, task.name, what, args)
         self.trace_steps.append(step)
         return step

@@ -9,30 +9,27 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..attribution import Interruption
 from ..exception import StoreError
 from ..protocol.agreement import Agreement
 from ..protocol.deaths import holders, report_lost
-from ..protocol.neighbours import NeighbourWatch
-from ..rank_assignment import (
-    RankAssignment,
-)
+from ..rank_assignment import RankAssignment
 from ..restart.loop import RestartLoop
 from ..state import State
-from ..store import Fault, Member, StoreMixin
-from .assignments import default_assignment
+from ..store import Fault, StoreMixin
+from .clock import Task, describe, shorter
+from .defaults import StoreFactory, simulated_assignment, simulated_stores
 from .fake_store import FakeStore
 from .invariants import Invariants
 from .policies import Policy
-from .process import CtrlC, SimulatedProcess
-from .scenario import HARD_TIMEOUT, LOOPS, Disturbance, Scenario
+from .process import CtrlC, SimulatedJob, SimulatedMonitor, SimulatedProcess
+from .scenario import HARD_TIMEOUT, LOOPS, SENTENCES, Disturbance, Scenario
 from .scheduler import Deadlock, Scheduler, TooLong
-from .simulated_job import SimulatedJob
-from .simulated_store import StoreFactory, simulated_stores
-from .tasks import Task
+
+Act = Callable[[], None]
 
 MAX_STEPS = 60_000
 MAX_TIME = 4_000.0
@@ -62,7 +59,8 @@ class Simulation:
         invariants: what is checked.
         processes: all processes that were started.
         knows_store: whether the store is a `FakeStore`, whose operations are known.
-        forgets: whether nothing but the last decision counts for a process that is in.
+        troubles: all that happened: from when to when, and what.
+        story: what was done to the processes, in sentences, each with the number of steps before it.
     """
 
     def __init__(
@@ -77,32 +75,23 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self.scheduler = self.schedulers(seed, choices, policy=policy, max_steps=MAX_STEPS, max_time=MAX_TIME)
-        # Another one may remember something.
-        self.forgets = rank_assignment is None and scenario.exchange != "tree"
-        self.rank_assignment = rank_assignment or functools.partial(
-            default_assignment, scenario.active, scenario.exchange, scenario.node_size
-        )
+        self.rank_assignment = rank_assignment or functools.partial(simulated_assignment, scenario)
         self.knows_store = stores is None  # another store may take many for one
         self._connect = (stores or self.stores)(self.scheduler, scenario)
         self.processes: list[SimulatedProcess] = []
         self.invariants = Invariants(
-            self, Agreement(self._connect("invariants"), self.parts), slot_order=self.forgets
+            self,
+            Agreement(self._connect("invariants"), self.parts),
+            slot_order=rank_assignment is None and scenario.exchange != "tree",
         )
-        self.scheduler.add_state(self.known)
         self.scheduler.after_each_step(self.invariants.check)
         self.scheduler.at_end(self.invariants.check_end)
-        self.stops: list[tuple[float, float]] = []  # of paused processes: from when to when
-        # Of all that happened: from when to when, and what.
         self.troubles: list[tuple[float, float, str]] = []
-        self._when_raised: dict[str, list[tuple[Disturbance, Callable[[], None]]]] = {}
-        self._in_a_restart: dict[str, list[tuple[Disturbance, Callable[[], None]]]] = {}
+        self.story: list[tuple[int, str]] = []
+        # By process, and the iteration since whose end steps are counted: after how many what happens.
+        self._later: dict[tuple[str, int], list[tuple[int, Act]]] = {}
         self._flapping: dict[int, tuple[int, float]] = {}
-        self._replaced = set[tuple[int, int]]()
-        self._agents = 0
-        self._respawned: set[tuple[int, int]] = set()
-        self._planned: dict[tuple[int, int], list[Disturbance]] = {}
-        for disturbance in scenario.disturbances:
-            self._planned.setdefault((disturbance.slot, disturbance.life), []).append(disturbance)
+        self._agents = itertools.count(1)
         for slot in range(scenario.members + scenario.extra):
             self.start(slot, slot * scenario.stagger)
 
@@ -124,15 +113,6 @@ class Simulation:
             raise
         return self
 
-    @property
-    def finished(self) -> bool:
-        """Whether every process has come to its end."""
-        return not any(process.alive for process in self.processes)
-
-    def known(self) -> object:
-        """What monitors and invariants know of the processes otherwise than from the store."""
-        return self.invariants.known(), tuple(process.state() for process in self.processes)
-
     def connect(self, name: str, slot: int) -> StoreMixin:
         """A client of the store, with its own clock: hours apart, before or after."""
         store: Any = self._connect(name)
@@ -147,37 +127,54 @@ class Simulation:
         """What the ranks agree on, seen by such a client."""
         return Agreement(self.connect(name, slot), self.parts)
 
-    def watch(self, agreement: Agreement, member: Member) -> NeighbourWatch:
-        """Who watches the neighbours for a member's monitor."""
-        return NeighbourWatch(agreement, member, self.scenario.heartbeat_timeout)
-
     def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
         """What a process does in one wrapped call."""
         return RestartLoop(member, base, self.scenario.limits, process)
 
     def quits(self, process: SimulatedProcess, call: int) -> bool:
         """Whether a process ends after a call, numbered from 0, and makes no other one."""
-        ends = any(disturbance.step == call + 1 for disturbance in self._of(process, "quit"))
-        if ends:
-            self._note_trouble("quit")
-            process.disturbed = True
-        return ends
+        for disturbance in self._of(process, "quit"):
+            if disturbance.step == call + 1:
+                self._tell(process, disturbance)
+                self._note_trouble("quit")
+                process.facts.disturbed = True
+                return True
+        return False
 
     def entered(self, process: SimulatedProcess) -> None:
         """A process has entered an iteration: one of a crash loop dies of it."""
-        if process.slot in self._flapping and process.life > 0 and process.task is not None:
-            self.scheduler.at_step(process.task, process.task.steps + 1, lambda: self._die(process))
+        if process.slot in self._flapping and process.life > 0:
+            self._count_steps(process, [(1, lambda: self._die(process))])
 
     def left(self, process: SimulatedProcess) -> None:
         """A process has left an iteration that it had entered."""
-        task = process.task
-        for disturbance, happen in self._in_a_restart.get(process.name, ()):
-            if disturbance.since_end == process.entered and task is not None:
-                self.scheduler.at_step(task, task.steps + disturbance.step, happen)
+        self._count_steps(process, self._later.get((process.name, process.facts.entered), ()))
+
+    def raised(self, process: SimulatedProcess, disturbance: Disturbance) -> None:
+        """The function has raised, and the process is about to say so."""
+        self._tell(process, disturbance)
+        self._count_steps(process, self._later.pop((process.name, -1), ()))
+
+    def _count_steps(self, process: SimulatedProcess, planned: Iterable[tuple[int, Act]]) -> None:
+        for step, happen in planned:
+            self.scheduler.at_step(process.task, process.task.steps + step, happen)
 
     def _note_trouble(self, kind: str, seconds: float = 0.0) -> None:
         now = self.scheduler.now()
         self.troubles.append((now, now + seconds, kind))
+
+    def _tell(
+        self, process: SimulatedProcess, disturbance: Disturbance, task: Task | None = None, other: str = ""
+    ) -> None:
+        upcoming = (task or process.task).upcoming
+        sentence = SENTENCES[disturbance.kind].format(
+            who=process.name,
+            what="its end" if upcoming is None else shorter(describe(*upcoming)),
+            step=disturbance.step,
+            seconds=disturbance.seconds,
+            other=other,
+        )
+        self.story.append((len(self.scheduler.trace_steps), sentence))
 
     # Processes ---------------------------------------------------------------------------------------------
 
@@ -201,8 +198,9 @@ class Simulation:
 
         process.task = self.scheduler.spawn(process.name, main)
         process.task.delay = self.scenario.delay(slot)
-        for disturbance in self._planned.get((slot, life), ()):
-            self._plan(process, disturbance)
+        for disturbance in self.scenario.disturbances:
+            if (disturbance.slot, disturbance.life) == (slot, life):
+                self._plan(process, disturbance)
         return process
 
     def crash(self, process: SimulatedProcess, *, host: bool = False, reported: bool = False) -> None:
@@ -213,46 +211,49 @@ class Simulation:
             host: its monitor with it; otherwise that reports the death.
             reported: the monitor has reported it already.
         """
-        task = process.task
-        assert task is not None
-        if task.done:
+        facts = process.facts
+        if process.task.done:
             return
-        process.died_inside = process.last if process.heard < process.last else None
-        process.fate, process.inside, process.died_at = "dead", None, self.scheduler.now()
-        process.disturbed = True
-        if host and process.heart is not None:
-            self.scheduler.crash(process.heart)
-        if not process.monitored:
+        facts.died_inside = facts.last if facts.heard < facts.last else None
+        process.fate, process.inside, facts.died_at = "dead", None, self.scheduler.now()
+        facts.disturbed = True
+        if process.monitor is None:
             self.invariants.nobody_tells()
-        elif not host and not reported:
+        elif host:
+            self.scheduler.crash(process.monitor.heart)
+        elif not reported:
             self.report(process, Interruption.TERMINATED)
         self._replace(process)
         self._respawn(process)
-        self.scheduler.crash(task)
+        self.scheduler.crash(process.task)
 
     def report(self, process: SimulatedProcess, interruption: Interruption) -> None:
         """The monitor of a process tells the others of its end."""
         name = f"report {process.name[5:]}"
-        reporter = self.scheduler.spawn(name, process.report, name, interruption)
+        assert process.monitor is not None
+        reporter = self.scheduler.spawn(name, process.monitor.report, name, interruption)
         reporter.delay = self.scenario.delay(process.slot)
         for disturbance in self._of(process, "reporter"):
-            self.scheduler.crash_at(reporter, disturbance.step)
+            crash = functools.partial(self.scheduler.crash, reporter)
+            happen = functools.partial(self._happen, process, disturbance, crash, reporter)
+            self.scheduler.at_step(reporter, disturbance.step, happen)
 
     def _respawn(self, process: SimulatedProcess) -> None:
         """Starts the next process of the slot, if that is planned and was not done."""
         for disturbance in self._of(process, "respawn"):
-            if (process.slot, process.life) not in self._respawned:
-                self._respawned.add((process.slot, process.life))
-                self.start(process.slot, disturbance.seconds)
+            if not process.facts.respawned:
+                process.facts.respawned = True
+                started = self.start(process.slot, disturbance.seconds)
+                later = f", {disturbance.seconds:g} s later" if disturbance.seconds else ""
+                self._tell(process, disturbance, other=started.name + later)
 
     def _replace(self, process: SimulatedProcess) -> None:
         """Starts the next process of the slot, as an agent does."""
         left, seconds = self._flapping.get(process.slot, (0, 0.0))
-        life = (process.slot, process.life)
         if left > 0:
             self._flapping[process.slot] = left - 1, seconds
-        elif self.scenario.replaced and process.life < _MOST_LIVES and life not in self._replaced:
-            self._replaced.add(life)
+        elif self.scenario.replaced and process.life < _MOST_LIVES and not process.facts.replaced:
+            process.facts.replaced = True
             seconds = self.scenario.replaced_after
         else:
             return
@@ -262,41 +263,29 @@ class Simulation:
     # What happens to them ----------------------------------------------------------------------------------
 
     def _of(self, process: SimulatedProcess, kind: str) -> list[Disturbance]:
-        planned = self._planned.get((process.slot, process.life), ())
-        return [disturbance for disturbance in planned if disturbance.kind == kind]
+        whose = process.slot, process.life
+        return [of for of in self.scenario.of(kind) if (of.slot, of.life) == whose]
 
-    def raises(self, process: SimulatedProcess) -> bool:
-        """Whether the function raises that a process has just entered."""
-        return any(disturbance.step == process.entered for disturbance in self._of(process, "exception"))
-
-    def raised(self, process: SimulatedProcess) -> None:
-        """The function has raised, and the process is about to say so."""
-        for disturbance, happen in self._when_raised.pop(process.name, ()):
-            if process.task is not None:
-                self.scheduler.at_step(process.task, process.task.steps + disturbance.step, happen)
+    def raises(self, process: SimulatedProcess) -> Disturbance | None:
+        """What makes the function raise that a process has just entered; None if it does not."""
+        planned = self._of(process, "exception")
+        return next((of for of in planned if of.step == process.facts.entered), None)
 
     def is_mute(self, process: SimulatedProcess) -> bool:
         """Whether a process's heartbeats are lost at present."""
         now = self.scheduler.now()
         return any(d.step <= now < d.step + d.seconds for d in self._of(process, "mute"))
 
-    def heart_began(self, process: SimulatedProcess) -> None:
+    def heart_began(self, monitor: SimulatedMonitor) -> None:
         """A process's monitor began to send heartbeats."""
-        assert process.heart is not None
-        heart = process.heart
-        for disturbance in self._of(process, "deaf"):
-            seconds = disturbance.seconds
-
-            def stop(seconds: float = seconds) -> None:
-                self._note_trouble("deaf", seconds)
-                self.scheduler.pause(heart, seconds)
-
-            self.scheduler.at_step(heart, disturbance.step, stop)
+        for disturbance in self._of(monitor.process, "deaf"):
+            stop = functools.partial(self.scheduler.pause, monitor.heart, disturbance.seconds)
+            happen = functools.partial(self._happen, monitor.process, disturbance, stop, monitor.heart)
+            self.scheduler.at_step(monitor.heart, disturbance.step, happen)
 
     def _plan(self, process: SimulatedProcess, disturbance: Disturbance) -> None:
-        kind, seconds, task = disturbance.kind, disturbance.seconds, process.task
-        assert task is not None
-        actions: dict[str, Callable[[], None]] = {
+        kind, seconds = disturbance.kind, disturbance.seconds
+        actions: dict[str, Act] = {
             "crash": lambda: self.crash(process),
             "host": lambda: self.crash(process, host=True),
             "node": lambda: self._lose_node(process, seconds),
@@ -305,7 +294,7 @@ class Simulation:
             "hang": lambda: self._hang(process),
             "flap": lambda: self._flap(process, seconds),
             "loop": lambda: self._crash_loop(process, seconds),
-            "pause": lambda: self._stop(task, seconds),
+            "pause": lambda: self.scheduler.pause(process.task, seconds),
             "freeze": lambda: self._freeze(process, seconds),
             "outage": lambda: self._outage(seconds),
             "error": lambda: self._fake(process).fail(client=process.name, error=StoreError("simulated")),
@@ -313,24 +302,29 @@ class Simulation:
             "respawn": lambda: self._respawn(process),
         }
         if kind in ("pause", "freeze", "deaf", "mute"):
-            process.disturbed = process.disturbed or seconds > _HARMLESS
+            process.facts.disturbed |= seconds > _HARMLESS
         elif kind not in ("repeat", "reporter", "exception", "respawn", "outage", "quit"):
-            process.disturbed = True
+            process.facts.disturbed = True
         if kind == "mute":
+            self._tell(process, disturbance)
             self.troubles.append((disturbance.step, disturbance.step + seconds, kind))
-        if kind in actions:
-            action = actions[kind]
+        if kind not in actions:
+            return
+        happen = functools.partial(self._happen, process, disturbance, actions[kind])
+        if disturbance.since_end:
+            later = self._later.setdefault((process.name, disturbance.since_end), [])
+            later.append((disturbance.step, happen))
+        else:
+            self.scheduler.at_step(process.task, disturbance.step, happen)
 
-            def happen() -> None:
-                self._note_trouble(kind, disturbance.lasts())
-                action()
-
-            if disturbance.since_end < 0:
-                self._when_raised.setdefault(process.name, []).append((disturbance, happen))
-            elif disturbance.since_end:
-                self._in_a_restart.setdefault(process.name, []).append((disturbance, happen))
-            else:
-                self.scheduler.at_step(task, disturbance.step, happen)
+    def _happen(
+        self, process: SimulatedProcess, disturbance: Disturbance, act: Act, task: Task | None = None
+    ) -> None:
+        if disturbance.kind != "reporter":  # who reports a trouble
+            self._note_trouble(disturbance.kind, disturbance.lasts())
+        if disturbance.kind != "respawn":  # told when it is done
+            self._tell(process, disturbance, task)
+        act()
 
     def _fake(self, process: SimulatedProcess) -> FakeStore:
         client = self._connect(process.name)
@@ -345,9 +339,9 @@ class Simulation:
 
     def give_up(self, process: SimulatedProcess) -> None:
         """The monitor gives a process up and reports its death; it lives on until it is killed."""
-        if not process.alive or not process.monitored or process.between or process.doomed:
+        if not process.alive or process.monitor is None or process.between or process.facts.doomed:
             return
-        process.doomed = process.disturbed = True
+        process.facts.doomed = process.facts.disturbed = True
         self._note_trouble("doom")
         self.report(process, Interruption.HARD_TIMEOUT)
 
@@ -364,26 +358,25 @@ class Simulation:
         def watch() -> None:
             agreement = self.agreement(name, process.slot)
             self.scheduler.sleep(_SOFT_TIMEOUT)
-            view, member = process.view, process.member
-            if view is not None and member is not None and not process.between and process.alive:
-                fault = Fault(member, process.rank, Interruption.SOFT_TIMEOUT, "simulated", "h", process.slot)
-                self.invariants.publishes(view.n)
+            monitor, member = process.monitor, process.member
+            view = None if monitor is None or monitor.between else monitor.view
+            if monitor is not None and view is not None and member is not None and process.alive:
+                fault = Fault(member, monitor.rank, Interruption.SOFT_TIMEOUT, "simulated", "h", process.slot)
+                self.invariants.history.published.add(view.n)
                 agreement.ends.report_fault(view.n, fault)
             self.scheduler.sleep(HARD_TIMEOUT - _SOFT_TIMEOUT)
-            if process.between or not process.monitored:
+            if process.between or process.monitor is None:
                 self.crash(process)
             else:
                 self.give_up(process)
 
         self.scheduler.spawn(name, watch)
-        assert process.task is not None
-        self._stop(process.task, 2 * HARD_TIMEOUT)
+        self.scheduler.pause(process.task, 2 * HARD_TIMEOUT)
 
     def _lose_node(self, process: SimulatedProcess, seconds: float) -> None:
         """A node is lost, and after a while another one's agent has evidence of that."""
         node = self.scenario.node_of(process.slot)
-        self._agents += 1
-        name = f"agent {self._agents}"
+        name = f"agent {next(self._agents)}"
 
         def tell() -> None:
             agreement = self.agreement(name, process.slot)
@@ -392,14 +385,8 @@ class Simulation:
             # Those who take the slots elsewhere come later than this, in a job with agents.
             for member in [member for member in holders(agreement, node) if member in lost]:
                 teller = f"{name} of {member.slot}.{member.incarnation}"
-                client = self.agreement(teller, process.slot)
-                self.scheduler.spawn(
-                    teller,
-                    functools.partial(report_lost, returns=self.scenario.replaced),
-                    client,
-                    member,
-                    "its node was lost",
-                )
+                client, why = self.agreement(teller, process.slot), "its node was lost"
+                self.scheduler.spawn(teller, report_lost, client, member, why, returns=self.scenario.replaced)
             if self.scenario.replaced:
                 for slot in node:
                     if slot < self.scenario.members and self._lives(slot) <= _MOST_LIVES:
@@ -409,7 +396,7 @@ class Simulation:
         lost = {other.member for other in [*there, process]}
         self.scheduler.spawn(name, tell)
         for other in [*there, process]:  # this one last: it is the one that runs
-            self._replaced.add((other.slot, other.life))
+            other.facts.replaced = True
             self.crash(other, host=True)
 
     def _lives(self, slot: int) -> int:
@@ -434,15 +421,9 @@ class Simulation:
         self.crash(process, host=True)
 
     def _freeze(self, process: SimulatedProcess, seconds: float) -> None:
-        assert process.task is not None
-        if process.heart is not None:
-            self.scheduler.pause(process.heart, seconds)
-        self._stop(process.task, seconds)
-
-    def _stop(self, task: Task, seconds: float) -> None:
-        now = self.scheduler.now()
-        self.stops.append((now, now + seconds))
-        self.scheduler.pause(task, seconds)
+        if process.monitor is not None:
+            self.scheduler.pause(process.monitor.heart, seconds)
+        self.scheduler.pause(process.task, seconds)
 
     def _outage(self, seconds: float) -> None:
         """No one reaches the store, and the clients find it again one after the other."""

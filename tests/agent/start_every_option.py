@@ -22,7 +22,7 @@ from pathlib import Path
 from option_forms import END, Form, forms, options
 from torch.distributed.run import get_args_parser
 
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 TIMEOUT = 300.0  # seconds for a job
 ROOT = Path(__file__).resolve().parents[2]

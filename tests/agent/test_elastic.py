@@ -35,7 +35,7 @@ from ft_wrapper.agent.elastic import (
     WorkerSpec,
     WorkerState,
 )
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 TIMEOUT = 120.0
 ALONE: dict[str, Any] = {"restart_policy": Policy.RANK}

@@ -20,8 +20,7 @@ from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.etcd_messages import Span, Transaction, put
 from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer
-from ft_wrapper.testing.etcd_server import EtcdNotFound, EtcdTLS
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import EtcdNotFound, EtcdTLS, free_port
 
 
 @pytest.fixture

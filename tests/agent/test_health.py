@@ -25,7 +25,7 @@ from ft_wrapper.agent.group import Group
 from ft_wrapper.agent.health import Health, _Handler, facts
 from ft_wrapper.agent.nodes import Inbox
 from ft_wrapper.run import main
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 TIMEOUT = 120.0
 

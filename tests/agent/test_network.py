@@ -13,11 +13,12 @@ from typing import TypeVar
 
 import pytest
 from agent_job import TIMEOUT, FtRun, all_gone, await_that
+from etcd_hosts import EtcdHost, EtcdOnHosts
 from test_nodes import WRAPPED, Cluster, pids_of
 from training import Training
 
 from ft_wrapper.testing import EtcdServer
-from ft_wrapper.testing.etcd_server import EtcdHost, EtcdNotFound
+from ft_wrapper.testing.etcd_server import EtcdNotFound
 
 PORT = 29400  # in a namespace of its own, so nobody else has it
 _FILES = Path("/etc/netns")  # `ip netns exec` puts what is in a namespace's folder there over /etc
@@ -184,7 +185,7 @@ def members(network: Network) -> Iterator[EtcdServer]:
     """A member of etcd on each host."""
     hosts = [EtcdHost(network.address(host), network.command(host)) for host in range(3)]
     try:
-        server = EtcdServer(3, hosts=hosts)
+        server = EtcdOnHosts(hosts)
     except EtcdNotFound as error:
         pytest.skip(str(error))
     with server:

@@ -20,7 +20,7 @@ from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
 from ft_wrapper.rendezvous.register import version_key
 from ft_wrapper.report import status
 from ft_wrapper.store import TCPStoreServer, connect
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 # Silence of five seconds: on a busy machine nobody who lives is silent for so long.
 CONF = "last_call_timeout=0.2,keep_alive_interval=0.5,keep_alive_max_attempt=10,read_timeout=20"

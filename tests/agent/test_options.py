@@ -23,7 +23,7 @@ from ft_wrapper.agent.process import Job
 from ft_wrapper.rank_assignment import ActivateAllRanks, MaxActiveWorldSize
 from ft_wrapper.rendezvous.settings import Identity, Settings, read_parameters
 from ft_wrapper.run import main, meet
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 STATIC = ("--nnodes", "2", "--master-addr", "head", "--master-port", "29501")
 MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")

@@ -10,16 +10,16 @@ from collections.abc import Callable, Generator
 
 from ft_wrapper.testing.explorer import Explorer, share, without_logging
 from ft_wrapper.testing.failure import Failure, attempt
-from ft_wrapper.testing.policies import Policy, ReplayPolicy, RunOnPolicy
+from ft_wrapper.testing.policies import Policy, ReplayPolicy, SwitchPolicy
 from ft_wrapper.testing.process import SimulatedProcess
 from ft_wrapper.testing.scenario import Scenario
 from ft_wrapper.testing.scheduler import SchedulerError
 from ft_wrapper.testing.simulation import Simulation
-from ft_wrapper.testing.tasks import Event
 
 from .search import Branch, Count, Search
 from .seen import MOST_LEFT, Seen, SeenByAll
-from .states import StateScheduler
+from .simulated import SearchedSimulation
+from .states import Event
 
 JOB = Scenario(members=3, active=2, steps=1, on_join="now", heartbeat_interval=20.0, heartbeat_timeout=70.0)
 """What is searched by default. Its monitors beat seldom: what they do comes on top only where ranks wait."""
@@ -27,12 +27,6 @@ JOB = Scenario(members=3, active=2, steps=1, on_join="now", heartbeat_interval=2
 # Room for the states of `JOB`, and for those that each departure adds.
 _ROOM = 2**22
 _MORE_ROOM = 8
-
-
-class SearchedSimulation(Simulation):
-    """A simulation that a search goes through."""
-
-    schedulers = StateScheduler
 
 
 @dataclasses.dataclass
@@ -140,7 +134,7 @@ def _search(
         try:
             search.run(start)
         except SchedulerError as error:
-            replay = ReplayPolicy(search.choices, RunOnPolicy())
+            replay = ReplayPolicy(search.choices, SwitchPolicy(()))
             failure = attempt(functools.partial(_crash_and_start, explorer, slot), scenario, replay)
             if failure is None:
                 raise RuntimeError(f"a run cannot be repeated: {error.what}") from error

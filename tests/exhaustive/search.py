@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from ft_wrapper.store import StoreMixin
+from ft_wrapper.testing.clock import Step, Task
 from ft_wrapper.testing.policies import Policy, run_on
 from ft_wrapper.testing.scheduler import Stop
-from ft_wrapper.testing.tasks import Event, Step, Task
 
 from .seen import Seen, SeenHere
-from .states import StateScheduler, has_only_waited
+from .states import Event, StateScheduler, has_only_waited
 
 
 @dataclasses.dataclass
@@ -284,12 +284,14 @@ class SearchPolicy:
         self._scheduler = simulation.scheduler
         self._store = simulation.connect("search", 0)
 
-    def choose(self, tasks: Sequence[Task], events: Sequence[Event], current: Task | None) -> int:
+    def choose(self, choices: Sequence[Task | Event], current: Task | None) -> int:
+        tasks = [choice for choice in choices if isinstance(choice, Task)]
+        events = [choice for choice in choices[len(tasks) or 1 :] if isinstance(choice, Event)]
         place, self._made = self._made, self._made + 1
-        choices = self._branch.choices
-        if place < len(choices):
-            choice = choices[place]
-            if place == len(choices) - 1:
+        made = self._branch.choices
+        if place < len(made):
+            choice = made[place]
+            if place == len(made) - 1:
                 self._arrive(tasks, current)
         else:
             if self._others is not None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from ft_wrapper.testing.failure import attempt
-from ft_wrapper.testing.policies import ReplayPolicy, RunOnPolicy
+from ft_wrapper.testing.failure import Shrinker, attempt, elsewhere
+from ft_wrapper.testing.policies import ReplayPolicy, SwitchPolicy
 from ft_wrapper.testing.scenario import Scenario
 from ft_wrapper.testing.scheduler import SchedulerError
-from ft_wrapper.testing.shrink import Shrinker, elsewhere
 
 from .search import Branch, Search
 
@@ -33,7 +32,7 @@ class SearchingShrinker(Shrinker):
             try:
                 search.run(start, most=self.most_runs - before)
             except SchedulerError:
-                found = attempt(self.make, scenario, ReplayPolicy(search.choices, RunOnPolicy()))
+                found = attempt(self.make, scenario, ReplayPolicy(search.choices, SwitchPolicy(())))
                 if found is not None and self.same(found):
                     self.failure = found
                     return True

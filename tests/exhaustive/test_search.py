@@ -13,10 +13,10 @@ import pytest
 from torch.distributed import DistStoreError
 
 from ft_wrapper.testing import FakeStore, Scheduler
+from ft_wrapper.testing.defaults import Connect, SimulatedStore
 from ft_wrapper.testing.explorer import Explorer
 from ft_wrapper.testing.policies import Policy
 from ft_wrapper.testing.scenario import Scenario
-from ft_wrapper.testing.simulated_store import Connect, SimulatedStore
 
 from .__main__ import main
 from .jobs import JOB, every_run
@@ -96,6 +96,7 @@ class Program:
         if later:
             self.scheduler.add_event("start", lambda: self._spawn("later", later))
         self.scheduler.add_state(self._told)
+        self.scheduler.add_store(self._store)
 
     def run(self) -> None:
         self.scheduler.run()

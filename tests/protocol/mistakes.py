@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
-from exhaustive.states import StateScheduler
+from exhaustive.simulated import SearchedSimulation
 
-from ft_wrapper.protocol import joining, keys
+from ft_wrapper.protocol import heart, joining, keys
 from ft_wrapper.protocol.agreement import Agreement
 from ft_wrapper.protocol.evidence import Ends, HeartbeatObserver, Heartbeats
 from ft_wrapper.protocol.global_iteration import GlobalIteration, Proposed
@@ -21,19 +21,18 @@ from ft_wrapper.protocol.records import DONE, FAULT, roster_to_json
 from ft_wrapper.settings import Limits
 from ft_wrapper.store import Decision, Fault, Head, Member, View
 from ft_wrapper.testing import Scheduler
+from ft_wrapper.testing.defaults import Connect, SimulatedStore
 from ft_wrapper.testing.policies import Policy
 from ft_wrapper.testing.scenario import Disturbance, Scenario
-from ft_wrapper.testing.simulated_store import Connect, SimulatedStore
-from ft_wrapper.testing.simulation import Simulation
+from ft_wrapper.testing.simulation import MAX_TIME, Simulation
 
 LONG = 10_000.0
 Patches = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class MistakenSimulation(Simulation):
+class MistakenSimulation(SearchedSimulation):  # the shortest schedules are found by a search
     """The simulation, with a mistake in it."""
 
-    schedulers = StateScheduler  # the shortest schedules are found by a search
     store_class: ClassVar[type[SimulatedStore]] = SimulatedStore
     patches: Patches = staticmethod(contextlib.nullcontext)
 
@@ -133,7 +132,7 @@ def _stillness_by_wall_clock(observer: HeartbeatObserver, member: Member, _: Any
 class WallClock(MistakenSimulation):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.scheduler._max_steps = 3_000  # where no one is too late to be in, it restarts for ever
+        self.scheduler._bounds = 3_000, MAX_TIME  # where no one is too late to be in, it restarts for ever
 
 
 # Rank 0 always counts as active
@@ -366,11 +365,6 @@ class SuspectsLoggedWatch(NeighbourWatch):
         return silent
 
 
-class SuspectsLogged(MistakenSimulation):
-    def watch(self, agreement: Agreement, member: Member) -> NeighbourWatch:
-        return SuspectsLoggedWatch(agreement, member, self.scenario.heartbeat_timeout)
-
-
 # An unbounded wait on a key that may be deleted
 
 
@@ -541,7 +535,7 @@ MISTAKES = [
             step_seconds=10.0,
             disturbances=tuple(Disturbance("mute", slot, 3, 25.0) for slot in (0, 1)),
         ),
-        simulation=SuspectsLogged,
+        patches=lambda: mock.patch.object(heart, "NeighbourWatch", SuspectsLoggedWatch),
     ),
     Mistake(
         "an unbounded wait on a key that may be deleted",

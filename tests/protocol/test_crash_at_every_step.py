@@ -68,7 +68,7 @@ def test_death_of_a_spare_ends_nothing() -> None:
     for step in range(15, 40):
         simulation = run(step, Disturbance("crash", 2, step), steps=20)
         spare = simulation.processes[2]
-        if spare.fate == "dead" and spare.view is not None and not spare.active:
+        if spare.fate == "dead" and spare.monitor and spare.monitor.view and not spare.active:
             ended += 1
             assert [head.n for head in simulation.invariants.heads] == [0]
             assert simulation.invariants.outcomes == {0: "done"}

@@ -10,9 +10,9 @@ import hashlib
 import json
 from pathlib import Path
 
+from ft_wrapper.testing.clock import describe
 from ft_wrapper.testing.explorer import Explorer, without_logging
 from ft_wrapper.testing.policies import RandomPolicy
-from ft_wrapper.testing.tasks import describe
 
 DATA = Path(__file__).with_name("traces.json")
 FIRST_SEED = 1_000_000

@@ -31,8 +31,8 @@ from ft_wrapper.rendezvous.register import RECORD_KEY, Board, Register, Snapshot
 from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import Task
+from ft_wrapper.testing.defaults import SimulatedStore
 from ft_wrapper.testing.policies import Policy
-from ft_wrapper.testing.simulated_store import SimulatedStore
 
 QUIET = 50.0
 """From then on nothing happens any more."""
@@ -266,6 +266,7 @@ class ExploredJob:
         self._removed: set[str] = set()
         self._watched = False
         self.scheduler.add_state(self.known)
+        self.scheduler.add_store(self.store)
         self.scheduler.after_each_step(self._check)
         self.scheduler.at_end(self._check_end)
         self.scheduler.spawn("end", lambda: self.scheduler.sleep(END))

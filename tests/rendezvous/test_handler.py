@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from memory_backend import MemoryBackend, RealClock
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -37,7 +38,6 @@ from ft_wrapper.rendezvous.settings import Identity, Settings, parameters_from_u
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.testing import EtcdServer, FakeStore
-from ft_wrapper.testing.memory_backend import MemoryBackend, RealClock
 
 TIMEOUT = 30.0
 

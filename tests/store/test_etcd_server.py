@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from etcd_helpers import write
+from etcd_hosts import EtcdHost, EtcdOnHosts
 
 from ft_wrapper.store.etcd_client import EtcdClient
 from ft_wrapper.store.etcd_messages import Span
 from ft_wrapper.testing import EtcdServer
-from ft_wrapper.testing.etcd_server import BINARY_VARIABLES, EtcdHost, EtcdNotFound, EtcdTLS, find_etcd
+from ft_wrapper.testing.etcd_server import BINARY_VARIABLES, EtcdNotFound, find_etcd
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_other_members_options_in_the_environment(etcd: EtcdServer, monkeypatch:
 
 def test_members_behind_a_command(etcd: EtcdServer) -> None:
     """They are asked there, too. What is in front becomes the member, so that it can be killed."""
-    with EtcdServer(3, hosts=[EtcdHost("127.0.0.1", ["env"])] * 3) as server:
+    with EtcdOnHosts([EtcdHost("127.0.0.1", ["env"])] * 3) as server:
         leader = server.leader()
         server.kill(leader)
         assert server.leader() != leader
@@ -97,13 +98,6 @@ def test_members_behind_a_command(etcd: EtcdServer) -> None:
         client = server.get_client()
         write(client, b"k", b"v")
         client.close()
-
-
-def test_hosts_that_cannot_be(etcd: EtcdServer) -> None:
-    with pytest.raises(ValueError, match="members=3 need as many hosts, not 1"):
-        EtcdServer(3, hosts=[EtcdHost()])
-    with pytest.raises(ValueError, match="tls"):
-        EtcdServer(tls=EtcdTLS("", "", ""), hosts=[EtcdHost(before=["env"])])
 
 
 def test_no_binary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from store_helpers import Background, Proxy
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol.operations import read_log
 from ft_wrapper.store import TCPStore, TCPStoreServer, plan_store
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 SHORT = timedelta(seconds=1)
 LONG = timedelta(seconds=20)

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.store.plan import connect_etcd
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 TIMEOUT = 120.0
 """Seconds after which a wait of these tests counts as a hang, however busy the machine is."""

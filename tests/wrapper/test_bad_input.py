@@ -19,7 +19,7 @@ from ft_wrapper import CallWrapper, Compose, Wrapper
 from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.rank_assignment import ActivateAllRanks, ShiftRanks
 from ft_wrapper.store import FileStore
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 DURATIONS = (
     "monitor_thread_interval",

@@ -18,7 +18,7 @@ from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.state import FrozenState
 from ft_wrapper.store import TCPStore, TCPStoreServer
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 # ---- atomic
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rank_harness import TIMEOUT
 
-from ft_wrapper.testing.ports import free_port
+from ft_wrapper.testing.etcd_server import free_port
 
 SCRIPT = """
 import json, os, sys

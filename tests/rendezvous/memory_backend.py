@@ -6,10 +6,10 @@ import time
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..rendezvous.backends import Backend
-from ..store import StoreMixin
-from .clock import Clock, Waiter
-from .fake_store import FakeStore
+from ft_wrapper.rendezvous.backends import Backend
+from ft_wrapper.store import StoreMixin
+from ft_wrapper.testing.clock import Clock, Waiter
+from ft_wrapper.testing.fake_store import FakeStore
 
 
 class RealClock(Clock):
