@@ -167,17 +167,18 @@ class FtNodes(Nodes):
     def _is_on(self, where: Round) -> bool:
         return self._round is where and self._term is not None
 
-    def has_place(self) -> bool:
+    def look_for_place(self) -> tuple[bool, str]:
         handler = self._handler
         if handler is None:
-            return False
+            return False, ""
         if self._looking is None or not self._looking.is_alive():
             self._has_place = False
-            self._looking = in_background("looking for the place", lambda: self._look_for_place(handler))
+            self._looking = in_background("looking for the place", lambda: self._look_into_record(handler))
         self._looking.join(PLACE_TIMEOUT)
-        return not self._looking.is_alive() and self._has_place
+        is_ours = not self._looking.is_alive() and self._has_place
+        return is_ours, self._out_of_reach
 
-    def _look_for_place(self, handler: FtRendezvousHandler) -> None:
+    def _look_into_record(self, handler: FtRendezvousHandler) -> None:
         try:
             state, node = handler.refresh(), handler.node
         except RendezvousConnectionError as error:
@@ -185,9 +186,6 @@ class FtNodes(Nodes):
             return
         self._out_of_reach = ""
         self._has_place = node is not None and not state.closed and state.seat_of(node) is not None
-
-    def out_of_reach(self) -> str:
-        return self._out_of_reach
 
     def have_formed(self) -> bool:
         state = None if self._handler is None else self._handler.record

@@ -215,10 +215,8 @@ class Loop:
                 case ranks.Kill():
                     self._kill()
                 case ranks.AskPlace():
-                    is_ours = self._nodes.has_place()
-                    self._carry_out(
-                        self._ranks.place(is_ours=is_ours, out_of_reach=self._nodes.out_of_reach())
-                    )
+                    is_ours, out_of_reach = self._nodes.look_for_place()
+                    self._carry_out(self._ranks.place(is_ours=is_ours, out_of_reach=out_of_reach))
                 case ranks.LeaveJob():
                     self._nodes.leave(action.why)
                 case ranks.Tell():

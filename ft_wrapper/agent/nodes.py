@@ -258,17 +258,17 @@ class Nodes:
         """
         raise NotImplementedError
 
-    def has_place(self) -> bool:
-        """Whether this node is known to have its place among the others now. Bounded.
+    def look_for_place(self) -> tuple[bool, str]:
+        """Looks whether this node has its place among the others. Bounded.
 
         Asked before a rank is started again: where the others have taken the node out, it may not know yet,
         and another one may have its ranks.
-        """
-        return True
 
-    def out_of_reach(self) -> str:
-        """Why `has_place` could not find out; empty if it could. From memory: of the last look that ended."""
-        return ""
+        Returns:
+            Whether it is known to have its place now; and why the last look that ended failed, empty if it
+            did not.
+        """
+        return True, ""
 
     def have_formed(self) -> bool:
         """Whether the ranks are known to have formed a wrapped job. From memory; False if it is not known."""
