@@ -11,17 +11,12 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
-MOST_FILES = 123
-MOST_CODE_LINES = 19_142
+MOST_FILES = 120
+MOST_CODE_LINES = 18_963
 MOST_LINES_OF_A_FILE = 450
 
 # Files that are still too long, with their lines.
-TALL = {
-    "protocol/by_hand.py": 458,
-    "protocol/global_iteration.py": 462,
-    "protocol/joining.py": 451,
-    "protocol/membership.py": 471,
-}
+TALL: dict[str, int] = {}
 
 _NO_CODE = (
     tokenize.COMMENT,
