@@ -372,7 +372,7 @@ class Interrupting:
             self.inside |= frame.f_code.co_filename.endswith(self._files)
             frame = frame.f_back
         began = time.monotonic()
-        self._interrupter.request(LIMIT)
+        self._interrupter.request()
         if not self._interrupter.interrupt_until_left(LIMIT):
             print(json.dumps({"stuck": True}), flush=True)
             os._exit(STUCK)
