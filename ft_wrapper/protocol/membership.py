@@ -11,18 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .. import events
+from .. import events, exception
 from ..attribution import Interruption
-from ..exception import (
-    JobEnded,
-    RankDiscarded,
-    RestartAbort,
-    RestartError,
-    StoreError,
-    StoreUnavailable,
-    TimeoutError,
-    in_one_line,
-)
+from ..exception import JobEnded, RankDiscarded, RestartAbort, RestartError, StoreError, TimeoutError
 from ..settings import Limits
 from . import Agreement, keys
 from .deaths import await_others, report_death
@@ -424,7 +415,7 @@ class Membership:
 
     def _hear_of_end(self, seconds: float) -> str | None:
         # A rank that has nothing to do but to hear of it waits for a store that is out of reach.
-        with contextlib.suppress(StoreUnavailable):
+        with contextlib.suppress(exception.StoreUnavailable):
             outcome = self.agreement.ends.wait_for_end(self.view.n, seconds)
             if outcome is None:
                 head = self.agreement.iterations.read_head()
@@ -442,4 +433,4 @@ class Membership:
         return self.record.fault(self.member, rank, interruption, message, self.wall_clock())
 
     def _raised(self, rank: int | None, interruption: Interruption, error: BaseException) -> Fault:
-        return self.fault(rank, interruption, f"raised {in_one_line(error)}")
+        return self.fault(rank, interruption, f"raised {exception.in_one_line(error)}")
