@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -385,8 +384,7 @@ class ByHand(Operations):
         head = self._agreement.iterations.read_head()
         if self._agreement.joining.agree_on_terms(0 if head is None else head.call, _TERMS):
             raise RestartError("the job runs under the wrapper: call the wrapped function to join it")
-        record = MemberRecord(socket.gethostname(), os.getpid())
-        return self._agreement.joining.register(slot, record)
+        return self._agreement.joining.register(slot, MemberRecord.here())
 
     def _get_in(self, member: Member, timeout: timedelta, asked: int | None = None) -> int:
         seconds = timeout.total_seconds()
