@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 AGENT_ENV = "FT_WRAPPER_AGENT"
 """Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front."""
-VERSION = 4
+VERSION = 5
 """Of hello: another Python, with another ft_wrapper, may run the ranks."""
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
@@ -92,9 +92,7 @@ class MonitorLine:
             decision: what changed since the last one said; None to say it all.
         """
         if decision is None:
-            members = [str(member) for member in view.members]
-            whole = [view.call, view.n, view.nonce, view.first, members, view.min_world_size]
-            self._send({"type": "view", "whole": whole})
+            self._send({"type": "view", "whole": view.to_json()})
         else:
             self._send({"type": "view", "nonce": view.nonce, "decision": decision.to_json()})
 

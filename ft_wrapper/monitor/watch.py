@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import enum
 import json
 import logging
@@ -60,6 +61,7 @@ class Stage(enum.Enum):
     """It has left for good, or goes on with another monitor."""
 
 
+@dataclasses.dataclass(eq=False)
 class RankWatch:
     """The watch over one rank: `run`, then `tell_others` if it has died, then `close`.
 
@@ -77,26 +79,17 @@ class RankWatch:
         job: what the job is called in events; None for what the environment says.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        connect: Callable[[], StoreMixin],
-        memory: RankMemory,
-        line: socket.socket,
-        pid: int,
-        pidfd: int,
-        heart: Heart,
-        job: str | None = None,
-    ) -> None:
+    limits: Limits
+    connect: Callable[[], StoreMixin]
+    memory: RankMemory
+    line: socket.socket
+    pid: int
+    pidfd: int
+    heart: Heart
+    job: str | None = None
+
+    def __post_init__(self) -> None:
         self.stage = Stage.IN_CALL
-        self._limits = limits
-        self._line = line
-        self._pid = pid
-        self._pidfd = pidfd
-        self._heart = heart
-        self._monitor_of: Callable[[Member], RankMonitor] = lambda member: RankMonitor(
-            connect, member, memory, pid, limits, heart, job
-        )
         self._iteration_stores = IterationStores()
         self._monitor: RankMonitor | None = None
         self._unread = b""
@@ -106,9 +99,7 @@ class RankWatch:
         with contextlib.ExitStack() as made:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC)
             made.callback(self._close_wake)
-            waiter = threading.Thread(
-                target=self._await_death, args=(memory,), name="ft_wrapper-await-death", daemon=True
-            )
+            waiter = threading.Thread(target=self._await_death, name="ft_wrapper-await-death", daemon=True)
             waiter.start()
             made.callback(waiter.join)
             made.callback(self._iteration_stores.close)
@@ -121,23 +112,23 @@ class RankWatch:
             Whether it has died, and was in the job, so that the others have to be told.
         """
         with selectors.DefaultSelector() as selector:
-            for fd in (self._line.fileno(), self._pidfd, self._wake):
+            for fd in (self.line.fileno(), self.pidfd, self._wake):
                 selector.register(fd, selectors.EVENT_READ)
             while self.stage is not Stage.LEFT:
                 ready = {key.fd for key, _ in selector.select(self._pause())}
-                if self._line.fileno() in ready and not self._read():
-                    selector.unregister(self._line)
+                if self.line.fileno() in ready and not self._read():
+                    selector.unregister(self.line)
                     if self._monitor is None:
                         return False  # it has hung up before it joined: another monitor watches it
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                if self._has_died or await_exit(self._pidfd, 0.0):
+                if self._has_died or await_exit(self.pidfd, 0.0):
                     self._read()  # what the rank said last, before it died
                     break
                 if self._stopped.is_set():
                     return False
                 if self._monitor is not None and self.stage is Stage.IN_CALL:
-                    self._monitor.keep_time(self._pidfd)
+                    self._monitor.keep_time(self.pidfd)
         return self.stage is not Stage.LEFT and self._monitor is not None
 
     def stop(self) -> None:
@@ -160,8 +151,8 @@ class RankWatch:
                 return
             except StoreError as error:
                 level = logging.DEBUG if self.stage is Stage.BETWEEN else logging.INFO
-                log.log(level, "cannot tell the other ranks that process %d died: %s", self._pid, error)
-            if self._stopped.wait(self._limits.heartbeat_interval) or not self._heart.is_beating:
+                log.log(level, "cannot tell the other ranks that process %d died: %s", self.pid, error)
+            if self._stopped.wait(self.limits.heartbeat_interval) or not self.heart.is_beating:
                 return
 
     def await_goodbyes(self) -> None:
@@ -176,7 +167,7 @@ class RankWatch:
     def _pause(self) -> float | None:
         if self.stage is Stage.BETWEEN:
             return None
-        return self._limits.monitor_process_interval if self._monitor is None else self._monitor.pause()
+        return self.limits.monitor_process_interval if self._monitor is None else self._monitor.pause()
 
     def _wake_up(self) -> None:
         with self._lock:
@@ -188,29 +179,29 @@ class RankWatch:
             os.close(self._wake)
             self._wake = -1
 
-    def _await_death(self, memory: RankMemory) -> None:
+    def _await_death(self) -> None:
         """Says so if the rank has died."""
         try:
             # A replacement is started once the process has gone, so nothing is gained by its going slowly.
-            allowed = not self._limits.replaced and may_step_forward()
-            if memory.wait_for_death():
-                with stepping_back(self._pid, allowed):
+            allowed = not self.limits.replaced and may_step_forward()
+            if self.memory.wait_for_death():
+                with stepping_back(self.pid, allowed):
                     self._has_died = True
                     self._wake_up()
-                    await_exit(self._pidfd, _RESTART)
+                    await_exit(self.pidfd, _RESTART)
         except Exception:
-            log.exception("cannot wait for the death of process %d, which will be noticed late", self._pid)
+            log.exception("cannot wait for the death of process %d, which will be noticed late", self.pid)
 
     def _answer(self, answer: dict[str, Any]) -> None:
         # Not waiting: the rank reads what it has asked for.
-        self._line.sendall(json.dumps(answer).encode() + b"\n", socket.MSG_DONTWAIT)
+        self.line.sendall(json.dumps(answer).encode() + b"\n", socket.MSG_DONTWAIT)
 
     def _read(self) -> bool:
         """Carries out what the rank has said so far; False at the end of file."""
         more = True
         while more:
             try:
-                data = self._line.recv(1 << 16, socket.MSG_DONTWAIT)
+                data = self.line.recv(1 << 16, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
             except OSError:
@@ -227,7 +218,10 @@ class RankWatch:
             case "join":
                 if self._monitor is not None:
                     self._monitor.stop()  # the rank has taken another incarnation of its slot
-                self._monitor = self._monitor_of(Member.parse(message["member"], "join"))
+                member = Member.parse(message["member"], "join")
+                self._monitor = RankMonitor(
+                    self.connect, member, self.memory, self.pid, self.limits, self.heart, self.job
+                )
                 self._made.callback(self._monitor.close)
             case "view":
                 assert self._monitor is not None
@@ -255,9 +249,7 @@ class RankWatch:
             assert self._monitor is not None and self._monitor.view is not None
             decision = Decision.from_json(message["decision"], "view")
             return self._monitor.view.after(decision, message["nonce"])
-        call, n, nonce, first, names, min_world_size = message["whole"]
-        members = tuple(Member.parse(name, "view") for name in names)
-        return View(call, n, nonce, first, members, min_world_size)
+        return View.from_json(message["whole"], "view")
 
 
 class IterationStores:

@@ -276,7 +276,7 @@ class Decision(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class View(Record):
     """What a member knows of the iteration that it is in.
 
     Args:
