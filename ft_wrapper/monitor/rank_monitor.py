@@ -209,7 +209,7 @@ class RankMonitor:
         be about to say so, and get the grace time.
         """
         ends, joining, limits = self._agreement.ends, self._agreement.joining, self.limits
-        watch = NeighbourWatch(self._agreement, self.member, limits.heartbeat_timeout)
+        watch = NeighbourWatch(self._agreement, str(self.member), limits.heartbeat_timeout)
         alone_since = math.inf
         while True:
             current = self._agreement.iterations.read_current()
@@ -217,7 +217,7 @@ class RankMonitor:
             n, members, silent = names.BEFORE_FIRST, joined, frozenset[Member]()
             if current is not None:
                 view, _ = current
-                n, members, silent = view.n, set(view.members), watch.look(view)
+                n, members, silent = view.n, set(view.members), watch.look(view, [self.member])
             missing = (members | joined) - ends.goodbyes() - {self.member}
             if not missing:
                 return

@@ -169,7 +169,7 @@ class ByHand(Operations):
         Raises:
             RestartError: this client has not joined the job.
         """
-        self._agreement.heartbeats.beat_heart(self._joined().member)
+        self._agreement.heartbeats.beat_heart(str(self._joined().member))
 
     def get_coordinator_heartbeat(self) -> int:
         """A number that moves as long as the current coordinator sends heartbeats; 0 if there is none.
@@ -243,7 +243,7 @@ class ByHand(Operations):
         """
         member, view, agreement = self._joined().member, self._joined().view, self._agreement
         agreement.ends.end_iteration(view.n, FAULT)
-        agreement.heartbeats.beat_heart(member)
+        agreement.heartbeats.beat_heart(str(member))
         agreement.iterations.arrive(view, member, view.members.index(member), len(view.members))
         seconds = timeout.total_seconds()
         step = agreement.iterations.await_next(view, member, timeout=seconds, heartbeat_timeout=SILENT_AFTER)

@@ -42,14 +42,14 @@ class Heartbeats:
     def __init__(self, store: Operations) -> None:
         self.store = store
 
-    def beat_heart(self, heart: Member | str, lasts: float = _LASTS) -> None:
+    def beat_heart(self, heart: str, lasts: float = _LASTS) -> None:
         """Says that all members live whose heart this is.
 
         Args:
-            heart: its name; that of a member is the member's.
+            heart: its name; a member's own has the member's.
             lasts: for how long this holds where it is a lease: see `beat_lasts`.
         """
-        self.store.execute([Beat(keys.heartbeat(str(heart)), lasts)])
+        self.store.execute([Beat(keys.heartbeat(heart), lasts)])
 
     def heart_of(self, member: Member) -> str:
         """The name of the heart that beats for a member, as its record says; its own one without a record."""
