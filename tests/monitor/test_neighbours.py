@@ -219,14 +219,14 @@ def test_a_silent_spare_ends_nothing(
     assign(store, 0, 0, None, 1)
     watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     assert pass_time(store, watch, VIEW, MEMBERS[2], seconds=5 * TIMEOUT) == {MEMBERS[1]}
-    assert watch.suspects
+    assert watch._suspicion
     assert Agreement(store).ends.outcome_of(0) is None
     assert [fault.member for fault in Agreement(store).ends.faults_of(0)] == [MEMBERS[1]]  # for people
     [record] = caplog.records
     assert record.getMessage().startswith("slot 1, a spare, has sent no heartbeat for 10 s")
     assert requests["entered/0"] == 3 + 1  # three have entered, and it was asked once who
     assert not pass_time(store, watch, VIEW, *MEMBERS, seconds=1)
-    assert not watch.suspects
+    assert not watch._suspicion
 
 
 def test_those_behind_a_silent_spare_are_watched(store: FakeStore) -> None:
@@ -289,7 +289,7 @@ def test_a_restart_does_not_wait_for_a_spare_that_was_silent_before(store: FakeS
     assert current is not None
     assert (current[0].n, current[0].members) == (1, (MEMBERS[0], MEMBERS[2]))
     assert sum(stop.waited) < 0.5
-    assert not watch.suspects
+    assert not watch._suspicion
 
 
 def test_nobody_is_left_out_after_a_look_that_was_too_late(store: FakeStore) -> None:
@@ -306,7 +306,7 @@ def test_nobody_is_left_out_after_a_look_that_was_too_late(store: FakeStore) -> 
     for _ in range(int(4 * TIMEOUT)):
         assert not watch.look(view, MEMBERS[:1], sight=Sight.HEARTS)
         store.clock.advance(0.5)
-    assert not watch.suspects
+    assert not watch._suspicion
     assert read(store, keys.end(0)) is None
 
 
