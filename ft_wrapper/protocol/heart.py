@@ -205,12 +205,7 @@ class Heart:
                 self._is_away = True
             except Exception:
                 level = logging.DEBUG if _are_between(ranks) else logging.ERROR
-                log.log(
-                    level,
-                    "a heartbeat of %s failed; evicted if that goes on",
-                    whose,
-                    exc_info=True,
-                )
+                log.log(level, "a heartbeat of %s failed; evicted if that goes on", whose, exc_info=True)
             self._stop.wait(max(0.0, due - time.monotonic()))
         if store is not None:
             store.close()

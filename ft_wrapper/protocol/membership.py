@@ -204,12 +204,7 @@ class Membership:
         self.agreement.ends.report_fault(self.view.n, self._raised(rank, Interruption.EXCEPTION, error))
 
     def leave(
-        self,
-        rank: int | None,
-        interruption: Interruption,
-        error: BaseException,
-        *,
-        ends: bool,
+        self, rank: int | None, interruption: Interruption, error: BaseException, *, ends: bool
     ) -> None:
         """Says that this member leaves the job in order; the others go on without it.
 
