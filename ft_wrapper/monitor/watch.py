@@ -51,14 +51,17 @@ _IDLE = os.sched_param(0)  # priorities are 0 where there are none
 
 
 class Stage(enum.Enum):
-    """Where a rank is, as it has said."""
+    """Where a rank is, as it has said.
+
+    Attributes:
+        IN_CALL: in a wrapped call, or about to join one.
+        BETWEEN: it has left its call in order, and may come to another one.
+        LEFT: it has left for good, or goes on with another monitor.
+    """
 
     IN_CALL = enum.auto()
-    """In a wrapped call, or about to join one."""
     BETWEEN = enum.auto()
-    """It has left its call in order, and may come to another one."""
     LEFT = enum.auto()
-    """It has left for good, or goes on with another monitor."""
 
 
 @dataclasses.dataclass(eq=False)

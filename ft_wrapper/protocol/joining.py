@@ -30,16 +30,20 @@ _UNKNOWN = MemberRecord()
 
 
 class Entry(enum.Enum):
-    """How an attempt to join ended."""
+    """How an attempt to join ended.
+
+    Attributes:
+        IN: head lists the member.
+        DONE: the call that it came for has completed.
+        TAKEN_OVER: a newer process holds the slot.
+        PASSED: head went on so far that the member may have been in and left out again: it needs a new
+            incarnation.
+    """
 
     IN = enum.auto()
-    """Head lists the member."""
     DONE = enum.auto()
-    """The call that it came for has completed."""
     TAKEN_OVER = enum.auto()
-    """A newer process holds the slot."""
     PASSED = enum.auto()
-    """Head went on so far that the member may have been in and left out again: it needs a new incarnation."""
 
 
 class Joining:
