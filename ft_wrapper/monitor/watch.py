@@ -83,16 +83,20 @@ class RankWatch:
     """
 
     limits: Limits
-    connect: Callable[[], StoreMixin]
-    memory: RankMemory
+    connect: dataclasses.InitVar[Callable[[], StoreMixin]]
+    memory: dataclasses.InitVar[RankMemory]
     line: socket.socket
     pid: int
     pidfd: int
     heart: Heart
-    job: str | None = None
+    job: dataclasses.InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, connect: Callable[[], StoreMixin], memory: RankMemory, job: str | None) -> None:
         self.stage = Stage.IN_CALL
+        pid, limits, heart = self.pid, self.limits, self.heart  # the memory goes with this: no cycle
+        self._monitor_of: Callable[[Member], RankMonitor] = lambda member: RankMonitor(
+            connect, member, memory, pid, limits, heart, job
+        )
         self._iteration_stores = IterationStores()
         self._monitor: RankMonitor | None = None
         self._unread = b""
@@ -102,7 +106,9 @@ class RankWatch:
         with contextlib.ExitStack() as made:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC)
             made.callback(self._close_wake)
-            waiter = threading.Thread(target=self._await_death, name="ft_wrapper-await-death", daemon=True)
+            waiter = threading.Thread(
+                target=self._await_death, args=(memory,), name="ft_wrapper-await-death", daemon=True
+            )
             waiter.start()
             made.callback(waiter.join)
             made.callback(self._iteration_stores.close)
@@ -182,12 +188,12 @@ class RankWatch:
             os.close(self._wake)
             self._wake = -1
 
-    def _await_death(self) -> None:
+    def _await_death(self, memory: RankMemory) -> None:
         """Says so if the rank has died."""
         try:
             # A replacement is started once the process has gone, so nothing is gained by its going slowly.
             allowed = not self.limits.replaced and may_step_forward()
-            if self.memory.wait_for_death():
+            if memory.wait_for_death():
                 with stepping_back(self.pid, allowed):
                     self._has_died = True
                     self._wake_up()
@@ -221,10 +227,7 @@ class RankWatch:
             case "join":
                 if self._monitor is not None:
                     self._monitor.stop()  # the rank has taken another incarnation of its slot
-                member = Member.parse(message["member"], "join")
-                self._monitor = RankMonitor(
-                    self.connect, member, self.memory, self.pid, self.limits, self.heart, self.job
-                )
+                self._monitor = self._monitor_of(Member.parse(message["member"], "join"))
                 self._made.callback(self._monitor.close)
             case "view":
                 assert self._monitor is not None
