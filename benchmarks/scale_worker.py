@@ -304,7 +304,7 @@ class Rank:
     def _join_monitor(self, member: Member) -> None:
         heart = self._ranks.shared_heart(self.slot, self._connect)
         if heart is None:
-            heart = self._heart = Heart(self._connect, member, self._ranks.settings)
+            heart = self._heart = Heart(self._connect, str(member), self._ranks.settings)
         else:
             self.job.heart = heart.name
             self.job.say_who()

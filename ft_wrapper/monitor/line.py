@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 AGENT_ENV = "FT_WRAPPER_AGENT"
 """Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front."""
-VERSION = 4
+VERSION = 5
 """Of hello: another Python, with another ft_wrapper, may run the ranks."""
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
@@ -42,6 +42,7 @@ _HELLO_TIMEOUT = 10.0  # seconds that the agent may take to look at who is there
 _CREDENTIALS = struct.Struct("3i")
 
 
+@dataclasses.dataclass(eq=False)
 class MonitorLine:
     """Owns the socket to the monitor, and a thread that waits for the monitor's end.
 
@@ -54,26 +55,18 @@ class MonitorLine:
         replaced: whether an agent starts another process in place of this one, which joins the job.
     """
 
-    def __init__(
-        self,
-        line: socket.socket,
-        pid: int,
-        on_lost: Callable[[], None],
-        heart: str,
-        *,
-        is_child: bool,
-        replaced: bool,
-    ) -> None:
-        self.pid = pid
-        self.heart = heart
-        self.replaced = replaced
-        self.name = "monitor process" if is_child else "monitor inside the agent"
-        self.log_of = "monitor_process_logfile" if is_child else "what ftrun says"
-        self._is_child = is_child
-        self._line = line
-        self._on_lost: Callable[[], None] | None = on_lost
+    line: socket.socket
+    pid: int
+    on_lost: Callable[[], None] | None
+    heart: str
+    is_child: bool
+    replaced: bool
+
+    def __post_init__(self) -> None:
+        self.name = "monitor process" if self.is_child else "monitor inside the agent"
+        self.log_of = "monitor_process_logfile" if self.is_child else "what ftrun says"
         self._leaving = False
-        self._line.settimeout(_ANSWER_TIMEOUT)
+        self.line.settimeout(_ANSWER_TIMEOUT)
         self._watcher: threading.Thread | None = threading.Thread(
             target=self._watch, name="ft_wrapper-monitor-watch", daemon=True
         )
@@ -99,9 +92,7 @@ class MonitorLine:
             decision: what changed since the last one said; None to say it all.
         """
         if decision is None:
-            members = [str(member) for member in view.members]
-            whole = [view.call, view.n, view.nonce, view.first, members, view.min_world_size]
-            self._send({"type": "view", "whole": whole})
+            self._send({"type": "view", "whole": view.to_json()})
         else:
             self._send({"type": "view", "nonce": view.nonce, "decision": decision.to_json()})
 
@@ -164,7 +155,7 @@ class MonitorLine:
     def kill(self) -> None:
         """Ends the line, whatever the monitor does, and the monitor if it is a process of the rank's own."""
         self._leaving = True
-        if self._is_child:
+        if self.is_child:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 if not self._has_ended():  # else it may have been reaped already, and its number be another's
                     os.kill(self.pid, signal.SIGKILL)
@@ -173,20 +164,20 @@ class MonitorLine:
 
     def _hang_up(self) -> None:
         self._stop_watcher()
-        self._line.close()
+        self.line.close()
 
     def _stop_watcher(self) -> None:
         if self._watcher is not None:
             with contextlib.suppress(OSError):  # it has ended
-                self._line.shutdown(socket.SHUT_RD)
+                self.line.shutdown(socket.SHUT_RD)
             self._watcher.join(_ANSWER_TIMEOUT)
             self._watcher = None
-        self._on_lost = None  # it refers to the call, which refers to this line
+        self.on_lost = None  # it refers to the call, which refers to this line
 
     def _has_ended(self, seconds: float = 0.0) -> bool:
         """Waits for the monitor's end; whether it has come."""
         poll = select.poll()
-        poll.register(self._line, select.POLLHUP)  # not RDHUP, which stopping the watcher causes as well
+        poll.register(self.line, select.POLLHUP)  # not RDHUP, which stopping the watcher causes as well
         return bool(poll.poll(seconds * 1000))
 
     def _say_bye(self) -> None:
@@ -198,13 +189,13 @@ class MonitorLine:
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
-            send(self._line, message)
+            send(self.line, message)
         except OSError as error:
             raise InternalError(f"this rank's {self.name} ({self.pid}) ended; see {self.log_of}") from error
 
     def _answer(self, what: str) -> dict[str, Any]:
         try:
-            answer = receive(self._line)
+            answer = receive(self.line)
         except (EOFError, ConnectionError) as error:
             raise InternalError(
                 f"the {self.name} ({self.pid}) ended when it was to {what}; see {self.log_of}"
@@ -215,7 +206,7 @@ class MonitorLine:
 
     def _watch(self) -> None:
         poll = select.poll()
-        poll.register(self._line, select.POLLRDHUP)
+        poll.register(self.line, select.POLLRDHUP)
         poll.poll()
         if not self._leaving:
             log.error(
@@ -223,8 +214,8 @@ class MonitorLine:
                 self.name,
                 self.pid,
             )
-            if self._on_lost is not None:
-                self._on_lost()
+            if self.on_lost is not None:
+                self.on_lost()
 
 
 def ask_agent(

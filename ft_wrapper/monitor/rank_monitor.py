@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import math
 import select
@@ -71,6 +72,7 @@ class Pauses:
         return now - moment - gaps
 
 
+@dataclasses.dataclass(eq=False)
 class RankMonitor:
     """One rank's monitor. Not in the rank's process, so that neither its death nor a held GIL stops it.
 
@@ -84,37 +86,30 @@ class RankMonitor:
         job: what the job is called in events; None for what the environment says.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], StoreMixin],
-        member: Member,
-        memory: RankMemory,
-        pid: int,
-        limits: Limits,
-        heart: Heart,
-        job: str | None = None,
-    ) -> None:
-        self.member = member
-        self.view: View | None = None  # of the iteration that the rank is in
-        self.is_between = False  # two calls: the rank is anywhere, and there is no memory to look at
-        self._memory = memory
-        self._pid = pid
-        self._limits = limits
-        self._job = {} if job is None else {"job": job}
+    connect: dataclasses.InitVar[Callable[[], StoreMixin]]
+    member: Member
+    memory: RankMemory
+    pid: int
+    limits: Limits
+    heart: Heart
+    job: str | None = None
+    view: View | None = dataclasses.field(default=None, init=False)  # of the iteration that the rank is in
+    is_between: bool = dataclasses.field(default=False, init=False)
+
+    def __post_init__(self, connect: Callable[[], StoreMixin]) -> None:
         self._agreement = Agreement(connect())
-        self._pauses = Pauses(limits.monitor_process_interval, time.monotonic())
+        self._pauses = Pauses(self.limits.monitor_process_interval, time.monotonic())
         self._reported = names.BEFORE_FIRST - 1  # iteration whose soft timeout has been published
         self._is_dying = False  # or has died, as far as is known
         self._is_death_told = False
         self._left_out_at = math.inf  # when the heart saw that the others went on without this rank
         self._teller: threading.Thread | None = None  # of a soft timeout
-        self._heart = heart
-        self._heart.add(self)
+        self.heart.add(self)
 
     @property
     def rank(self) -> int | None:
         """Which it is in the iteration; None until the rank assignment has said so."""
-        return self._memory.rank
+        return self.memory.rank
 
     def leave_call(self) -> None:
         """The rank has left its call in order, and may take its time until the next one.
@@ -123,11 +118,11 @@ class RankMonitor:
         by its death; and the store may end with the job, while this rank still does something else.
         """
         self.is_between = True
-        self._agreement.store.patience = self._limits.termination_grace_time
+        self._agreement.store.patience = self.limits.termination_grace_time
 
     def stop(self) -> None:
         """Stops the heartbeat."""
-        self._heart.remove(self)
+        self.heart.remove(self)
 
     def close(self) -> None:
         """Stops the heartbeat, and lets go of the store."""
@@ -144,10 +139,10 @@ class RankMonitor:
         """
         self.stop()
         # A store that is gone now has ended with the job, and so have the other ranks.
-        self._agreement.store.patience = self._limits.termination_grace_time
+        self._agreement.store.patience = self.limits.termination_grace_time
         if self.is_between:
             # As it always ends, mostly: no fault. Those who go on to another call must not wait for it.
-            self._tell_death(None, False, self._limits.termination_grace_time)
+            self._tell_death(None, False, self.limits.termination_grace_time)
         elif not self._is_death_told:
             self._publish_death(Interruption.TERMINATED, "died")
         self._agreement.ends.say_goodbye(self.member)  # it cannot do so itself any more
@@ -155,12 +150,12 @@ class RankMonitor:
     def await_next(self) -> None:
         """Waits until the others, if there are any, have left the iteration that the rank died in."""
         if self.view is not None:
-            await_others(self._agreement, self.view, self._limits.barrier_timeout)
+            await_others(self._agreement, self.view, self.limits.barrier_timeout)
 
     def pause(self) -> float:
         """Seconds until `keep_time` has to look again."""
         now = time.monotonic()
-        pause = max(0.0, min(self._limits.monitor_process_interval, *self._left(now)))
+        pause = max(0.0, min(self.limits.monitor_process_interval, *self._left(now)))
         self._pauses.expect(now + pause)
         return pause
 
@@ -178,14 +173,14 @@ class RankMonitor:
         if to_leave <= 0.0:
             self._end_rank(pidfd, "did not leave, though the others had gone on without it")
         elif hard <= 0.0:
-            timeout = self._limits.hard_timeout
-            no_gil = self._pauses.since(self._memory.gil_stamp, now)
+            timeout = self.limits.hard_timeout
+            no_gil = self._pauses.since(self.memory.gil_stamp, now)
             what = "held the GIL" if no_gil >= timeout / 2 else "made no progress"
-            if is_stopped(self._pid):
+            if is_stopped(self.pid):
                 what = "was stopped by a signal"
             self._end_rank(pidfd, f"{what} for hard_timeout={timeout:g} s")
         elif soft <= 0.0:
-            self._reported = self._memory.iteration
+            self._reported = self.memory.iteration
             # Not here: a store that is out of reach for the moment must not keep the hard timeout waiting.
             self._teller = threading.Thread(
                 target=self._publish_soft_timeout, name="ft_wrapper-soft-timeout", daemon=True
@@ -194,7 +189,7 @@ class RankMonitor:
 
     def _left(self, now: float) -> tuple[float, float, float]:
         """Seconds until the rank has to have left, to the hard and to the soft timeout; those that count."""
-        limits, memory, since = self._limits, self._memory, self._pauses.since
+        limits, memory, since = self.limits, self.memory, self._pauses.since
         to_leave = limits.termination_grace_time - since(self._left_out_at, now)
         hard = soft = math.inf
         if memory.hang_protection_disabled == 0:
@@ -213,8 +208,8 @@ class RankMonitor:
         Those of the last iteration for as long as they live; the dead and those who were left out may still
         be about to say so, and get the grace time.
         """
-        ends, joining, limits = self._agreement.ends, self._agreement.joining, self._limits
-        watch = NeighbourWatch(self._agreement, self.member, limits.heartbeat_timeout)
+        ends, joining, limits = self._agreement.ends, self._agreement.joining, self.limits
+        watch = NeighbourWatch(self._agreement, str(self.member), limits.heartbeat_timeout)
         alone_since = math.inf
         while True:
             current = self._agreement.iterations.read_current()
@@ -222,7 +217,7 @@ class RankMonitor:
             n, members, silent = names.BEFORE_FIRST, joined, frozenset[Member]()
             if current is not None:
                 view, _ = current
-                n, members, silent = view.n, set(view.members), watch.look(view)
+                n, members, silent = view.n, set(view.members), watch.look(view, [self.member])
             missing = (members | joined) - ends.goodbyes() - {self.member}
             if not missing:
                 return
@@ -245,13 +240,14 @@ class RankMonitor:
 
     def _emit_fault(self, view: View, interruption: Interruption) -> None:
         member = {"slot": self.member.slot, "incarnation": self.member.incarnation}
-        events.emit("fault", **self._job, iteration=view.n, kind=interruption.name, **member)
+        job = {} if self.job is None else {"job": self.job}
+        events.emit("fault", **job, iteration=view.n, kind=interruption.name, **member)
 
     def _publish_soft_timeout(self) -> None:
         view = self.view
         if view is None:
             return
-        message = f"made no progress for soft_timeout={self._limits.soft_timeout:g} s"
+        message = f"made no progress for soft_timeout={self.limits.soft_timeout:g} s"
         fault = self._fault(Interruption.SOFT_TIMEOUT, message)
         self._emit_fault(view, fault.interruption)
         try:
@@ -264,11 +260,11 @@ class RankMonitor:
             self._emit_fault(self.view, interruption)
         self._is_dying = True
         fault = self._fault(interruption, message)
-        self._tell_death(fault, self._memory.active, self._limits.barrier_timeout)
+        self._tell_death(fault, self.memory.active, self.limits.barrier_timeout)
         self._is_death_told = True
 
     def _tell_death(self, fault: Fault | None, active: bool, timeout: float) -> None:
-        returns = self._limits.replaced
+        returns = self.limits.replaced
         report_death(
             self._agreement, self.view, self.member, fault, active=active, timeout=timeout, returns=returns
         )
@@ -281,7 +277,7 @@ class RankMonitor:
 
     def _end_rank(self, pidfd: int, message: str) -> None:
         """Publishes first, then ends the process: the others do not wait for its memory to be freed."""
-        place = where_it_stands(self._memory, self._pid, pidfd)
+        place = where_it_stands(self.memory, self.pid, pidfd)
         if place is not None:
             message += f" and stood {place}"
         log.warning("%s %s: its process is ended", self._name(), message)
@@ -292,17 +288,17 @@ class RankMonitor:
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
-            if await_exit(pidfd, self._limits.termination_grace_time):
+            if await_exit(pidfd, self.limits.termination_grace_time):
                 break
         teller.join()
 
     def _name(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "
-        return f"{self.member.name} ({rank}pid {self._pid} on {socket.gethostname()})"
+        return f"{self.member.name} ({rank}pid {self.pid} on {socket.gethostname()})"
 
     def _fault(self, interruption: Interruption, message: str) -> Fault:
         host, now = socket.gethostname(), time.time()
-        return Fault(self.member, self.rank, interruption, message, host, self._pid, now)
+        return Fault(self.member, self.rank, interruption, message, host, self.pid, now)
 
 
 def await_exit(pidfd: int, seconds: float) -> bool:

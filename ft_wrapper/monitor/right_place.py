@@ -43,14 +43,17 @@ _DOORS = (
 
 
 class Obstacle(NamedTuple):
-    """Why an interrupt may not be raised now."""
+    """Why an interrupt may not be raised now.
+
+    Args:
+        frames: the frames at a wrong place, the outermost last.
+        for_good: whether waiting long changes nothing: an import, or torch's C++ in between.
+        finalizer: the outermost ``__del__``: what is raised inside is swallowed.
+    """
 
     frames: tuple[FrameType, ...]
-    """The frames at a wrong place, the outermost last."""
     for_good: bool
-    """Whether waiting long changes nothing: an import, or torch's C++ in between."""
     finalizer: FrameType | None
-    """The outermost ``__del__``: what is raised inside is swallowed."""
 
 
 def obstacle(frame: FrameType | None, end: CodeType) -> Obstacle | None:

@@ -41,9 +41,8 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 5.0  # seconds at the agent's end to tell the other nodes of the last deaths
 _HELLO_TIMEOUT = 10.0  # seconds from a connection to its hello
-_KNOWN_WITHIN = (
-    5.0  # seconds for `add`: a process may say hello before the agent has noted that it started it
-)
+# Seconds for `add`: a process may say hello before the agent has noted that it started it.
+_KNOWN_WITHIN = 5.0
 _PAUSE = 1.0  # seconds to the next try where descriptors or threads have run out
 
 

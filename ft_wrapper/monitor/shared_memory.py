@@ -33,12 +33,15 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Phase(enum.IntEnum):
-    """Whether the stamps mean anything at present."""
+    """Whether the stamps mean anything at present.
+
+    Attributes:
+        IDLE: in the protocol, or between calls: the main stamp is not watched.
+        WATCHED: in the function, in a plug-in around it, or warming up: a stamp that stands still is a hang.
+    """
 
     IDLE = 0
-    """In the protocol, or between calls: the main stamp is not watched."""
     WATCHED = 1
-    """In the function, in a plug-in around it, or warming up: a stamp that stands still is a hang."""
 
 
 class RankMemory(ctypes.Structure):

@@ -67,6 +67,7 @@ class Watch:
     store_lost: StoreError | None = None
 
 
+@dataclasses.dataclass(eq=False)
 class MonitorThread:
     """Owns one thread, for all iterations of a call.
 
@@ -78,19 +79,13 @@ class MonitorThread:
         last_call_wait: seconds to gather further faults before aborting.
     """
 
-    def __init__(
-        self,
-        store: StoreMixin,
-        interrupter: Interrupter,
-        before_abort: Callable[[], None],
-        abort: Callable[[], None],
-        last_call_wait: float,
-    ) -> None:
-        self._store = store
-        self._interrupter = interrupter
-        self._before_abort = before_abort
-        self._abort = abort
-        self._last_call_wait = last_call_wait
+    store: StoreMixin
+    interrupter: Interrupter
+    before_abort: Callable[[], None]
+    abort: Callable[[], None]
+    last_call_wait: float
+
+    def __post_init__(self) -> None:
         self._watches: queue.SimpleQueue[Watch | None] = queue.SimpleQueue()
         self._last: Watch | None = None
         self._stopping = threading.Event()
@@ -126,18 +121,18 @@ class MonitorThread:
             try:
                 self._run_logged("reporting the entry", watch.entered)
                 if not looked_ahead:  # later ones do much the same
-                    self._run_logged("looking ahead", self._interrupter.look_ahead)
+                    self._run_logged("looking ahead", self.interrupter.look_ahead)
                 looked_ahead = True
                 outcome = self._await_end(watch)
                 watch.is_done = outcome == DONE
                 watch.over.set()
                 # One that is stopped before has been left alone by a rank that is no longer in the job.
                 if outcome == FAULT and not self._stopping.is_set():
-                    watch.ended_at = self._store.now()
+                    watch.ended_at = self.store.now()
                     self._free_main_thread(watch.n)
                 if watch.is_done and watch.leaves_when_done and not self._stopping.is_set():
-                    self._interrupter.request()
-                    self._interrupter.interrupt_until_left(_LONG)
+                    self.interrupter.request()
+                    self.interrupter.interrupt_until_left(_LONG)
             except StoreError as error:
                 log.exception("the store is lost: this rank cannot be told of faults elsewhere, and leaves")
                 forget_frames(error)  # they hold this thread's client, and the watch would hold them
@@ -146,13 +141,13 @@ class MonitorThread:
                 self._free_main_thread(watch.n)
             finally:
                 watch.handled.set()
-        self._store.close()
+        self.store.close()
 
     def _await_end(self, watch: Watch) -> str | None:
         told = False
         while True:
             try:
-                outcome = Ends(self._store).wait_for_end(watch.n, _LONG, lambda: watch.may_be_done)
+                outcome = Ends(self.store).wait_for_end(watch.n, _LONG, lambda: watch.may_be_done)
             except StoreUnavailable as error:
                 if self._stopping.is_set():
                     raise
@@ -165,16 +160,16 @@ class MonitorThread:
 
     def _free_main_thread(self, n: int) -> None:
         events.emit("end", iteration=n)
-        if self._last_call_wait > 0:
-            self._stopping.wait(self._last_call_wait)
-        self._run_logged("looking where the function is", self._before_abort)
+        if self.last_call_wait > 0:
+            self._stopping.wait(self.last_call_wait)
+        self._run_logged("looking where the function is", self.before_abort)
         # From here on no atomic() block can begin; one that is on is waited for.
-        self._interrupter.request()
-        self._run_logged("abort", self._abort)
+        self.interrupter.request()
+        self._run_logged("abort", self.abort)
         events.emit("abort", iteration=n)
         # A group that was being made may have opened connections since.
-        while not self._interrupter.interrupt_until_left(_ABORT_AGAIN):
-            self._run_logged("abort", self._abort)
+        while not self.interrupter.interrupt_until_left(_ABORT_AGAIN):
+            self._run_logged("abort", self.abort)
 
     def _run_logged(self, what: str, action: Callable[[], None]) -> None:
         try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import enum
 import json
 import logging
@@ -50,16 +51,20 @@ _IDLE = os.sched_param(0)  # priorities are 0 where there are none
 
 
 class Stage(enum.Enum):
-    """Where a rank is, as it has said."""
+    """Where a rank is, as it has said.
+
+    Attributes:
+        IN_CALL: in a wrapped call, or about to join one.
+        BETWEEN: it has left its call in order, and may come to another one.
+        LEFT: it has left for good, or goes on with another monitor.
+    """
 
     IN_CALL = enum.auto()
-    """In a wrapped call, or about to join one."""
     BETWEEN = enum.auto()
-    """It has left its call in order, and may come to another one."""
     LEFT = enum.auto()
-    """It has left for good, or goes on with another monitor."""
 
 
+@dataclasses.dataclass(eq=False)
 class RankWatch:
     """The watch over one rank: `run`, then `tell_others` if it has died, then `close`.
 
@@ -77,23 +82,18 @@ class RankWatch:
         job: what the job is called in events; None for what the environment says.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        connect: Callable[[], StoreMixin],
-        memory: RankMemory,
-        line: socket.socket,
-        pid: int,
-        pidfd: int,
-        heart: Heart,
-        job: str | None = None,
-    ) -> None:
+    limits: Limits
+    connect: dataclasses.InitVar[Callable[[], StoreMixin]]
+    memory: dataclasses.InitVar[RankMemory]
+    line: socket.socket
+    pid: int
+    pidfd: int
+    heart: Heart
+    job: dataclasses.InitVar[str | None] = None
+
+    def __post_init__(self, connect: Callable[[], StoreMixin], memory: RankMemory, job: str | None) -> None:
         self.stage = Stage.IN_CALL
-        self._limits = limits
-        self._line = line
-        self._pid = pid
-        self._pidfd = pidfd
-        self._heart = heart
+        pid, limits, heart = self.pid, self.limits, self.heart  # the memory goes with this: no cycle
         self._monitor_of: Callable[[Member], RankMonitor] = lambda member: RankMonitor(
             connect, member, memory, pid, limits, heart, job
         )
@@ -121,23 +121,23 @@ class RankWatch:
             Whether it has died, and was in the job, so that the others have to be told.
         """
         with selectors.DefaultSelector() as selector:
-            for fd in (self._line.fileno(), self._pidfd, self._wake):
+            for fd in (self.line.fileno(), self.pidfd, self._wake):
                 selector.register(fd, selectors.EVENT_READ)
             while self.stage is not Stage.LEFT:
                 ready = {key.fd for key, _ in selector.select(self._pause())}
-                if self._line.fileno() in ready and not self._read():
-                    selector.unregister(self._line)
+                if self.line.fileno() in ready and not self._read():
+                    selector.unregister(self.line)
                     if self._monitor is None:
                         return False  # it has hung up before it joined: another monitor watches it
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                if self._has_died or await_exit(self._pidfd, 0.0):
+                if self._has_died or await_exit(self.pidfd, 0.0):
                     self._read()  # what the rank said last, before it died
                     break
                 if self._stopped.is_set():
                     return False
                 if self._monitor is not None and self.stage is Stage.IN_CALL:
-                    self._monitor.keep_time(self._pidfd)
+                    self._monitor.keep_time(self.pidfd)
         return self.stage is not Stage.LEFT and self._monitor is not None
 
     def stop(self) -> None:
@@ -160,8 +160,8 @@ class RankWatch:
                 return
             except StoreError as error:
                 level = logging.DEBUG if self.stage is Stage.BETWEEN else logging.INFO
-                log.log(level, "cannot tell the other ranks that process %d died: %s", self._pid, error)
-            if self._stopped.wait(self._limits.heartbeat_interval) or not self._heart.is_beating:
+                log.log(level, "cannot tell the other ranks that process %d died: %s", self.pid, error)
+            if self._stopped.wait(self.limits.heartbeat_interval) or not self.heart.is_beating:
                 return
 
     def await_goodbyes(self) -> None:
@@ -176,7 +176,7 @@ class RankWatch:
     def _pause(self) -> float | None:
         if self.stage is Stage.BETWEEN:
             return None
-        return self._limits.monitor_process_interval if self._monitor is None else self._monitor.pause()
+        return self.limits.monitor_process_interval if self._monitor is None else self._monitor.pause()
 
     def _wake_up(self) -> None:
         with self._lock:
@@ -192,25 +192,25 @@ class RankWatch:
         """Says so if the rank has died."""
         try:
             # A replacement is started once the process has gone, so nothing is gained by its going slowly.
-            allowed = not self._limits.replaced and may_step_forward()
+            allowed = not self.limits.replaced and may_step_forward()
             if memory.wait_for_death():
-                with stepping_back(self._pid, allowed):
+                with stepping_back(self.pid, allowed):
                     self._has_died = True
                     self._wake_up()
-                    await_exit(self._pidfd, _RESTART)
+                    await_exit(self.pidfd, _RESTART)
         except Exception:
-            log.exception("cannot wait for the death of process %d, which will be noticed late", self._pid)
+            log.exception("cannot wait for the death of process %d, which will be noticed late", self.pid)
 
     def _answer(self, answer: dict[str, Any]) -> None:
         # Not waiting: the rank reads what it has asked for.
-        self._line.sendall(json.dumps(answer).encode() + b"\n", socket.MSG_DONTWAIT)
+        self.line.sendall(json.dumps(answer).encode() + b"\n", socket.MSG_DONTWAIT)
 
     def _read(self) -> bool:
         """Carries out what the rank has said so far; False at the end of file."""
         more = True
         while more:
             try:
-                data = self._line.recv(1 << 16, socket.MSG_DONTWAIT)
+                data = self.line.recv(1 << 16, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
             except OSError:
@@ -255,9 +255,7 @@ class RankWatch:
             assert self._monitor is not None and self._monitor.view is not None
             decision = Decision.from_json(message["decision"], "view")
             return self._monitor.view.after(decision, message["nonce"])
-        call, n, nonce, first, names, min_world_size = message["whole"]
-        members = tuple(Member.parse(name, "view") for name in names)
-        return View(call, n, nonce, first, members, min_world_size)
+        return View.from_json(message["whole"], "view")
 
 
 class IterationStores:

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -170,7 +169,7 @@ class ByHand(Operations):
         Raises:
             RestartError: this client has not joined the job.
         """
-        self._agreement.heartbeats.beat_heart(self._joined().member)
+        self._agreement.heartbeats.beat_heart(str(self._joined().member))
 
     def get_coordinator_heartbeat(self) -> int:
         """A number that moves as long as the current coordinator sends heartbeats; 0 if there is none.
@@ -244,7 +243,7 @@ class ByHand(Operations):
         """
         member, view, agreement = self._joined().member, self._joined().view, self._agreement
         agreement.ends.end_iteration(view.n, FAULT)
-        agreement.heartbeats.beat_heart(member)
+        agreement.heartbeats.beat_heart(str(member))
         agreement.iterations.arrive(view, member, view.members.index(member), len(view.members))
         seconds = timeout.total_seconds()
         step = agreement.iterations.await_next(view, member, timeout=seconds, heartbeat_timeout=SILENT_AFTER)
@@ -385,8 +384,7 @@ class ByHand(Operations):
         head = self._agreement.iterations.read_head()
         if self._agreement.joining.agree_on_terms(0 if head is None else head.call, _TERMS):
             raise RestartError("the job runs under the wrapper: call the wrapped function to join it")
-        record = MemberRecord(socket.gethostname(), os.getpid())
-        return self._agreement.joining.register(slot, record)
+        return self._agreement.joining.register(slot, MemberRecord.here())
 
     def _get_in(self, member: Member, timeout: timedelta, asked: int | None = None) -> int:
         seconds = timeout.total_seconds()

@@ -8,21 +8,9 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from ..exception import InternalError, RankShouldRestart, RestartError, TimeoutError
-from . import keys
+from . import keys, operations
 from .evidence import Ends
-from .operations import (
-    Append,
-    Claim,
-    Count,
-    Operations,
-    Read,
-    ReadLog,
-    Step,
-    Write,
-    append_counted,
-    read,
-    read_log,
-)
+from .operations import Append, Claim, Count, Operations, Read, ReadLog, Step, Write, read, read_log
 from .records import FAULT, Member, present, split_entry, to_number
 
 _LOOK_EVERY = 1.0  # seconds between looks whether waiting has lost its point
@@ -215,7 +203,7 @@ def wait_for_all(
     mine = list(ranks)
     count = 0
     for rank in mine:
-        count = append_counted(store, arrived_key, str(rank), count_key)
+        count = operations.append_counted(store, arrived_key, str(rank), count_key)
     # The count wakes, the log decides: a reply that was lost may have counted twice.
     if count >= rendezvous_count:
         here = len(set(read_log(store, arrived_key)))
@@ -264,7 +252,7 @@ def compute_once(
     log_key, count_key, wake_key, verdict_key = (
         keys.barrier(name, part) for part in ("arrived", "count", "wake", "verdict")
     )
-    if append_counted(store, log_key, json.dumps([rank, contribution]), count_key) >= count:
+    if operations.append_counted(store, log_key, json.dumps([rank, contribution]), count_key) >= count:
         contributions = dict(json.loads(line) for line in read_log(store, log_key))
         if len(contributions) == count:
             results = compute(contributions)

@@ -11,20 +11,9 @@ from typing import Generic, TypeVar
 
 from ..exception import StoreError
 from ..settings import Limits
-from . import keys, operations
+from . import keys, operations, records
 from .operations import LAPSED, Append, Beat, Claim, Operations, Step, Wake, read, read_log
-from .records import (
-    DONE,
-    FAULT,
-    GAVE_UP,
-    RETURNS,
-    Fault,
-    Member,
-    MemberRecord,
-    deaths_in,
-    outcome_in,
-    to_number,
-)
+from .records import DONE, FAULT, GAVE_UP, RETURNS, Fault, Member, MemberRecord
 
 K = TypeVar("K", bound=Hashable)
 _LASTS = Limits.heartbeat_timeout / 2
@@ -53,14 +42,14 @@ class Heartbeats:
     def __init__(self, store: Operations) -> None:
         self.store = store
 
-    def beat_heart(self, heart: Member | str, lasts: float = _LASTS) -> None:
+    def beat_heart(self, heart: str, lasts: float = _LASTS) -> None:
         """Says that all members live whose heart this is.
 
         Args:
-            heart: its name; that of a member is the member's.
+            heart: its name; a member's own has the member's.
             lasts: for how long this holds where it is a lease: see `beat_lasts`.
         """
-        self.store.execute([Beat(keys.heartbeat(str(heart)), lasts)])
+        self.store.execute([Beat(keys.heartbeat(heart), lasts)])
 
     def heart_of(self, member: Member) -> str:
         """The name of the heart that beats for a member, as its record says; its own one without a record."""
@@ -223,7 +212,7 @@ class Ends:
         *_, stands, _ = self.store.execute([*before, *_ending(n, outcome)])
         if stands is None:
             raise StoreError(f"store key {keys.end(n)!r} is gone, though it was written just now")
-        return outcome_in(n, stands) or outcome
+        return records.outcome_in(n, stands) or outcome
 
     def pass_on_end(self, n: int) -> None:
         """Wakes everybody again, for iteration n has ended.
@@ -234,7 +223,7 @@ class Ends:
 
     def outcome_of(self, n: int) -> str | None:
         """How iteration n ended: ``fault``, ``done``, or None while it is on."""
-        return outcome_in(n, read(self.store, keys.end(n)))
+        return records.outcome_in(n, read(self.store, keys.end(n)))
 
     def log_fault(self, n: int, fault: Fault) -> None:
         """Writes down, for people, what happened to a member in iteration n."""
@@ -259,7 +248,7 @@ class Ends:
 
     def marked_deaths_of(self, n: int) -> dict[Member, set[str]]:
         """The members of n that have ended, each with what was noted: `RETURNS`, `GAVE_UP` or nothing."""
-        return deaths_in(n, read_log(self.store, keys.dead(n)))
+        return records.deaths_in(n, read_log(self.store, keys.dead(n)))
 
     def give_up(self, n: int, member: Member) -> None:
         """Says that a member waits no more for the iteration after n, and must not be reckoned with."""
@@ -327,7 +316,7 @@ class Ends:
     def finished_in(self, n: int) -> set[int]:
         """The active ranks that have returned from the function of n."""
         key = keys.finished(n)
-        return {to_number(rank, key) for rank in read_log(self.store, key)}
+        return {records.to_number(rank, key) for rank in read_log(self.store, key)}
 
     def say_goodbye(self, member: Member) -> None:
         """A member's last word: it needs the store no more."""

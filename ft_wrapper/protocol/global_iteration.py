@@ -73,11 +73,8 @@ class GlobalIteration:
         key = keys.decision(head.n, head.nonce)
         return records.decision_in(head, records.present(key, read(self.store, key)))
 
-    def read_view(self, head: Head) -> View:
-        """Everything about a head's iteration: O(world size), for those who come from outside."""
-        return self._read_iteration(head)[0]
-
-    def _read_iteration(self, head: Head) -> tuple[View, Decision]:
+    def read_iteration(self, head: Head) -> tuple[View, Decision]:
+        """A head's iteration and the decision behind it: O(world size), for those who come from outside."""
         key, decision_key = keys.roster(head.n, head.nonce), keys.decision(head.n, head.nonce)
         roster, text = self.store.execute([Read(key), Read(decision_key)])
         members = records.roster_from_json(records.present(key, roster), key)
@@ -89,7 +86,7 @@ class GlobalIteration:
         head = self.read_head()
         while head is not None:
             try:
-                return self._read_iteration(head)
+                return self.read_iteration(head)
             except StoreError:
                 # The reader was paused while head moved on by two, so that what it led to was deleted.
                 last, head = head, self.read_head()
@@ -317,10 +314,6 @@ class GlobalIteration:
             view.call + 1,
             slots,
         )
-
-    def silent_missing(self, view: View, observer: HeartbeatObserver) -> frozenset[Member]:
-        """The members that have not left an ended iteration and are silent in the observer's eyes."""
-        return observer.silent(self.arrived_and_missing(view)[1])
 
     def arrived_and_missing(self, view: View) -> tuple[set[Member], list[Member]]:
         """Of the members that live, as far as is known: who has left an ended iteration, and who has not."""

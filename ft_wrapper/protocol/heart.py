@@ -7,6 +7,7 @@ ended is told by its monitor (`RankMonitor.rank_died`).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import threading
@@ -69,9 +70,9 @@ class HeartBeat:
         settings: the times to keep.
     """
 
-    def __init__(self, agreement: Agreement, heart: Member | str, settings: Limits) -> None:
+    def __init__(self, agreement: Agreement, heart: str, settings: Limits) -> None:
         self._agreement = agreement
-        self._name = str(heart)
+        self._name = heart
         self._takes_turns = settings.heartbeat_timeout >= _TURNS * settings.heartbeat_interval
         between_beats = settings.heartbeat_interval * (2 if self._takes_turns else 1)
         self._lasts = beat_lasts(settings.heartbeat_timeout, between_beats)
@@ -123,20 +124,21 @@ class HeartBeat:
                     rank.note_left_out(rank.member in self.watch.left_out)
 
 
+@dataclasses.dataclass(eq=False)
 class Heart:
     """A heart, in a thread of its own, with a connection of its own.
 
     Args:
         connect: makes a client of the store.
-        name: what it is called in the store: a member, if it beats for that alone.
+        name: what it is called in the store.
         settings: the times to keep.
     """
 
-    def __init__(self, connect: Callable[[], Operations], name: Member | str, settings: Limits) -> None:
-        self.name = str(name)
-        self._connect = connect
-        self._beats_as = name
-        self._settings = settings
+    connect: Callable[[], Operations]
+    name: str
+    settings: Limits
+
+    def __post_init__(self) -> None:
         self._ranks: tuple[Rank, ...] = ()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -177,12 +179,12 @@ class Heart:
         beat: HeartBeat | None = None
         for ranks in self._awaited_ranks():
             whose = ", ".join(rank.member.name for rank in ranks)
-            due = time.monotonic() + self._settings.heartbeat_interval
+            due = time.monotonic() + self.settings.heartbeat_interval
             try:
                 if store is None:
-                    store = self._connect()
+                    store = self.connect()
                 if beat is None:
-                    beat = HeartBeat(Agreement(store), self._beats_as, self._settings)
+                    beat = HeartBeat(Agreement(store), self.name, self.settings)
                 self._set_patience(store, is_patient=not _are_between(ranks))
                 beat.tick(ranks)
                 if self._is_away:
@@ -197,18 +199,13 @@ class Heart:
                         level,
                         "%s is not heard for now, and evicted if that lasts for heartbeat_timeout=%g s: %s",
                         whose,
-                        self._settings.heartbeat_timeout,
+                        self.settings.heartbeat_timeout,
                         error,
                     )
                 self._is_away = True
             except Exception:
                 level = logging.DEBUG if _are_between(ranks) else logging.ERROR
-                log.log(
-                    level,
-                    "a heartbeat of %s failed; evicted if that goes on",
-                    whose,
-                    exc_info=True,
-                )
+                log.log(level, "a heartbeat of %s failed; evicted if that goes on", whose, exc_info=True)
             self._stop.wait(max(0.0, due - time.monotonic()))
         if store is not None:
             store.close()
@@ -217,8 +214,8 @@ class Heart:
         if is_patient != self._is_patient:
             # A client's attempts to connect grow with its patience. After an outage those that are back early
             # must hear this heart in time, though its last attempt began just before the store was back.
-            late = self._settings.heartbeat_timeout / 2
-            store.patience = late if is_patient else min(late, self._settings.termination_grace_time)
+            late = self.settings.heartbeat_timeout / 2
+            store.patience = late if is_patient else min(late, self.settings.termination_grace_time)
         self._is_patient = is_patient
 
     def _awaited_ranks(self) -> Iterator[tuple[Rank, ...]]:

@@ -30,16 +30,20 @@ _UNKNOWN = MemberRecord()
 
 
 class Entry(enum.Enum):
-    """How an attempt to join ended."""
+    """How an attempt to join ended.
+
+    Attributes:
+        IN: head lists the member.
+        DONE: the call that it came for has completed.
+        TAKEN_OVER: a newer process holds the slot.
+        PASSED: head went on so far that the member may have been in and left out again: it needs a new
+            incarnation.
+    """
 
     IN = enum.auto()
-    """Head lists the member."""
     DONE = enum.auto()
-    """The call that it came for has completed."""
     TAKEN_OVER = enum.auto()
-    """A newer process holds the slot."""
     PASSED = enum.auto()
-    """Head went on so far that the member may have been in and left out again: it needs a new incarnation."""
 
 
 class Joining:
@@ -85,7 +89,7 @@ class Joining:
         member = Member(slot, self.store.add(keys.incarnations(slot), 1) - 1)
         self.write_record(member, record)
         if record.heart is None:  # else that one beats already
-            self.heartbeats.beat_heart(member)
+            self.heartbeats.beat_heart(str(member))
         return member
 
     def write_record(self, member: Member, record: MemberRecord) -> None:
@@ -315,23 +319,18 @@ class _Attempt:
     call: int
     limits: Limits
     patience: float
-    asked: int | None
-    """The iteration into whose successor it asked to be let."""
+    asked: int | None  # the iteration into whose successor it asked to be let
     view: View | None = None
     _asked_at: float = 0.0
     _ended_at: float | None = None
-    _said_at: float = -math.inf
-    """When the log said last for whom this waits."""
-    _awaited_at: float = -math.inf
-    """When somebody was last between two calls, who lives."""
+    _said_at: float = -math.inf  # when the log said last for whom this waits
+    _awaited_at: float = -math.inf  # when somebody was last between two calls, who lives
     _pause: float = _FIRST_LOOK
 
     def __post_init__(self) -> None:
-        self._iterations, self._ends, self._store = (
-            self.joining.iterations,
-            self.joining.ends,
-            self.joining.store,
-        )
+        self._iterations = self.joining.iterations
+        self._ends = self.joining.ends
+        self._store = self.joining.store
         self._observer = HeartbeatObserver(self.joining.heartbeats, self.limits.heartbeat_timeout)
 
     def look_at(self, view: View) -> None:
@@ -400,7 +399,7 @@ class _Attempt:
             self._ended_at = now
         arrived, dead = self._iterations.arrivals_of(view.n), self._ends.deaths_of(view.n)
         missing = set(view.members) - arrived - dead
-        silent = self._iterations.silent_missing(view, self._observer)
+        silent = self._observer.silent(self._iterations.arrived_and_missing(view)[1])
         if view.call < self.call and missing - silent:
             self._awaited_at = now
             if now - max(self._ended_at, self._said_at) >= self.patience:

@@ -8,6 +8,7 @@ only an endpoint is told by the key that wakes who waits for it.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 BEFORE_FIRST = -1
 THIS_VERSION = "1"
@@ -51,86 +52,6 @@ def shared_heart(nonce: str) -> str:
     return f"shared-{nonce}"
 
 
-def decision(n: int, nonce: str) -> str:
-    """What changed from n-1 to n. Immutable, written before head moves."""
-    return f"{_ROOT}/decision/{n}/{nonce}"
-
-
-def roster(n: int, nonce: str) -> str:
-    """All members of n. Immutable, written before head moves."""
-    return f"{_ROOT}/roster/{n}/{nonce}"
-
-
-def end(n: int) -> str:
-    """Register: absent, ``fault`` or ``done``. The first one wins."""
-    return f"{_ROOT}/end/{n}"
-
-
-def arrived(n: int) -> str:
-    """Log: members that have left the function of n, each with its rank in n."""
-    return f"{_ROOT}/arrived/{n}"
-
-
-def finished(n: int) -> str:
-    """Log: active ranks that have returned from the function of n."""
-    return f"{_ROOT}/finished/{n}"
-
-
-def dead(n: int) -> str:
-    """Log: members of n that have ended, by evidence; marked if a replacement was announced."""
-    return f"{_ROOT}/dead/{n}"
-
-
-def join(n: int) -> str:
-    """Log: members that want into the iteration after n, each with the call that it comes for."""
-    return f"{_ROOT}/join/{n}"
-
-
-def faults(n: int) -> str:
-    """Log, for people: who, what, where."""
-    return f"{_ROOT}/faults/{n}"
-
-
-def world(n: int) -> str:
-    """Register: world size and active world size that the rank assignment gave in n."""
-    return f"{_ROOT}/world/{n}"
-
-
-def seat(n: int, active_rank: int) -> str:
-    """Register: the member that holds an active rank in n."""
-    return f"{_ROOT}/seat/{n}/{active_rank}"
-
-
-def endpoint(n: int) -> str:
-    """Address of the store that ``torch.distributed`` uses in n; wakes who waits for it."""
-    return f"{_ROOT}/wake/endpoint/{n}"
-
-
-def iteration_prefix(n: int) -> str:
-    """Prefix of the store that a user gets in n."""
-    return f"{_ROOT}/user/{n}"
-
-
-def count_gone(n: int) -> str:
-    """Counts arrivals and deaths of n."""
-    return f"{_ROOT}/count/gone/{n}"
-
-
-def count_finished(n: int) -> str:
-    """Counts ranks that finished n."""
-    return f"{_ROOT}/count/finished/{n}"
-
-
-def wake_end(n: int) -> str:
-    """Set once n has ended, well or not."""
-    return f"{_ROOT}/wake/end/{n}"
-
-
-def wake_head(n: int) -> str:
-    """Set once head has reached n; says which head that is likely to be."""
-    return f"{_ROOT}/wake/head/{n}"
-
-
 def barrier(name: str, part: str) -> str:
     """A part of a barrier or exchange: ``arrived``, ``count``, ``wake``, ``result/…``."""
     return f"{_ROOT}/barrier/{name}/{part}"
@@ -141,22 +62,70 @@ def wake_goodbye(name: str) -> str:
     return f"{_ROOT}/wake/goodbye/{name}"
 
 
-def count_entered(n: int) -> str:
-    """Counts active ranks that are about to enter the function of n."""
-    return f"{_ROOT}/count/entered/{n}"
-
-
-def entered(n: int) -> str:
-    """Log: members that are about to enter n, each with its active rank there."""
-    return f"{_ROOT}/entered/{n}"
-
-
-# What people see of the coordinator and of restarts (coordination.py). The protocol reads none of it.
-
-
 def last_iteration(slot: int) -> str:
-    """Register, only ever raised: the last iteration that was recorded for the slot."""
+    """Register, for people, only ever raised: the last iteration that was recorded for the slot."""
     return f"{_ROOT}/last_iteration/{slot}"
+
+
+# Keys of one iteration, all made by one function: so `iteration_of` knows each, and each is deleted in time.
+
+_kinds: list[str] = []
+
+
+def _of_iteration(kind: str) -> Callable[[int], str]:
+    """The keys of a kind, by the number of the iteration."""
+    _kinds.append(kind)
+    return lambda n: f"{_ROOT}/{kind}/{n}"
+
+
+_decisions = _of_iteration("decision")
+_rosters = _of_iteration("roster")
+_seats = _of_iteration("seat")
+# Register: absent, ``fault`` or ``done``. The first one wins.
+end = _of_iteration("end")
+# Register: world size and active world size that the rank assignment gave.
+world = _of_iteration("world")
+# Logs: members that have left the function, each with its rank; active ranks that have returned from it.
+arrived = _of_iteration("arrived")
+finished = _of_iteration("finished")
+# Log: members that have ended, by evidence; marked if a replacement was announced.
+dead = _of_iteration("dead")
+# Log: members that want into the iteration after this, each with the call that it comes for.
+join = _of_iteration("join")
+# Log, for people: who, what, where.
+faults = _of_iteration("faults")
+# Log: members that are about to enter, each with its active rank.
+entered = _of_iteration("entered")
+# Counts of arrivals and deaths, of ranks that finished, of active ranks that are about to enter the function.
+count_gone = _of_iteration("count/gone")
+count_finished = _of_iteration("count/finished")
+count_entered = _of_iteration("count/entered")
+# Set once the iteration has ended, well or not.
+wake_end = _of_iteration("wake/end")
+# Set once head has reached the iteration; says which head that is likely to be.
+wake_head = _of_iteration("wake/head")
+# Address of the store that ``torch.distributed`` uses; wakes who waits for it.
+endpoint = _of_iteration("wake/endpoint")
+# Prefix of the store that a user gets.
+iteration_prefix = _of_iteration("user")
+
+
+def decision(n: int, nonce: str) -> str:
+    """What changed from n-1 to n. Immutable, written before head moves."""
+    return f"{_decisions(n)}/{nonce}"
+
+
+def roster(n: int, nonce: str) -> str:
+    """All members of n. Immutable, written before head moves."""
+    return f"{_rosters(n)}/{nonce}"
+
+
+def seat(n: int, active_rank: int) -> str:
+    """Register: the member that holds an active rank in n."""
+    return f"{_seats(n)}/{active_rank}"
+
+
+# What a key belongs to.
 
 
 def iteration_of(key: str) -> int | None:
@@ -183,8 +152,5 @@ def call_of(key: str) -> int | None:
 
 
 _OF_CALL = re.compile(rf"{_ROOT}/terms/(\d+)$")
-_OF_ITERATION = re.compile(
-    rf"{_ROOT}/(?:decision|roster|end|arrived|finished|dead|join|faults|world|seat|user|entered"
-    r"|count/[a-z]+|wake/(?:end|head|endpoint))/(-?\d+)(?:/|$)"
-)
+_OF_ITERATION = re.compile(rf"{_ROOT}/(?:{'|'.join(_kinds)})/(-?\d+)(?:/|$)")
 _OF_MEMBER = re.compile(rf"{_ROOT}/(?:member|heartbeat|wake/goodbye)/(\d+):(\d+)$")

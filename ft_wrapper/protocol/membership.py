@@ -5,24 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .. import events
+from .. import events, exception
 from ..attribution import Interruption
-from ..exception import (
-    JobEnded,
-    RankDiscarded,
-    RestartAbort,
-    RestartError,
-    StoreError,
-    StoreUnavailable,
-    TimeoutError,
-    in_one_line,
-)
+from ..exception import JobEnded, RankDiscarded, RestartAbort, RestartError, StoreError, TimeoutError
 from ..settings import Limits
 from . import Agreement, keys
 from .deaths import await_others, report_death
@@ -57,6 +46,7 @@ class Remembered:
     monitor: MonitorLine | None = None
 
 
+@dataclasses.dataclass(eq=False)
 class Membership:
     """A member of the job and what it knows of the iteration it is in.
 
@@ -67,37 +57,28 @@ class Membership:
         limits: how long to wait for the others, and what else all ranks have set.
         call: number of the wrapped call.
         terms: function and settings of the call, which must be the same on all ranks.
-
-    Attributes:
-        record: what others know of this process.
-        ended_job: what has ended the job, on all ranks; None if it goes on.
         on_member: told whenever this process takes another incarnation of its slot, before it joins with it.
         on_missing: told for whom a restart waits, and for how many seconds it has waited already.
+        record: what others know of this process.
+
+    Attributes:
+        ended_job: what has ended the job, on all ranks; None if it goes on.
     """
 
-    def __init__(
-        self,
-        agreement: Agreement,
-        slot: int,
-        slots: list[int],
-        limits: Limits,
-        call: int = 0,
-        terms: dict[str, object] | None = None,
-    ) -> None:
-        self.agreement = agreement
-        self.slot = slot
-        self.slots = slots
-        self.call = call
-        self.record = MemberRecord(socket.gethostname(), os.getpid())
-        self.member: Member
-        self.view: View
-        self.decision: Decision
-        self.on_member: Callable[[Member], None] | None = None
-        self.on_missing: Callable[[Sequence[Member], float], None] | None = None
-        self.ended_job: str | None = None
-        self._limits = limits
-        self._terms = terms or {}
-        self._was_completed_late = False
+    agreement: Agreement
+    slot: int
+    slots: list[int]
+    limits: Limits
+    call: int = 0
+    terms: dict[str, object] = dataclasses.field(default_factory=dict)
+    on_member: Callable[[Member], None] | None = None
+    on_missing: Callable[[Sequence[Member], float], None] | None = None
+    record: MemberRecord = dataclasses.field(default_factory=MemberRecord.here)
+    member: Member = dataclasses.field(init=False)
+    view: View = dataclasses.field(init=False)
+    decision: Decision = dataclasses.field(init=False)
+    ended_job: str | None = dataclasses.field(default=None, init=False)
+    _was_completed_late: bool = dataclasses.field(default=False, init=False)
 
     def register(self) -> None:
         """Takes the slot: this process is its next incarnation.
@@ -108,7 +89,7 @@ class Membership:
             ValueError: its function or settings differ from the job's; says which.
         """
         self.agreement.joining.agree_on_version()
-        if not self._limits.use_global_iteration and self.agreement.iterations.read_head() is not None:
+        if not self.limits.use_global_iteration and self.agreement.iterations.read_head() is not None:
             raise self._refused()
         self.check_terms()
         self.member = self.agreement.joining.register(self.slot, self.record)
@@ -121,7 +102,7 @@ class Membership:
 
     def check_terms(self) -> None:
         """Checks that function and settings are the job's; a ``ValueError`` says which are not."""
-        different = self.agreement.joining.agree_on_terms(self.call, self._terms)
+        different = self.agreement.joining.agree_on_terms(self.call, self.terms)
         if different:
             raise ValueError(
                 f"slot {self.slot} cannot take part in the job's call {self.call}: "
@@ -177,9 +158,9 @@ class Membership:
         step = self.agreement.iterations.await_next(
             self.view,
             self.member,
-            timeout=self._limits.barrier_timeout,
-            heartbeat_timeout=self._limits.heartbeat_timeout,
-            rejoin_wait=self._limits.rejoin_wait,
+            timeout=self.limits.barrier_timeout,
+            heartbeat_timeout=self.limits.heartbeat_timeout,
+            rejoin_wait=self.limits.rejoin_wait,
             proposed=proposed,
             on_missing=self.on_missing,
         )
@@ -194,7 +175,7 @@ class Membership:
 
     def hopeless(self, decision: Decision | None = None) -> SameFault | None:
         """The fault that came too often before the present iteration, or a given one; then the job ends."""
-        limit = self._limits.max_same_faults
+        limit = self.limits.max_same_faults
         for fault in (decision or self.decision).same_faults:
             if limit is not None and fault.count >= limit:
                 return fault
@@ -211,7 +192,7 @@ class Membership:
         """
         try:
             return self.agreement.entering.await_endpoint(
-                self.view.n, self._limits.barrier_timeout, look_every
+                self.view.n, self.limits.barrier_timeout, look_every
             )
         except TimeoutError as error:
             self.publish(rank, error)
@@ -223,12 +204,7 @@ class Membership:
         self.agreement.ends.report_fault(self.view.n, self._raised(rank, Interruption.EXCEPTION, error))
 
     def leave(
-        self,
-        rank: int | None,
-        interruption: Interruption,
-        error: BaseException,
-        *,
-        ends: bool,
+        self, rank: int | None, interruption: Interruption, error: BaseException, *, ends: bool
     ) -> None:
         """Says that this member leaves the job in order; the others go on without it.
 
@@ -240,7 +216,7 @@ class Membership:
         """
         fault = self._raised(rank, interruption, error)
         gives_up = isinstance(error, RestartAbort) or self.ended_job is not None
-        returns = self._limits.replaced and not (gives_up or isinstance(error, RankDiscarded))
+        returns = self.limits.replaced and not (gives_up or isinstance(error, RankDiscarded))
         try:
             if gives_up:
                 # Anyone who starts processes again looks here whether that is of any use.
@@ -254,7 +230,7 @@ class Membership:
                 self.member,
                 fault,
                 active=ends,
-                timeout=self._limits.barrier_timeout,
+                timeout=self.limits.barrier_timeout,
                 returns=returns,
             )
         except RestartError:
@@ -263,7 +239,7 @@ class Membership:
     def await_others(self) -> None:
         """Waits until the others have gone on from the iteration that this member has left for good."""
         try:
-            await_others(self.agreement, self.view, self._limits.barrier_timeout)
+            await_others(self.agreement, self.view, self.limits.barrier_timeout)
         except RestartError:
             log.debug("the store is gone", exc_info=True)
 
@@ -290,7 +266,7 @@ class Membership:
                 outcome = self._hear_of_end(86400.0)
             return outcome
         self.agreement.ends.finish(n, active_rank, active_world_size)
-        patience = self._limits.completion_timeout
+        patience = self.limits.completion_timeout
         outcome = self.agreement.ends.wait_for_end(n, patience)
         while outcome is None:
             self.agreement.ends.complete(n, active_world_size)
@@ -320,7 +296,7 @@ class Membership:
         is_early = self.agreement.iterations.read_head() is None
         if is_early and self._join_first():
             return True
-        if not self._limits.use_global_iteration:
+        if not self.limits.use_global_iteration:
             raise self._refused()
         current = None if is_early else self.agreement.iterations.read_current()
         if current is not None and current[0].call == self.call:
@@ -328,11 +304,11 @@ class Membership:
             if fault is not None:
                 raise RestartAbort(f"slot {self.slot} comes too late: the job was ended by {fault.what}")
         # Longer than the members', who go on without a straggler, and with this one, when theirs ends.
-        patience = self._limits.barrier_timeout + self._limits.heartbeat_timeout
+        patience = self.limits.barrier_timeout + self.limits.heartbeat_timeout
         asked = keys.BEFORE_FIRST if is_early and self.slot in self.slots else None
         while True:
             entry, view, decision = self.agreement.joining.await_entry(
-                self.member, self.call, self._limits, patience, asked
+                self.member, self.call, self.limits, patience, asked
             )
             if entry is Entry.DONE:
                 return False
@@ -372,20 +348,20 @@ class Membership:
                 self.agreement.ends.give_up(keys.BEFORE_FIRST, self.member)
                 if self.agreement.iterations.read_head() is None and not may_be_in:
                     return
-            timeout = self._limits.barrier_timeout if may_be_in else 0.0
+            timeout = self.limits.barrier_timeout if may_be_in else 0.0
             report_death(self.agreement, None, self.member, fault, active=True, timeout=timeout)
         except RestartError:
             log.debug("the store is gone", exc_info=True)
 
     def _join_first(self) -> bool:
         """Takes part in the job's first decision; False if it was made without this member."""
-        smallest = self._limits.min_world_size
+        smallest = self.limits.min_world_size
         if self.slot not in self.slots:  # one that the job is to grow by
-            self.agreement.joining.await_head(self._limits.barrier_timeout)
+            self.agreement.joining.await_head(self.limits.barrier_timeout)
             return False
         self.agreement.joining.join_first(self.member, self.slots, smallest)
         first = self.agreement.joining.await_first(
-            self.member, self.slots, self._limits.barrier_timeout, smallest
+            self.member, self.slots, self.limits.barrier_timeout, smallest
         )
         if first is not None:
             self.view, self.decision = first
@@ -401,7 +377,7 @@ class Membership:
         if self.agreement.joining.newest_of(self.slot) != self.member:
             return self._taken_over()
         n = self.view.n
-        late = f"it took longer than barrier_timeout={self._limits.barrier_timeout:g} s to leave the function"
+        late = f"it took longer than barrier_timeout={self.limits.barrier_timeout:g} s to leave the function"
         why = f"it was declared dead, or {late}"  # the keys of an old iteration are deleted
         with contextlib.suppress(StoreError):
             if self.member in self.agreement.ends.deaths_of(n):
@@ -424,7 +400,7 @@ class Membership:
 
     def _hear_of_end(self, seconds: float) -> str | None:
         # A rank that has nothing to do but to hear of it waits for a store that is out of reach.
-        with contextlib.suppress(StoreUnavailable):
+        with contextlib.suppress(exception.StoreUnavailable):
             outcome = self.agreement.ends.wait_for_end(self.view.n, seconds)
             if outcome is None:
                 head = self.agreement.iterations.read_head()
@@ -442,4 +418,4 @@ class Membership:
         return self.record.fault(self.member, rank, interruption, message, self.wall_clock())
 
     def _raised(self, rank: int | None, interruption: Interruption, error: BaseException) -> Fault:
-        return self.fault(rank, interruption, f"raised {in_one_line(error)}")
+        return self.fault(rank, interruption, f"raised {exception.in_one_line(error)}")

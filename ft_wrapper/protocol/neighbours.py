@@ -36,14 +36,17 @@ class NeighbourWatch:
 
     Args:
         agreement: where the heartbeats are.
-        watcher: a member that watches for itself; or the name of the heart of several that watch together.
+        heart: the name of the heart of those that watch.
         timeout: seconds without a heartbeat after which a member is silent.
+
+    Attributes:
+        doubts: whether somebody stood still when this last looked: those behind are looked at as well.
+        left_out: those without whom the others had gone on when this last looked at the head.
     """
 
-    def __init__(self, agreement: Agreement, watcher: Member | str, timeout: float) -> None:
+    def __init__(self, agreement: Agreement, heart: str, timeout: float) -> None:
         self._agreement = agreement
-        self._heart = str(watcher)
-        self._alone = frozenset([watcher]) if isinstance(watcher, Member) else frozenset[Member]()
+        self._heart = heart
         self._timeout = timeout
         self._observer = HeartbeatObserver(agreement.heartbeats, timeout)
         self._head: Head | None = None  # as it was seen last
@@ -52,22 +55,12 @@ class NeighbourWatch:
         self._spares: tuple[Head | None, set[Member]] | None = None  # silent ones that are known to be spares
         self._suspicion: tuple[View, Member, frozenset[Member]] | None = None
         self._ended: Head | None = None  # the iteration that this has ended for somebody's silence
-        self._pause = (
-            _FIRST_TRY  # seconds to the next try; an ended iteration may stay for long between two calls
-        )
+        # Seconds to the next try; an ended iteration may stay for long between two calls.
+        self._pause = _FIRST_TRY
         self.doubts = False
-        """Whether somebody stood still when this last looked, so that those behind are looked at as well."""
         self.left_out: frozenset[Member] = frozenset()
-        """Those without whom the others had gone on when this last looked at the head."""
 
-    @property
-    def suspects(self) -> bool:
-        """Whether somebody is silent, and yet in the iteration."""
-        return self._suspicion is not None
-
-    def look(
-        self, view: View, watchers: Collection[Member] = (), sight: Sight = Sight.ALL
-    ) -> frozenset[Member]:
+    def look(self, view: View, watchers: Collection[Member], sight: Sight = Sight.ALL) -> frozenset[Member]:
         """Looks at the job; ends the iteration if an active member has fallen silent.
 
         Once the iteration has ended, for whatever reason, goes on without all who are silent. Also passes on
@@ -76,13 +69,13 @@ class NeighbourWatch:
 
         Args:
             view: the iteration that is on.
-            watchers: who watches, as far as they are in it; needed if they are several.
+            watchers: who watches, as far as they are in it.
             sight: what to look at.
 
         Returns:
             The members that are silent in this observer's eyes.
         """
-        own = frozenset(watchers or self._alone)
+        own = frozenset(watchers)
         if self._ended is not None and view.head != self._ended:
             # One that is in again has left the function and arrived, whatever stops its heart: a restart for
             # each timeout that it stays silent, not for each look.

@@ -9,6 +9,8 @@ import dataclasses
 import enum
 import functools
 import json
+import os
+import socket
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -155,6 +157,11 @@ class MemberRecord(Record):
     gave_up: bool = False
     ended_by: str | None = None
 
+    @classmethod
+    def here(cls) -> MemberRecord:
+        """That of this process."""
+        return cls(socket.gethostname(), os.getpid())
+
     def fault(
         self, member: Member, rank: int | None, interruption: Interruption, message: str, at: float = 0.0
     ) -> Fault:
@@ -269,7 +276,7 @@ class Decision(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class View(Record):
     """What a member knows of the iteration that it is in.
 
     Args:

@@ -174,7 +174,8 @@ class Invariants:
         if head.n != len(history.heads):
             raise Violation(f"I1: head moved from {_last(history.heads)} to {head}")
         try:
-            roster, decision = iterations.read_view(head).members, iterations.read_decision(head)
+            view, decision = iterations.read_iteration(head)
+            roster = view.members
         except StoreError as error:
             raise Violation(f"I1: head moved to {head}, whose decision is not written: {error}") from None
         if head.n > 0 and head.n - 1 not in history.outcomes:

@@ -391,7 +391,7 @@ class SimulatedMonitor(threading.Event):
             member = process.member
             assert member is not None
             if self.seen is None or self.seen.member != member:
-                heart = HeartBeat(agreement, member, scenario.limits)
+                heart = HeartBeat(agreement, str(member), scenario.limits)
             self.seen = Seen(member, self.view, self.rank, self.between, self._note_left_out)
             heart.tick([self.seen])
             if self.between:

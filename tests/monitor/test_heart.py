@@ -96,7 +96,7 @@ def test_where_the_timeout_is_short_each_tick_does_all() -> None:
     store = CountedStore()
     view = formed(store, 2)
     settings = dataclasses.replace(SETTINGS, heartbeat_timeout=3.0)
-    beat = HeartBeat(Agreement(store), Member(0, 0), settings)
+    beat = HeartBeat(Agreement(store), "0:0", settings)
     requests = store.requests()
     for _ in range(10):
         Agreement(store).heartbeats.beat_heart("1:0")
@@ -128,7 +128,7 @@ def test_who_was_left_out_is_told_soon_after_a_pause_and_not_much_later_without(
         store = FakeStore()
         view = formed(store, 3)
         rank = Stub(Member(0, 0), view)
-        beat = HeartBeat(Agreement(store), rank.member, SETTINGS)
+        beat = HeartBeat(Agreement(store), str(rank.member), SETTINGS)
         for _ in range(20):
             beat.tick([rank])
             Agreement(store).heartbeats.beat_heart("1:0")
@@ -147,7 +147,7 @@ def test_an_outage_is_followed_by_a_look_at_all() -> None:
     store = FakeStore()
     view = formed(store, 2)
     rank = Stub(Member(0, 0), view)
-    beat = HeartBeat(Agreement(store), rank.member, SETTINGS)
+    beat = HeartBeat(Agreement(store), str(rank.member), SETTINGS)
     for _ in range(3):
         beat.tick([rank])
         store.clock.advance(1.0)
@@ -263,7 +263,7 @@ def test_a_heart_does_not_try_to_reconnect_for_as_long_as_others_take_to_miss_it
                 told.set()
 
     store = Store()
-    heart = Heart(lambda: store, Member(0, 0), SETTINGS)
+    heart = Heart(lambda: store, "0:0", SETTINGS)
     try:
         heart.add(Stub(Agreement(store).joining.register(0)))
         assert told.wait(TIMEOUT)
@@ -286,7 +286,7 @@ def test_a_job_that_ends_while_a_heart_beats_alarms_no_one(
             raise StoreError("gone")
 
     store = Store()
-    heart = Heart(lambda: store, rank.member, dataclasses.replace(SETTINGS, heartbeat_interval=0.001))
+    heart = Heart(lambda: store, str(rank.member), dataclasses.replace(SETTINGS, heartbeat_interval=0.001))
     with caplog.at_level("DEBUG", "ft_wrapper.protocol.heart"):
         try:
             heart.add(rank)

@@ -65,7 +65,7 @@ def settings() -> Limits:
 @contextlib.contextmanager
 def monitor(connect: Any, settings: Limits) -> Iterator[None]:
     """A monitor with a heart of its own."""
-    with contextlib.closing(Heart(connect, MEMBER, settings)) as heart:
+    with contextlib.closing(Heart(connect, str(MEMBER), settings)) as heart:
         watching = RankMonitor(FakeStore, MEMBER, mock.Mock(rank=None), 0, settings, heart)
         with contextlib.closing(watching):
             yield
@@ -113,7 +113,7 @@ def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings:
         Agreement(store).joining.join_first(Agreement(store).joining.register(slot), range(number))
     Agreement(store).ends.say_goodbye(Member(number - 1, 0))
     requests = store.requests()
-    heart = Heart(lambda: store, MEMBER, dataclasses.replace(settings, heartbeat_interval=5.0))
+    heart = Heart(lambda: store, str(MEMBER), dataclasses.replace(settings, heartbeat_interval=5.0))
     watching = RankMonitor(lambda: store, MEMBER, mock.Mock(rank=None), 0, settings, heart)
     try:
         watching.await_goodbyes()
@@ -127,7 +127,7 @@ def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings:
 
 def test_a_death_is_published_once_but_again_if_that_failed(settings: Limits) -> None:
     store = FakeStore()
-    heart = Heart(lambda: store, MEMBER, dataclasses.replace(settings, heartbeat_interval=5.0))
+    heart = Heart(lambda: store, str(MEMBER), dataclasses.replace(settings, heartbeat_interval=5.0))
     memory = mock.Mock(active=True, rank=None)
     watching = RankMonitor(lambda: store, MEMBER, memory, 0, settings, heart)
     try:

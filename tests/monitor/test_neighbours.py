@@ -68,7 +68,7 @@ def pass_time(
     for _ in range(int(seconds)):
         for heart in heard:
             Agreement(store).heartbeats.beat_heart(str(heart))
-        silent = watch.look(view)
+        silent = watch.look(view, MEMBERS[:1])
         store.clock.advance(1.0)
     return silent
 
@@ -80,58 +80,58 @@ def requests(store: CountedStore) -> Counter[str]:
 
 
 def test_those_behind_a_silent_member_are_watched_too(store: FakeStore) -> None:
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     assert pass_time(store, watch, VIEW, MEMBERS[2]) == {MEMBERS[1]}
     assert Agreement(store).ends.outcome_of(0) == "fault"
     assert MEMBERS[1] in {fault.member for fault in Agreement(store).ends.faults_of(0)}
 
 
 def test_a_failed_look_forgets_what_was_seen(store: FakeStore) -> None:
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
-    assert not watch.look(VIEW)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
+    assert not watch.look(VIEW, MEMBERS[:1])
     store.clock.advance(5.0)
-    assert not watch.look(VIEW)
+    assert not watch.look(VIEW, MEMBERS[:1])
     store.fail(error=DistStoreError("lost"))
     with pytest.raises(DistStoreError):
-        watch.look(VIEW)
+        watch.look(VIEW, MEMBERS[:1])
     for _ in range(2):
         store.clock.advance(5.0)
-        assert not watch.look(VIEW)
+        assert not watch.look(VIEW, MEMBERS[:1])
 
 
 def test_an_end_that_woke_nobody_is_passed_on(store: FakeStore) -> None:
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
-    watch.look(VIEW)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
+    watch.look(VIEW, MEMBERS[:1])
     assert not store.check([keys.wake_end(0)])
     store.set(keys.end(0), "fault")
-    watch.look(VIEW, sight=Sight.HEARTS | Sight.HEAD)
+    watch.look(VIEW, MEMBERS[:1], sight=Sight.HEARTS | Sight.HEAD)
     assert not store.check([keys.wake_end(0)])
-    watch.look(VIEW)
+    watch.look(VIEW, MEMBERS[:1])
     assert store.check([keys.wake_end(0)])
 
 
 def test_a_look_at_who_lives_is_one_request(store: FakeStore, requests: Counter[str]) -> None:
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     pass_time(store, watch, VIEW, *MEMBERS)
     requests.clear()
     for _ in range(100):
         Agreement(store).heartbeats.beat_heart(str(MEMBERS[1]))
         store.clock.advance(1.0)
         # As it happens where beats and looks are not in step: every other look sees no new beat.
-        watch.look(VIEW, sight=Sight.HEARTS)
+        watch.look(VIEW, MEMBERS[:1], sight=Sight.HEARTS)
         store.clock.advance(1.0)
-        watch.look(VIEW, sight=Sight.HEARTS)
+        watch.look(VIEW, MEMBERS[:1], sight=Sight.HEARTS)
     assert requests == {f"heartbeat/{MEMBERS[1]}": 300}  # a hundred of them are beats
 
 
 def test_many_that_are_lost_together_are_known_soon_after_the_first(store: FakeStore) -> None:
     number = 256
     view = view_of(number)
-    watch = NeighbourWatch(Agreement(store), members(number)[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), "0:0", TIMEOUT)
     began = store.now()
     for _ in range(int(2 * TIMEOUT)):
         Agreement(store).heartbeats.beat_heart(str(members(number)[-1]))
-        silent = watch.look(view)
+        silent = watch.look(view, MEMBERS[:1])
         if len(silent) == number - 2:
             break
         store.clock.advance(1.0)
@@ -179,7 +179,7 @@ def test_a_node_watches_behind_each_row_of_its_members(store: FakeStore) -> None
 
 def test_a_member_that_got_another_heart_is_not_silent(store: FakeStore) -> None:
     share(store, "a", 1)
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     assert not pass_time(store, watch, VIEW, "a", seconds=3)
     share(store, "b", 1)
     assert not pass_time(store, watch, VIEW, "b", seconds=5 * TIMEOUT)
@@ -192,12 +192,12 @@ def test_a_rank_whose_heart_is_mute_costs_a_restart_for_each_timeout_and_not_for
 ) -> None:
     """It leaves the function and arrives each time, so the decision of who arrives last keeps it."""
     view = formed(store, 3)
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     seconds = 10 * int(TIMEOUT)
     for _ in range(seconds):
         for member in (MEMBERS[0], MEMBERS[2]):
-            Agreement(store).heartbeats.beat_heart(member)
-        watch.look(view)
+            Agreement(store).heartbeats.beat_heart(str(member))
+        watch.look(view, MEMBERS[:1])
         store.clock.advance(1.0)
         if Agreement(store).ends.outcome_of(view.n) is not None:
             for rank, member in enumerate(view.members):
@@ -217,21 +217,21 @@ def test_a_silent_spare_ends_nothing(
 ) -> None:
     caplog.set_level(logging.WARNING)
     assign(store, 0, 0, None, 1)
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     assert pass_time(store, watch, VIEW, MEMBERS[2], seconds=5 * TIMEOUT) == {MEMBERS[1]}
-    assert watch.suspects
+    assert watch._suspicion
     assert Agreement(store).ends.outcome_of(0) is None
     assert [fault.member for fault in Agreement(store).ends.faults_of(0)] == [MEMBERS[1]]  # for people
     [record] = caplog.records
     assert record.getMessage().startswith("slot 1, a spare, has sent no heartbeat for 10 s")
     assert requests["entered/0"] == 3 + 1  # three have entered, and it was asked once who
     assert not pass_time(store, watch, VIEW, *MEMBERS, seconds=1)
-    assert not watch.suspects
+    assert not watch._suspicion
 
 
 def test_those_behind_a_silent_spare_are_watched(store: FakeStore) -> None:
     assign(store, 0, 0, None, 1)
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     pass_time(store, watch, VIEW, MEMBERS[2])
     assert Agreement(store).ends.outcome_of(0) is None
     assert pass_time(store, watch, VIEW) == set(MEMBERS[1:])
@@ -240,14 +240,14 @@ def test_those_behind_a_silent_spare_are_watched(store: FakeStore) -> None:
 
 def test_who_may_be_active_is_not_taken_for_a_spare(store: FakeStore) -> None:
     Agreement(store).entering.check_assignment(0, MEMBERS[0], 0, 3, 2)  # the other two have not come so far
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     pass_time(store, watch, VIEW, MEMBERS[2])
     assert Agreement(store).ends.outcome_of(0) == "fault"
 
 
 def test_a_spare_is_judged_anew_in_the_next_iteration(store: FakeStore) -> None:
     assign(store, 0, 0, None, 1)
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     pass_time(store, watch, VIEW, MEMBERS[2])
     assert Agreement(store).ends.outcome_of(0) is None
     assign(store, 1, 0, 1, None)
@@ -276,7 +276,7 @@ class Happens(threading.Event):
 def test_a_restart_does_not_wait_for_a_spare_that_was_silent_before(store: FakeStore) -> None:
     view = formed(store, 3)
     assign(store, 0, 0, None, 1)
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     pass_time(store, watch, view, MEMBERS[2])
     Agreement(store).ends.end_iteration(0, "fault")
     stop = Happens(
@@ -289,24 +289,24 @@ def test_a_restart_does_not_wait_for_a_spare_that_was_silent_before(store: FakeS
     assert current is not None
     assert (current[0].n, current[0].members) == (1, (MEMBERS[0], MEMBERS[2]))
     assert sum(stop.waited) < 0.5
-    assert not watch.suspects
+    assert not watch._suspicion
 
 
 def test_nobody_is_left_out_after_a_look_that_was_too_late(store: FakeStore) -> None:
     """The others have gone on; what this one takes for the iteration that is on has long been followed."""
     view = formed(store, 3)
-    watch = NeighbourWatch(Agreement(store), MEMBERS[0], TIMEOUT)
+    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     for _ in range(12):
-        watch.look(view, sight=Sight.HEARTS)
+        watch.look(view, MEMBERS[:1], sight=Sight.HEARTS)
         store.clock.advance(0.5)
     Agreement(store).ends.end_iteration(0, "fault")
     for rank, member in enumerate(MEMBERS):
         Agreement(store).iterations.arrive(view, member, rank, 3)
     store.execute([Delete(tuple([key for key in store.list_keys() if keys.iteration_of(key) == 0]))])
     for _ in range(int(4 * TIMEOUT)):
-        assert not watch.look(view, sight=Sight.HEARTS)
+        assert not watch.look(view, MEMBERS[:1], sight=Sight.HEARTS)
         store.clock.advance(0.5)
-    assert not watch.suspects
+    assert not watch._suspicion
     assert read(store, keys.end(0)) is None
 
 

@@ -582,8 +582,8 @@ MUTANTS = [
     _job(
         "joiner-is-less-patient",
         JOB,
-        "patience = self._limits.barrier_timeout + self._limits.heartbeat_timeout",
-        "patience = self._limits.barrier_timeout",
+        "patience = self.limits.barrier_timeout + self.limits.heartbeat_timeout",
+        "patience = self.limits.barrier_timeout",
         "members go on without a straggler before a joiner gives up",
     ),
     _job(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -317,7 +317,7 @@ class CounterStore(SimulatedStore):
         head = iterations.read_head() if isinstance(step, ReadLog) and "/arrived/" in step.key else None
         if head is None or step != ReadLog(keys.arrived(head.n)):
             return super().execute([step])[0]
-        members = iterations.read_view(head).members
+        members = iterations.read_iteration(head)[0].members
         if self.add(keys.count_gone(head.n), 0) < len(members):
             return super().execute([step])[0]
         return "\n".join(f"{member} {rank} {len(members)}" for rank, member in enumerate(members))
@@ -357,8 +357,8 @@ class NoEnd(MistakenSimulation):
 
 
 class SuspectsLoggedWatch(NeighbourWatch):
-    def look(self, view: View, *_: Any) -> frozenset[Member]:
-        silent = self._silent(view, self._alone)
+    def look(self, view: View, watchers: Collection[Member], *_: Any) -> frozenset[Member]:
+        silent = self._silent(view, frozenset(watchers))
         for member in silent:
             self._agreement.ends.log_death(view.n, member, None, ends=True)
         return silent

@@ -283,7 +283,7 @@ def test_slot_started_twice_joins_with_its_last_incarnation(store: StoreMixin) -
     Agreement(store).joining.join_first(Agreement(store).joining.register(1), range(2))
     head = Agreement(store).iterations.read_head()
     assert head is not None
-    assert Agreement(store).iterations.read_view(head).members == (Member(0, 1), Member(1, 0))
+    assert Agreement(store).iterations.read_iteration(head)[0].members == (Member(0, 1), Member(1, 0))
     assert Agreement(store).joining.await_first(Member(0, 0), range(2), 1.0) is None
 
 
@@ -359,4 +359,4 @@ def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
     assert len(read) == 2
     head = Agreement(store).iterations.read_head()
     assert head is not None
-    assert Agreement(store).iterations.read_view(head).members == (members[0],)
+    assert Agreement(store).iterations.read_iteration(head)[0].members == (members[0],)

@@ -611,7 +611,7 @@ def test_restarting_coordinator_keeps_no_dead_one_alive() -> None:
     job.pass_time(15, alive=[1, 2, 3])
     for _ in range(4):
         process = job.store.clone()
-        Agreement(process).heartbeats.beat_heart(Agreement(process).joining.register(0))
+        Agreement(process).heartbeats.beat_heart(str(Agreement(process).joining.register(0)))
         job.pass_time(5, alive=[1, 2, 3])
     assert not job.clients[1].is_coordinator_alive()
     assert job.elect(1) == 1

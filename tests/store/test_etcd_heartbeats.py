@@ -92,11 +92,11 @@ def test_nothing_is_written_while_hearts_beat(make: Make) -> None:
         store = make(server.endpoints)
         others = [store.clone() for _ in range(3)]
         for number, other in enumerate(others):
-            Agreement(other).heartbeats.beat_heart(Member(number, 0))
+            Agreement(other).heartbeats.beat_heart(str(Member(number, 0)))
         before = revision(store)
         for _ in range(20):
             for number, other in enumerate(others):
-                Agreement(other).heartbeats.beat_heart(Member(number, 0))
+                Agreement(other).heartbeats.beat_heart(str(Member(number, 0)))
                 assert Agreement(store).heartbeats.get_heartbeat(Member(number, 0)) > 0
         assert revision(store) == before
 
@@ -169,7 +169,7 @@ def test_leases_of_those_who_come_and_go_do_not_stay(etcd: EtcdServer, make: Mak
 def test_the_end_of_signs_of_life_is_silence(etcd: EtcdServer, make: Make) -> None:
     store, clock = make(etcd.endpoints), FakeStore().clock
     observer = CounterObserver(Agreement(store).heartbeats.get_heartbeat, clock.now, 10.0)
-    Agreement(store).heartbeats.beat_heart(MEMBER, 60.0)
+    Agreement(store).heartbeats.beat_heart(str(MEMBER), 60.0)
     for _ in range(3):
         assert observer.stillness(MEMBER) == 0.0
         clock.advance(1000.0)  # as long as the lease is there, whatever else takes its time
@@ -189,16 +189,16 @@ def test_who_was_never_seen_is_silent_after_the_timeout(etcd: EtcdServer, make: 
     assert observer.stillness(MEMBER) == 5.0
     clock.advance(5.0)
     assert observer.stillness(MEMBER) >= 10.0
-    Agreement(store).heartbeats.beat_heart(MEMBER)
+    Agreement(store).heartbeats.beat_heart(str(MEMBER))
     assert observer.stillness(MEMBER) == 0.0
 
 
 def test_whoever_was_stopped_for_longer_comes_back(etcd: EtcdServer, make: Make) -> None:
     store, other = make(etcd.endpoints), make(etcd.endpoints)
-    Agreement(store).heartbeats.beat_heart(MEMBER, 60.0)
+    Agreement(store).heartbeats.beat_heart(str(MEMBER), 60.0)
     first = lapse(other)
     assert Agreement(other).heartbeats.get_heartbeat(MEMBER) == LAPSED
-    Agreement(store).heartbeats.beat_heart(MEMBER, 60.0)
+    Agreement(store).heartbeats.beat_heart(str(MEMBER), 60.0)
     assert Agreement(other).heartbeats.get_heartbeat(MEMBER) > 0
     assert len(entries(other)) == 1 and not entries(other).keys() & first.keys()
 
@@ -207,10 +207,10 @@ def test_one_of_two_who_speak_for_the_same(etcd: EtcdServer, make: Make) -> None
     """A process and the monitor beside it: it is there as long as either says so."""
     store = make(etcd.endpoints)
     monitor, process = (Agreement(store.clone()).heartbeats for _ in range(2))
-    monitor.beat_heart(MEMBER, 30.0)
+    monitor.beat_heart(str(MEMBER), 30.0)
     before = revision(store)
-    process.beat_heart(MEMBER, SHORT)
-    monitor.beat_heart(MEMBER, 30.0)
+    process.beat_heart(str(MEMBER), SHORT)
+    monitor.beat_heart(str(MEMBER), 30.0)
     await_lapses(store, before)
     assert Agreement(store).heartbeats.get_heartbeat(MEMBER) > 0
 
@@ -248,20 +248,20 @@ def test_through_a_prefix(etcd: EtcdServer, make: Make) -> None:
 
 def test_after_a_fork(etcd: EtcdServer, make: Make) -> None:
     store = make(etcd.endpoints)
-    Agreement(store).heartbeats.beat_heart(MEMBER, 60.0)
+    Agreement(store).heartbeats.beat_heart(str(MEMBER), 60.0)
     pid = os.fork()
     if pid == 0:
         try:
-            Agreement(store).heartbeats.beat_heart(MEMBER, 60.0)
-            Agreement(store.clone()).heartbeats.beat_heart(MEMBER, 60.0)
-            Agreement(store).heartbeats.beat_heart(Member(2, 0), 60.0)
+            Agreement(store).heartbeats.beat_heart(str(MEMBER), 60.0)
+            Agreement(store.clone()).heartbeats.beat_heart(str(MEMBER), 60.0)
+            Agreement(store).heartbeats.beat_heart(str(Member(2, 0)), 60.0)
             assert Agreement(store).heartbeats.get_heartbeat(Member(2, 0)) > 0
             os._exit(0)
         finally:
             os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     assert len(entries(store)) == 2
-    Agreement(store).heartbeats.beat_heart(MEMBER, 60.0)
+    Agreement(store).heartbeats.beat_heart(str(MEMBER), 60.0)
     assert len(entries(store)) == 2 and Agreement(store).heartbeats.get_heartbeat(Member(2, 0)) > 0
 
 
@@ -298,7 +298,7 @@ def test_an_outage_silences_nobody(make: Make, lost: str) -> None:
                 assert changed.wait_for(lambda: all(counts[k] >= n for k, n in wanted.items()), 60.0), counts
 
         threads = [
-            Background(lambda: repeat("beats", lambda: heart.beat_heart(MEMBER, SHORT))),
+            Background(lambda: repeat("beats", lambda: heart.beat_heart(str(MEMBER), SHORT))),
             Background(lambda: repeat("looks", lambda: seen.append(observer.stillness(MEMBER)))),
         ]
         try:
@@ -356,18 +356,18 @@ def test_a_lease_that_runs_out_before_it_is_used(etcd: EtcdServer, make: Make) -
 def test_nothing_is_left_of_a_job(relay: Relay, etcd: EtcdServer, make: Make) -> None:
     store, other = make(relay.endpoint), make(etcd.endpoints)
     relay.hold("kv/txn")
-    Agreement(store).heartbeats.beat_heart(MEMBER, 60.0)
+    Agreement(store).heartbeats.beat_heart(str(MEMBER), 60.0)
     store.set("k", "1")
     assert other.remove() is True
     everything = Span.prefix(store._etcd.prefix)
     client = other._etcd.client
     assert client.read(everything) == ()
-    Agreement(store).heartbeats.beat_heart(MEMBER, 60.0)  # its lease is there still
+    Agreement(store).heartbeats.beat_heart(str(MEMBER), 60.0)  # its lease is there still
     relay.release()  # what comes late
     assert client.read(everything) == ()
     for beat in (
-        lambda: Agreement(store).heartbeats.beat_heart(Member(2, 0)),
-        lambda: Agreement(store.clone()).heartbeats.beat_heart(MEMBER),
+        lambda: Agreement(store).heartbeats.beat_heart(str(Member(2, 0))),
+        lambda: Agreement(store.clone()).heartbeats.beat_heart(str(MEMBER)),
     ):
         with pytest.raises(StoreError, match="the job's keys are gone"):
             beat()
@@ -381,7 +381,7 @@ def test_a_job_below_another_one_stays(etcd: EtcdServer, make: Make, prefix: str
     outer, inner = make(etcd.endpoints), make(etcd.endpoints, prefix=f"{prefix}/inner")
     for store in (outer, inner):
         store.set("k", "1")
-        Agreement(store).heartbeats.beat_heart(MEMBER, 60.0)
+        Agreement(store).heartbeats.beat_heart(str(MEMBER), 60.0)
     assert outer.remove()
     assert inner.get("k") == b"1" and Agreement(inner).heartbeats.get_heartbeat(MEMBER) > 0
     assert inner.remove()
@@ -390,9 +390,9 @@ def test_a_job_below_another_one_stays(etcd: EtcdServer, make: Make, prefix: str
 def test_signs_of_life_of_an_earlier_job_are_none(etcd: EtcdServer, make: Make) -> None:
     """Its members had the same names, and one of its processes may not have noticed that it is over."""
     old = make(etcd.endpoints)
-    Agreement(old).heartbeats.beat_heart(MEMBER, 60.0)
+    Agreement(old).heartbeats.beat_heart(str(MEMBER), 60.0)
     erase(old._etcd.client, Span(old._etcd.prefix + b"life"))
     new = make(etcd.endpoints)
     assert entries(new) and Agreement(new).heartbeats.get_heartbeat(MEMBER) == LAPSED
-    Agreement(new).heartbeats.beat_heart(MEMBER, 60.0)
+    Agreement(new).heartbeats.beat_heart(str(MEMBER), 60.0)
     assert Agreement(new).heartbeats.get_heartbeat(MEMBER) > 0

@@ -40,7 +40,7 @@ def test_a_counter_that_stands_still_for_the_timeout_is_silence(
         assert not observer.silent([])
     clock.advance(1.0)
     assert observer.silent([MEMBER]) == {MEMBER}
-    Agreement(job_store).heartbeats.beat_heart(MEMBER)
+    Agreement(job_store).heartbeats.beat_heart(str(MEMBER))
     assert not observer.silent([MEMBER])
 
 
@@ -52,7 +52,7 @@ def test_a_pause_of_the_observer_silences_nobody(
     """As when all were stopped together: who is heard a moment later has not been silent."""
     clock.advance(1000.0)
     assert not observer.silent([MEMBER])
-    Agreement(job_store).heartbeats.beat_heart(MEMBER)
+    Agreement(job_store).heartbeats.beat_heart(str(MEMBER))
     assert observer.stillness(MEMBER) == 0.0
     clock.advance(1000.0)
     assert not observer.silent([MEMBER])

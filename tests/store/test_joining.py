@@ -159,7 +159,7 @@ def test_a_member_that_is_heard_may_take_its_time_between_calls(
     store, view, members = formed([0, 1])
     Agreement(store).ends.end_iteration(0, "done")
     for second in range(700):
-        at(store, second, lambda: Agreement(store).heartbeats.beat_heart(members[1]))
+        at(store, second, lambda: Agreement(store).heartbeats.beat_heart(str(members[1])))
     at(store, 600.0, lambda: Agreement(store).iterations.arrive(view, members[1], 1, 2))
     if waits == "member":
         step = await_next(store, view, members[0], timeout=60.0)
@@ -217,7 +217,7 @@ def test_a_member_that_falls_silent_between_calls_is_gone_on_without(heard_for: 
     store, view, members = formed([0, 1])
     Agreement(store).ends.end_iteration(0, "done")
     for second in range(heard_for):
-        at(store, second, lambda: Agreement(store).heartbeats.beat_heart(members[1]))
+        at(store, second, lambda: Agreement(store).heartbeats.beat_heart(str(members[1])))
     step = await_next(store, view, members[0], timeout=60.0)
     assert step is not None and step[0].members == (members[0],)
     assert heard_for + 10.0 <= store.now() < heard_for + 30.0  # heartbeat_timeout, and the next looks
@@ -283,7 +283,7 @@ def test_members_that_fell_silent_all_together_are_given_up_by_who_wants_in(beat
     ended = ends(store, 0)
     if beats:
         for second in range(100):
-            at(store, second, lambda: Agreement(store).heartbeats.beat_heart(members[2]))
+            at(store, second, lambda: Agreement(store).heartbeats.beat_heart(str(members[2])))
         at(store, 80.0, lambda: go_on(store, view, [members[0], members[2]]))
     entry, view, _ = Agreement(store).joining.await_entry(newcomer, 0, *terms("next", 1.0, 10.0, 100.0))
     assert entry is Entry.IN
@@ -361,7 +361,7 @@ GARBAGE: dict[str, tuple[Callable[[View], str], Callable[[StoreMixin, View], Any
     "decision": (_decision_key, lambda store, view: Agreement(store).iterations.read_decision(view.head)),
     "roster": (
         lambda view: keys.roster(view.n, view.nonce),
-        lambda store, view: Agreement(store).iterations.read_view(view.head),
+        lambda store, view: Agreement(store).iterations.read_iteration(view.head),
     ),
     "end": (lambda view: keys.end(0), lambda store, view: Agreement(store).ends.outcome_of(0)),
     "member": (
