@@ -119,11 +119,10 @@ class Status:
             f"{self.state}: iteration {self.iteration} of call {self.call}, "
             f"{active} of {self.world_size} ranks active"
         ]
-        rows = [("slot", "incarnation", "active rank", "host", "pid")]
+        rows: list[tuple[object, ...]] = [("slot", "incarnation", "active rank", "host", "pid")]
         for rank in self.ranks:
-            place = "died" if rank.has_died else "-" if rank.active_rank is None else str(rank.active_rank)
-            pid = "-" if rank.pid is None else str(rank.pid)
-            rows.append((str(rank.slot), str(rank.incarnation), place, rank.host or "-", pid))
+            place = "died" if rank.has_died else rank.active_rank
+            rows.append((rank.slot, rank.incarnation, place, rank.host, rank.pid))
         lines += table(rows, "  ")
         if self.last_faults is not None:
             lines.append(f"last fault: {self.last_faults}")
@@ -132,11 +131,10 @@ class Status:
     def _of_the_nodes(self) -> list[str]:
         if not self.nodes:
             return []
-        rows = [("node", "place", "group rank", "slots", "address")]
+        rows: list[tuple[object, ...]] = [("node", "place", "group rank", "slots", "address")]
         for node in self.nodes:
-            rank = "-" if node.group_rank is None else str(node.group_rank)
-            slots = "-" if node.slots is None else f"{node.slots[0]}..{node.slots[1]}"
-            rows.append((node.id, node.place, rank, slots, node.address or "-"))
+            slots = node.slots and f"{node.slots[0]}..{node.slots[1]}"
+            rows.append((node.id, node.place, node.group_rank, slots, node.address))
         return ["nodes:", *table(rows, "  ")]
 
 
