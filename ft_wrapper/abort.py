@@ -4,8 +4,6 @@ They run in the wrapper's monitor thread while the function is still running: in
 ``init_process_group``, in a backward pass, or anywhere else.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import functools

@@ -8,8 +8,6 @@ whatever the logging of the process is set to. They go through the logger ``ft_w
 replace its handler to send them elsewhere.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -7,8 +7,6 @@ script that uses no wrapper is ended, or restarted, as a whole. Options have tor
 ``ftrun status`` and ``ftrun report`` tell how a job stands, and what its restarts took.
 """
 
-from __future__ import annotations
-
 import atexit
 import copy
 import dataclasses

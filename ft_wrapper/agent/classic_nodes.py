@@ -5,8 +5,6 @@ now and then, and the others notice by themselves that a node has left. Single r
 round as with our own rendezvous; nodes are not.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

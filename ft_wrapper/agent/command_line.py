@@ -3,8 +3,6 @@
 `Parser` also reads single values; `ft_wrapper.agent.options` checks what they mean together.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools

@@ -5,8 +5,6 @@ The types are torch's own: `WorkerSpec`, `Worker`, `WorkerGroup`, `WorkerState`,
 one by one. ``ftrun`` runs on it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

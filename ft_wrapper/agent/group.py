@@ -3,8 +3,6 @@
 The agent's main thread writes it; the health endpoint and callers of the agent read copies.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """What an agent asks of the other nodes: rounds, news, and how to leave. Here: there are no others."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

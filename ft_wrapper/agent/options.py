@@ -1,7 +1,5 @@
 """What ``ftrun``'s command line asks for, checked before anything is started."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib.machinery

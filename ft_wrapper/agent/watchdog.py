@@ -5,8 +5,6 @@ pipe in ``TORCHELASTIC_TIMER_FILE``. One that overruns a ``timer.expires(…)`` 
 treated like any other that has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

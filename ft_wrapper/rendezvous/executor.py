@@ -1,7 +1,5 @@
 """Carries out operations: asks for the next action, does it, writes the record back, waits for others."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable

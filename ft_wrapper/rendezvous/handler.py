@@ -1,7 +1,5 @@
 """The handler that an agent uses, torch's own agents too: `FtRendezvousHandler`."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -1,7 +1,5 @@
 """How a rendezvous is configured: torch's parameters, or a URL; errors say the way out."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import os

@@ -4,8 +4,6 @@
 its own clock, and those of the slowest host are shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

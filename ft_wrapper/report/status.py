@@ -1,7 +1,5 @@
 """``ftrun status``: a job's nodes and ranks, read from its store, from any shell or host. Writes nothing."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

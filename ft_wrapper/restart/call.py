@@ -1,7 +1,5 @@
 """One call of the wrapped function: carries out what its restart loop asks for."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

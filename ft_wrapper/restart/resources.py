@@ -1,7 +1,5 @@
 """What one wrapped call owns: memory, monitor, store, interrupter, threads and its place in the job."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

@@ -1,7 +1,5 @@
 """Virtual time, and who waits by it: threads until a test turns the clock, or the tasks of a scheduler."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import math

@@ -1,7 +1,5 @@
 """What a simulated job runs on unless something else is tested: its store, and its rank assignment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any

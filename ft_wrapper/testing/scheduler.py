@@ -13,8 +13,6 @@ Time is virtual: it passes when no one can run, and then it jumps to the earlies
 The code that runs so must not wait on anything but the store and `Scheduler.sleep`.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import heapq

@@ -12,8 +12,6 @@ So Python references to every group and backend are kept until the groups' threa
 and a background thread drops them: joining gloo's threads takes about 10 ms a group, too long for a restart.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
