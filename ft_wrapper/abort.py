@@ -8,7 +8,6 @@ import abc
 import contextlib
 import functools
 import logging
-import multiprocessing
 import multiprocessing.process
 import os
 import signal

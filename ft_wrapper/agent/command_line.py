@@ -6,7 +6,6 @@
 import argparse
 import copy
 import functools
-import importlib
 import importlib.metadata
 import os
 import signal

@@ -7,7 +7,6 @@ limit, and named. What the function leaves that returned is waited for as long a
 """
 
 import logging
-import multiprocessing
 import multiprocessing.process
 import os
 import sys
