@@ -14,14 +14,14 @@ from torch.distributed import DistError
 
 from ..exception import StoreError
 from ..protocol import Agreement, keys
-from ..protocol.operations import read
+from ..protocol.operations import Operations, read
 from ..protocol.records import FAULT, split_entry, to_number
 from ..rendezvous.backends import RENDEZVOUS, workers_namespace
 from ..rendezvous.record import Place, Record
 from ..rendezvous.register import RECORD_KEY, endpoint_key
-from ..store import StoreMixin, StoreOperations, connect, connector, is_etcd
-from ..store.address import EtcdAddress
-from ..store.plan import ANNOUNCED
+from ..store import StoreMixin, connect
+from ..store.address import EtcdAddress, is_etcd
+from ..store.plan import ANNOUNCED, connector
 from . import table
 from .restart import host_and_pid, in_words
 
@@ -203,7 +203,7 @@ def watch(
         store.hear(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
 
 
-def _read_record(store: StoreOperations) -> Record | None:
+def _read_record(store: Operations) -> Record | None:
     """The record of the nodes; None if there is none in this store."""
     text = read(store, RECORD_KEY)
     try:
@@ -219,7 +219,7 @@ def _rendezvous_address(endpoint: str) -> str:
     return str(EtcdAddress.parse(endpoint).within(RENDEZVOUS))
 
 
-def _workers_address(endpoint: str, store: StoreOperations, record: Record) -> str:
+def _workers_address(endpoint: str, store: Operations, record: Record) -> str:
     """Address of the store in which wrapped ranks agree; empty if there is none yet."""
     if not is_etcd(endpoint):
         return read(store, endpoint_key(record.round)) or ""

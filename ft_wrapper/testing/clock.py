@@ -37,7 +37,7 @@ class Clock:
 
     Attributes:
         lock: held while a store carries out an operation.
-        aside: whether the present look at a store is no part of what is simulated: no step, no hook, no fault.
+        aside: whether the present look at a store is no part of the simulation: no step, no hook, no fault.
     """
 
     def __init__(self, start: float = 0.0) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from ..store import HoldingStore, PrefixStore
+from ..store.mixin import HoldingStore, PrefixStore
 from .gloo import named_threads
 
 log = logging.getLogger(__name__)
