@@ -1,6 +1,5 @@
 """Virtual time, and who waits by it: threads until a test turns the clock, or the tasks of a scheduler."""
 
-import contextlib
 import dataclasses
 import datetime
 import math
@@ -44,7 +43,7 @@ class Clock:
         self._now = start
         self._sleepers = 0
         self._turned = threading.Condition()
-        self.lock: contextlib.AbstractContextManager[Any] = self._turned
+        self.lock: Any = self._turned
         self.aside = False
 
     def now(self) -> float:
