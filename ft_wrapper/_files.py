@@ -1,7 +1,5 @@
 """Files and streams of this process."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

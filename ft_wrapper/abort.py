@@ -4,22 +4,19 @@ They run in the wrapper's monitor thread while the function is still running: in
 ``init_process_group``, in a backward pass, or anywhere else.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import functools
 import logging
-import multiprocessing
 import multiprocessing.process
 import os
-import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import connection
 from typing import Any, TypeAlias, TypeVar
 
 import psutil
@@ -252,14 +249,10 @@ def _send(running: dict[int, int], signum: signal.Signals) -> None:
 
 def _wait_for_end(running: dict[int, int], timeout: float) -> None:
     """Removes the processes that end within ``timeout`` seconds."""
-    poll = select.poll()
-    for pidfd in running:
-        poll.register(pidfd, select.POLLIN)
     deadline = time.monotonic() + timeout
     while running:
-        ended = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        ended = connection.wait(list(running), max(0.0, deadline - time.monotonic()))
         if not ended:
             return
-        for pidfd, _ in ended:
-            poll.unregister(pidfd)
+        for pidfd in running.keys() & set(ended):
             del running[pidfd]

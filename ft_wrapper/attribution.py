@@ -1,7 +1,5 @@
 """Who was interrupted, and by what."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Plug-ins that run when the wrapped call has completed."""
 
-from __future__ import annotations
-
 import abc
 
 from .state import FrozenState

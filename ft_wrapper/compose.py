@@ -1,7 +1,5 @@
 """Compose: several plug-ins in the place of one."""
 
-from __future__ import annotations
-
 import types
 import warnings
 from typing import Any, TypeVar

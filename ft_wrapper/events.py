@@ -5,8 +5,6 @@ a host append to. Times of one host may be compared with each other: ``monotonic
 its processes. Times of two hosts may not.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

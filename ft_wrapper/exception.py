@@ -1,7 +1,5 @@
 """Every error that a user can meet, and how one is said in a line."""
 
-from __future__ import annotations
-
 
 class RestartError(Exception):
     """Base of the errors raised by the wrapper itself."""

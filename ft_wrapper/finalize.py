@@ -1,7 +1,5 @@
 """Plug-ins that clean up after the function has left an iteration."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Plug-ins that decide whether a rank may go on."""
 
-from __future__ import annotations
-
 import abc
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """Plug-ins that run at the start of every iteration."""
 
-from __future__ import annotations
-
 import abc
 
 from .exception import RestartAbort

@@ -1,7 +1,5 @@
 """How log lines look where the program has not set up logging: level, time, place, message."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -8,17 +8,12 @@ whatever the logging of the process is set to. They go through the logger ``ft_w
 replace its handler to send them elsewhere.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 
-from .abort import Abort
-from .completion import Completion
-from .initialize import Initialize
+from . import abort, completion, initialize, terminate
 from .settings import as_int
 from .state import FrozenState
-from .terminate import Terminate
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +69,7 @@ class _Callback:
         return state
 
 
-class NestedRestarterHandlingCompleted(_Callback, Initialize):
+class NestedRestarterHandlingCompleted(_Callback, initialize.Initialize):
     """Says ``initialize`` the first time, then ``handling``, stage ``completed``: a restart is done.
 
     Args:
@@ -89,7 +84,7 @@ class NestedRestarterHandlingCompleted(_Callback, Initialize):
         return state
 
 
-class NestedRestarterHandlingStarting(_Callback, Abort):
+class NestedRestarterHandlingStarting(_Callback, abort.Abort):
     """Says ``handling``, stage ``starting``: a restart begins.
 
     Args:
@@ -100,7 +95,7 @@ class NestedRestarterHandlingStarting(_Callback, Abort):
     restarter_stage = "starting"
 
 
-class NestedRestarterFinalized(_Callback, Completion):
+class NestedRestarterFinalized(_Callback, completion.Completion):
     """Says ``finalized``: the wrapped call is done.
 
     Args:
@@ -110,7 +105,7 @@ class NestedRestarterFinalized(_Callback, Completion):
     restarter_state = "finalized"
 
 
-class NestedRestarterAborted(_Callback, Terminate):
+class NestedRestarterAborted(_Callback, terminate.Terminate):
     """Says ``aborted``: this rank leaves before the call is done.
 
     Args:

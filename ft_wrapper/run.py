@@ -7,8 +7,6 @@ script that uses no wrapper is ended, or restarted, as a whole. Options have tor
 ``ftrun status`` and ``ftrun report`` tell how a job stands, and what its restarts took.
 """
 
-from __future__ import annotations
-
 import atexit
 import copy
 import dataclasses
@@ -31,12 +29,10 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from . import report as restarts
 from ._files import replace_broken_streams
-from .agent.classic_nodes import ClassicNodes
+from .agent import classic_nodes, ft_nodes, outputs
 from .agent.elastic import CannotStart, Launch, LocalElasticAgent, WorkerSpec
-from .agent.ft_nodes import FtNodes
 from .agent.nodes import End, Nodes, OneNode
 from .agent.options import Options, parse_args
-from .agent.outputs import report, write_own_error_file
 from .agent.policy import Policy
 from .log_lines import LineFormatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
@@ -82,7 +78,7 @@ def run(options: Options) -> int:
                     "looked up here (/etc/hosts)"
                 )
             print(f"ftrun: error: cannot start {options.script}: {words}", file=sys.stderr)
-            write_own_error_file(error)
+            outputs.write_own_error_file(error)
             return 2
     return _report(options, end)
 
@@ -138,7 +134,7 @@ def _address_alone(given: str) -> str:
     return given or loopback()
 
 
-def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
+def _ft(options: Options, parameters: RendezvousParameters) -> ft_nodes.FtNodes:
     settings, identity = read_parameters(parameters)
     agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
     # A node that says less agrees with nodes of a version that had no such options.
@@ -146,7 +142,7 @@ def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
         agreed["active_world_size"] = str(options.active_world_size)
     if options.spare_nodes:
         agreed["spare_nodes"] = str(options.spare_nodes)
-    return FtNodes(
+    return ft_nodes.FtNodes(
         lambda: make_backend(parameters),
         dataclasses.replace(settings, agreed=agreed),
         identity,
@@ -155,12 +151,14 @@ def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
     )
 
 
-def _classic(options: Options, parameters: RendezvousParameters) -> ClassicNodes:
+def _classic(options: Options, parameters: RendezvousParameters) -> classic_nodes.ClassicNodes:
     host_name, _ = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
     parameters = copy.copy(parameters)
     parameters.local_addr = parameters.local_addr or address_of_this_node(host_name)
     spec = _spec(options, monitor_interval=options.monitor_interval, local_addr=parameters.local_addr)
-    return ClassicNodes(spec, options.exit_barrier_timeout, lambda: get_rendezvous_handler(parameters))
+    return classic_nodes.ClassicNodes(
+        spec, options.exit_barrier_timeout, lambda: get_rendezvous_handler(parameters)
+    )
 
 
 # Before and after ------------------------------------------------------------------------------------------
@@ -173,8 +171,8 @@ def _report(options: Options, end: End) -> int:
             "rank %d (pid %d): %s; the job finished all the same", failure.rank, failure.pid, failure.how()
         )
     if end.failures:
-        log.error("%s", report(end.failures, options.nproc_per_node, end.node))
-        write_own_error_file(end.failures[0])
+        log.error("%s", outputs.report(end.failures, options.nproc_per_node, end.node))
+        outputs.write_own_error_file(end.failures[0])
     for why in filter(None, (end.ended_by, end.error_elsewhere)):
         log.error("%s", why)
     if end.signum is not None:

@@ -1,7 +1,5 @@
 """Plug-ins that run when a rank leaves the job for good."""
 
-from __future__ import annotations
-
 import abc
 
 from .state import FrozenState

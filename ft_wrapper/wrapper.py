@@ -20,7 +20,7 @@ from .restart import Settings, check_together, default_assignment
 from .restart.call import Call
 from .settings import ACTIVE_WORLD_SIZE_ENV, Limits, about, formation_size
 from .state import State
-from .store import plan_store
+from .store.plan import plan_store
 
 log = logging.getLogger(__name__)
 

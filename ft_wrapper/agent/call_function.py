@@ -4,8 +4,6 @@ A function is sent as `multiprocessing` with ``spawn`` does it: by its module's 
 the main module of the process that sends it. What it returns comes back in a file, one for each local rank.
 """
 
-from __future__ import annotations
-
 import multiprocessing.spawn
 import os
 import pickle

@@ -5,8 +5,6 @@ now and then, and the others notice by themselves that a node has left. Single r
 round as with our own rendezvous; nodes are not.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import socket
@@ -16,13 +14,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
+from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousTimeoutError,
-)
 
 from ..rendezvous.backends import host_workers_store
 from ..store.address import address_of_this_node, host_port, is_this_host, loopback
@@ -52,13 +45,13 @@ class ClassicNodes(Nodes):
         self,
         spec: WorkerSpec,
         exit_barrier_timeout: float,
-        make_handler: Callable[[], RendezvousHandler] | None = None,
+        make_handler: Callable[[], elastic.RendezvousHandler] | None = None,
     ) -> None:
         super().__init__()
         self._spec = spec
         self._exit_barrier_timeout = exit_barrier_timeout
         self._make_handler = make_handler or (lambda: spec.rdzv_handler)
-        self._handler: RendezvousHandler | None = None
+        self._handler: elastic.RendezvousHandler | None = None
         self._store: Store | None = None
         self._round: Round | None = None
         self._worker_store: TCPStore | None = None
@@ -94,23 +87,23 @@ class ClassicNodes(Nodes):
         if port:
             try:
                 return host_workers_store(address, port)
-            except RendezvousConnectionError as error:
+            except elastic.RendezvousConnectionError as error:
                 log.info("the store of the workers is on another port than %d: %s", port, error)
         return host_workers_store(address)
 
     # Whether others wait ------------------------------------------------------------------------------
 
-    def _start_asking(self, handler: RendezvousHandler) -> None:
+    def _start_asking(self, handler: elastic.RendezvousHandler) -> None:
         stop = threading.Event()
         term = self.inbox.term
         asking = in_background("whether nodes wait", lambda: self._ask(handler, term, stop))
         self._asking = (asking, stop)
 
-    def _ask(self, handler: RendezvousHandler, term: int, stop: threading.Event) -> None:
+    def _ask(self, handler: elastic.RendezvousHandler, term: int, stop: threading.Event) -> None:
         while not stop.wait(self._spec.monitor_interval):
             try:
                 waiting = handler.num_nodes_waiting()
-            except (RendezvousError, DistError) as error:
+            except (elastic.RendezvousError, DistError) as error:
                 self.inbox.put(term, News(What.LOST, f"the rendezvous is lost: {error}"))
                 return
             if waiting > 0:
@@ -187,7 +180,7 @@ def exchange(store: Store, rank: int, size: int, spec: WorkerSpec, address: str)
             store.set("nodes", json.dumps([address, nodes]))
         address, nodes = json.loads(_get(store, "nodes", 0))
     except DistNetworkError as error:
-        raise RendezvousConnectionError(f"the rendezvous store is lost: {error}") from error
+        raise elastic.RendezvousConnectionError(f"the rendezvous store is lost: {error}") from error
     same = [(other, count) for other, (count, its_role) in enumerate(nodes) if its_role == spec.role]
     world_size = sum(count for count, _ in nodes)
     return Round(
@@ -207,7 +200,7 @@ def _get(store: Store, key: str, rank: int) -> str:
     try:
         return store.get(key).decode()
     except DistStoreError as error:
-        raise RendezvousTimeoutError(
+        raise elastic.RendezvousTimeoutError(
             f"node {rank} joined the round, but did not say how many ranks it has within "
             f"{EXCHANGE_TIMEOUT:g} s; see whether it runs"
         ) from error

@@ -3,12 +3,9 @@
 `Parser` also reads single values; `ft_wrapper.agent.options` checks what they mean together.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools
-import importlib
 import importlib.metadata
 import os
 import signal

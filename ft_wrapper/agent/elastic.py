@@ -5,8 +5,6 @@ The types are torch's own: `WorkerSpec`, `Worker`, `WorkerGroup`, `WorkerState`,
 one by one. ``ftrun`` runs on it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -18,7 +16,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -34,17 +31,12 @@ from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from . import call_function
-from .classic_nodes import ClassicNodes
+from . import call_function, classic_nodes, health, loop, rounds, watchdog
 from .group import Counts, Group, process_failures, state_of
-from .health import health
-from .loop import Loop
 from .nodes import EXIT_BARRIER_TIMEOUT, CannotStart, End, Inbox, Nodes
 from .policy import RANK_RESTARTS, Policy, RestartPolicy
 from .process import LOCAL_RANK, Job, Program, program_of, python_program
-from .rounds import WholeGroup, Workers, run_rounds
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS, queued
-from .watchdog import watchdog
 
 __all__ = [
     "CannotStart",
@@ -219,16 +211,16 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _meet(self) -> Nodes:
         """This node's part among the others. Does not connect yet."""
-        return ClassicNodes(self._group.spec, self._exit_barrier_timeout)
+        return classic_nodes.ClassicNodes(self._group.spec, self._exit_barrier_timeout)
 
-    def _open_workers(self, nodes: Nodes, cleanup: ExitStack) -> Workers:
+    def _open_workers(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> rounds.Workers:
         """What starts and waits for the workers of each round.
 
         Args:
             nodes: the others.
             cleanup: ends what still runs, and closes all, at the end.
         """
-        return WholeGroup(self, self._group, nodes, cleanup)
+        return rounds.WholeGroup(self, self._group, nodes, cleanup)
 
     # -----------------------------------------------------------------------------------------------------
 
@@ -244,13 +236,13 @@ class SimpleElasticAgent(ElasticAgent):
             raise RuntimeError("an agent runs once; make another one, with a new rendezvous handler")
         began = time.monotonic()
         try:
-            with ExitStack() as cleanup:
+            with contextlib.ExitStack() as cleanup:
                 signals = cleanup.enter_context(queued((*self._signals, signal.SIGCHLD)))
                 nodes = self._meet()
                 cleanup.callback(nodes.close)
                 self._open_health(nodes.inbox, cleanup)
                 workers = self._open_workers(nodes, cleanup)
-                end = run_rounds(nodes, workers, signals)
+                end = rounds.run_rounds(nodes, workers, signals)
                 self._group.become(state_of(end))
                 return end
         except BaseException:
@@ -259,9 +251,9 @@ class SimpleElasticAgent(ElasticAgent):
         finally:
             self._group.run_seconds = time.monotonic() - began
 
-    def _open_health(self, inbox: Inbox, cleanup: ExitStack) -> None:
+    def _open_health(self, inbox: Inbox, cleanup: contextlib.ExitStack) -> None:
         """Answers questions whether the agent is alive, to the end; see `health`."""
-        cleanup.enter_context(health(self._group, inbox))
+        cleanup.enter_context(health.health(self._group, inbox))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,7 +345,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._health_check_server = health_check_server
         self._launch = launch
         self._make_loop = functools.partial(
-            Loop,
+            loop.Loop,
             policy=RestartPolicy(restart_policy, spec.max_restarts, max_rank_restarts),
             logs_specs=logs_specs,
             shutdown_timeout=shutdown_timeout,
@@ -367,7 +359,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         """When this agent was alive last, in seconds since the epoch; torch's launcher asks for it."""
         return int(time.time())
 
-    def _open_health(self, inbox: Inbox, cleanup: ExitStack) -> None:
+    def _open_health(self, inbox: Inbox, cleanup: contextlib.ExitStack) -> None:
         if self._health_check_server is None:
             super()._open_health(inbox, cleanup)
         else:
@@ -376,7 +368,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _meet(self) -> Nodes:
         return super()._meet() if self._launch is None else self._launch.meet()
 
-    def _open_workers(self, nodes: Nodes, cleanup: ExitStack) -> Workers:
+    def _open_workers(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> rounds.Workers:
         spec, launch = self._group.spec, self._launch
         run_id = str(spec.rdzv_handler.get_run_id()) if launch is None else launch.run_id
         job = Job(
@@ -386,7 +378,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             spec.max_restarts,
             active_world_size=None if launch is None else launch.active_world_size,
             virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
-            timer_file=cleanup.enter_context(watchdog(run_id)),
+            timer_file=cleanup.enter_context(watchdog.watchdog(run_id)),
             signals=",".join(signum.name for signum in self._signals),
         )
         if job.shares_processor():
@@ -394,7 +386,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         program = self._program(cleanup) if launch is None else launch.program
         return cleanup.enter_context(self._make_loop(program, job, nodes))
 
-    def _program(self, cleanup: ExitStack) -> Program:
+    def _program(self, cleanup: contextlib.ExitStack) -> Program:
         """What each worker runs; files that it needs are removed at the end."""
         spec = self._group.spec
         if isinstance(spec.entrypoint, str):

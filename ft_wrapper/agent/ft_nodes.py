@@ -5,8 +5,6 @@ Once the ranks have formed a wrapped job, the agent of group rank 0 switches to 
 take and lose seats while the ranks of the others go on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 The agent's main thread writes it; the health endpoint and callers of the agent read copies.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses
@@ -15,13 +13,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.events import record
 from torch.distributed.elastic.events.api import Event, EventMetadataValue, EventSource
 from torch.distributed.elastic.metrics.api import put_metric
@@ -64,10 +56,10 @@ class Group:
         run_seconds: how long the agent has run, once it has ended.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: api.WorkerSpec) -> None:
         self.run_seconds = 0.0
         self._lock = threading.Lock()
-        self._group = WorkerGroup(spec)
+        self._group = api.WorkerGroup(spec)
         self._counts: collections.Counter[str] = collections.Counter()
         self._missing: set[int] = set()  # local ranks whose last process has failed
         self._succeeded: set[int] = set()
@@ -76,12 +68,12 @@ class Group:
     # What is read ---------------------------------------------------------------------------------------
 
     @property
-    def spec(self) -> WorkerSpec:
+    def spec(self) -> api.WorkerSpec:
         """Of the workers."""
         return self._group.spec
 
     @property
-    def state(self) -> WorkerState:
+    def state(self) -> api.WorkerState:
         """The state now."""
         return self._group.state
 
@@ -102,7 +94,7 @@ class Group:
         with self._lock:
             return set(self._succeeded)
 
-    def copy(self) -> WorkerGroup:
+    def copy(self) -> api.WorkerGroup:
         """The group as it is now; it does not change afterwards."""
         with self._lock:
             copied = copy.copy(self._group)
@@ -123,7 +115,7 @@ class Group:
             group.group_rank, group.group_world_size = where.group_rank, where.group_world_size  # type: ignore[assignment]
             group.master_addr, group.master_port = host, int(port)  # type: ignore[assignment]
             group.workers = [
-                Worker(
+                api.Worker(
                     rank,
                     where.rank(rank),
                     where.role_rank + rank,
@@ -140,7 +132,7 @@ class Group:
     def all_started(self) -> None:
         """All workers of the round have been started; meanwhile some may have failed, or all been stopped."""
         if self._starting:
-            self.become(WorkerState.UNHEALTHY if self._missing else WorkerState.HEALTHY)
+            self.become(api.WorkerState.UNHEALTHY if self._missing else api.WorkerState.HEALTHY)
 
     def count_restarts(self, restarts: int) -> None:
         """Notes how often all workers were restarted because some had failed, or are about to be."""
@@ -160,9 +152,9 @@ class Group:
             self._missing.discard(local_rank)
             self._succeeded.discard(local_rank)
             self._counts["replacements"] += replaces
-            healed = self._group.state is WorkerState.UNHEALTHY and not self._missing
+            healed = self._group.state is api.WorkerState.UNHEALTHY and not self._missing
         if healed:
-            self.become(WorkerState.HEALTHY)
+            self.become(api.WorkerState.HEALTHY)
 
     def ended(self, local_rank: int) -> None:
         """A worker has done what it had to."""
@@ -174,11 +166,11 @@ class Group:
         with self._lock:
             self._counts["failures"] += 1
             self._missing.add(local_rank)
-            was_healthy = self._group.state is WorkerState.HEALTHY
+            was_healthy = self._group.state is api.WorkerState.HEALTHY
         if was_healthy:
-            self.become(WorkerState.UNHEALTHY)
+            self.become(api.WorkerState.UNHEALTHY)
 
-    def become(self, state: WorkerState) -> None:
+    def become(self, state: api.WorkerState) -> None:
         """Changes the state, and tells torch's metrics.
 
         Args:
@@ -236,7 +228,7 @@ class Group:
         """Gives an event to the handler that the spec names."""
         record(event, getattr(self.spec, "event_log_handler", "null"))  # not in older torch
 
-    def tell_end(self, result: RunResult) -> None:
+    def tell_end(self, result: api.RunResult) -> None:
         """Tells torch's metrics how the job ended, and the handler of events how each worker did."""
         spec, failed = self.spec, result.is_failed()
         again = self.remaining_restarts != spec.max_restarts
@@ -254,7 +246,7 @@ class Group:
         for worker in self.copy().workers:
             self.record(self._worker_event(worker, result))
 
-    def _worker_event(self, worker: Worker, result: RunResult) -> Event:
+    def _worker_event(self, worker: api.Worker, result: api.RunResult) -> Event:
         failure: ProcessFailure | None = result.failures.get(worker.global_rank)
         was_ended = result.is_failed() and failure is None
         about = {  # torch has each in a tuple
@@ -274,12 +266,12 @@ class Group:
         )
 
 
-def state_of(end: End) -> WorkerState:
+def state_of(end: End) -> api.WorkerState:
     """The state of the workers at the end."""
     if end.signum is not None:
-        return WorkerState.STOPPED
+        return api.WorkerState.STOPPED
     failed = end.failures or end.ended_by or end.error_elsewhere
-    return WorkerState.FAILED if failed else WorkerState.SUCCEEDED
+    return api.WorkerState.FAILED if failed else api.WorkerState.SUCCEEDED
 
 
 def process_failures(end: End, first_rank: int) -> dict[int, ProcessFailure]:

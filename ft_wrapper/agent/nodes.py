@@ -1,7 +1,5 @@
 """What an agent asks of the other nodes: rounds, news, and how to leave. Here: there are no others."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -142,7 +140,11 @@ class News:
 
 
 class Inbox:
-    """News that other threads have put here; one can `select` on it."""
+    """News that other threads have put here; one can `select` on it.
+
+    Attributes:
+        term: which round it is, for `put`.
+    """
 
     def __init__(self) -> None:
         self._items: collections.deque[tuple[int, News]] = collections.deque()
@@ -150,7 +152,7 @@ class Inbox:
         self._read_end.setblocking(False)
         self._write_end.setblocking(False)
         self._lock = threading.Lock()
-        self._term = 0
+        self.term = 0
         self._attended = True
         self._knocks: list[threading.Event] = []
 
@@ -158,15 +160,10 @@ class Inbox:
         """Readable when there is news."""
         return self._read_end.fileno()
 
-    @property
-    def term(self) -> int:
-        """Which round it is, for `put`."""
-        return self._term
-
     def begin_term(self) -> None:
         """From now on only news of this new round counts."""
         with self._lock:
-            self._term += 1
+            self.term += 1
 
     def put(self, term: int, news: News) -> None:
         """Adds news; from any thread, and without harm after the end.
@@ -185,7 +182,7 @@ class Inbox:
             with contextlib.suppress(BlockingIOError):
                 self._read_end.recv(4096)
             self._answer()
-            items = [news for term, news in self._items if term == self._term]
+            items = [news for term, news in self._items if term == self.term]
             self._items.clear()
             return items
 

@@ -1,7 +1,5 @@
 """What ``ftrun``'s command line asks for, checked before anything is started."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib.machinery
@@ -20,16 +18,8 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config,
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
 from ..store.address import without_brackets
-from .command_line import (
-    DEFAULT_MASTER_ADDR,
-    DEFAULT_MASTER_PORT,
-    DEFAULT_RDZV_ID,
-    NO_EFFECT,
-    NO_HANDLER,
-    Parser,
-    make_parser,
-    name,
-)
+from . import command_line
+from .command_line import Parser, name
 from .outputs import PREFIX_ENV
 from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
@@ -111,12 +101,12 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
             asked for (0).
     """
     try:
-        parser = make_parser()
+        parser = command_line.make_parser()
     except ValueError as error:  # torchrun's own parser says no more than this
         print(f"ftrun: error: PET_* of an option without a value must be 0 or 1: {error}", file=sys.stderr)
         sys.exit(2)
     args = parser.read(argv)
-    args.rdzv_id = args.rdzv_id or DEFAULT_RDZV_ID  # torchrun's static rendezvous needs no name
+    args.rdzv_id = args.rdzv_id or command_line.DEFAULT_RDZV_ID  # torchrun's static rendezvous needs no name
     _warn_of_what_has_no_effect(parser, args)
     nproc = parser.nproc()
     if args.log_dir and args.log_dir != os.devnull and os.path.isfile(args.log_dir):
@@ -141,7 +131,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         standby=not args.no_standby,
         logs_specs=parser.logs_specs(),
         virtual_local_rank=bool(args.virtual_local_rank),
-        run_id="" if args.standalone or args.rdzv_id == DEFAULT_RDZV_ID else args.rdzv_id,
+        run_id="" if args.standalone or args.rdzv_id == command_line.DEFAULT_RDZV_ID else args.rdzv_id,
         log_line_prefix=args.log_line_prefix_template or os.environ.get(PREFIX_ENV) or None,
         warnings=tuple(parser.warnings),
         **nodes,
@@ -149,9 +139,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
 
 
 def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> None:
-    for option, instead in NO_EFFECT.items():
+    for option, instead in command_line.NO_EFFECT.items():
         value = getattr(args, name(option))
-        if value and value != NO_HANDLER:
+        if value and value != command_line.NO_HANDLER:
             shown = ",".join(value) if isinstance(value, list) else value
             parser.warn(f"{option} {shown}: has no effect here; {instead}")
     unknown = parser.unknown()
@@ -261,14 +251,14 @@ def _nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy)
     if not args.standalone:
         _check_backend(parser, args)
         _check_node_rank(parser, args, most + spares, is_alone)
-    port = parser.master_port(DEFAULT_MASTER_PORT)
+    port = parser.master_port(command_line.DEFAULT_MASTER_PORT)
     if is_alone:
         _warn_of_what_is_superfluous(parser, args)
         # As torchrun, which has a free one with --standalone; a script may name it: init_method="tcp://…".
         own = 0 if args.standalone or not args.master_port else port
         return {**found, "address": without_brackets(args.master_addr or ""), "port": own}
     endpoint = _endpoint(parser, args, port, spares)
-    if args.rdzv_backend in ETCD_NAMES and args.rdzv_id == DEFAULT_RDZV_ID:
+    if args.rdzv_backend in ETCD_NAMES and args.rdzv_id == command_line.DEFAULT_RDZV_ID:
         parser.error(f"--rdzv-backend {args.rdzv_backend} needs --rdzv-id ID: it tells the jobs there apart")
     parameters = _parameters(parser, args, endpoint, least, most + spares, nproc)
     return {**found, "spare_nodes": spares, "rendezvous": parameters}
@@ -356,7 +346,7 @@ def _warn_of_what_is_superfluous(parser: Parser, args: argparse.Namespace) -> No
         options += [
             ("--nnodes", args.nnodes, ("1", "1:1")),
             ("--rdzv-endpoint", args.rdzv_endpoint, ()),
-            ("--rdzv-id", args.rdzv_id, (DEFAULT_RDZV_ID,)),
+            ("--rdzv-id", args.rdzv_id, (command_line.DEFAULT_RDZV_ID,)),
             ("--master-port", args.master_port, ()),
         ]
     given = ", ".join(f"{option} {value}" for option, value, usual in options if value and value not in usual)
@@ -374,9 +364,9 @@ def _endpoint(parser: Parser, args: argparse.Namespace, port: int, spares: int) 
     if args.rdzv_backend in ETCD_NAMES:
         parser.error(f"{what} needs --rdzv-endpoint HOST:PORT: etcd's members, the same on all")
     if args.master_addr or args.master_port:  # as torchrun's static rendezvous has it
-        return f"{args.master_addr or DEFAULT_MASTER_ADDR}:{port}"
+        return f"{args.master_addr or command_line.DEFAULT_MASTER_ADDR}:{port}"
     if args.rdzv_backend in (STATIC, *OURS):
-        endpoint = where = f"{DEFAULT_MASTER_ADDR}:{DEFAULT_MASTER_PORT}"
+        endpoint = where = f"{command_line.DEFAULT_MASTER_ADDR}:{command_line.DEFAULT_MASTER_PORT}"
     else:
         endpoint, where = "", "localhost"  # at which port is up to the handler
     parser.warn(

@@ -330,11 +330,10 @@ def report(failures: Sequence[Failure], nproc: int, node: str = "") -> str:
     Returns:
         A table of several lines.
     """
-    rows = [("rank", "pid", "when", "how", "error", "file")]
+    rows: list[tuple[object, ...]] = [("rank", "pid", "when", "how", "error", "file")]
     for failure in failures:
         when = time.strftime("%H:%M:%S", time.localtime(failure.when))
-        pid = str(failure.pid) if failure.pid else "-"
-        rows.append((str(failure.rank), pid, when, failure.how(), failure.error or "-", failure.file or "-"))
+        rows.append((failure.rank, failure.pid or "", when, failure.how(), failure.error, failure.file))
     ranks = len({failure.rank for failure in failures})
     times = f", {len(failures)} times in all" if len(failures) > ranks else ""
     where = f" of node {node}" if node else ""

@@ -5,8 +5,6 @@ its arguments differ between torch's versions, it cannot tie a rank's life to ou
 sends a signal to a process that may be gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

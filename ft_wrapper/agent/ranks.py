@@ -8,8 +8,6 @@ A stop ends those that run, and takes back what is asked for or due. It is follo
 (`_Stop.again`) or by the end. `ft_wrapper.agent.loop` waits for what happens, and carries actions out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import signal

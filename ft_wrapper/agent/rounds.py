@@ -14,13 +14,9 @@ import signal
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
+from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-)
 
 from ..exception import StoreError
 from ..log_lines import note_node
@@ -75,10 +71,10 @@ def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
             log.warning("%s: this node leaves before the rendezvous is complete", name)
             nodes.leave(f"it was ended by {name}")
             return End(signum=signalled.signum)
-        except RendezvousGracefulExitError as error:
+        except elastic.RendezvousGracefulExitError as error:
             log.info("%s", error)
             return End()
-        except (OSError, StoreError, ValueError, RendezvousError) as error:
+        except (OSError, StoreError, ValueError, elastic.RendezvousError) as error:
             why = _words(error)
             nodes.leave(f"it could not go on: {why}")
             if is_first:
@@ -94,7 +90,7 @@ def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
 
 def _words(error: Exception) -> str:
     """What an error says; torch's handlers raise some that say nothing."""
-    if isinstance(error, RendezvousClosedError) and not str(error):
+    if isinstance(error, elastic.RendezvousClosedError) and not str(error):
         return "the job is over: its rendezvous is closed"
     return str(error) or type(error).__name__
 

@@ -1,7 +1,5 @@
 """Signals as something that one can wait for, together with other things."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import types

@@ -1,7 +1,5 @@
 """The agent's side of the template process, which forks ranks that have torch imported already."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

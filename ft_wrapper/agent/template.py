@@ -12,8 +12,6 @@ started by exec finds: its own environment, arguments, ``__main__``, random numb
   runs that the agent does not know.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import ctypes

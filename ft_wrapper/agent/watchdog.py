@@ -5,8 +5,6 @@ pipe in ``TORCHELASTIC_TIMER_FILE``. One that overruns a ``timer.expires(…)`` 
 treated like any other that has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -15,10 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 
-from torch.distributed.elastic.agent.server.local_elastic_agent import (
-    TORCHELASTIC_ENABLE_FILE_TIMER,
-    TORCHELASTIC_TIMER_FILE,
-)
+from torch.distributed.elastic.agent.server import local_elastic_agent as theirs
 from torch.distributed.elastic.timer.file_based_local_timer import FileTimerRequest, FileTimerServer
 
 log = logging.getLogger(__name__)
@@ -67,10 +62,10 @@ def watchdog(run_id: str) -> Iterator[str]:
     Raises:
         OSError: the pipe cannot be made.
     """
-    if os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) != "1":
+    if os.environ.get(theirs.TORCHELASTIC_ENABLE_FILE_TIMER) != "1":
         yield ""
         return
-    path = os.environ.get(TORCHELASTIC_TIMER_FILE) or os.path.join(
+    path = os.environ.get(theirs.TORCHELASTIC_TIMER_FILE) or os.path.join(
         tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"
     )
     server = _Server(path, run_id, max_interval=INTERVAL, daemon=True)

@@ -31,7 +31,7 @@ from ..exception import StoreError
 from ..protocol import keys
 from ..protocol.heart import Heart
 from ..settings import Limits
-from ..store import StorePlan, announced_plan
+from ..store.plan import StorePlan, announced_plan
 from .line import VERSION, MonitorLine, peer, receive, receive_fd, send
 from .rank_monitor import await_exit
 from .shared_memory import RankMemory

@@ -6,8 +6,6 @@ gone. After the last plug-in the ranks are 0 … world size - 1 and the active r
 each once.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import json

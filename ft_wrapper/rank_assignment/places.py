@@ -11,8 +11,6 @@ in what the ranks brought, no matter who is lost and who computed before. Column
 regular compress well: a few hundred bytes for thousands of ranks.
 """
 
-from __future__ import annotations
-
 import base64
 import bisect
 import dataclasses

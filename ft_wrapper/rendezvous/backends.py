@@ -4,8 +4,6 @@ That of the workers is fresh in each round, so that nothing of an earlier one is
 outlives all nodes, the node of group rank 0 hosts it; the others learn its address from the rendezvous store.
 """
 
-from __future__ import annotations
-
 import abc
 import logging
 import socket

@@ -1,7 +1,5 @@
 """Carries out operations: asks for the next action, does it, writes the record back, waits for others."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
@@ -256,37 +254,28 @@ class Executor:
     def _fold(self, snapshot: Snapshot, then: Callable[[Record], Record]) -> Snapshot:
         """Takes the log into the record."""
         record = snapshot.record
-        after = then(moves.fold(record, self._register.admissions(record.epoch)))
-        if after == record:
-            newest = self.refresh()
-            if newest.text == snapshot.text:
-                self._forget_announced(after)
-            return newest
-        snapshot, won = self._replace(snapshot, after)
-        if won:
-            self._forget_announced(snapshot.record)
-        return snapshot
-
-    def _forget_announced(self, record: Record) -> None:
-        """The log is in the record. If this node is not, it was taken out and has to join again."""
-        if self._context(record, 0.0, 0.0).place is None:
-            self._announced = None
+        return self._put(snapshot, then(moves.fold(record, self._register.admissions(record.epoch))))
 
     def _leave(self, snapshot: Snapshot, announced: bool) -> Snapshot:
-        record = snapshot.record
+        def without(record: Record) -> Record:
+            return moves.remove(record, [self.node])[0]
+
         if announced:  # its admission may not be in the record yet, and would get into it later
-            record = moves.fold(record, self._register.admissions(record.epoch))
-        after, _ = moves.remove(record, [self.node])
+            return self._fold(snapshot, without)
+        return self._put(snapshot, without(snapshot.record))
+
+    def _put(self, snapshot: Snapshot, after: Record) -> Snapshot:
+        """Writes the record, if it is another one than before; returns the newest."""
         if after == snapshot.record:
             # Another node may have taken the log into the record since that was read, and deleted it.
             newest = self.refresh()
-            if newest.text == snapshot.text:
-                self._announced = None
-            return newest
-        snapshot, won = self._replace(snapshot, after)
-        if won:
+            won = newest.text == snapshot.text
+        else:
+            newest, won = self._replace(snapshot, after)
+        # The log is in the record. If this node is not, it was taken out and has to join again.
+        if won and self._context(newest.record, 0.0, 0.0).place is None:
             self._announced = None
-        return snapshot
+        return newest
 
     def _replace(self, snapshot: Snapshot, after: Record) -> tuple[Snapshot, bool]:
         newer, won = self._register.replace(snapshot, after)

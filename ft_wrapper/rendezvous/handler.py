@@ -1,7 +1,5 @@
 """The handler that an agent uses, torch's own agents too: `FtRendezvousHandler`."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
@@ -14,10 +12,9 @@ from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
 from ..protocol.operations import Operations
-from . import operations
+from . import moves, operations
 from .backends import Backend, WorkerStores, make_backend
 from .executor import Executor, OnUnseated
-from .moves import adopt_rank_policy
 from .presence import OnChange, Presence
 from .record import Node, Record, RoundPolicy, Seat
 from .register import Board, Register, Snapshot, agents_prefix, goodbye_key, incarnations_key
@@ -229,7 +226,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         Returns:
             Whether the policy is ``rank`` now. It is not while the nodes are on their way to the next round.
         """
-        return self._with_side(lambda side: side.change(adopt_rank_policy)).policy is RoundPolicy.RANK
+        return self._with_side(lambda side: side.change(moves.adopt_rank_policy)).policy is RoundPolicy.RANK
 
     def leave(self) -> None:
         """Gives up this node's place, if it has any, and ends its part. The others go on.

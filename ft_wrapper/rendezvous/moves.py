@@ -11,8 +11,6 @@ seat or loses it, and the others go on. But if the node of group rank 0 hosts th
 lost with that node: the policy is ``group`` again, and the others form a new round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Time is handed in, by the node's own clock; no time of another host counts. An o
 each action and after each change of the record, until it answers `Action.FINISH` or an error.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import math

@@ -1,7 +1,5 @@
 """Staying in: a node's heartbeat, the nodes it watches, and the two threads that do this until the end."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

@@ -4,8 +4,6 @@ It is replaced by compare_set from exactly what was read. Every version has its 
 reads its own one back knows that it has won, also where an answer was lost and the client asked again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import threading

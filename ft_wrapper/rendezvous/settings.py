@@ -1,10 +1,7 @@
 """How a rendezvous is configured: torch's parameters, or a URL; errors say the way out."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
-import math
 import os
 import re
 import socket
@@ -15,6 +12,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from ..settings import as_int, as_seconds
 from ..store.address import DEFAULT_PREFIX, DEFAULT_TTL, EtcdAddress, etcd_login, etcd_tls_files
 
 NAME = "ft"
@@ -63,19 +61,15 @@ class Settings:
         if not self.run_id or not isinstance(self.run_id, str):
             raise ValueError(f"run_id={self.run_id!r} must not be empty; name the job with --rdzv-id")
         for name in ("min_nodes", "max_nodes", "keep_alive_max_attempt"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} must be an int; pass a number of at least 1")
-            if value < 1:
-                raise ValueError(f"{name}={value} is too small; pass a number of at least 1")
+            as_int(name, getattr(self, name), at_least=1)
         if self.min_nodes > self.max_nodes:
             raise ValueError(
                 f"min_nodes={self.min_nodes} is more than max_nodes={self.max_nodes}; "
                 "use --nnodes MIN:MAX with the smaller number first"
             )
         for name in ("join_timeout", "close_timeout", "keep_alive_interval", "patience"):
-            _check_seconds(name, getattr(self, name), zero=False)
-        _check_seconds("last_call_timeout", self.last_call_timeout, zero=True)
+            as_seconds(name, getattr(self, name))
+        as_seconds("last_call_timeout", self.last_call_timeout, from_zero=True)
 
     @property
     def keep_alive_timeout(self) -> float:
@@ -114,8 +108,7 @@ class Identity:
             raise ValueError(
                 f"node_id={self.node_id!r} must consist of letters, digits and . @ + = - _; pass another one"
             )
-        if self.nproc < 1:
-            raise ValueError(f"nproc={self.nproc} is too small; pass a number of at least 1")
+        as_int("nproc", self.nproc, at_least=1)
 
 
 _SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "keep_alive_interval", "patience")
@@ -165,9 +158,7 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[Settings, Identit
 
 def read_timeout(parameters: RendezvousParameters) -> float:
     """Seconds for which a store, or an etcd, that does not answer is tried again; errors as above."""
-    seconds = _number("read_timeout", _given(parameters).get("read_timeout", 60))
-    _check_seconds("read_timeout", seconds, zero=False)
-    return seconds
+    return as_seconds("read_timeout", _number("read_timeout", _given(parameters).get("read_timeout", 60)))
 
 
 def unknown_options(backend: str, names: Iterable[str]) -> dict[str, str]:
@@ -260,15 +251,6 @@ def new_node_id() -> str:
 
 def _given(parameters: RendezvousParameters) -> dict[str, Any]:
     return {name: value for name, value in parameters.config.items() if value is not None}
-
-
-def _check_seconds(name: str, value: float, *, zero: bool) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be a number of seconds")
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise ValueError(
-            f"{name}={value:g} must be finite and {'at least' if zero else 'more than'} 0 seconds"
-        )
 
 
 def _number(name: str, value: object) -> float:

@@ -4,8 +4,6 @@
 its own clock, and those of the slowest host are shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses
@@ -101,10 +99,11 @@ class Report:
         return "\n".join([*table(rows), summary])
 
 
-def table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
-    """Lines of a table whose columns stand below each other; the first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+def table(rows: Sequence[Sequence[object]], indent: str = "") -> list[str]:
+    """Lines of a table whose columns stand below each other; the first row is its head. A dash is nothing."""
+    texts = [["-" if cell in (None, "") else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in texts)
     return [f"{indent}{'  '.join(cells)}".rstrip() for cells in padded]
 
 

@@ -1,7 +1,5 @@
 """The line that a restart leaves in the log: what failed, where, who took over, how long it took."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """``ftrun status``: a job's nodes and ranks, read from its store, from any shell or host. Writes nothing."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -16,14 +14,14 @@ from torch.distributed import DistError
 
 from ..exception import StoreError
 from ..protocol import Agreement, keys
-from ..protocol.operations import read
+from ..protocol.operations import Operations, read
 from ..protocol.records import FAULT, split_entry, to_number
 from ..rendezvous.backends import RENDEZVOUS, workers_namespace
 from ..rendezvous.record import Place, Record
 from ..rendezvous.register import RECORD_KEY, endpoint_key
-from ..store import StoreMixin, StoreOperations, connect, connector, is_etcd
-from ..store.address import EtcdAddress
-from ..store.plan import ANNOUNCED
+from ..store import StoreMixin, connect
+from ..store.address import EtcdAddress, is_etcd
+from ..store.plan import ANNOUNCED, connector
 from . import table
 from .restart import host_and_pid, in_words
 
@@ -119,11 +117,10 @@ class Status:
             f"{self.state}: iteration {self.iteration} of call {self.call}, "
             f"{active} of {self.world_size} ranks active"
         ]
-        rows = [("slot", "incarnation", "active rank", "host", "pid")]
+        rows: list[tuple[object, ...]] = [("slot", "incarnation", "active rank", "host", "pid")]
         for rank in self.ranks:
-            place = "died" if rank.has_died else "-" if rank.active_rank is None else str(rank.active_rank)
-            pid = "-" if rank.pid is None else str(rank.pid)
-            rows.append((str(rank.slot), str(rank.incarnation), place, rank.host or "-", pid))
+            place = "died" if rank.has_died else rank.active_rank
+            rows.append((rank.slot, rank.incarnation, place, rank.host, rank.pid))
         lines += table(rows, "  ")
         if self.last_faults is not None:
             lines.append(f"last fault: {self.last_faults}")
@@ -132,11 +129,10 @@ class Status:
     def _of_the_nodes(self) -> list[str]:
         if not self.nodes:
             return []
-        rows = [("node", "place", "group rank", "slots", "address")]
+        rows: list[tuple[object, ...]] = [("node", "place", "group rank", "slots", "address")]
         for node in self.nodes:
-            rank = "-" if node.group_rank is None else str(node.group_rank)
-            slots = "-" if node.slots is None else f"{node.slots[0]}..{node.slots[1]}"
-            rows.append((node.id, node.place, rank, slots, node.address or "-"))
+            slots = node.slots and f"{node.slots[0]}..{node.slots[1]}"
+            rows.append((node.id, node.place, node.group_rank, slots, node.address))
         return ["nodes:", *table(rows, "  ")]
 
 
@@ -207,7 +203,7 @@ def watch(
         store.hear(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
 
 
-def _read_record(store: StoreOperations) -> Record | None:
+def _read_record(store: Operations) -> Record | None:
     """The record of the nodes; None if there is none in this store."""
     text = read(store, RECORD_KEY)
     try:
@@ -223,7 +219,7 @@ def _rendezvous_address(endpoint: str) -> str:
     return str(EtcdAddress.parse(endpoint).within(RENDEZVOUS))
 
 
-def _workers_address(endpoint: str, store: StoreOperations, record: Record) -> str:
+def _workers_address(endpoint: str, store: Operations, record: Record) -> str:
     """Address of the store in which wrapped ranks agree; empty if there is none yet."""
     if not is_etcd(endpoint):
         return read(store, endpoint_key(record.round)) or ""

@@ -1,7 +1,5 @@
 """One wrapped call. Here are its settings: the plug-ins, the store and the files, beside the `Limits`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """One call of the wrapped function: carries out what its restart loop asks for."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -26,9 +24,7 @@ from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..report.restart import began_before, line_of_entry
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
-from ..torch_groups import forget
-from ..torch_groups.between import connect, point_to
-from ..torch_groups.warm_up import warm_up
+from ..torch_groups import between, forget, warm_up
 from . import Settings, torch_state
 from .exit_watch import ExitWatch
 from .loop import Endpoint, Left, Performer, RestartLoop, kind_and_place, times_before
@@ -100,7 +96,7 @@ class Call(Performer):
     def user_store(self) -> PrefixStore:
         """The present iteration's store, on a connection of the function's own."""
         if self._user_store is None:
-            self._user_store = connect(self.own.member.view.n)
+            self._user_store = between.connect(self.own.member.view.n)
         return self._user_store
 
     def run(self, function: Callable[[], Any]) -> Any:
@@ -161,7 +157,7 @@ class Call(Performer):
         return self.own.serve()
 
     def meet(self, endpoint: Endpoint) -> None:
-        point_to(*endpoint)
+        between.point_to(*endpoint)
 
     def pause(self, seconds: float) -> None:
         self.own.monitor_lost.wait(seconds)
@@ -238,7 +234,7 @@ class Call(Performer):
         watch.leaves_when_done = True  # the monitor thread looks at it once it has said whether it is over
         if watch.over.is_set():
             return
-        warm_up(users, lambda: self.own.interrupter.requested)
+        warm_up.warm_up(users, lambda: self.own.interrupter.requested)
         if self.settings.collect_garbage:
             forget.collect_garbage("warm-up")
 

@@ -6,10 +6,7 @@ process from ever exiting. So what an interrupted function has left running is r
 limit, and named. What the function leaves that returned is waited for as long as Python does.
 """
 
-from __future__ import annotations
-
 import logging
-import multiprocessing
 import multiprocessing.process
 import os
 import sys

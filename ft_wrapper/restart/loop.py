@@ -4,8 +4,6 @@ The loop talks to the store through the rank's membership. A `Performer` does ev
 job, `ft_wrapper.testing.process` in the explorer. So both run the same loop.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging

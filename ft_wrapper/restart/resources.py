@@ -1,7 +1,5 @@
 """What one wrapped call owns: memory, monitor, store, interrupter, threads and its place in the job."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
@@ -16,13 +14,9 @@ from .._files import check_open_files
 from ..abort import close_aborted_sockets, protect_children, protect_process, wait_for_released_groups
 from ..attribution import Interruption
 from ..exception import StoreError
-from ..monitor.frames import StackDump, interruptions_unreported
-from ..monitor.interrupt import Interrupter
+from ..monitor import frames, interrupt, service, shared_memory, threads
 from ..monitor.line import MonitorLine, ask_agent
-from ..monitor.service import fork_monitor
-from ..monitor.shared_memory import RankMemory
 from ..monitor.signals import KeptSignals
-from ..monitor.threads import MonitorThread, ProgressWatchdog
 from ..protocol import Agreement
 from ..protocol.membership import Membership, Remembered
 from ..protocol.records import FAULT, Member
@@ -108,11 +102,11 @@ class Resources:
         with contextlib.ExitStack() as since_last_call, contextlib.ExitStack() as owned:
             if remembered.monitor is not None:
                 since_last_call.callback(remembered.monitor.close, limits.termination_grace_time)
-            owned.enter_context(interruptions_unreported())
+            owned.enter_context(frames.interruptions_unreported())
             owned.callback(self.signals.forget)
             owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
             owned.callback(Environment().restore)
-            self.memory = owned.enter_context(contextlib.closing(RankMemory()))
+            self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
             self.memory.lock_life()
             owned.callback(close_aborted_sockets)
             owned.callback(wait_for_released_groups)
@@ -126,12 +120,12 @@ class Resources:
             # A store that is on no one host says nothing of the way to the other ranks.
             towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
             self._address = own_address(towards)
-            self.interrupter = Interrupter()
+            self.interrupter = interrupt.Interrupter()
             owned.callback(self.interrupter.close)
             if is_main_thread:
-                owned.callback(StackDump(self.memory).close)
+                owned.callback(frames.StackDump(self.memory).close)
             interval = limits.progress_watchdog_interval
-            owned.callback(ProgressWatchdog(self.memory, interval, is_main_thread).stop)
+            owned.callback(threads.ProgressWatchdog(self.memory, interval, is_main_thread).stop)
             terms = {"function": function_name, "formation_size": size, **settings.shared}
             self.member = Membership(Agreement(store), slot, slots, limits, remembered.call, terms)
             self.member.record = dataclasses.replace(self.member.record, heart=self.monitor.heart)
@@ -139,7 +133,7 @@ class Resources:
             self.member.on_missing = self._say_who_is_missing
             owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
             self.client = store.clone()
-            self.thread = MonitorThread(
+            self.thread = threads.MonitorThread(
                 self.client, self.interrupter, before_abort, abort, limits.last_call_wait
             )
             owned.callback(self._end_thread)
@@ -196,7 +190,7 @@ class Resources:
                 "safely; call the wrapped function before anything that touches CUDA, or start the script "
                 "with ftrun, which runs the monitor itself (without monitor_process_logfile and _pidfile)"
             )
-        return fork_monitor(
+        return service.fork_monitor(
             limits,
             self.plan,
             hosts=self._hosts,

@@ -10,8 +10,6 @@ length of a block. What is the user's stays as the function left it: the environ
 filters, random numbers. Names differ between versions of torch: what this one does not have is left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import sys

@@ -3,11 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.entering import BarrierError, BarrierOverflow, BarrierTimeout
-from ..protocol.operations import Operations as StoreOperations
 from ..protocol.records import Decision, Fault, Head, Member, View
-from .address import is_etcd
-from .mixin import FileStore, HoldingStore, PrefixStore, StoreMixin
-from .plan import StorePlan, announced_plan, connect, connector, plan_store, without_secrets
+from .mixin import FileStore, PrefixStore, StoreMixin
+from .plan import StorePlan, connect, without_secrets
 from .tcp import TCPStore, TCPStoreServer, serve
 
 if TYPE_CHECKING:
@@ -22,20 +20,14 @@ __all__ = [
     "Fault",
     "FileStore",
     "Head",
-    "HoldingStore",
     "Member",
     "PrefixStore",
     "StoreMixin",
-    "StoreOperations",
     "StorePlan",
     "TCPStore",
     "TCPStoreServer",
     "View",
-    "announced_plan",
     "connect",
-    "connector",
-    "is_etcd",
-    "plan_store",
     "serve",
     "without_secrets",
 ]

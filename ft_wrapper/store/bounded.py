@@ -1,7 +1,5 @@
 """Calls that may block: made in a thread of their own, for which the caller waits no longer than it wants."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

@@ -1,7 +1,5 @@
 """What a job has in etcd: a lease on all of it, changes that are carried out once, signs of life."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -7,8 +7,6 @@ A request whose answer was lost may have been carried out, and may still be carr
 So a client that changes something hands in a transaction whose comparisons make that harmless.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -7,8 +7,6 @@ Each watch has a connection of its own: the gateway may lose all requests of a c
 because its HTTP server throws away what it has not read when the answer begins.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Virtual time, and who waits by it: threads until a test turns the clock, or the tasks of a scheduler."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import math
@@ -35,22 +33,18 @@ class Clock:
 
     Args:
         start: the first time that it shows, in seconds.
+
+    Attributes:
+        lock: held while a store carries out an operation.
+        aside: whether the present look at a store is no part of the simulation: no step, no hook, no fault.
     """
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
         self._sleepers = 0
         self._turned = threading.Condition()
-
-    @property
-    def lock(self) -> threading.Condition:
-        """Held while a store carries out an operation."""
-        return self._turned
-
-    @property
-    def aside(self) -> bool:
-        """Whether the present look at a store is no part of what is simulated. Never, by default."""
-        return False
+        self.lock: Any = self._turned
+        self.aside = False
 
     def now(self) -> float:
         """The time that it shows, in seconds."""

@@ -1,10 +1,7 @@
 """What a simulated job runs on unless something else is tested: its store, and its rank assignment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 from .. import rank_assignment as ranks
 from ..compose import Compose
@@ -44,12 +41,11 @@ class TransactionStore(SimulatedStore):
         return self._operate("execute", keys, (keys, steps), lambda: self._at_once(steps))
 
     def _at_once(self, steps: Sequence[Step]) -> list[str | None]:
-        scheduler: Any = self.clock
-        before, scheduler._aside = scheduler._aside, True
+        before, self.clock.aside = self.clock.aside, True
         try:
             return super().execute(steps)
         finally:
-            scheduler._aside = before
+            self.clock.aside = before
 
 
 def simulated_stores(scheduler: Scheduler, scenario: Scenario) -> Connect:

@@ -1,7 +1,5 @@
 """An etcd of one's own, of one member or three, for tests, demos and single nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """A run that goes wrong: how to have it again, what happened in it, and a smaller one like it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """A store in memory, for tests: all operations, a clock that a test turns, faults that a test injects."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import fnmatch

@@ -1,7 +1,5 @@
 """Who goes on at each step of a `Scheduler`."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import random

@@ -8,31 +8,6 @@ from collections.abc import Iterator
 
 from ..settings import Limits, OnJoin
 
-KINDS: dict[str, str] = {
-    "crash": "the process dies; its monitor reports it",
-    "host": "the process and its monitor are lost: only silence tells",
-    "node": "all processes of the node are lost with their monitors; another node's agent tells, so many "
-    "seconds later",
-    "hang": "the process stands still for good; its monitor publishes a fault, then ends it",
-    "quit": "the process ends in order after the call of this number, from 1, and makes no other one",
-    "leave": "the process leaves in order, as on Ctrl-C",
-    "doom": "the monitor gives the process up and reports it dead; it lives on a little",
-    "pause": "the process stands still for so many seconds; its monitor does not",
-    "freeze": "process and monitor stand still for so many seconds",
-    "deaf": "the monitor stands still for so many seconds, from its own step of this number on",
-    "mute": "the heartbeats are lost for so many seconds, from this second on",
-    "outage": "no one reaches the store for so many seconds",
-    "flap": "the process dies, and the next ones of the slot, so many seconds later each, die as soon as "
-    "they are in",
-    "loop": "process and monitor are lost, and the slot is taken again every so many seconds, for nothing",
-    "error": "an operation of the process on the store fails for good",
-    "repeat": "the reply to an operation is lost, and it is carried out again",
-    "exception": "the function raises when it is entered for the time of this number",
-    "reporter": "who reports the process's death dies just before its step of this number",
-    "respawn": "another process is started for the slot, so many seconds later, though the old one may live",
-}
-"""What can happen to a process."""
-
 SENTENCES: dict[str, str] = {
     "crash": "{who} is killed before `{what}`",
     "host": "{who} is lost with its monitor, before `{what}`",
@@ -55,7 +30,17 @@ SENTENCES: dict[str, str] = {
     "reporter": "the monitor of {who} dies before `{what}`",
     "respawn": "another process is started for the slot of {who}: {other}",
 }
-"""How a story tells of it: to whom, before which step of the task, and of which other process."""
+"""What can happen to a process, as a story tells of it: to whom, before which step, of which other process.
+
+What a sentence leaves open:
+
+- ``crash``: its monitor reports it. ``host``, ``loop``: only silence tells.
+- ``hang``: its monitor publishes a fault before it ends it. ``doom``: it lives on a little.
+- ``pause``: its monitor goes on.
+- ``quit``: after the call of the number ``step``, from 1. ``exception``: when the function is entered for the
+  time of that number. ``deaf``, ``reporter``: before the monitor's own step of that number.
+- ``respawn``: though the old process may live.
+"""
 
 LOOPS = 40
 """How often a slot is taken again in a ``loop``."""
@@ -69,7 +54,7 @@ class Disturbance:
     """Something that happens to a process.
 
     Args:
-        kind: what: one of `KINDS`.
+        kind: what: one of `SENTENCES`.
         slot: to whose process.
         step: just before which of the process's steps, from 1; ``respawn``: at the latest when it has ended.
         seconds: for how long, or how much later.
@@ -86,8 +71,8 @@ class Disturbance:
     since_end: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
+        if self.kind not in SENTENCES:
+            raise ValueError(f"kind={self.kind!r} must be one of {', '.join(SENTENCES)}")
 
     def lasts(self) -> float:
         """Virtual seconds until it is over."""

@@ -13,8 +13,6 @@ Time is virtual: it passes when no one can run, and then it jumps to the earlies
 The code that runs so must not wait on anything but the store and `Scheduler.sleep`.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import heapq
@@ -32,7 +30,6 @@ except ImportError:  # said when a scheduler is made: the rest of this package n
     greenlet = None
 
 _TRACE_LINES = 200
-_NO_LOCK = contextlib.nullcontext()
 _NUMBER = operator.attrgetter("number")
 
 
@@ -142,6 +139,8 @@ class Scheduler(Clock):
         if greenlet is None:
             raise ImportError("Scheduler needs greenlet: pip install 'ft-wrapper[testing]'")
         super().__init__()
+        # Nothing to lock: one task runs at a time, and changes hands only between operations.
+        self.lock = contextlib.nullcontext()
         self.seed = seed
         self.choices: list[int] = []
         self.options: list[int] = []
@@ -158,7 +157,6 @@ class Scheduler(Clock):
         self._last_checks: list[Callable[[], None]] = []
         self._turns = _Turns()
         self._hub: Any = None
-        self._aside = False
 
     # Tasks -------------------------------------------------------------------------------------------------
 
@@ -277,20 +275,10 @@ class Scheduler(Clock):
 
     # What tasks call ---------------------------------------------------------------------------------------
 
-    @property
-    def lock(self) -> Any:
-        """Nothing to lock: one task runs at a time, and changes hands only between operations."""
-        return _NO_LOCK
-
-    @property
-    def aside(self) -> bool:
-        """Whether a check looks at the store, or a test outside of a run: no step, no hook, no fault."""
-        return self._aside
-
     def step(self, client: str, operation: str, args: Sequence[Any]) -> None:
         """Lets others go first; called by the store before each operation."""
         task = self.current
-        if task is None or self._aside:
+        if task is None or self.aside:
             return  # a check, or a test before the run
         if task.crashed:
             raise Killed
@@ -311,13 +299,13 @@ class Scheduler(Clock):
     def observe(self, result: Any) -> None:
         """Notes the result of the current task's operation; called by the store after it."""
         task = self.current
-        if task is not None and task._step is not None and not self._aside:
+        if task is not None and task._step is not None and not self.aside:
             task._step.result = result
 
     def block(self, waiter: Waiter, deadline: float) -> bool:
         """Waits until the waiter is woken; False if its deadline passed first."""
         task = self.current
-        if task is None or self._aside:
+        if task is None or self.aside:
             raise RuntimeError("only a task of the scheduler can wait")
         if task.crashed:
             raise Killed
@@ -378,12 +366,12 @@ class Scheduler(Clock):
 
     def _check(self) -> None:
         if self._checks:
-            self._aside = True
+            self.aside = True
             try:
                 for check in self._checks:
                     check()
             finally:
-                self._aside = False
+                self.aside = False
                 self.last_step = None
         if self.steps >= self._bounds[0]:
             what = f"more than {self._bounds[0]} steps"

@@ -1,7 +1,5 @@
 """Process groups of ``torch.distributed``: aborting them all; and the GPU that a rank uses."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

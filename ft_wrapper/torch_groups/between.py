@@ -12,8 +12,6 @@ So Python references to every group and backend are kept until the groups' threa
 and a background thread drops them: joining gloo's threads takes about 10 ms a group, too long for a restart.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -24,7 +22,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from ..store import HoldingStore, PrefixStore
+from ..store.mixin import HoldingStore, PrefixStore
 from .gloo import named_threads
 
 log = logging.getLogger(__name__)

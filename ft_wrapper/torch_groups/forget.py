@@ -10,8 +10,6 @@ Nothing is imported for it: what was not imported has nothing to forget. The nam
 older torch lacks one, it has no such cache; where 2.13 or a newer one does, a warning says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

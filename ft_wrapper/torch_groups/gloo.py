@@ -11,8 +11,6 @@ no one, and what waits for that buffer waits until the timeout. So no write may 
 while somebody is still inside. The end of the receiving side fails all that is queued, sends too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

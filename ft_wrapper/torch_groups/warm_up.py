@@ -5,8 +5,6 @@ Torch leaves much to the first use. Most of it is one import, of its compiler, w
 rank's place would be that late with its first step, and all the others with it.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

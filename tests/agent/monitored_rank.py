@@ -16,7 +16,8 @@ from ft_wrapper.monitor.line import AGENT_ENV, MonitorLine, ask_agent, receive
 from ft_wrapper.monitor.service import fork_monitor
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.settings import Limits
-from ft_wrapper.store import Member, announced_plan
+from ft_wrapper.store import Member
+from ft_wrapper.store.plan import announced_plan
 
 TIMEOUT = 120.0
 SETTINGS = Limits(

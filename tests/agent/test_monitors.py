@@ -35,7 +35,8 @@ from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.deaths import report_death
 from ft_wrapper.protocol.keys import BEFORE_FIRST
 from ft_wrapper.protocol.records import MemberRecord
-from ft_wrapper.store import Member, TCPStore, TCPStoreServer, View, announced_plan
+from ft_wrapper.store import Member, TCPStore, TCPStoreServer, View
+from ft_wrapper.store.plan import announced_plan
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -588,7 +589,7 @@ BELOW_A_SHELL = """
     from ft_wrapper import Wrapper
     from ft_wrapper.monitor.line import ask_agent
     from ft_wrapper.monitor.shared_memory import RankMemory
-    from ft_wrapper.store import announced_plan
+    from ft_wrapper.store.plan import announced_plan
 
     @Wrapper
     def train():

@@ -162,7 +162,7 @@ ASKS = """
     from ft_wrapper import Wrapper
     from ft_wrapper.monitor.line import ask_agent
     from ft_wrapper.monitor.shared_memory import RankMemory
-    from ft_wrapper.store import announced_plan
+    from ft_wrapper.store.plan import announced_plan
 
     limits = Wrapper(use_global_iteration=True).settings.limits
     plan = announced_plan(os.environ["FT_WRAPPER_STORE"], 20.0)

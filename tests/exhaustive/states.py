@@ -106,11 +106,11 @@ class StateScheduler(Scheduler):
                 self._pass_time()
 
     def _choose(self, tasks: Sequence[Task]) -> int:
-        self._aside = True  # a policy may look at the store
+        self.aside = True  # a policy may look at the store
         try:
             return super()._choose(tasks)
         finally:
-            self._aside = False
+            self.aside = False
 
     def _pass_time(self) -> None:
         super()._pass_time()

@@ -19,7 +19,8 @@ from store_helpers import Background, Proxy
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol.operations import read_log
-from ft_wrapper.store import TCPStore, TCPStoreServer, plan_store
+from ft_wrapper.store import TCPStore, TCPStoreServer
+from ft_wrapper.store.plan import plan_store
 from ft_wrapper.testing.etcd_server import free_port
 
 SHORT = timedelta(seconds=1)
