@@ -249,15 +249,15 @@ def interruptions_unreported() -> Iterator[None]:
     """
     report = sys.unraisablehook
 
-    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+    def unraisable_hook(unraisable: sys.UnraisableHookArgs) -> None:  # `right_place` knows it by this name
         if not issubclass(unraisable.exc_type, RankShouldRestart):
             report(unraisable)
 
-    sys.unraisablehook = hook
+    sys.unraisablehook = unraisable_hook
     try:
         yield
     finally:
-        if sys.unraisablehook is hook:
+        if sys.unraisablehook is unraisable_hook:
             sys.unraisablehook = report
 
 

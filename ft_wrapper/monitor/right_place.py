@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 # Quickly passed, and not to be left half-way: the protocols; what threading.Condition calls between releasing
 # its lock and waiting, and back; what ExitStack does between entering and noting how to leave.
-_PROTOCOLS = frozenset(["__enter__", "__exit__", "__aenter__", "__aexit__", "__del__", "close", "aclose"])
+_PROTOCOLS = frozenset(["__enter__", "__exit__", "__aenter__", "__aexit__", "close", "aclose"])
+_SWALLOW = frozenset(["__del__", "unraisable_hook"])  # Python ignores what is raised in there
 _HALF_WAY = frozenset(["_release_save", "_acquire_restore", "enter_context", "enter_async_context"])
 _LOGGING = os.path.dirname(logging.info.__code__.co_filename)
 _IMPORT = "<frozen importlib"
@@ -48,7 +49,7 @@ class Obstacle(NamedTuple):
     Args:
         frames: the frames at a wrong place, the outermost last.
         for_good: whether waiting long changes nothing: an import, or torch's C++ in between.
-        finalizer: the outermost ``__del__``: what is raised inside is swallowed.
+        finalizer: the outermost ``__del__`` or ``sys.unraisablehook``: what is raised inside is swallowed.
     """
 
     frames: tuple[FrameType, ...]
@@ -127,8 +128,8 @@ def _look_at(code: CodeType) -> _Known:
     is_torch = torch is not None and file.startswith(torch)
     return _Known(
         for_good=file.startswith(_IMPORT) or name in _DISPATCH,
-        passing=name in _PROTOCOLS or name in _HALF_WAY or file.startswith(_LOGGING),
-        finalizer=name == "__del__",
+        passing=name in _PROTOCOLS | _SWALLOW | _HALF_WAY or file.startswith(_LOGGING),
+        finalizer=name in _SWALLOW,
         torch=is_torch,
         door=is_torch and torch is not None and file.startswith(_DOORS, len(torch)),
         wrong=wrong_offsets(code),

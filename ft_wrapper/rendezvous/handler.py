@@ -165,6 +165,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         try:
             if self.joined is not None and takes_part:
                 self.set_closed()
+            if self.record is not None and self.record.closed:
                 self._wait_for_goodbyes()
             else:
                 self.leave()
@@ -322,15 +323,17 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     def _wait_for_goodbyes(self) -> None:
         """The node that hosts the store stays until the others have seen that the rendezvous is closed."""
-        record, presence = self.record, self._presence
-        if not self._backend.is_host or record is None or presence is None:
-            return
-        others = [node for node in record.nodes if node.name != presence.node.name]
-        with _store_errors(), self._side_lock:
-            try:
-                presence.store.wait([goodbye_key(node.name) for node in others], timedelta(seconds=_GOODBYE))
-            except DistStoreError:
-                log.info("job %s: not all nodes have seen the end of the rendezvous", self.settings.run_id)
+        if self._backend.is_host:
+            self._with_side(self._await_goodbyes)
+
+    def _await_goodbyes(self, side: Executor) -> Snapshot:
+        closed = side.look()
+        others = [node for node in closed.record.nodes if node != self.node]
+        try:
+            side.store.wait([goodbye_key(node.name) for node in others], timedelta(seconds=_GOODBYE))
+        except DistStoreError:
+            log.info("job %s: not all nodes have seen the end of the rendezvous", self.settings.run_id)
+        return closed
 
     def _end(self) -> None:
         """Ends the threads and lets go of everything. Again without harm."""

@@ -95,7 +95,7 @@ def obey(orders: Connection, agent: str, store: str) -> None:
         elif order == "await loss":
             answer = lost.wait(TIMEOUT)
         elif order == "say":
-            calls[-1][1]._line.sendall(*arguments)
+            calls[-1][1].line.sendall(*arguments)
         elif order == "say hello":
             answer = say_hello(agent, *arguments)
         orders.send(answer)

@@ -25,7 +25,7 @@ import pytest
 
 from ft_wrapper.exception import RankShouldRestart
 from ft_wrapper.monitor import deferral, right_place
-from ft_wrapper.monitor.frames import current_exception
+from ft_wrapper.monitor.frames import current_exception, interruptions_unreported
 from ft_wrapper.monitor.interrupt import Interrupter
 
 LIMIT = 30.0
@@ -546,6 +546,33 @@ def test_a_destructor_is_not_cut_short() -> None:
     ):
         interrupter.call(fn)
     assert cleaned == ["deleted"]
+
+
+def test_the_report_of_an_ignored_exception_is_not_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[str] = []
+
+    def report(ignored: sys.UnraisableHookArgs) -> None:
+        begin()
+        threading.Event().wait(0.1)
+        reported.append(ignored.exc_type.__name__)
+
+    class Deleted:
+        def __del__(self) -> None:
+            raise KeyError
+
+    def fn() -> None:
+        Deleted()
+        loop()
+
+    monkeypatch.setattr(sys, "unraisablehook", report)
+    with (
+        interruptions_unreported(),
+        installed(cleanup_grace=LIMIT) as interrupter,
+        monitor(interrupter) as begin,
+        pytest.raises(RankShouldRestart),
+    ):
+        interrupter.call(fn)
+    assert reported == ["KeyError"]
 
 
 def test_cleaning_up_for_ever_is_interrupted() -> None:

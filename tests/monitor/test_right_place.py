@@ -494,6 +494,7 @@ OUTSIDE = stack.__code__
         ("__enter__", "train.py", False),
         ("__aexit__", "train.py", False),
         ("__del__", "train.py", False),
+        ("unraisable_hook", "train.py", False),
         ("close", "train.py", False),
         ("emit", logging.__file__, False),
         ("_find_and_load", "<frozen importlib._bootstrap>", True),
@@ -505,7 +506,7 @@ def test_frames_that_are_wrong_at_any_depth(name: str, file: str, for_good: bool
     found = obstacle(stack(("main", "train.py"), (name, file), ("step", "train.py")), OUTSIDE)
     assert found is not None
     assert ([each.f_code.co_name for each in found.frames], found.for_good) == ([name], for_good)
-    assert (found.finalizer is not None) == (name == "__del__")
+    assert (found.finalizer is not None) == (name in ("__del__", "unraisable_hook"))
     assert obstacle(stack(("main", "train.py"), ("step", "train.py")), OUTSIDE) is None
 
 

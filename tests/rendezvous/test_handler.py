@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import queue
 import signal
 import threading
@@ -33,7 +34,7 @@ from ft_wrapper.rendezvous.handler import (
     create_handler,
 )
 from ft_wrapper.rendezvous.record import Record, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import RECORD_KEY, alive_key, endpoint_key
+from ft_wrapper.rendezvous.register import RECORD_KEY, alive_key, endpoint_key, goodbye_key
 from ft_wrapper.rendezvous.settings import Identity, Settings, parameters_from_url
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
@@ -146,6 +147,34 @@ def test_nodes_meet_in_memory() -> None:
         assert host.shutdown()
         with pytest.raises(RendezvousClosedError):
             late.next_rendezvous()
+
+
+def test_a_host_that_may_not_join_stays_until_the_others_know_why() -> None:
+    store, joined, ended = FakeStore(RealClock()), threading.Event(), threading.Event()
+    settings = Settings("job", 2, 2, join_timeout=TIMEOUT)
+    others = dataclasses.replace(settings, max_nodes=3)
+
+    def hold(state: Record) -> None:
+        joined.set()
+        if state.closed:
+            ended.wait(0.3)  # until the host has gone too early, if it does
+
+    first = FtRendezvousHandler(settings, Identity("0"), MemoryBackend(store), on_change=hold)
+    host = FtRendezvousHandler(others, Identity("1"), MemoryBackend(store, is_host=True))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(first.next_rendezvous)
+        try:
+            assert joined.wait(TIMEOUT)
+            with pytest.raises(RendezvousError, match="nnodes is 2:3 here, but 2:2 there") as refused:
+                host.next_rendezvous()
+            host.set_closed(str(refused.value))
+            assert host.shutdown()
+            ended.set()
+            assert store.check([goodbye_key("0:0")])
+            with pytest.raises(RendezvousClosedError, match="nnodes is 2:3 here, but 2:2 there"):
+                waiting.result(TIMEOUT)
+        finally:
+            first.shutdown()
 
 
 def test_each_round_has_a_fresh_store_for_its_workers(nodes: Nodes) -> None:

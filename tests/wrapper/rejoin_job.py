@@ -190,7 +190,7 @@ class Training:
             return len(listed) - len(left) <= MAY_BE_LATE
 
         self._await(are_few_past, "the deletion of past keys")
-        return sorted(re.sub(r"/[0-9a-f]{12}$|\d+", "#", key) for key in left)
+        return sorted(re.sub(r"/[0-9a-f]{12}$|shared-[0-9a-f]{16}|\d+", "#", key) for key in left)
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
         """Looks at the store again and again: nothing tells of what is awaited here."""
