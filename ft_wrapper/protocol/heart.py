@@ -188,7 +188,7 @@ class Heart:
                 self._set_patience(store, is_patient=not _are_between(ranks))
                 beat.tick(ranks)
                 if self._is_away:
-                    log.warning("%s is heard again", whose)
+                    log.warning("%s: heartbeats reach the store again", whose)
                 self._is_away = False
                 beat.watch.leave_out_suspects(due - time.monotonic(), self._stop)
             except StoreError as error:
@@ -197,7 +197,7 @@ class Heart:
                     level = logging.DEBUG if _are_between(ranks) else logging.WARNING
                     log.log(
                         level,
-                        "%s is not heard for now, and evicted if that lasts for heartbeat_timeout=%g s: %s",
+                        "%s: no heartbeat reaches the store, retrying; evicted after heartbeat_timeout=%g s: %s",
                         whose,
                         self.settings.heartbeat_timeout,
                         error,
@@ -205,7 +205,7 @@ class Heart:
                 self._is_away = True
             except Exception:
                 level = logging.DEBUG if _are_between(ranks) else logging.ERROR
-                log.log(level, "a heartbeat of %s failed; evicted if that goes on", whose, exc_info=True)
+                log.log(level, "%s: a heartbeat failed, retrying", whose, exc_info=True)
             self._stop.wait(max(0.0, due - time.monotonic()))
         if store is not None:
             store.close()

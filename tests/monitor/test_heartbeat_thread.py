@@ -25,7 +25,7 @@ from ft_wrapper.testing import FakeStore
 
 MEMBER = Member(0, 0)
 TIMEOUT = 60.0
-NOT_HEARD = "slot 0 is not heard for now, and evicted if that lasts for heartbeat_timeout=10 s"
+NOT_HEARD = "slot 0: no heartbeat reaches the store, retrying; evicted after heartbeat_timeout=10 s"
 
 
 class Unreliable(FakeStore):
@@ -78,7 +78,7 @@ def test_an_outage_is_told_once_and_its_end_once(settings: Limits, caplog: pytes
         assert store.has_recovered.wait(TIMEOUT)
     assert [record.getMessage() for record in caplog.records] == [
         f"{NOT_HEARD}: etcd at nowhere: got no answer",
-        "slot 0 is heard again",
+        "slot 0: heartbeats reach the store again",
     ]
 
 
