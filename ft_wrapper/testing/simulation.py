@@ -21,13 +21,20 @@ from ..restart.loop import RestartLoop
 from ..state import State
 from ..store import Fault, StoreMixin
 from .clock import Task, describe, shorter
-from .defaults import StoreFactory, simulated_assignment, simulated_stores
 from .fake_store import FakeStore
 from .invariants import Invariants
-from .policies import Policy
 from .process import CtrlC, SimulatedJob, SimulatedMonitor, SimulatedProcess
-from .scenario import HARD_TIMEOUT, LOOPS, SENTENCES, Disturbance, Scenario
-from .scheduler import Deadlock, Scheduler, TooLong
+from .scenario import (
+    HARD_TIMEOUT,
+    LOOPS,
+    SENTENCES,
+    Disturbance,
+    Scenario,
+    StoreFactory,
+    simulated_assignment,
+    simulated_stores,
+)
+from .scheduler import Deadlock, Policy, Scheduler, TooLong
 
 Act = Callable[[], None]
 

@@ -14,7 +14,7 @@ from mistakes import Mistake, MistakenSimulation, at_each_step, one_job, raises
 from ft_wrapper.protocol.records import DONE, Decision
 from ft_wrapper.restart.loop import Left, RestartLoop
 from ft_wrapper.state import Mode, State
-from ft_wrapper.testing.defaults import SimulatedStore
+from ft_wrapper.testing.fake_store import SimulatedStore
 from ft_wrapper.testing.process import SimulatedJob, SimulatedProcess
 
 

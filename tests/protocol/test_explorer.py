@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ft_wrapper.testing import explore
-from ft_wrapper.testing.explorer import Explorer, new_seed
+from ft_wrapper.testing.explore import Explorer, new_seed
 from ft_wrapper.testing.scenario import Disturbance, Scenario
 from ft_wrapper.testing.simulation import Simulation
 
