@@ -11,7 +11,6 @@ from ranks import Simulated, Threads
 
 from ft_wrapper.exception import InternalError, RankShouldRestart, StoreError, TimeoutError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.entering import compute_once
 from ft_wrapper.protocol.operations import Append
 from ft_wrapper.protocol.records import DONE, FAULT, roster_from_json
 from ft_wrapper.store import (
@@ -140,7 +139,7 @@ def exchange(
 
     def task(store: StoreMixin) -> Any:
         part = store if n is None else PrefixStore(n, store)
-        return outcome(lambda: compute_once(part, "x", rank, f"v{rank}", count, double, timeout))
+        return outcome(lambda: part.compute_once("x", rank, f"v{rank}", count, double, timeout))
 
     return task
 
