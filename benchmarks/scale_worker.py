@@ -20,6 +20,7 @@ from scale_wire import Connection, Event, Loop, Threading, WireStore
 
 from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.protocol import Agreement, joining, keys, neighbours, records
+from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.evidence import Ends
 from ft_wrapper.protocol.heart import Heart, note_wanted
 from ft_wrapper.protocol.membership import Membership
@@ -278,7 +279,7 @@ class Rank:
         self.memory.rank = rank
         self.monitor.view = view
         endpoint = (HOST, 1) if rank == 0 else None
-        self.job.agreement.entering.check_assignment(view.n, member, rank, size, size, endpoint=endpoint)
+        self.job.agreement.entering.check_assignment(view.n, Entered(member, rank), size, size, endpoint)
         if endpoint is None and self.job.await_endpoint(rank, 60.0) is None:
             raise RuntimeError(f"{member} was told no endpoint")
         self.stamps.entered = time.monotonic()

@@ -37,8 +37,8 @@ class Entered:
     Args:
         member: who.
         active_rank: its active rank there; None for a spare.
-        promoted: whether it was a spare before.
-        recompiles: whether its compiled code was dropped.
+        promoted: whether it was a spare before; noted for people.
+        recompiles: whether its compiled code was dropped, since ranks have moved; noted for people.
     """
 
     member: Member
@@ -112,25 +112,18 @@ class Entering:
     def check_assignment(
         self,
         n: int,
-        member: Member,
-        active_rank: int | None,
+        entry: Entered,
         world_size: int,
         active_world_size: int,
-        *,
-        promoted: bool = False,
-        recompiles: bool = False,
         endpoint: tuple[str, int] | None = None,
     ) -> int:
         """Checks, before a rank enters n, that its rank assignment fits the others'.
 
         Args:
             n: the iteration.
-            member: who is about to enter.
-            active_rank: the active rank that it was given; None for a spare.
+            entry: who is about to enter, with the active rank that it was given.
             world_size: the world size that it was given.
             active_world_size: the active world size that it was given.
-            promoted: whether it was a spare before; noted for people.
-            recompiles: whether its compiled code was dropped, since ranks have moved; noted for people.
             endpoint: from active rank 0: host and port of the store that ``torch.distributed`` uses in n.
 
         Returns:
@@ -139,15 +132,14 @@ class Entering:
         Raises:
             InternalError: another rank was given other sizes, or the same active rank.
         """
+        member, active_rank = entry.member, entry.active_rank
         mine = f"{world_size} {active_world_size}"
         before: list[Step] = [Write({keys.endpoint(n): f"{endpoint[0]} {endpoint[1]}"})] if endpoint else []
         steps: list[Step] = [Claim(keys.world(n), mine)]
-        entry = Entered(member, active_rank, promoted, recompiles)
-        if active_rank is None:
-            steps.append(Append(keys.entered(n), entry.to_text()))
-        else:
+        if active_rank is not None:
             steps.append(Claim(keys.seat(n, active_rank), str(member)))
-            steps.append(Append(keys.entered(n), entry.to_text()))
+        steps.append(Append(keys.entered(n), entry.to_text()))
+        if active_rank is not None:
             steps.append(Count(keys.count_entered(n)))
         agreed, *given = self.store.execute([*before, *steps])[len(before) :]
         if agreed != mine:

@@ -21,7 +21,7 @@ from ..protocol import Agreement
 from ..protocol.heart import note_wanted
 from ..protocol.records import Decision, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
-from ..report.restart import began_before, line_of_entry
+from ..report.restart import began_before, restart_line
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
 from ..torch_groups import between, forget, warm_up
@@ -420,4 +420,4 @@ class Call(Performer):
         faults = Agreement(store).ends.faults_of(view.n - 1)
         ended_at = self._ended_at
         seconds = began_before(faults, self._began_at) if ended_at is None else store.now() - ended_at
-        log.warning(line_of_entry(store, view, member.decision, state, faults, seconds))
+        log.warning(restart_line(store, view, member.decision, state, faults, seconds))

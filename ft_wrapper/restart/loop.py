@@ -19,7 +19,7 @@ from ..exception import (
     StoreUnavailable,
 )
 from ..monitor.frames import Place, is_library, is_own, users_part
-from ..protocol.entering import BarrierTimeout
+from ..protocol.entering import BarrierTimeout, Entered
 from ..protocol.membership import Membership
 from ..protocol.records import DONE, Decision, SameFault, View
 from ..settings import Limits
@@ -205,15 +205,10 @@ class RestartLoop:
         self._is_spare = state.mode == Mode.INACTIVE
         recompiles = self.performer.take(state)
         endpoint = self.performer.serve() if state.active_rank == 0 else None
+        promoted = not (is_new or base.mode == Mode.ACTIVE)
+        entry = Entered(member.member, state.active_rank, promoted, recompiles)
         entered = member.agreement.entering.check_assignment(
-            n,
-            member.member,
-            state.active_rank,
-            state.world_size,
-            state.active_world_size or 0,
-            promoted=not (is_new or base.mode == Mode.ACTIVE),
-            recompiles=recompiles,
-            endpoint=endpoint,
+            n, entry, state.world_size, state.active_world_size or 0, endpoint
         )
         if endpoint is None:
             endpoint = member.await_endpoint(state.rank, self.limits.monitor_thread_interval)
