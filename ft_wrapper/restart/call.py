@@ -120,7 +120,7 @@ class Call(Performer):
         self._torch_state = torch_state.snapshot()
         own.signals.hold()
         try:
-            return RestartLoop(own.member, self.state, self.settings, self).run()
+            return RestartLoop(own.member, self.state, self).run()
         finally:
             del self._function  # with its arguments, among them what refers to this call
 

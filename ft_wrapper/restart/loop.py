@@ -22,7 +22,6 @@ from ..monitor.frames import Place, is_library, is_own, users_part
 from ..protocol.entering import BarrierTimeout, Entered
 from ..protocol.membership import Membership
 from ..protocol.records import DONE, Decision, SameFault, View
-from ..settings import Limits
 from ..state import Mode, State
 
 log = logging.getLogger(__name__)
@@ -121,15 +120,14 @@ class RestartLoop:
     Args:
         member: the rank's part in the job: it is in.
         base: the rank's state; its ranks are those that the last decision speaks of.
-        limits: the wrapper's settings.
         performer: does what the loop does not do itself.
     """
 
-    def __init__(self, member: Membership, base: State, limits: Limits, performer: Performer) -> None:
+    def __init__(self, member: Membership, base: State, performer: Performer) -> None:
         self.member = member
         self.base = base
         self.state = base
-        self.limits = limits
+        self.limits = member.limits
         self.performer = performer
         self._is_spare = False
         self._runs = False

@@ -136,7 +136,7 @@ class Simulation:
 
     def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
         """What a process does in one wrapped call."""
-        return RestartLoop(member, base, self.scenario.limits, process)
+        return RestartLoop(member, base, process)
 
     def quits(self, process: SimulatedProcess, call: int) -> bool:
         """Whether a process ends after a call, numbered from 0, and makes no other one."""
