@@ -12,7 +12,6 @@ from typing import Any
 from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption
-from ..call_wrapper import CallWrapper
 from ..exception import HealthCheckError, InternalError, JobEnded, RankShouldRestart, StoreUnavailable
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part, whereabouts
 from ..monitor.shared_memory import Phase
@@ -82,16 +81,14 @@ class Call(Performer):
         self._exit_watch = ExitWatch()
         self._user_store: PrefixStore | None = None
         self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
-        self.user = CallWrapper(self)
 
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
         try:
             self.own.close(error)
         finally:
-            # What refers to this object would keep it, with its store, until the collector comes.
+            # Its frames refer to this object, and would keep it, with its store, until the collector comes.
             self.state.fn_exception = None
-            del self.user
 
     def user_store(self) -> PrefixStore:
         """The present iteration's store, on a connection of the function's own."""

@@ -57,11 +57,17 @@ class Invariants:
         simulation: the job.
         agreement: a client of its store.
         slot_order: whether the rank assignment keeps the ranks in the order of the slots, and all of them.
+
+    Attributes:
+        heads: the head of each iteration so far.
+        rosters: the members of each iteration, in rank order.
+        outcomes: how each iteration ended that has.
     """
 
     def __init__(self, simulation: Simulation, agreement: Agreement, *, slot_order: bool) -> None:
         self.simulation = simulation
-        self.history = History(simulation)
+        self.history = history = History(simulation)
+        self.heads, self.rosters, self.outcomes = history.heads, history.rosters, history.outcomes
         self.progress = Progress(simulation, agreement, self.history)
         self._agreement = agreement
         self._slot_order = slot_order
@@ -319,7 +325,7 @@ class Invariants:
 
     def completed(self, process: SimulatedProcess, view: View) -> None:
         """A process was told that all is done."""
-        outcome = self.history.outcomes.get(view.n)
+        outcome = self.outcomes.get(view.n)
         if outcome != DONE:
             raise Violation(f"I9: {process.name} returns from {view.n}, which is {outcome}")
         process.completed.append(view.n)

@@ -40,7 +40,7 @@ def test_restart_costs_each_member_a_constant_number_of_operations(
     members: int, disturbances: tuple[Disturbance, ...]
 ) -> None:
     simulation = run(members, disturbances)
-    restarts = len(simulation.invariants.history.heads) - 1
+    restarts = len(simulation.invariants.heads) - 1
     assert restarts == (2 if disturbances is COMES_BACK else 1)
     quiet, restarted = operations(run(members, ())), operations(simulation)
     more = {name: restarted[name] - quiet[name] for name in quiet}
@@ -51,7 +51,7 @@ def test_restart_costs_each_member_a_constant_number_of_operations(
 def test_member_reads_the_change_not_the_world(members: int) -> None:
     """Nobody but proposers reads a roster or an arrival list after the formation."""
     simulation = run(members, RAISES)
-    steps, heads = simulation.scheduler.trace_steps, simulation.invariants.history.heads
+    steps, heads = simulation.scheduler.trace_steps, simulation.invariants.heads
     ended = next(place for place, step in enumerate(steps) if keys.end(0) in keys_of(step))
     large = {keys.arrived(0), keys.roster(1, heads[1].nonce)}
     readers = {step.task for step in steps[ended:] if step.what in READS and large & set(keys_of(step))}

@@ -70,8 +70,8 @@ def test_death_of_a_spare_ends_nothing() -> None:
         spare = simulation.processes[2]
         if spare.fate == "dead" and spare.monitor and spare.monitor.view and not spare.active:
             ended += 1
-            assert [head.n for head in simulation.invariants.history.heads] == [0]
-            assert simulation.invariants.history.outcomes == {0: "done"}
+            assert [head.n for head in simulation.invariants.heads] == [0]
+            assert simulation.invariants.outcomes == {0: "done"}
     assert ended > 0
 
 
@@ -81,7 +81,7 @@ def test_too_few_members_are_left(kind: str) -> None:
     for step in range(18, 28):
         scenario = Scenario(active=3, min_world_size=3, steps=30, disturbances=(Disturbance(kind, 1, step),))
         simulation = Simulation(scenario, step).run()
-        assert [head.n for head in simulation.invariants.history.heads] == [0]
+        assert [head.n for head in simulation.invariants.heads] == [0]
         for process in (simulation.processes[0], simulation.processes[2]):
             assert process.fate == "failed"
             assert "min_world_size=3" in str(process.error)
