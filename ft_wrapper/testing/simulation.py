@@ -22,6 +22,7 @@ from ..state import State
 from ..store import Fault, StoreMixin
 from .clock import Task, describe, shorter
 from .fake_store import FakeStore
+from .history import HARMLESS
 from .invariants import Invariants
 from .process import CtrlC, SimulatedJob, SimulatedMonitor, SimulatedProcess
 from .scenario import (
@@ -43,8 +44,6 @@ MAX_TIME = 4_000.0
 _FLAPS = 6
 _SOFT_TIMEOUT = 15.0
 _MOST_LIVES = 3
-# What keeps somebody from acting for a while is bad luck, for which all are excused; less than that is none.
-_HARMLESS = 4.0
 _OUTAGE_SPREAD = 0.2  # of heartbeat_timeout: within that all clients reach the store again
 
 
@@ -309,7 +308,7 @@ class Simulation:
             "respawn": lambda: self._respawn(process),
         }
         if kind in ("pause", "freeze", "deaf", "mute"):
-            process.facts.disturbed |= seconds > _HARMLESS
+            process.facts.disturbed |= seconds > HARMLESS
         elif kind not in ("repeat", "reporter", "exception", "respawn", "outage", "quit"):
             process.facts.disturbed = True
         if kind == "mute":
