@@ -45,35 +45,19 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass
-class Count:
-    """How much was tried.
-
-    Args:
-        schedules: jobs that were run.
-        steps: store operations and sleeps in all of them.
-    """
-
-    schedules: int = 0
-    steps: int = 0
-
-    def __iadd__(self, other: Count) -> Count:
-        self.schedules += other.schedules
-        self.steps += other.steps
-        return self
-
-
-@dataclasses.dataclass
 class Report:
     """What an exploration came to.
 
     Args:
-        count: how much was tried.
+        schedules: jobs that were run.
+        steps: store operations and sleeps in all of them.
         seconds: how long it took.
         seed: of the failure.
         failure: the first run that went wrong; None if there was none.
     """
 
-    count: Count
+    schedules: int = 0
+    steps: int = 0
     seconds: float = 0.0
     seed: int | None = None
     failure: Failure | None = None
@@ -102,7 +86,7 @@ class Explorer:
         count: int,
         seed: int | None = None,
         processes: int = 1,
-        progress: Callable[[Count], None] | None = None,
+        progress: Callable[[Report], None] | None = None,
         seconds: float = math.inf,
     ) -> Report:
         """Runs jobs from as many seeds in a row. The first that goes wrong ends it.
@@ -115,36 +99,39 @@ class Explorer:
             seconds: starts no further jobs after that long.
         """
         first = new_seed() if seed is None else seed
-        report, start = Report(Count()), time.monotonic()
+        report, start = Report(), time.monotonic()
 
-        def work(part: int) -> tuple[Count, int | None]:
+        def work(part: int) -> Report:
             return self._chunk(range(first + part * CHUNK, first + min(count, (part + 1) * CHUNK)))
 
         with contextlib.closing(share(work, -(-count // CHUNK), processes)) as results:
-            for done, failed in results:
-                report.count += done
+            for done in results:
+                report.schedules += done.schedules
+                report.steps += done.steps
                 if progress is not None:
-                    progress(report.count)
-                if failed is not None:
-                    report.seed, report.failure = failed, self.replay(failed)
+                    progress(report)
+                if done.seed is not None:
+                    report.seed, report.failure = done.seed, self.replay(done.seed)
                     break
                 if time.monotonic() - start >= seconds:
                     break
         report.seconds = time.monotonic() - start
         return report
 
-    def _chunk(self, seeds: range) -> tuple[Count, int | None]:
+    def _chunk(self, seeds: range) -> Report:
         """Runs some jobs; returns how many went well, and the seed of the first that did not."""
-        count = Count()
+        report = Report()
         with without_logging():
             for seed in seeds:
                 simulation = self.simulation(self.scenario(seed), RandomPolicy(seed))
                 try:
                     simulation.run()
                 except SchedulerError:
-                    return count, seed
-                count += Count(1, simulation.scheduler.steps)
-        return count, None
+                    report.seed = seed
+                    break
+                report.schedules += 1
+                report.steps += simulation.scheduler.steps
+        return report
 
     def replay(self, seed: int) -> Failure | None:
         """Runs the job of a seed again; None if all goes well."""
@@ -288,17 +275,16 @@ def _at_random(explorer: Explorer, options: argparse.Namespace) -> int:
     print(f"at random: {what}", flush=True)
     progress = Progress(options.random)
     report = explorer.at_random(options.random, seed, options.processes, progress, options.seconds)
-    count = report.count
     if report.failure is not None:
         print(f"seed {report.seed} goes wrong: replay it with --replay {report.seed}")
         if options.as_found:
-            print(f"{report.failure.what}\nafter {count.schedules + 1:,} schedules\n{report.failure}")
+            print(f"{report.failure.what}\nafter {report.schedules + 1:,} schedules\n{report.failure}")
         else:
             print_failure(_smaller(explorer, report.failure))
         return 1
     print(
-        f"at random: {count.schedules:,} schedules ({what}), {count.steps:,} steps in {report.seconds:.0f} s "
-        f"on {options.processes} processes: no violation"
+        f"at random: {report.schedules:,} schedules ({what}), {report.steps:,} steps "
+        f"in {report.seconds:.0f} s on {options.processes} processes: no violation"
     )
     return 0
 
