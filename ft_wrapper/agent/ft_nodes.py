@@ -30,8 +30,9 @@ from ..rendezvous.settings import Identity, Settings
 from ..store import Member, StoreMixin, TCPStore, connect
 from ..store.address import host_port
 from ..store.bounded import bounded, in_background
-from .nodes import News, Nodes, Round, What
+from .nodes import Nodes, Round
 from .policy import STORE_TIMEOUT
+from .signals import News, What
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from elastic_agents import ROLE, Alone, agent, collected
 from ft_wrapper.agent.elastic import CannotStart, Policy, WorkerSpec, WorkerState
 from ft_wrapper.agent.group import Group
 from ft_wrapper.agent.health import Health, _Handler, facts
-from ft_wrapper.agent.nodes import Inbox
+from ft_wrapper.agent.signals import Inbox
 from ft_wrapper.run import main
 from ft_wrapper.testing.etcd_server import free_port
 

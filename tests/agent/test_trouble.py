@@ -102,7 +102,7 @@ BLOCKS = """
     import os, signal, sys, time
     from pathlib import Path
 
-    if any("ft_wrapper.agent.template" in argument for argument in sys.orig_argv):
+    if any("ft_wrapper.agent.standby" in argument for argument in sys.orig_argv):
         template = os.getpid()
 
         class Blocks:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import ft_wrapper.run  # noqa: F401
-from ft_wrapper.agent import standby, template
+from ft_wrapper.agent import standby
 from ft_wrapper.agent.process import await_adoption, die_with
 from ft_wrapper.torch_groups.warm_up import import_lazy_modules
 
@@ -60,7 +60,7 @@ class WarmProcess:
         path = str(Path(__file__).parent.parent)
         code = (
             "import sys; sys.path.insert(0, sys.argv.pop(1)); from support.warm_ftrun import main;"
-            " exec(*main(int(sys.argv.pop(1))))  # ft_wrapper.run, and ft_wrapper.agent.template"
+            " exec(*main(int(sys.argv.pop(1))))  # ft_wrapper.run, and ft_wrapper.agent.standby"
         )
         with theirs:
             self.process = subprocess.Popen(
@@ -267,9 +267,9 @@ class _Ahead:
         def start_here(
             command: Sequence[str], environment: Mapping[str, str], *args: Any, **kwargs: Any
         ) -> subprocess.Popen[bytes]:
-            if self._socket.fileno() == -1 or template.BOOT not in command:
+            if self._socket.fileno() == -1 or standby.BOOT not in command:
                 return start(command, environment, *args, **kwargs)
-            arguments = [*command[list(command).index(template.BOOT) + 1 :]]
+            arguments = [*command[list(command).index(standby.BOOT) + 1 :]]
             fds = [*kwargs["pass_fds"]]
             request = {"arguments": arguments, "environment": dict(environment), "fds": fds}
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
@@ -296,7 +296,7 @@ class _Ahead:
         _unbuffer()
         sys.argv = ["-c", *request["arguments"]]
         sys.path[0] = ""
-        return template.BOOT, _new_main().__dict__
+        return standby.BOOT, _new_main().__dict__
 
 
 def _unbuffer() -> None:
