@@ -85,17 +85,14 @@ class Loop:
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
         self._in_store: JobInStore | None = None
-        self._cleanup = ExitStack()
-        try:
-            self._orphans = self._cleanup.enter_context(adopted())
-            self._selector = self._cleanup.enter_context(selectors.DefaultSelector())
-            self._logs = self._cleanup.enter_context(Logs(logs_specs, job.role, log_line_prefix))
-            self._monitors = self._cleanup.enter_context(closing(MonitorService(job.run_id)))
+        with ExitStack() as made:
+            self._orphans = made.enter_context(adopted())
+            self._selector = made.enter_context(selectors.DefaultSelector())
+            self._logs = made.enter_context(Logs(logs_specs, job.role, log_line_prefix))
+            self._monitors = made.enter_context(closing(MonitorService(job.run_id)))
             if standby and program.script is not None:
                 self._start_standby()
-        except BaseException:
-            self._cleanup.close()
-            raise
+            self._cleanup = made.pop_all()
 
     def __enter__(self) -> Loop:
         return self
