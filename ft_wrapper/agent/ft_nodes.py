@@ -252,7 +252,8 @@ class FtNodes(Nodes):
         bounded("leaving the rendezvous", lambda: self._leave(handler, why), LEAVE_TIMEOUT)
 
     def _leave(self, handler: FtRendezvousHandler, why: str) -> None:
-        seat, node, where = handler.seat, handler.node, self._round
+        record, node, where = handler.record, handler.node, self._round
+        seat = record.seat_of(node) if record and node else None
         with contextlib.ExitStack() as cleanup:
             store: StoreMixin | None = None
             if self.have_formed() and seat is not None and where is not None:

@@ -75,7 +75,7 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # http.server's looks this machine's name up, too
-        self.server_name, self.server_port = "", self.port
+        self.server_name, self.server_port = "", int(self.server_address[1])
         self.setup_environ()
 
     def __enter__(self) -> Health:
@@ -93,11 +93,6 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
                     with contextlib.suppress(OSError):
                         connection.shutdown(socket.SHUT_RD)
             self.server_close()  # waits for the threads of all requests
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self.server_address[1])
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
@@ -207,7 +202,7 @@ def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
         words = f"{theirs.TORCHELASTIC_HEALTH_CHECK_PORT}={port}: {error.strerror}; choose another port"
         raise CannotStart(words) from error
     with server:
-        log.info("the health endpoint is at port %d", server.port)
+        log.info("the health endpoint is at port %d", server.server_port)
         yield server
 
 
