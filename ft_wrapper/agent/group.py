@@ -126,11 +126,7 @@ class Group:
             group.master_addr, group.master_port = host, int(port)  # type: ignore[assignment]
             group.workers = [
                 api.Worker(
-                    rank,
-                    where.rank(rank),
-                    where.role_rank + rank,
-                    where.world_size,
-                    where.role_world_size,
+                    rank, where.rank(rank), where.role_rank + rank, where.world_size, where.role_world_size
                 )
                 for rank in range(group.spec.local_world_size)
             ]

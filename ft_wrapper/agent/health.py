@@ -232,13 +232,7 @@ class _Collector:
         for family, name, words, value, more in (
             (CounterMetricFamily, "rank_failures", "Rank processes that failed", counts.failures, {}),
             (CounterMetricFamily, "rank_replacements", "Ranks started again alone", counts.replacements, {}),
-            (
-                CounterMetricFamily,
-                "group_restarts",
-                "Restarts of all, as some failed",
-                counts.restarts,
-                {},
-            ),
+            (CounterMetricFamily, "group_restarts", "Restarts of all, as some failed", counts.restarts, {}),
             (CounterMetricFamily, "rounds", "Starts of all ranks", counts.rounds, {}),
             (GaugeMetricFamily, "workers_remaining_restarts", "Restarts of all that are left", remaining, {}),
             (GaugeMetricFamily, "workers_state", "1 for the state of the ranks", 1, {"state": state}),

@@ -255,11 +255,7 @@ class Standby:
                 spare.discard()
                 return str(error)
             fds = {number: fd for number, fd in streams.items() if fd is not None}
-            order = {
-                "environment": environment,
-                "streams": list(fds),
-                "local_rank": str(request.rank),
-            }
+            order = {"environment": environment, "streams": list(fds), "local_rank": str(request.rank)}
             try:
                 socket.send_fds(spare.orders, [json.dumps(order).encode()], list(fds.values()))
             except OSError:

@@ -113,9 +113,7 @@ class EtcdJob:
         """
         spans = [self._life, Span.prefix(self.keys), Span.prefix(self.prefix + _REGISTERS)]
         removal = Transaction(
-            "removal of the job",
-            [delete(span) for span in spans],
-            [compare(self._life, "value", self.nonce)],
+            "removal of the job", [delete(span) for span in spans], [compare(self._life, "value", self.nonce)]
         )
         done = self.client.transaction(removal, timeout)
         return self.client.revoke(self.lease, timeout) or done.succeeded
