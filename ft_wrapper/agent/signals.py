@@ -108,18 +108,21 @@ def signal_name(signum: int) -> str:
 
 
 class What(enum.Enum):
-    """What news from the other nodes is about."""
+    """What news from the other nodes is about.
+
+    Attributes:
+        COME: all nodes meet again: this one ends its ranks, and takes part in the next round.
+        GONE: a node is lost, or has left. The same, unless the ranks of this node are done.
+        OVER: the job has failed: this node ends its ranks.
+        LOST: the rendezvous is lost. The same, unless the ranks of this node are done.
+        CLOSED: the job has ended: the nodes do not wait for each other any more.
+    """
 
     COME = enum.auto()
-    """All nodes meet again: this one ends its ranks, and takes part in the next round."""
     GONE = enum.auto()
-    """A node is lost, or has left. The same, unless the ranks of this node are done."""
     OVER = enum.auto()
-    """The job has failed: this node ends its ranks."""
     LOST = enum.auto()
-    """The rendezvous is lost. The same, unless the ranks of this node are done."""
     CLOSED = enum.auto()
-    """The job has ended: the nodes do not wait for each other any more."""
 
     @property
     def ends(self) -> bool:

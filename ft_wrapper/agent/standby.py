@@ -57,12 +57,12 @@ BOOT = (
 """What the template is started with, as ``python -c``; its arguments follow: where this package is, the
 socket's descriptor, the agent's process, ``-m`` or ``-``, and the script with its arguments."""
 
-MAX_MESSAGE = 1 << 20
-FORK = b"fork"
-IMPORT_MORE = b"import more"
-"""Sent once the first ranks run: they do not wait for what only their replacements need."""
-BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-"""Must be 1 in the template: otherwise importing torch, and numpy with it, leaves further threads."""
+_MAX_MESSAGE = 1 << 20
+_FORK = b"fork"
+# Sent once the first ranks run: they do not wait for what only their replacements need.
+_IMPORT_MORE = b"import more"
+# Must be 1 in the template: otherwise importing torch, and numpy with it, leaves further threads.
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 # What is imported with the first look-up of a host's name.
 _ = encodings.idna
@@ -109,7 +109,7 @@ class Standby:
         self._asked: socket.socket | None = None  # for the orders of a process that the template is forking
         self._spare: _Spare | None = None
         self._wants_spare = self._has_all = False
-        self._restored = os.environ.get(BLAS_THREADS)
+        self._restored = os.environ.get(_BLAS_THREADS)
         # Messages, each as a whole, with the descriptors that belong to it.
         self._socket, theirs = _socketpair()
         kind = "-m" if program.is_module else "-"
@@ -122,7 +122,7 @@ class Standby:
                         *(_PACKAGE, str(theirs.fileno()), str(os.getpid()), kind, program.script),
                         *program.arguments,
                     ],
-                    {**os.environ, **environment, BLAS_THREADS: "1"},
+                    {**os.environ, **environment, _BLAS_THREADS: "1"},
                     pass_fds=[theirs.fileno()],
                 )
             self._socket.setblocking(False)
@@ -167,12 +167,12 @@ class Standby:
             wants_one = self._requests or (self._wants_spare and self._spare is None)
             try:
                 if self._wants_spare and not self._has_all:
-                    self._socket.send(IMPORT_MORE)
+                    self._socket.send(_IMPORT_MORE)
                     self._has_all = True
                 self._wants_spare = False
                 if wants_one and self._asked is None:
                     self._fork()
-                data = self._socket.recv(MAX_MESSAGE)
+                data = self._socket.recv(_MAX_MESSAGE)
             except BlockingIOError:
                 return found
             except OSError:
@@ -228,7 +228,7 @@ class Standby:
         ours, theirs = _socketpair()
         with theirs:
             try:
-                socket.send_fds(self._socket, [FORK], [theirs.fileno()])
+                socket.send_fds(self._socket, [_FORK], [theirs.fileno()])
             except BaseException:
                 ours.close()
                 raise
@@ -246,7 +246,7 @@ class Standby:
 
     def _carry_out(self, request: Request, spare: _Spare) -> int | str | None:
         """Sends a process its orders; returns its pid, or why that failed, or None if it has died."""
-        environment: dict[str, str | None] = {BLAS_THREADS: self._restored, **request.environment}
+        environment: dict[str, str | None] = {_BLAS_THREADS: self._restored, **request.environment}
         with ExitStack() as files:
             try:
                 paths = {1: request.files.stdout, 2: request.files.stderr}
@@ -293,10 +293,10 @@ def main() -> None:
 def _serve(control: socket.socket) -> socket.socket:
     """Forks a process for each request. Returns only in these: the socket that came with the request."""
     while True:
-        data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
+        data, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
         if not data:
             os._exit(0)  # the agent is gone
-        if data == IMPORT_MORE:
+        if data == _IMPORT_MORE:
             _import_more()
             continue
         orders = socket.socket(fileno=fds[0])
@@ -358,7 +358,7 @@ def _become_what_is_ordered(orders: socket.socket, agent: int) -> str:
     os.setsid()
     await_adoption(agent)
     die_with(agent)
-    data, fds, _, _ = socket.recv_fds(orders, MAX_MESSAGE, 2)
+    data, fds, _, _ = socket.recv_fds(orders, _MAX_MESSAGE, 2)
     if not data:
         os._exit(0)  # it is not needed
     order = json.loads(data)
@@ -380,7 +380,7 @@ def _become_what_is_ordered(orders: socket.socket, agent: int) -> str:
 
 def _set_blas_threads() -> None:
     """Gives OpenBLAS the threads that it would have taken by itself, had it not been held to one."""
-    count = os.environ.get(BLAS_THREADS) or os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    count = os.environ.get(_BLAS_THREADS) or os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(count) if count.isdecimal() else len(os.sched_getaffinity(0))
     if threads <= 1:
         return

@@ -22,8 +22,8 @@ from .settings import ETCD_NAMES, Identity, Settings, new_node_id, parameters_fr
 
 log = logging.getLogger(__name__)
 
+# Seconds for which the host of the store waits for the others to see that the rendezvous is closed.
 _GOODBYE = 5.0
-"""Seconds for which the host of the store waits for the others to see that the rendezvous is closed."""
 _JOIN_THREAD = 5.0
 
 
