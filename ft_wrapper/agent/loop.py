@@ -10,7 +10,6 @@ import logging
 import os
 import selectors
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -260,7 +259,8 @@ class Loop:
             stdout, stderr = (opened(path, streams) for path in (request.files.stdout, request.files.stderr))
             command = with_local_rank(self._program.command, str(request.rank))
             popen = start(command, {**os.environ, **request.environment}, stdout, stderr)
-        self._add(request, popen.pid, popen)
+        popen.returncode = 0  # its end is waited for by its pidfd, as of those that are forked
+        self._add(request, popen.pid)
 
     @contextmanager
     def _or_failed(self, rank: int, incarnation: int) -> Iterator[None]:
@@ -277,8 +277,8 @@ class Loop:
         with self._or_failed(request.rank, request.incarnation):
             self._execute(request)
 
-    def _add(self, request: Request, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
-        process = RankProcess(request, pid, os.pidfd_open(pid), popen)  # of a child that is not reaped yet
+    def _add(self, request: Request, pid: int) -> None:
+        process = RankProcess(request, pid, os.pidfd_open(pid))  # of a child that is not reaped yet
         self._running[request.rank] = process
         self._monitors.add(pid, replaced=request.is_replaced)
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)

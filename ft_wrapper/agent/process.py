@@ -205,13 +205,11 @@ class RankProcess:
         request: what was asked for.
         pid: the process, a child of ours; it leads a session and a process group of its own.
         pidfd: becomes readable when the process has ended, and all its memory is free.
-        popen: what started it, if it was started by exec.
     """
 
     request: Request
     pid: int
     pidfd: int
-    popen: subprocess.Popen[bytes] | None = None
 
     def send(self, signum: int) -> None:
         """Sends a signal to the process group."""
@@ -240,8 +238,6 @@ class RankProcess:
             self.send(signal.SIGKILL)
         os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
         os.close(self.pidfd)
-        if self.popen is not None:
-            self.popen.returncode = exitcode  # there is nothing left for it to wait for
         return exitcode
 
 
