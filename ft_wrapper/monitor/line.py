@@ -8,8 +8,6 @@ once the monitor looks at the shared memory no more), ``bye`` (it leaves in orde
 it is in `watch`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

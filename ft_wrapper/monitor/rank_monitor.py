@@ -1,7 +1,5 @@
 """Watching one rank from another process: its death, its progress, its heartbeat."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

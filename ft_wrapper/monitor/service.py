@@ -8,8 +8,6 @@ wait is the agent's main thread's, but for the end.
 A rank that has no agent, or is refused, forks a process before it uses CUDA.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

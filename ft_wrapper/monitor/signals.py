@@ -20,8 +20,6 @@ The wrapper's own handler makes the function leave where it stands. It cannot
   finalizer (a ``__del__``, a generator that is closed), unless that takes longer than another grace time.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import signal

@@ -8,8 +8,6 @@ run Python code in the main thread, and whatever a signal handler raises there (
 lost in the callback. The semaphore is the process's, since a call may be pending when everything else ended.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import logging

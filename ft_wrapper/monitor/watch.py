@@ -14,8 +14,6 @@ memory would not be freed. Going back needs ``CAP_SYS_NICE``, or ``RLIMIT_NICE``
 processes' threads are left alone. No thread is touched that is not on its way out already.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses
