@@ -368,7 +368,9 @@ def test_a_port_that_another_program_has(
     "ends",
     [
         "raise ValueError('no such thing')",
-        pytest.param("os.kill(os.getpid(), 11)", marks=pytest.mark.nightly("with a traceback it runs always")),
+        pytest.param(
+            "os.kill(os.getpid(), 11)", marks=pytest.mark.nightly("with a traceback it runs always")
+        ),
     ],
 )
 def test_its_own_error_file_is_torchruns(

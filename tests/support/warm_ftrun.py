@@ -215,7 +215,10 @@ def start_python(
 
 
 def run_python(
-    words: Sequence[object], timeout: float, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+    words: Sequence[object],
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a Python to its end as `subprocess.run` does, with what it says, as `start_python` starts it."""
     with start_python(words, environment=environment, cwd=cwd) as process:
