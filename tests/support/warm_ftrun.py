@@ -99,6 +99,7 @@ class WarmProcess:
         cwd: Path,
         outputs: Sequence[int],
         new_session: bool = False,
+        path: Sequence[str] = (),
     ) -> subprocess.Popen[Any]:
         """Forks a Python.
 
@@ -108,8 +109,10 @@ class WarmProcess:
             cwd: its working directory.
             outputs: where its standard output and its errors go.
             new_session: it leads a session of its own.
+            path: where it looks for modules first.
         """
-        request = {"words": words, "environment": dict(environment), "cwd": str(cwd), "session": new_session}
+        request = {"words": words, "environment": dict(environment), "cwd": str(cwd)}
+        request.update(session=new_session, path=path)
         with _adopting():
             socket.send_fds(self._control, [json.dumps(request).encode()], [*outputs])
             pid = int(self._control.recv(MAX_MESSAGE))
@@ -168,6 +171,7 @@ def start_python(
     stdout: int | IO[Any] = subprocess.PIPE,
     stderr: int | IO[Any] = subprocess.PIPE,
     start_new_session: bool = False,
+    path: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
     """Starts a Python as `subprocess.Popen` does, with text pipes: forked if that makes no difference.
 
@@ -178,10 +182,14 @@ def start_python(
         stdout: as for `subprocess.Popen`.
         stderr: as for `subprocess.Popen`.
         start_new_session: as for `subprocess.Popen`.
+        path: where it, and what it starts, look for modules first.
     """
     everything = {**os.environ, **(environment or {})}
     arguments = [str(word) for word in words]
-    if warm_process is None or not warm_process.fits(everything):
+    fits = warm_process is not None and warm_process.fits(everything)
+    if path:
+        everything["PYTHONPATH"] = os.pathsep.join([*path, everything.get("PYTHONPATH", "")])
+    if warm_process is None or not fits:
         return subprocess.Popen(
             [sys.executable, *arguments],
             env=everything,
@@ -209,7 +217,9 @@ def start_python(
                 number = wanted if isinstance(wanted, int) else wanted.fileno()
             read_ends.append(read_end)
             outputs.append(number)
-        process = warm_process.start(arguments, everything, cwd or Path.cwd(), outputs, start_new_session)
+        process = warm_process.start(
+            arguments, everything, cwd or Path.cwd(), outputs, start_new_session, path
+        )
     process.stdout, process.stderr = read_ends
     return process
 
@@ -314,6 +324,7 @@ def _settle(request: dict[str, Any], outputs: list[int]) -> None:
     if request["session"]:
         os.setsid()
     os.chdir(request["cwd"])
+    sys.path[1:1] = request["path"]
     _set_environment(request["environment"])
 
 

@@ -35,7 +35,7 @@ from ft_wrapper.store.plan import connect_etcd
 from ft_wrapper.testing.etcd_server import free_port
 
 sys.path.append(str(Path(__file__).parents[1]))
-from support.ends import end_quickly  # noqa: E402
+from support.ends import end_quickly
 
 TIMEOUT = 120.0
 """Seconds after which a wait of these tests counts as a hang, however busy the machine is."""
