@@ -1,8 +1,8 @@
 """Ends of processes that have torch: whole ones, with all that Python does, and quick ones.
 
-Python's own last steps, with torch in the process, write to most of its memory: three quarters of the processor
-time of a forked rank. So forked processes leave them out in the runs of every day: they join their threads, run
-what was registered for the end, and end. Nightly runs, and tests marked `whole_ends`, have whole ends.
+Python's own last steps, with torch in the process, write to most of its memory: three quarters of the
+processor time of a forked rank. So forked processes leave them out in daily runs: they join their threads,
+run what was registered for the end, and end. Nightly runs, and tests marked `whole_ends`, have whole ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts ftrun, its template, and other Pythons in milliseconds: forked from a process that has imported torch.
+"""Starts ftrun, its template and other Pythons in milliseconds: forked from one that has imported torch.
 
 Importing torch, and what the template imports for its ranks, takes five seconds of processor time per
 ftrun, more than the rest of a short job. So one warm process imports it all once, and stays with one
@@ -206,7 +206,7 @@ def start_python(
             read_end = None
             if wanted == subprocess.PIPE:
                 there, number = os.pipe()
-                read_end = open(there)
+                read_end = os.fdopen(there)
                 ours.callback(os.close, number)
             elif wanted == subprocess.STDOUT:
                 number = outputs[0]
