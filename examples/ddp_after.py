@@ -30,7 +30,6 @@ def train(path, steps, call_wrapper: CallWrapper = None):
         if (step + 1) % 20 == 0 and dist.get_rank() == 0:
             with call_wrapper.atomic():
                 save(path, model, optimizer, step + 1)
-    dist.destroy_process_group()
     return loss.item()
 
 

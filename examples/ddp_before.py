@@ -25,7 +25,6 @@ def train(path, steps):
         optimizer.step()
         if (step + 1) % 20 == 0 and dist.get_rank() == 0:
             save(path, model, optimizer, step + 1)
-    dist.destroy_process_group()
     return loss.item()
 
 
@@ -56,5 +55,6 @@ def save(path, model, optimizer, step):
 
 if __name__ == "__main__":
     loss = train(os.path.join(sys.argv[1], "checkpoint.pt"), 100)
+    dist.destroy_process_group()
     if os.environ["RANK"] == "0":
         print(f"loss {loss:.6f}")

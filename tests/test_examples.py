@@ -67,6 +67,9 @@ def run_ftrun(arguments: list[str], environment: dict[str, str]) -> subprocess.C
         process = start_ftrun(arguments, output.fileno(), Path.cwd(), environment)
         try:
             process.wait(400)
+        except subprocess.TimeoutExpired:
+            output.seek(0)
+            pytest.fail(f"{arguments} did not end: {output.read().decode()}")
         finally:
             process.kill()
             process.wait()
