@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-from support.ends import ENDS
 
 if TYPE_CHECKING:
     # Imported where it is used: a run that tests nothing of it need not import torch.
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 MARK = "FT_WRAPPER_TEST_RUN"
 # Longer than termination_grace_time, for which a monitor tries to reach a store that ended with its job.
 GRACE = 60.0
+ENDS = "FT_WRAPPER_TEST_ENDS"  # of support/ends.py, which a copy of this file elsewhere would not find
 SHARED_MEMORY = Path("/dev/shm")
 _EXEC_LASTS = 0.2  # seconds
 
