@@ -63,12 +63,17 @@ soak-nodes: $(INSTALLED)
 soak-etcd: $(INSTALLED)
 	@$(BIN)/python examples/kill_nodes.py --etcd --minutes 10
 
+# The tests start hundreds of Pythons, each of which would compile the package.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests that measure time run by themselves, after the others.
-test: lint docs
+test: $(INSTALLED)
+	$(MAKE) --jobs 2 --output-sync lint docs
 	$(PYTEST) $(AT_ONCE) -m "not nightly and not alone"
 	$(PYTEST) -m "not nightly and alone"
 
-test-all: lint docs
+test-all: $(INSTALLED)
+	$(MAKE) --jobs 2 --output-sync lint docs
 	$(PYTEST) $(AT_ONCE) -m "not alone"
 	$(PYTEST) -m alone
 

@@ -19,7 +19,8 @@ from typing import Any
 from scale_wire import Connection, Event, Loop, Threading, WireStore
 
 from ft_wrapper.monitor.rank_monitor import RankMonitor
-from ft_wrapper.protocol import Agreement, joining, keys, neighbours
+from ft_wrapper.protocol import Agreement, joining, keys, neighbours, records
+from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.evidence import Ends
 from ft_wrapper.protocol.heart import Heart, note_wanted
 from ft_wrapper.protocol.membership import Membership
@@ -174,6 +175,7 @@ def computed_once(slots: frozenset[int]) -> Iterator[None]:
     """
     after = View.after
     read_decision = Decision.from_json
+    roster_from_json = records.roster_from_json
 
     def view_after(view: View, decision: Decision, nonce: str) -> View:
         following = after(view, decision, nonce)
@@ -183,19 +185,15 @@ def computed_once(slots: frozenset[int]) -> Iterator[None]:
         (View, "after", once(view_after, lambda view, decision, nonce: (view.n, view.nonce, nonce))),
         (Decision, "from_json", staticmethod(once(read_decision, lambda text, key: text))),
     ]
-    for name, module in list(sys.modules.items()):
-        if name.startswith("ft_wrapper.store.") and hasattr(module, "roster_from_json"):
-            read = module.roster_from_json
 
-            def read_roster(text: str, key: str, read: Any = read) -> Roster:
-                return Roster.of(read(text, key))
+    def read_roster(text: str, key: str) -> Roster:
+        return Roster.of(roster_from_json(text, key))
 
-            replaced.append((module, "roster_from_json", once(read_roster, lambda text, key: text)))
-    if hasattr(joining, "_first_decision"):
-        decide = joining._first_decision
-        replaced.append((joining, "_first_decision", once(decide, lambda members, least: id(members))))
-    if hasattr(neighbours.NeighbourWatch, "_starts"):
-        replaced.append((neighbours.NeighbourWatch, "_starts", _starts))
+    for module in (records, joining):  # the one that has it, and the one that has imported it by name
+        replaced.append((module, "roster_from_json", once(read_roster, lambda text, key: text)))
+    decide = joining._first_decision
+    replaced.append((joining, "_first_decision", once(decide, lambda members, least: id(members))))
+    replaced.append((neighbours.NeighbourWatch, "_starts", _starts))
     in_order = Slots(sorted(slots))
     sort: Any = lambda what, **how: in_order if what is slots else sorted(what, **how)  # noqa: E731
     with contextlib.ExitStack() as exits:
@@ -281,7 +279,7 @@ class Rank:
         self.memory.rank = rank
         self.monitor.view = view
         endpoint = (HOST, 1) if rank == 0 else None
-        self.job.agreement.entering.check_assignment(view.n, member, rank, size, size, endpoint=endpoint)
+        self.job.agreement.entering.check_assignment(view.n, Entered(member, rank), size, size, endpoint)
         if endpoint is None and self.job.await_endpoint(rank, 60.0) is None:
             raise RuntimeError(f"{member} was told no endpoint")
         self.stamps.entered = time.monotonic()
@@ -306,7 +304,7 @@ class Rank:
         if heart is None:
             heart = self._heart = Heart(self._connect, str(member), self._ranks.settings)
         else:
-            self.job.heart = heart.name
+            self.job.record = dataclasses.replace(self.job.record, heart=heart.name)
             self.job.say_who()
         self.monitor = RankMonitor(self._connect, member, self.memory, 0, self._ranks.settings, heart)
 

@@ -13,12 +13,12 @@ from . import state as state
 from . import store as store
 from . import terminate as terminate
 from ._version import __version__ as __version__
-from .call_wrapper import CallWrapper as CallWrapper
 from .compose import Compose as Compose
 from .log_lines import install as _install_log_handler
 from .state import FrozenState as FrozenState
 from .state import Mode as Mode
 from .state import State as State
+from .wrapper import CallWrapper as CallWrapper
 from .wrapper import Wrapper as Wrapper
 
 _install_log_handler()

@@ -4,7 +4,6 @@ They run in the wrapper's monitor thread while the function is still running: in
 ``init_process_group``, in a backward pass, or anywhere else.
 """
 
-import abc
 import contextlib
 import functools
 import logging
@@ -21,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import psutil
 
+from .compose import PlugIn
 from .settings import as_seconds, check_callable
 from .state import FrozenState
 from .torch_groups import abort_all
@@ -34,22 +34,14 @@ T = TypeVar("T")
 Processes: TypeAlias = Iterable["int | psutil.Process"]
 
 
-class Abort(abc.ABC):
-    """Base of the ``abort`` plug-ins of `Wrapper`: frees the function's thread."""
+class Abort(PlugIn):
+    """Base of the ``abort`` plug-ins of `Wrapper`: frees the function's thread.
 
-    @abc.abstractmethod
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Runs in the monitor thread, after an iteration has ended and before the function is interrupted.
-
-        It may run again for the same iteration until the function is left. It must not wait for the function
-        or for other ranks. If it raises, the error is logged and the restart goes on.
-
-        Args:
-            state: the rank's state in the iteration that is over.
-
-        Returns:
-            The state.
-        """
+    It runs in the monitor thread, after an iteration has ended and before the function is interrupted, and is
+    given the rank's state in the iteration that is over. It may run again for the same iteration until the
+    function is left. It must not wait for the function or for other ranks. If it raises, the error is logged
+    and the restart goes on.
+    """
 
 
 class AbortTorchDistributed(Abort):

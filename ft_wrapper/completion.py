@@ -1,23 +1,11 @@
 """Plug-ins that run when the wrapped call has completed."""
 
-import abc
-
-from .state import FrozenState
+from .compose import PlugIn
 
 
-class Completion(abc.ABC):
+class Completion(PlugIn):
     """Base of the ``completion`` plug-ins of `Wrapper`: runs when all active ranks have finished.
 
-    Every rank of the job runs it, hot spares included, just before the wrapped call returns.
+    Every rank of the job runs it, hot spares included, just before the wrapped call returns. It is given
+    the rank's state in the last iteration.
     """
-
-    @abc.abstractmethod
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Runs at the end of a call.
-
-        Args:
-            state: the rank's state in the last iteration.
-
-        Returns:
-            The state.
-        """

@@ -1,13 +1,31 @@
-"""Compose: several plug-ins in the place of one."""
+"""What plug-ins are, and `Compose`: several in the place of one."""
 
+import abc
 import types
 import warnings
 from typing import Any, TypeVar
+
+from .state import FrozenState
 
 P = TypeVar("P")
 
 # Py_TPFLAGS_BASETYPE: plain functions, for example, are instances of a class that has no subclasses.
 _CAN_BE_A_BASE = 1 << 10
+
+
+class PlugIn(abc.ABC):
+    """Base of the plug-ins of `Wrapper` that are called with a rank's state; their own bases say when."""
+
+    @abc.abstractmethod
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Does its part, or raises.
+
+        Args:
+            state: the rank's state, read-only.
+
+        Returns:
+            The state.
+        """
 
 
 class Compose:

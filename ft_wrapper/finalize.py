@@ -1,35 +1,25 @@
 """Plug-ins that clean up after the function has left an iteration."""
 
-import abc
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from .compose import PlugIn
 from .settings import as_timeout, check_callable
 from .state import FrozenState
 from .store.bounded import call_in_thread
 from .torch_groups import cuda_device
 
 
-class Finalize(abc.ABC):
+class Finalize(PlugIn):
     """Base of the ``finalize`` plug-ins of `Wrapper`: prepares the process for the next iteration.
 
-    It runs after a fault, between the function and the health check. Use it to drop global state and to wait
-    for what the function has started. If it raises, this rank ends with that error; the others go on.
+    It runs after a fault, between the function and the health check, and is given the rank's state in the
+    iteration that is over. Use it to drop global state and to wait for what the function has started. If it
+    raises, this rank ends with that error; the others go on.
     """
-
-    @abc.abstractmethod
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Cleans up, or raises.
-
-        Args:
-            state: the rank's state in the iteration that is over.
-
-        Returns:
-            The state.
-        """
 
 
 class ThreadedFinalize(Finalize):

@@ -1,6 +1,5 @@
 """Plug-ins that decide whether a rank may go on."""
 
-import abc
 import importlib
 import logging
 from datetime import timedelta
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .compose import PlugIn
 from .exception import HealthCheckError, RestartError
 from .settings import as_limit, as_timeout
 from .state import FrozenState
@@ -19,25 +19,14 @@ _logger = logging.getLogger(__name__)
 _TIMEOUT = timedelta(seconds=30)
 
 
-class HealthCheck(abc.ABC):
+class HealthCheck(PlugIn):
     """Base of the ``health_check`` plug-ins of `Wrapper`: decides whether this rank can go on.
 
     It runs before each iteration, and after a fault, following ``finalize``. It checks this rank only: others
     may be gone, or still in the function. If it raises after a fault, or on a spare, this rank ends with
     `HealthCheckError` and the others go on. If it raises on an active rank before the function, that is a
-    fault, and it runs again after it.
+    fault, and it runs again after it. It is given the rank's state in the iteration that is over.
     """
-
-    @abc.abstractmethod
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Returns if the rank is healthy, otherwise raises.
-
-        Args:
-            state: the rank's state in the iteration that is over.
-
-        Returns:
-            The state.
-        """
 
 
 class CudaHealthCheck(HealthCheck):

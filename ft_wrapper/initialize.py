@@ -1,29 +1,17 @@
 """Plug-ins that run at the start of every iteration."""
 
-import abc
-
+from .compose import PlugIn
 from .exception import RestartAbort
 from .settings import as_int, as_limit
 from .state import FrozenState
 
 
-class Initialize(abc.ABC):
+class Initialize(PlugIn):
     """Base of the ``initialize`` plug-ins of `Wrapper`: runs at the start of every iteration.
 
-    It runs on every rank, hot spares included. An ``Exception`` restarts all ranks; a ``BaseException`` ends
-    the call on this rank.
+    It runs on every rank, hot spares included, and is given the state in the iteration that begins.
+    An ``Exception`` restarts all ranks; a ``BaseException`` ends the call on this rank.
     """
-
-    @abc.abstractmethod
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Prepares the process for the function, or refuses.
-
-        Args:
-            state: the rank's state in the iteration that begins.
-
-        Returns:
-            The state.
-        """
 
 
 class RetryController(Initialize):

@@ -7,23 +7,14 @@ import enum
 import os
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .settings import Limits
 
+if TYPE_CHECKING:
+    from .protocol.by_hand import ByHand
+
 _TIMEOUT = timedelta(seconds=Limits.barrier_timeout)
-
-
-class AgreesOnIterations(Protocol):
-    """What a state needs of the store on which the ranks agree; each of the package's stores has it."""
-
-    def coordinate_global_iteration_advance(
-        self, world_size: int, timeout: timedelta, is_coordinator: bool = False
-    ) -> int:
-        """Leaves the iteration that is on; returns the number of the next one."""
-
-    def handle_rank_restart(self, world_size: int, timeout: timedelta, *, rank: int | None = None) -> int:
-        """Joins the job, unless that was done; returns the number of the iteration that the rank is in."""
 
 
 class Mode(enum.Enum):
@@ -101,7 +92,7 @@ class State:
 
     def advance(
         self,
-        store: AgreesOnIterations | None = None,
+        store: ByHand | None = None,
         world_size: int | None = None,
         timeout: timedelta | None = None,
         is_coordinator: bool = False,
@@ -135,7 +126,7 @@ class State:
             )
         self.fn_exception = None
 
-    def sync_with_global_iteration(self, store: AgreesOnIterations, timeout: timedelta | None = None) -> None:
+    def sync_with_global_iteration(self, store: ByHand, timeout: timedelta | None = None) -> None:
         """Takes the number of the iteration that all ranks are in.
 
         Joins the job first, if this process has not done so with this client: as a new process in its rank's

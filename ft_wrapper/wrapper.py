@@ -1,7 +1,8 @@
-"""Wrapper: the decorator and its configuration."""
+"""Wrapper: the decorator and its configuration; and what the wrapped function is given of its call."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -9,17 +10,18 @@ import logging
 import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from .call_wrapper import CallWrapper
+from .attribution import InterruptionRecord, by_blame
 from .monitor.frames import drop_own_frames
 from .restart import Settings, check_together, default_assignment
 from .restart.call import Call
 from .settings import ACTIVE_WORLD_SIZE_ENV, Limits, about, formation_size
-from .state import State
+from .state import FrozenState, State
+from .store import PrefixStore
 from .store.plan import plan_store
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,67 @@ _PARAMETER = "call_wrapper"
 def _taking(settings: Callable[P, Settings]) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
     """Shows type checkers and editors that a method takes the arguments of the settings."""
     return lambda method: method
+
+
+class CallWrapper:
+    """Handed to the wrapped function through the argument annotated with this class."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.ping: Callable[[], None] = call.own.memory.make_ping()
+        """Says that the function makes progress. About 0.1 µs: it writes a time stamp and nothing else.
+
+        From the first call in an iteration on, the function must go on calling it: a rank that does not for
+        ``soft_timeout`` restarts everybody, one that does not for ``hard_timeout`` is ended.
+        """
+
+    @property
+    def iteration(self) -> int:
+        """Number of the restart iteration; with ``use_global_iteration`` unique in the store's life."""
+        return self._call.state.iteration
+
+    @property
+    def state(self) -> FrozenState:
+        """This rank's state, read-only."""
+        return self._call.state.freeze()
+
+    @property
+    def store(self) -> PrefixStore:
+        """A store for this iteration alone; may be passed as ``store=`` to ``init_process_group``."""
+        return self._call.user_store()
+
+    @property
+    def faults(self) -> tuple[InterruptionRecord, ...]:
+        """What ended the previous iteration, the likeliest cause first; empty in the first one."""
+        member = self._call.own.member
+        view = member.view
+        if view.n == view.first:
+            return ()
+        records = member.agreement.ends.faults_of(view.n - 1)
+        return tuple(dict.fromkeys(by_blame(fault.record for fault in records)))
+
+    def atomic(self) -> contextlib.AbstractContextManager[Any]:
+        """A block that no restart interrupts half-way; may be nested.
+
+        When the iteration ends elsewhere meanwhile, the function is left at the end of the block, and only
+        then are its process groups aborted. Keep it short, and free of collectives: the others wait.
+
+        Raises:
+            RankShouldRestart: on entering, if the iteration has ended; at the end, if it ended meanwhile.
+        """
+        return self._call.own.interrupter.atomic()
+
+    @contextlib.contextmanager
+    def disable_hang_protection(self) -> Iterator[None]:
+        """A block without ``soft_timeout`` and ``hard_timeout``, for work that may take long."""
+        memory = self._call.own.memory
+        memory.hang_protection_disabled += 1
+        try:
+            yield
+        finally:
+            self._call.pinged = self._call.pinged or memory.ping_stamp > 0
+            memory.enter_phase(memory.phase)
+            memory.hang_protection_disabled -= 1
 
 
 class Wrapper:
@@ -109,7 +172,7 @@ class Wrapper:
             call = Call(self.settings, plan, state, name)
             error: BaseException | None = None
             try:
-                return call.run(_filled_in(function, parameter, call.user, args, kwargs))
+                return call.run(_filled_in(function, parameter, CallWrapper(call), args, kwargs))
             except BaseException as caught:
                 error = caught
                 drop_own_frames(caught)

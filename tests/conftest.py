@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MARK = "FT_WRAPPER_TEST_RUN"
 # Longer than termination_grace_time, for which a monitor tries to reach a store that ended with its job.
 GRACE = 60.0
+ENDS = "FT_WRAPPER_TEST_ENDS"  # of support/ends.py, which a copy of this file elsewhere would not find
 SHARED_MEMORY = Path("/dev/shm")
 _EXEC_LASTS = 0.2  # seconds
 
@@ -63,6 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if _is_controller(config):
         # Workers share the processor: torch's threads would wait for each other.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Nightly runs have whole ends.
+    os.environ.setdefault(ENDS, "quick" if "not nightly" in config.option.markexpr else "whole")
     # torch looks up the name of each peer's address; a lost answer would cost 5 s, longer than some timeouts.
     os.environ.setdefault("RES_OPTIONS", "use-vc timeout:1 attempts:1")
     # With it a print is several writes, between which other ranks' may come.
@@ -123,6 +126,15 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
+@pytest.fixture(autouse=True)
+def ends(request: pytest.FixtureRequest, nothing_left_behind: None) -> Iterator[None]:
+    """Has the processes of a test that is marked `whole_ends` end as they do without us."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("whole_ends") is not None:
+            patch.setenv(ENDS, "whole")
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def nothing_left_behind_at_the_end() -> Iterator[None]:
     """The same for the whole run, and for file descriptors, some of which only the collector closes."""
@@ -139,8 +151,8 @@ def nothing_left_behind_at_the_end() -> Iterator[None]:
         pytest.fail("left behind by the whole run:\n  " + "\n  ".join(left), pytrace=False)
 
 
-# Where modules with ftruns have them from.
-_FTRUNS = ("start_ftrun", "FtRun", "Cluster", "Training")
+# Where modules with ftruns and other forked Pythons have them from.
+_FTRUNS = ("start_ftrun", "start_python", "run_python", "FtRun", "Cluster", "Training")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from support.warm_ftrun import start_ftrun
+from support.warm_ftrun import start_ftrun, start_python
 
 from ft_wrapper import events
 from ft_wrapper.testing.inject_fault import ENV, parse_faults
@@ -49,13 +49,9 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     words = [str(part) for part in command]
     if tuple(words[: len(FTRUN)]) == FTRUN:
         return run_ftrun(words[len(FTRUN) :], environment)
-    process = subprocess.Popen(
-        words,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+    assert words[0] == sys.executable
+    process = start_python(
+        words[1:], environment=environment, stderr=subprocess.STDOUT, start_new_session=True
     )
     try:
         output, _ = process.communicate(timeout=400)

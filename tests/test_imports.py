@@ -22,7 +22,7 @@ LINES: list[set[str]] = [
     },
     {"protocol"},
     {"store", "report"},
-    {"monitor", "rendezvous", "call_wrapper"},
+    {"monitor", "rendezvous"},
     {"torch_groups", "agent"},
     {
         *("abort", "completion", "finalize", "health_check", "initialize", "nested_restarter", "terminate"),

@@ -1,12 +1,17 @@
 """The line that a restart leaves in the log."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.protocol import Agreement
+from ft_wrapper.protocol import Agreement, keys
+from ft_wrapper.protocol.entering import Entered
+from ft_wrapper.protocol.operations import Append
 from ft_wrapper.protocol.records import MemberRecord
 from ft_wrapper.report.restart import duration, restart_line, waiting_line
-from ft_wrapper.store import Fault, Member
+from ft_wrapper.state import State
+from ft_wrapper.store import Decision, Fault, Member, View
 from ft_wrapper.testing.fake_store import FakeStore
 
 
@@ -14,12 +19,30 @@ def fault(slot: int, interruption: Interruption, message: str, rank: int | None 
     return Fault(Member(slot, 0), slot if rank is None else rank, interruption, message, "host7", 100 + slot)
 
 
+def said(
+    n: int,
+    faults: Sequence[Fault],
+    promoted: Sequence[tuple[int, int]],
+    world_size: int,
+    active: int,
+    seconds: float,
+) -> str:
+    """The line of an iteration that nobody has joined, and nobody else has left."""
+    store = FakeStore()
+    for slot, rank in promoted:
+        entry = Entered(Member(slot, 0), rank, promoted=True).to_text()
+        store.execute([Append(keys.entered(n), entry)])
+    decision = Decision(0, n, 0, (), (), (), (), (), world_size, 1)
+    state = State(0, world_size, active_world_size=active, iteration=n)
+    return restart_line(store, View.of(decision, "nonce", ()), decision, state, faults, seconds)
+
+
 def test_names_what_failed_where_who_took_over_and_how_long_it_took() -> None:
     faults = [
         fault(1, Interruption.EXCEPTION, "raised RuntimeError: connection closed"),
         fault(0, Interruption.TERMINATED, "died"),
     ]
-    assert restart_line(2, faults, [(3, 2)], [], 3, 3, 0.0081) == (
+    assert said(2, faults, [(3, 2)], 3, 3, 0.0081) == (
         "restart 2: rank 0 (slot 0 on host7 pid 100) died (and 1 fault in its wake); "
         "spare slot 3 took over as rank 2; 3 active + 0 spare ranks, back in 8.1 ms"
     )
@@ -27,7 +50,7 @@ def test_names_what_failed_where_who_took_over_and_how_long_it_took() -> None:
 
 def test_of_several_exceptions_the_first_is_the_cause() -> None:
     faults = [fault(slot, Interruption.EXCEPTION, f"raised E{slot}") for slot in (2, 0, 1)]
-    line = restart_line(1, faults, [], [], 4, 3, 0.01)
+    line = said(1, faults, [], 4, 3, 0.01)
     assert (
         "rank 2 (slot 2 on host7 pid 102) raised E2 (and 2 faults in its wake); no spare stepped in;" in line
     )
@@ -46,7 +69,7 @@ def test_of_a_hang_the_odd_one_out_comes_first() -> None:
         ),
         fault(1, Interruption.SOFT_TIMEOUT, "stood at a.py:7 in train"),
     ]
-    line = restart_line(1, faults, [], [], 3, 3, 0.01)
+    line = said(1, faults, [], 3, 3, 0.01)
     assert line.startswith(
         "restart 1: rank 1 (slot 1 on host7 pid 101) made no progress for soft_timeout=3 s and stood at "
         "a.py:7 in train; rank 0 (slot 0 on host7 pid 100), rank 2 (slot 2 on host7 pid 102) made no "
@@ -69,14 +92,14 @@ def test_says_for_whom_a_restart_waits_and_how_long_at_the_most() -> None:
 
 def test_a_thousand_ranks_fit_in_a_line() -> None:
     faults = [fault(slot, Interruption.TERMINATED, "died") for slot in range(1000)]
-    line = restart_line(1, faults, [(slot, slot) for slot in range(50)], [], 3, 3, 0.01)
+    line = said(1, faults, [(slot, slot) for slot in range(50)], 3, 3, 0.01)
     assert "and 996 more died" in line and "and 46 more" in line and len(line) < 600
 
 
 def test_no_fault_and_no_rank_are_said_so() -> None:
-    assert "no fault was published" in restart_line(1, [], [], [], 1, 1, 0.01)
+    assert "no fault was published" in said(1, [], [], 1, 1, 0.01)
     silent = Fault(Member(4, 0), None, Interruption.UNRESPONSIVE, "sent no heartbeat for 30 s", "", 0)
-    assert "slot 4 sent no heartbeat for 30 s;" in restart_line(1, [silent], [], [], 1, 1, 0.01)
+    assert "slot 4 sent no heartbeat for 30 s;" in said(1, [silent], [], 1, 1, 0.01)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from support.ends import ENDS
+from support.warm_ftrun import run_python, start_python
 
 from ft_wrapper import events
 from ft_wrapper.agent.outputs import Failure, in_order, report
@@ -143,11 +145,15 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         listener.settimeout(TIMEOUT)
 
         def start(nproc: int, *options: str, shell: str = "") -> Job:
-            command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", str(nproc), *options]
-            command += [str(script), str(listener.getsockname()[1])]
+            words = ["-m", "ft_wrapper.run", "--nproc-per-node", str(nproc), *options]
+            words += [str(script), str(listener.getsockname()[1])]
             if shell:
-                command = ["sh", "-c", shell + ' exec "$@"', "sh", *command]
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                command = ["sh", "-c", shell + ' exec "$@"', "sh", sys.executable, *words]
+                process = subprocess.Popen(
+                    command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                )
+            else:
+                process = start_python(words, stdout=subprocess.DEVNULL)
             try:
                 jobs.append(Job(process, listener, nproc))
             except BaseException:
@@ -159,6 +165,13 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         yield start
         for job in jobs:
             job.close()
+
+
+def run_with_standby(*arguments: str, module: str = "ft_wrapper.run") -> subprocess.CompletedProcess[str]:
+    """For scripts with torch: their ranks are forked from ftrun's standby process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PET_NO_STANDBY")
+        return run_python(["-m", module, *arguments], TIMEOUT)
 
 
 @pytest.fixture
@@ -337,7 +350,8 @@ def test_ranks_meet_at_the_port_that_is_given(script: Callable[[str], str], tmp_
         sys.exit(rank if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
     """)
     arguments = ["--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port)]
-    assert main([*arguments, meet]) == 0
+    ended = run_with_standby(*arguments, meet)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_port_that_another_program_has(
@@ -350,7 +364,15 @@ def test_a_port_that_another_program_has(
     assert f"--master-port {port} cannot be used on this host" in said and "leave it out" in said
 
 
-@pytest.mark.parametrize("ends", ["raise ValueError('no such thing')", "os.kill(os.getpid(), 11)"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "raise ValueError('no such thing')",
+        pytest.param(
+            "os.kill(os.getpid(), 11)", marks=pytest.mark.nightly("with a traceback it runs always")
+        ),
+    ],
+)
 def test_its_own_error_file_is_torchruns(
     ends: str, script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,9 +390,8 @@ def test_its_own_error_file_is_torchruns(
     found = []
     for name, module in (("ours", "ft_wrapper.run"), ("torchs", "torch.distributed.run")):
         file = tmp_path / f"{name}.json"
-        environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)}
-        command = [sys.executable, "-m", module, "--standalone", "--nproc-per-node", "2", fail]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        ended = run_with_standby("--standalone", "--nproc-per-node", "2", fail, module=module)
         assert ended.returncode == 1, ended.stderr
         found.append(json.loads(file.read_text()) if file.exists() else None)
     assert (found[0] is None) == (found[1] is None) == ("raise" not in ends)
@@ -431,7 +452,7 @@ def test_helpers_of_a_failed_rank_end(launch: Launch) -> None:
 
 
 def test_a_failure_that_the_job_finished_without_is_forgiven(
-    script: Callable[[str], str], caplog: pytest.LogCaptureFixture
+    script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The job: slots 0 and 2, which call their iteration done. Slot 1 is not in it, and fails.
     finish = script("""
@@ -449,13 +470,17 @@ def test_a_failure_that_the_job_finished_without_is_forgiven(
         Agreement(store).ends.end_iteration(view.n, sys.argv[1])
         sys.exit(9 if rank == 2 and sys.argv[2] == "member fails" else 0)
     """)
-    caplog.set_level(logging.INFO)
-    assert main(["--nproc-per-node", "3", *ALONE, finish, "done", "-"]) == 0
-    assert any("the job finished all the same" in message for message in caplog.messages)
-    assert main(["--nproc-per-node", "3", *ALONE, finish, "fault", "-"]) == 1
-    assert "1 of 3 ranks failed" in caplog.text
-    assert main(["--nproc-per-node", "3", *ALONE, finish, "done", "member fails"]) == 1
-    assert caplog.text.count("1 of 3 ranks failed") == 2
+    monkeypatch.setenv("LOGLEVEL", "INFO")
+
+    def ends(how: str, member: str) -> tuple[int, str]:
+        ended = run_with_standby("--nproc-per-node", "3", *ALONE, finish, how, member)
+        return ended.returncode, ended.stderr
+
+    code, said = ends("done", "-")
+    assert code == 0 and "the job finished all the same" in said
+    for how, member in (("fault", "-"), ("done", "member fails")):
+        code, said = ends(how, member)
+        assert code == 1 and said.count("1 of 3 ranks failed") == 1
 
 
 def test_the_store_outlives_every_rank(launch: Launch, script: Callable[[str], str]) -> None:
@@ -783,7 +808,5 @@ WAITS = """
 def test_a_thread_that_waits_for_a_store_does_not_abort_the_end(script: Callable[[str], str]) -> None:
     """The server goes as Python ends, and the wait with it."""
     for _ in range(3):
-        ended = subprocess.run(
-            [sys.executable, script(WAITS)], capture_output=True, text=True, timeout=TIMEOUT
-        )
+        ended = run_python([script(WAITS)], TIMEOUT, {ENDS: "whole"})
         assert (ended.returncode, ended.stdout) == (7, "said"), ended.stderr

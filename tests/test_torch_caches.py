@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.warm_ftrun import run_python
 
 from ft_wrapper.torch_groups import forget as _torch_caches
 from ft_wrapper.torch_groups.between import release_process_groups
@@ -145,13 +145,7 @@ def what_is_left(
     mesh: dict[str, Any], left_out: str = "", *, forgets: bool = True, thread: bool = False
 ) -> dict[str, Any]:
     arguments = {**mesh, "left_out": [left_out], "forgets": forgets, "thread": thread}
-    ran = subprocess.run(
-        [sys.executable, __file__, json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(PARENT.parent), "OMP_NUM_THREADS": "1"},
-    )
+    ran = run_python([__file__, json.dumps(arguments)], timeout=300)
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return found

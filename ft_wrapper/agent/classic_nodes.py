@@ -20,7 +20,8 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from ..rendezvous.backends import host_workers_store
 from ..store.address import address_of_this_node, host_port, is_this_host, loopback
 from ..store.bounded import bounded, call_in_thread, in_background
-from .nodes import News, Nodes, Round, What
+from .nodes import Nodes, Round
+from .signals import News, What
 
 log = logging.getLogger(__name__)
 

@@ -353,10 +353,7 @@ def _add_what_differs(parser: Parser) -> None:
         f"tell, and the end of a rank is seen at once (default: {DEFAULT_MONITOR_INTERVAL:g})",
         default=str(DEFAULT_MONITOR_INTERVAL),
     )
-    add(
-        "--max-restarts N",
-        "how often all ranks may be restarted, counted for all nodes (default: 0)",
-    )
+    add("--max-restarts N", "how often all ranks may be restarted, counted for all nodes (default: 0)")
     add(
         "--shutdown-timeout SECONDS",
         "from a forwarded signal, or the end of a group, to SIGKILL (default: "
@@ -412,18 +409,12 @@ def _add_own(parser: Parser) -> None:
         "auto: group, and rank once a wrapped job has formed (default: auto)",
         default=Policy.AUTO.value,
     )
-    add(
-        "--max-rank-restarts N",
-        f"how often each rank may be started again alone (default: {RANK_RESTARTS})",
-    )
+    add("--max-rank-restarts N", f"how often each rank may be started again alone (default: {RANK_RESTARTS})")
     add(
         "--active-world-size N",
         "how many ranks call the function of a wrapped job; the others are hot spares (default: all)",
     )
-    add(
-        "--spare-nodes K",
-        "so many nodes beyond --nnodes take part, for hot spares (default: 0)",
-    )
+    add("--spare-nodes K", "so many nodes beyond --nnodes take part, for hot spares (default: 0)")
     add(
         "--node-id ID",
         "which node this is; started again with the same id it takes its own place (default: --node-rank, "

@@ -31,12 +31,12 @@ from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from . import call_function, classic_nodes, health, loop, rounds, watchdog
-from .group import Counts, Group, process_failures, state_of
-from .nodes import EXIT_BARRIER_TIMEOUT, CannotStart, End, Inbox, Nodes
+from . import call_function, classic_nodes, health, loop
+from .group import Counts, Group, WholeGroup, process_failures, state_of
+from .nodes import EXIT_BARRIER_TIMEOUT, CannotStart, End, Nodes, Workers, run_rounds
 from .policy import RANK_RESTARTS, Policy, RestartPolicy
 from .process import LOCAL_RANK, Job, Program, program_of, python_program
-from .signals import SHUTDOWN_TIMEOUT, SIGNALS, queued
+from .signals import SHUTDOWN_TIMEOUT, SIGNALS, Inbox, queued
 
 __all__ = [
     "CannotStart",
@@ -213,14 +213,14 @@ class SimpleElasticAgent(ElasticAgent):
         """This node's part among the others. Does not connect yet."""
         return classic_nodes.ClassicNodes(self._group.spec, self._exit_barrier_timeout)
 
-    def _open_workers(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> rounds.Workers:
+    def _open_workers(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> Workers:
         """What starts and waits for the workers of each round.
 
         Args:
             nodes: the others.
             cleanup: ends what still runs, and closes all, at the end.
         """
-        return rounds.WholeGroup(self, self._group, nodes, cleanup)
+        return WholeGroup(self, self._group, nodes, cleanup)
 
     # -----------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class SimpleElasticAgent(ElasticAgent):
                 cleanup.callback(nodes.close)
                 self._open_health(nodes.inbox, cleanup)
                 workers = self._open_workers(nodes, cleanup)
-                end = rounds.run_rounds(nodes, workers, signals)
+                end = run_rounds(nodes, workers, signals)
                 self._group.become(state_of(end))
                 return end
         except BaseException:
@@ -368,7 +368,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _meet(self) -> Nodes:
         return super()._meet() if self._launch is None else self._launch.meet()
 
-    def _open_workers(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> rounds.Workers:
+    def _open_workers(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> Workers:
         spec, launch = self._group.spec, self._launch
         run_id = str(spec.rdzv_handler.get_run_id()) if launch is None else launch.run_id
         job = Job(
@@ -378,7 +378,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             spec.max_restarts,
             active_world_size=None if launch is None else launch.active_world_size,
             virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
-            timer_file=cleanup.enter_context(watchdog.watchdog(run_id)),
+            timer_file=cleanup.enter_context(health.watchdog(run_id)),
             signals=",".join(signum.name for signum in self._signals),
         )
         if job.shares_processor():

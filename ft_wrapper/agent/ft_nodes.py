@@ -30,21 +30,19 @@ from ..rendezvous.settings import Identity, Settings
 from ..store import Member, StoreMixin, TCPStore, connect
 from ..store.address import host_port
 from ..store.bounded import bounded, in_background
-from .nodes import News, Nodes, Round, What
+from .nodes import Nodes, Round
 from .policy import STORE_TIMEOUT
+from .signals import News, What
 
 log = logging.getLogger(__name__)
 
-PLACE_TIMEOUT = 2.0
-"""Seconds that looking for one's place may take; it is looked for again."""
-LEAVE_TIMEOUT = 5.0
-"""Seconds that leaving may take, before the ranks are signalled all the same."""
-END_TIMEOUT = 15.0
-"""Seconds that the end may take; the host of the store waits for the others' goodbyes within it."""
-_LOOK_AGAIN = 10.0
-"""Seconds after which a thread looks whether its round is still on."""
+_PLACE_TIMEOUT = 2.0  # seconds that looking for one's place may take; it is looked for again
+_LEAVE_TIMEOUT = 5.0  # seconds that leaving may take, before the ranks are signalled all the same
+# Seconds that the end may take; the host of the store waits for the others' goodbyes within it.
+_END_TIMEOUT = 15.0
+_LOOK_AGAIN = 10.0  # seconds after which a thread looks whether its round is still on
+# Seconds after which a wait for other nodes looks who they are: one may be out without a notice.
 _LOOK_AT_NODES = 300.0
-"""Seconds after which a wait for other nodes looks who they are: one may be out without a notice."""
 _FOREVER = timedelta(days=14)  # torch counts a wait's milliseconds in 32 bits
 
 
@@ -172,7 +170,7 @@ class FtNodes(Nodes):
         if self._looking is None or not self._looking.is_alive():
             self._has_place = False
             self._looking = in_background("looking for the place", lambda: self._look_into_record(handler))
-        self._looking.join(PLACE_TIMEOUT)
+        self._looking.join(_PLACE_TIMEOUT)
         is_ours = not self._looking.is_alive() and self._has_place
         return is_ours, self._out_of_reach
 
@@ -248,14 +246,15 @@ class FtNodes(Nodes):
             return
         self._term = None
         self._left_unheard = True
-        bounded("leaving the rendezvous", lambda: self._leave(handler, why), LEAVE_TIMEOUT)
+        bounded("leaving the rendezvous", lambda: self._leave(handler, why), _LEAVE_TIMEOUT)
 
     def _leave(self, handler: FtRendezvousHandler, why: str) -> None:
-        seat, node, where = handler.seat, handler.node, self._round
+        record, node, where = handler.record, handler.node, self._round
+        seat = record.seat_of(node) if record and node else None
         with contextlib.ExitStack() as cleanup:
             store: StoreMixin | None = None
             if self.have_formed() and seat is not None and where is not None:
-                store = connect(where.store, timedelta(seconds=LEAVE_TIMEOUT / 2))
+                store = connect(where.store, timedelta(seconds=_LEAVE_TIMEOUT / 2))
                 cleanup.callback(store.close)
                 dead = holders(Agreement(store), _slots(seat))
             if self._agents is not None and node is not None:
@@ -271,7 +270,7 @@ class FtNodes(Nodes):
         if handler is None or handler.node is None:
             return
         self._term = None
-        bounded("ending the job", lambda: handler.set_closed(why), LEAVE_TIMEOUT)
+        bounded("ending the job", lambda: handler.set_closed(why), _LEAVE_TIMEOUT)
 
     def await_others(self, *, as_host_only: bool) -> bool:
         handler, where = self._handler, self._round
@@ -305,7 +304,7 @@ class FtNodes(Nodes):
 
     def _end(self, what: str, end: Callable[[], object]) -> None:
         self._handler = None
-        bounded(what, end, END_TIMEOUT)
+        bounded(what, end, _END_TIMEOUT)
 
 
 def log_deaths(

@@ -1,8 +1,12 @@
-"""The health endpoint: whether the agent's main loop is alive, by HTTP.
+"""Whether the agent's main loop is alive, by HTTP; and torch's watchdog, for its workers.
 
 With ``TORCHELASTIC_HEALTH_CHECK_PORT`` set, a GET of any path is answered 200 if the loop is, and 503 if it
 is not, with a few facts as JSON. The loop sleeps while nothing happens, so it is woken and asked to answer,
 within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is for Prometheus.
+
+With ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` the agent has a `FileTimerServer`, and its workers find the named
+pipe in ``TORCHELASTIC_TIMER_FILE``. One that overruns a ``timer.expires(…)`` of
+``torch.distributed.elastic.timer`` is killed, has failed, and is treated like any other that has.
 """
 
 from __future__ import annotations
@@ -15,15 +19,19 @@ import math
 import os
 import socket
 import socketserver
+import tempfile
 import threading
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from torch.distributed.elastic.agent.server.local_elastic_agent import TORCHELASTIC_HEALTH_CHECK_PORT
+from torch.distributed.elastic.agent.server import local_elastic_agent as theirs
+from torch.distributed.elastic.timer.file_based_local_timer import FileTimerRequest, FileTimerServer
 
 from .group import Group
-from .nodes import CannotStart, Inbox
+from .nodes import CannotStart
+from .signals import Inbox
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -37,6 +45,8 @@ DEFAULT_TIMEOUT = 60.0
 _CLIENT_TIMEOUT = 10.0  # seconds for which a client may keep its connection without a word
 _TOO_MANY_FILES = 1.0  # seconds until another try
 _NEVER = 3600.0  # seconds between two looks whether to end: `Health.__exit__` wakes the thread
+_TIMERS_INTERVAL = 0.1  # seconds between two looks at the timers; as in torch's agent
+_END_TIMEOUT = 5.0
 
 
 class Health(socketserver.ThreadingMixIn, WSGIServer):
@@ -65,7 +75,7 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # http.server's looks this machine's name up, too
-        self.server_name, self.server_port = "", self.port
+        self.server_name, self.server_port = "", int(self.server_address[1])
         self.setup_environ()
 
     def __enter__(self) -> Health:
@@ -83,11 +93,6 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
                     with contextlib.suppress(OSError):
                         connection.shutdown(socket.SHUT_RD)
             self.server_close()  # waits for the threads of all requests
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self.server_address[1])
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
@@ -176,12 +181,12 @@ def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
     Raises:
         CannotStart: a variable is wrong, or the port is not allowed; says which.
     """
-    port = os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT)
+    port = os.environ.get(theirs.TORCHELASTIC_HEALTH_CHECK_PORT)
     if port is None:
         yield None
         return
     if not port.isdecimal() or int(port) > 65535:
-        raise CannotStart(f"{TORCHELASTIC_HEALTH_CHECK_PORT}={port}: use a port's number")
+        raise CannotStart(f"{theirs.TORCHELASTIC_HEALTH_CHECK_PORT}={port}: use a port's number")
     try:
         server = Health(int(port), _timeout(), group, inbox)
     except OSError as error:
@@ -189,15 +194,15 @@ def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
             log.warning(
                 "%s=%s: another program has this port: this agent answers no health checks; give each agent "
                 "of a host a port of its own",
-                TORCHELASTIC_HEALTH_CHECK_PORT,
+                theirs.TORCHELASTIC_HEALTH_CHECK_PORT,
                 port,
             )
             yield None
             return
-        words = f"{TORCHELASTIC_HEALTH_CHECK_PORT}={port}: {error.strerror}; choose another port"
+        words = f"{theirs.TORCHELASTIC_HEALTH_CHECK_PORT}={port}: {error.strerror}; choose another port"
         raise CannotStart(words) from error
     with server:
-        log.info("the health endpoint is at port %d", server.port)
+        log.info("the health endpoint is at port %d", server.server_port)
         yield server
 
 
@@ -227,13 +232,7 @@ class _Collector:
         for family, name, words, value, more in (
             (CounterMetricFamily, "rank_failures", "Rank processes that failed", counts.failures, {}),
             (CounterMetricFamily, "rank_replacements", "Ranks started again alone", counts.replacements, {}),
-            (
-                CounterMetricFamily,
-                "group_restarts",
-                "Restarts of all, as some failed",
-                counts.restarts,
-                {},
-            ),
+            (CounterMetricFamily, "group_restarts", "Restarts of all, as some failed", counts.restarts, {}),
             (CounterMetricFamily, "rounds", "Starts of all ranks", counts.rounds, {}),
             (GaugeMetricFamily, "workers_remaining_restarts", "Restarts of all that are left", remaining, {}),
             (GaugeMetricFamily, "workers_state", "1 for the state of the ranks", 1, {"state": state}),
@@ -256,3 +255,59 @@ def _metrics(group: Group) -> WSGIApplication:
 def _without_metrics(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
     start_response("404 Not Found", [("Content-Type", "text/plain")])
     return [b"install ft-wrapper[prometheus] for metrics\n"]
+
+
+# For workers -----------------------------------------------------------------------------------------------
+
+
+class _Server(FileTimerServer):
+    """Torch's, but for two things: it spares the agent, and it can be stopped before its first use."""
+
+    def _reap_worker(self, worker_pid: int, signal: int) -> bool:
+        if worker_pid == os.getpid():
+            return True  # torch's ends its own process, too, as its agents cannot replace a single worker
+        log.warning("process %d has overrun a timer: it is sent signal %d", worker_pid, signal)
+        reaped: bool = super()._reap_worker(worker_pid, signal)
+        return reaped
+
+    def stop(self) -> None:
+        thread: threading.Thread | None = self._watchdog_thread
+        self._stop_signaled = True
+        with contextlib.suppress(OSError):
+            # Its thread may wait for the first worker to open the pipe, or for a line.
+            pipe = os.open(self._file_path, os.O_RDWR | os.O_NONBLOCK)
+            try:
+                nothing = FileTimerRequest(worker_pid=0, scope_id="", expiration_time=-1)
+                os.write(pipe, f"{nothing.to_json()}\n".encode())
+                if thread is not None:
+                    thread.join(_END_TIMEOUT)
+            finally:
+                os.close(pipe)
+        super().stop()
+
+
+@contextlib.contextmanager
+def watchdog(run_id: str) -> Iterator[str]:
+    """Serves the workers' timers for a while, if the environment asks for that.
+
+    Args:
+        run_id: the job.
+
+    Returns:
+        A context: the named pipe; empty if there is no watchdog.
+
+    Raises:
+        OSError: the pipe cannot be made.
+    """
+    if os.environ.get(theirs.TORCHELASTIC_ENABLE_FILE_TIMER) != "1":
+        yield ""
+        return
+    path = os.environ.get(theirs.TORCHELASTIC_TIMER_FILE) or os.path.join(
+        tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"
+    )
+    server = _Server(path, run_id, max_interval=_TIMERS_INTERVAL, daemon=True)
+    server.start()
+    try:
+        yield path
+    finally:
+        server.stop()

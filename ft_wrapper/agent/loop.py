@@ -10,7 +10,6 @@ import logging
 import os
 import selectors
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -85,17 +84,14 @@ class Loop:
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
         self._in_store: JobInStore | None = None
-        self._cleanup = ExitStack()
-        try:
-            self._orphans = self._cleanup.enter_context(adopted())
-            self._selector = self._cleanup.enter_context(selectors.DefaultSelector())
-            self._logs = self._cleanup.enter_context(Logs(logs_specs, job.role, log_line_prefix))
-            self._monitors = self._cleanup.enter_context(closing(MonitorService(job.run_id)))
+        with ExitStack() as made:
+            self._orphans = made.enter_context(adopted())
+            self._selector = made.enter_context(selectors.DefaultSelector())
+            self._logs = made.enter_context(Logs(logs_specs, job.role, log_line_prefix))
+            self._monitors = made.enter_context(closing(MonitorService(job.run_id)))
             if standby and program.script is not None:
                 self._start_standby()
-        except BaseException:
-            self._cleanup.close()
-            raise
+            self._cleanup = made.pop_all()
 
     def __enter__(self) -> Loop:
         return self
@@ -263,7 +259,8 @@ class Loop:
             stdout, stderr = (opened(path, streams) for path in (request.files.stdout, request.files.stderr))
             command = with_local_rank(self._program.command, str(request.rank))
             popen = start(command, {**os.environ, **request.environment}, stdout, stderr)
-        self._add(request, popen.pid, popen)
+        popen.returncode = 0  # its end is waited for by its pidfd, as of those that are forked
+        self._add(request, popen.pid)
 
     @contextmanager
     def _or_failed(self, rank: int, incarnation: int) -> Iterator[None]:
@@ -280,8 +277,8 @@ class Loop:
         with self._or_failed(request.rank, request.incarnation):
             self._execute(request)
 
-    def _add(self, request: Request, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
-        process = RankProcess(request, pid, os.pidfd_open(pid), popen)  # of a child that is not reaped yet
+    def _add(self, request: Request, pid: int) -> None:
+        process = RankProcess(request, pid, os.pidfd_open(pid))  # of a child that is not reaped yet
         self._running[request.rank] = process
         self._monitors.add(pid, replaced=request.is_replaced)
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)

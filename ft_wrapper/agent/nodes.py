@@ -1,21 +1,27 @@
-"""What an agent asks of the other nodes: rounds, news, and how to leave. Here: there are no others."""
+"""The life of a node: round after round, until the job is over, here or everywhere.
 
-import collections
-import contextlib
+And what an agent asks of the other nodes: rounds, news, and how to leave. Here: there are no others.
+"""
+
 import dataclasses
-import enum
-import socket
-import threading
-from collections.abc import Callable, Iterator
+import logging
+import selectors
+import shlex
+from collections.abc import Callable
+from typing import Protocol
 
 from torch.distributed import DistError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
+from ..log_lines import note_node
 from ..store import TCPStoreServer
 from ..store.address import host_port, loopback
 from ..store.bounded import in_background
 from .outputs import Failure
+from .signals import Inbox, News, Signalled, SignalQueue, What, signal_name
+
+log = logging.getLogger(__name__)
 
 EXIT_BARRIER_TIMEOUT = 300.0
 """Seconds for which a node whose ranks are done waits for the others, by default; as in torch's agents."""
@@ -106,131 +112,6 @@ class End:
 # The others ------------------------------------------------------------------------------------------------
 
 
-class What(enum.Enum):
-    """What news from the other nodes is about."""
-
-    COME = enum.auto()
-    """All nodes meet again: this one ends its ranks, and takes part in the next round."""
-    GONE = enum.auto()
-    """A node is lost, or has left. The same, unless the ranks of this node are done."""
-    OVER = enum.auto()
-    """The job has failed: this node ends its ranks."""
-    LOST = enum.auto()
-    """The rendezvous is lost. The same, unless the ranks of this node are done."""
-    CLOSED = enum.auto()
-    """The job has ended: the nodes do not wait for each other any more."""
-
-    @property
-    def ends(self) -> bool:
-        """Whether it ends the ranks of this node for good."""
-        return self in (What.OVER, What.LOST)
-
-
-@dataclasses.dataclass(frozen=True)
-class News:
-    """Something that the other nodes have done.
-
-    Args:
-        what: what follows.
-        why: for people; empty if there is nothing to say.
-    """
-
-    what: What
-    why: str = ""
-
-
-class Inbox:
-    """News that other threads have put here; one can `select` on it.
-
-    Attributes:
-        term: which round it is, for `put`.
-    """
-
-    def __init__(self) -> None:
-        self._items: collections.deque[tuple[int, News]] = collections.deque()
-        self._read_end, self._write_end = socket.socketpair()
-        self._read_end.setblocking(False)
-        self._write_end.setblocking(False)
-        self._lock = threading.Lock()
-        self.term = 0
-        self._attended = True
-        self._knocks: list[threading.Event] = []
-
-    def fileno(self) -> int:
-        """Readable when there is news."""
-        return self._read_end.fileno()
-
-    def begin_term(self) -> None:
-        """From now on only news of this new round counts."""
-        with self._lock:
-            self.term += 1
-
-    def put(self, term: int, news: News) -> None:
-        """Adds news; from any thread, and without harm after the end.
-
-        Args:
-            term: the round that it belongs to.
-            news: what there is.
-        """
-        with self._lock:
-            self._items.append((term, news))
-            self._wake()
-
-    def take(self) -> list[News]:
-        """Takes out the news of this round. Does not block."""
-        with self._lock:
-            with contextlib.suppress(BlockingIOError):
-                self._read_end.recv(4096)
-            self._answer()
-            items = [news for term, news in self._items if term == self.term]
-            self._items.clear()
-            return items
-
-    def knock(self) -> threading.Event:
-        """Wakes the loop that waits for news; from any thread.
-
-        Returns:
-            An event that is set once the loop has looked; or at once, while it is not supposed to look.
-        """
-        answered = threading.Event()
-        with self._lock:
-            self._knocks.append(answered)
-            if self._attended:
-                self._wake()
-            else:
-                self._answer()
-        return answered
-
-    @contextlib.contextmanager
-    def unattended(self) -> Iterator[None]:
-        """For a while the loop does not look: it waits for something else, with a timeout of its own."""
-        with self._lock:
-            self._attended = False
-            self._answer()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._attended = True
-
-    def close(self) -> None:
-        """Closes the sockets."""
-        with self._lock:
-            self._attended = False
-            self._answer()
-            self._read_end.close()
-            self._write_end.close()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it is readable, or closed
-            self._write_end.send(b"!")
-
-    def _answer(self) -> None:
-        for answered in self._knocks:
-            answered.set()
-        self._knocks.clear()
-
-
 class Nodes:
     """This node's part among the others, as its agent uses it: in the main thread, but for `inbox`.
 
@@ -308,7 +189,7 @@ class Nodes:
             why = ""
             try:
                 why = wait()
-            except (RendezvousError, StoreError, DistError) as error:
+            except (elastic.RendezvousError, StoreError, DistError) as error:
                 why = f"the other nodes are not waited for: {error}"
             finally:
                 self.inbox.put(term, News(What.CLOSED, why))
@@ -361,3 +242,111 @@ class OneNode(Nodes):
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+# Round after round -----------------------------------------------------------------------------------------
+
+
+class Workers(Protocol):
+    """What runs on this node in each round."""
+
+    def start(self, where: Round) -> None:
+        """Starts all; those of the round before have ended.
+
+        Raises:
+            OSError: they cannot be started.
+            StoreError: the store of the round does not answer.
+        """
+
+    def wait(self, signals: SignalQueue) -> End:
+        """Waits until all have ended for this round. Signals and news of the other nodes end them."""
+
+
+def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
+    """Runs the workers of this node until the job is over, or this node's part in it.
+
+    Args:
+        nodes: the others.
+        workers: this node's.
+        signals: what ends the job, and SIGCHLD.
+
+    Raises:
+        CannotStart: the first round does not form, or its workers cannot be started; says why.
+    """
+    is_first = True
+    while True:
+        try:
+            with nodes.inbox.unattended(), signals.raised():
+                where = nodes.next_round()
+            note_node(where.group_rank)
+            workers.start(where)
+            if where.group_rank == 0:
+                log.info("see how the job stands: ftrun status %s", shlex.quote(where.store))
+        except Signalled as signalled:
+            name = signal_name(signalled.signum)
+            log.warning("%s: this node leaves before the rendezvous is complete", name)
+            nodes.leave(f"it was ended by {name}")
+            return End(signum=signalled.signum)
+        except elastic.RendezvousGracefulExitError as error:
+            log.info("%s", error)
+            return End()
+        except (OSError, StoreError, ValueError, elastic.RendezvousError) as error:
+            why = _words(error)
+            nodes.leave(f"it could not go on: {why}")
+            if is_first:
+                raise CannotStart(why) from error
+            return End(ended_by=f"the next round has not begun: {why}")
+        is_first = False
+        end = workers.wait(signals)
+        if end.signum is None and not end.again and not end.ended_by:
+            end = _await_others(end, nodes, signals)
+        if end.signum is not None or not end.again:
+            return end
+
+
+def _words(error: Exception) -> str:
+    """What an error says; torch's handlers raise some that say nothing."""
+    if isinstance(error, elastic.RendezvousClosedError) and not str(error):
+        return "the job is over: its rendezvous is closed"
+    return str(error) or type(error).__name__
+
+
+def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
+    """This node's ranks have ended for good: what that means for the others, and what they do yet."""
+    if end.failed:
+        nodes.fail(end.failed)
+        return end
+    if not end.closed and nodes.await_others(as_host_only=end.lost):
+        log.info("the ranks of this node have ended; waiting for the other nodes")
+        end = _wait(end, nodes, signals)
+        if end.again or end.signum is not None or end.ended_by:
+            return end
+    elif end.lost:
+        nodes.leave("its ranks are lost")
+        return end
+    nodes.finish()
+    return end
+
+
+def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
+    """Waits until the others are done, too; returns the end as it is then."""
+    with selectors.DefaultSelector() as selector:
+        for waited_for in (signals.fd, nodes.inbox):
+            selector.register(waited_for, selectors.EVENT_READ)
+        while True:
+            selector.select()
+            for signum in signals.read():
+                if signum in signals.ending:
+                    log.warning("%s: this node leaves; its ranks had ended", signal_name(signum))
+                    nodes.leave(f"it was ended by {signal_name(signum)}")
+                    return dataclasses.replace(end, signum=signum)
+            for news in nodes.inbox.take():
+                if news.why:
+                    log.warning("%s", news.why)
+                if news.what is What.GONE:
+                    continue  # no node waits for it any more
+                if news.what is What.COME:
+                    return dataclasses.replace(end, again=True)
+                if news.what is What.OVER:
+                    return dataclasses.replace(end, ended_by=news.why)
+                return dataclasses.replace(end, closed=True)

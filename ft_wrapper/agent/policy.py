@@ -38,14 +38,17 @@ _AGAIN = timedelta(seconds=1)  # for the next question to a store that was out o
 
 
 class Policy(enum.Enum):
-    """What ``--restart-policy`` may be."""
+    """What ``--restart-policy`` may be.
+
+    Attributes:
+        AUTO: ``group`` until a wrapped job has formed, then ``rank``.
+        RANK: a process that fails is replaced alone; the others go on.
+        GROUP: when a process fails, all are ended and restarted.
+    """
 
     AUTO = "auto"
-    """``group`` until a wrapped job has formed, then ``rank``."""
     RANK = "rank"
-    """A process that fails is replaced alone; the others go on."""
     GROUP = "group"
-    """When a process fails, all are ended and restarted."""
 
 
 class Remedy(enum.Enum):

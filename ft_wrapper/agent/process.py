@@ -27,8 +27,7 @@ from .outputs import RankFiles
 
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
 TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"
-CPP_LOG_LEVEL_ENV = "TORCH_CPP_LOG_LEVEL"
-"""torch's: read once, when torch is imported."""
+_CPP_LOG_LEVEL_ENV = "TORCH_CPP_LOG_LEVEL"  # torch's: read once, when it is imported
 LOCAL_RANK = "${local_rank}"
 """In an argument it stands for the local rank. It alone is substituted, so that a shell's ``$$`` stays."""
 
@@ -117,7 +116,7 @@ class Job:
             "TORCHELASTIC_RUN_ID": self.run_id,
             # Ranks that wait for another one look after it now and then. At WARNING, c10d writes two lines
             # for each wait that ends in a look.
-            CPP_LOG_LEVEL_ENV: os.environ.get(CPP_LOG_LEVEL_ENV, "ERROR"),
+            _CPP_LOG_LEVEL_ENV: os.environ.get(_CPP_LOG_LEVEL_ENV, "ERROR"),
         }
         if self.shares_processor():
             variables["OMP_NUM_THREADS"] = "1"
@@ -206,13 +205,11 @@ class RankProcess:
         request: what was asked for.
         pid: the process, a child of ours; it leads a session and a process group of its own.
         pidfd: becomes readable when the process has ended, and all its memory is free.
-        popen: what started it, if it was started by exec.
     """
 
     request: Request
     pid: int
     pidfd: int
-    popen: subprocess.Popen[bytes] | None = None
 
     def send(self, signum: int) -> None:
         """Sends a signal to the process group."""
@@ -241,8 +238,6 @@ class RankProcess:
             self.send(signal.SIGKILL)
         os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
         os.close(self.pidfd)
-        if self.popen is not None:
-            self.popen.returncode = exitcode  # there is nothing left for it to wait for
         return exitcode
 
 

@@ -18,10 +18,10 @@ from typing import TypeAlias, TypeVar
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from .group import Group
-from .nodes import End, News, Round, What
+from .nodes import End, Round
 from .outputs import Failure, in_order
 from .policy import JobInStore, Remedy, RestartPolicy
-from .signals import signal_name
+from .signals import News, What, signal_name
 
 log = logging.getLogger(__name__)
 

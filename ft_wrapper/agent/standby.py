@@ -1,27 +1,74 @@
-"""The agent's side of the template process, which forks ranks that have torch imported already."""
+"""The template process, from which every rank is forked: torch is imported in it once.
 
+A process that has torch already is in its script some ten milliseconds after the request, or at once if it
+was forked ahead, instead of the seconds that importing torch takes. What it finds is what a program that was
+started by exec finds: its own environment, arguments, ``__main__``, random numbers, session and signals.
+
+- One thread only: what other threads hold at the moment of a fork (a lock, a pool of workers) is broken in
+  the child. So nothing is computed there, and the threads are counted before each fork.
+- A rank is forked twice, so that it becomes a child of the agent, a subreaper: the agent waits for it itself,
+  and the template may die without harm.
+- A forked process does nothing until the agent tells it, over a socket of its own, what to run. So no rank
+  runs that the agent does not know.
+
+The agent's side of it is `Standby`; what follows runs in the template and in the ranks.
+"""
+
+import builtins
 import collections
+import ctypes
 import dataclasses
+import encodings.idna
+import functools
+import gc
+import importlib.machinery
+import io
 import json
 import logging
 import os
+import pkgutil
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from . import template
+import torch
+
+from ..torch_groups.warm_up import import_lazy_modules
 from .outputs import opened
-from .process import Program, Request, start
+from .process import Program, Request, await_adoption, die_with, start, with_local_rank
 
 log = logging.getLogger(__name__)
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
+BOOT = (
+    "import sys; "
+    # Not the working directory, in which anything may lie: the rank puts its script's own one there.
+    "sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
+    "from ft_wrapper.agent.standby import main; main()"
+)
+"""What the template is started with, as ``python -c``; its arguments follow: where this package is, the
+socket's descriptor, the agent's process, ``-m`` or ``-``, and the script with its arguments."""
+
+_MAX_MESSAGE = 1 << 20
+_FORK = b"fork"
+# Sent once the first ranks run: they do not wait for what only their replacements need.
+_IMPORT_MORE = b"import more"
+# Must be 1 in the template: otherwise importing torch, and numpy with it, leaves further threads.
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+
+# What is imported with the first look-up of a host's name.
+_ = encodings.idna
+
+
+# In the agent ----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +109,7 @@ class Standby:
         self._asked: socket.socket | None = None  # for the orders of a process that the template is forking
         self._spare: _Spare | None = None
         self._wants_spare = self._has_all = False
-        self._restored = os.environ.get(template.BLAS_THREADS)
+        self._restored = os.environ.get(_BLAS_THREADS)
         # Messages, each as a whole, with the descriptors that belong to it.
         self._socket, theirs = _socketpair()
         kind = "-m" if program.is_module else "-"
@@ -71,11 +118,11 @@ class Standby:
             with theirs:
                 self.process: subprocess.Popen[bytes] = start(
                     [
-                        *(sys.executable, "-u", "-c", template.BOOT),
+                        *(sys.executable, "-u", "-c", BOOT),
                         *(_PACKAGE, str(theirs.fileno()), str(os.getpid()), kind, program.script),
                         *program.arguments,
                     ],
-                    {**os.environ, **environment, template.BLAS_THREADS: "1"},
+                    {**os.environ, **environment, _BLAS_THREADS: "1"},
                     pass_fds=[theirs.fileno()],
                 )
             self._socket.setblocking(False)
@@ -120,12 +167,12 @@ class Standby:
             wants_one = self._requests or (self._wants_spare and self._spare is None)
             try:
                 if self._wants_spare and not self._has_all:
-                    self._socket.send(template.IMPORT_MORE)
+                    self._socket.send(_IMPORT_MORE)
                     self._has_all = True
                 self._wants_spare = False
                 if wants_one and self._asked is None:
                     self._fork()
-                data = self._socket.recv(template.MAX_MESSAGE)
+                data = self._socket.recv(_MAX_MESSAGE)
             except BlockingIOError:
                 return found
             except OSError:
@@ -181,7 +228,7 @@ class Standby:
         ours, theirs = _socketpair()
         with theirs:
             try:
-                socket.send_fds(self._socket, [template.FORK], [theirs.fileno()])
+                socket.send_fds(self._socket, [_FORK], [theirs.fileno()])
             except BaseException:
                 ours.close()
                 raise
@@ -199,7 +246,7 @@ class Standby:
 
     def _carry_out(self, request: Request, spare: _Spare) -> int | str | None:
         """Sends a process its orders; returns its pid, or why that failed, or None if it has died."""
-        environment: dict[str, str | None] = {template.BLAS_THREADS: self._restored, **request.environment}
+        environment: dict[str, str | None] = {_BLAS_THREADS: self._restored, **request.environment}
         with ExitStack() as files:
             try:
                 paths = {1: request.files.stdout, 2: request.files.stderr}
@@ -208,11 +255,7 @@ class Standby:
                 spare.discard()
                 return str(error)
             fds = {number: fd for number, fd in streams.items() if fd is not None}
-            order = {
-                "environment": environment,
-                "streams": list(fds),
-                "local_rank": str(request.rank),
-            }
+            order = {"environment": environment, "streams": list(fds), "local_rank": str(request.rank)}
             try:
                 socket.send_fds(spare.orders, [json.dumps(order).encode()], list(fds.values()))
             except OSError:
@@ -225,3 +268,175 @@ class Standby:
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+# In the template -------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serves the agent until it is gone. In each rank it returns, or raises, once the script has run."""
+    _, _, fd, agent, kind, script, *arguments = sys.argv
+    sys.path.pop()  # the ranks search where they would search if they had been started by themselves
+    # A collection in a rank would write to, and so copy, whatever it looks at.
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=int(fd)) as control:
+        control.set_inheritable(False)
+        orders = _serve(control)
+    with orders:
+        local_rank = _become_what_is_ordered(orders, int(agent))
+    gc.enable()
+    _run(kind, script, with_local_rank(arguments, local_rank))
+
+
+def _serve(control: socket.socket) -> socket.socket:
+    """Forks a process for each request. Returns only in these: the socket that came with the request."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
+        if not data:
+            os._exit(0)  # the agent is gone
+        if data == _IMPORT_MORE:
+            _import_more()
+            continue
+        orders = socket.socket(fileno=fds[0])
+        answer = _fork()
+        if answer is None:
+            return orders
+        orders.close()
+        control.sendall(json.dumps(answer).encode())
+
+
+def _import_more() -> None:
+    """Imports what takes seconds and most training scripts need, as torch's optimizers do."""
+    with suppress(Exception):  # then the scripts see for themselves
+        import_lazy_modules()
+    gc.collect()
+    gc.freeze()
+
+
+def _fork() -> dict[str, object] | None:
+    """Forks a rank, by a process between; returns what to answer, or None in the rank."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return {"error": f"it has {threads} threads and cannot be forked safely"}
+    read_end, write_end = os.pipe()
+    try:
+        between = os.fork()
+    except OSError as error:
+        os.close(read_end)
+        os.close(write_end)
+        return {"error": str(error)}
+    if between == 0:
+        _fork_again(write_end)
+        os.close(read_end)
+        os.close(write_end)
+        return None
+    os.close(write_end)
+    pid = os.read(read_end, 32)
+    os.close(read_end)
+    os.waitpid(between, 0)
+    return {"pid": int(pid)} if pid else {"error": "no second process could be forked"}
+
+
+def _fork_again(write_end: int) -> None:
+    """In the process between: forks the rank, writes its pid and ends. Returns in the rank."""
+    try:
+        pid = os.fork()
+    except OSError:
+        os._exit(1)
+    if pid != 0:
+        os.write(write_end, str(pid).encode())
+        os._exit(0)
+
+
+# In the rank -------------------------------------------------------------------------------------------
+
+
+def _become_what_is_ordered(orders: socket.socket, agent: int) -> str:
+    """Waits for the agent's order, then makes this process like one started by exec; returns its rank."""
+    os.setsid()
+    await_adoption(agent)
+    die_with(agent)
+    data, fds, _, _ = socket.recv_fds(orders, _MAX_MESSAGE, 2)
+    if not data:
+        os._exit(0)  # it is not needed
+    order = json.loads(data)
+    for stream, descriptor in zip(order["streams"], fds, strict=True):
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+    for name, value in order["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    # Python's own generator seeds itself again after a fork.
+    torch.default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    _set_blas_threads()
+    return str(order["local_rank"])
+
+
+def _set_blas_threads() -> None:
+    """Gives OpenBLAS the threads that it would have taken by itself, had it not been held to one."""
+    count = os.environ.get(_BLAS_THREADS) or os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    threads = int(count) if count.isdecimal() else len(os.sched_getaffinity(0))
+    if threads <= 1:
+        return
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        libraries = {line.split()[-1] for line in maps if "openblas" in line}
+    for library in libraries:
+        handle = ctypes.CDLL(library)
+        for name in ("openblas_set_num_threads", "openblas_set_num_threads64_"):
+            for function in (name, f"scipy_{name}"):
+                if hasattr(handle, function):
+                    getattr(handle, function)(threads)
+
+
+def _run(kind: str, script: str, arguments: list[str]) -> None:
+    """Runs the script as Python itself does, in a ``__main__`` of its own."""
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main_module
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if kind == "-m" else []), script, *arguments]
+    sys.argv = [script, *arguments]
+    try:
+        if kind == "-m":
+            _search_first(os.getcwd())
+            runpy._run_module_as_main(script)  # type: ignore[attr-defined]
+        elif pkgutil.get_importer(script) is not None:  # a directory or an archive with a __main__ in it
+            sys.path.insert(0, script)
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        else:
+            _search_first(os.path.dirname(os.path.realpath(script)))
+            _run_file(os.path.abspath(script), main_module)
+    except (Exception, KeyboardInterrupt):
+        sys.excepthook = functools.partial(_show_without_own_frames, sys.excepthook)
+        raise
+
+
+def _show_without_own_frames(
+    show: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: types.TracebackType | None,
+) -> None:
+    """Shows an error as Python would have shown it if it had started the script."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<string>"):
+        trace = trace.tb_next
+    show(kind, error.with_traceback(trace), trace)
+
+
+def _run_file(path: str, main_module: types.ModuleType) -> None:
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    main_module.__file__ = path
+    main_module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main_module.__dict__["__cached__"] = None
+    exec(code, main_module.__dict__)
+
+
+def _search_first(directory: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, directory)

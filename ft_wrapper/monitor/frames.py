@@ -17,11 +17,11 @@ import faulthandler
 import gc
 import os
 import re
-import select
 import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from multiprocessing import connection
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -180,9 +180,7 @@ def where_it_stands(memory: RankMemory, pid: int, pidfd: int) -> str | None:
         return None
     try:
         signal.pidfd_send_signal(pidfd, signum)
-        poll = select.poll()
-        poll.register(pipe, select.POLLIN)
-        while poll.poll(1000 * (_NEXT_LINE if text else _FIRST_LINE)):
+        while connection.wait([pipe], _NEXT_LINE if text else _FIRST_LINE):
             part = os.read(pipe, 1 << 16)
             if not part:
                 break

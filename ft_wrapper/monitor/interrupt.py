@@ -3,7 +3,7 @@
 The monitor thread sends a signal to that thread; the handler, which Python runs in the main thread between
 two instructions of whatever it is doing, decides there and then whether to raise. It does so only between
 entering and leaving `Interrupter.call`, outside `Interrupter.atomic` and this module's own frames, and where
-nothing would be left undone by it (`deferral`).
+nothing would be left undone by it (`signals`).
 
 Where the signal lands at a wrong place, the frames outside of what is wrong are traced by instruction, and
 the exception is raised at the first right one. What is not raised there, or cannot be since a debugger
@@ -32,11 +32,10 @@ from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from ..exception import RankShouldRestart
-from . import deferral
-from .deferral import Deferral, outside_finalizers, replaced_by
+from . import signals
 from .frames import current_exception, current_frames
 from .right_place import obstacle, prepare
-from .signals import free_signal
+from .signals import Deferral, free_signal, outside_finalizers, replaced_by
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -251,7 +250,7 @@ class Interrupter:
             timeout: seconds to try at most.
         """
         deadline = time.monotonic() + timeout
-        pause = min(_FIRST_RESEND, deferral.RESEND_INTERVAL)
+        pause = min(_FIRST_RESEND, signals.RESEND_INTERVAL)
         wait = 0.0
         while not self._inside.acquire(timeout=wait):
             remaining = deadline - time.monotonic()
@@ -261,7 +260,7 @@ class Interrupter:
             wait = min(pause, remaining)
             # Quickly again at first, and while it passes one ``with`` after the other and is not traced.
             quickly = self._deferral.is_passing and not self._traced
-            pause = min(_FIRST_RESEND if quickly else 2 * pause, deferral.RESEND_INTERVAL)
+            pause = min(_FIRST_RESEND if quickly else 2 * pause, signals.RESEND_INTERVAL)
         self._inside.release()
         return True
 

@@ -8,8 +8,6 @@ once the monitor looks at the shared memory no more), ``bye`` (it leaves in orde
 it is in `watch`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -26,6 +24,7 @@ from typing import Any
 from ..exception import InternalError, StoreError
 from ..settings import Limits
 from ..store import Decision, Member, StorePlan, View
+from ..store.bounded import in_background
 from .shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
@@ -67,10 +66,7 @@ class MonitorLine:
         self.log_of = "monitor_process_logfile" if self.is_child else "what ftrun says"
         self._leaving = False
         self.line.settimeout(_ANSWER_TIMEOUT)
-        self._watcher: threading.Thread | None = threading.Thread(
-            target=self._watch, name="ft_wrapper-monitor-watch", daemon=True
-        )
-        self._watcher.start()
+        self._watcher: threading.Thread | None = in_background("watching the monitor", self._watch)
 
     def await_start(self) -> None:
         """Waits until a monitor that was just forked is at work.

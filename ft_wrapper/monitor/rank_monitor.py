@@ -1,18 +1,16 @@
 """Watching one rank from another process: its death, its progress, its heartbeat."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
 import logging
 import math
-import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import connection
 
 from .. import events
 from ..attribution import Interruption
@@ -24,6 +22,7 @@ from ..protocol.heart import Heart
 from ..protocol.neighbours import NeighbourWatch
 from ..settings import Limits
 from ..store import Fault, Member, StoreMixin, View
+from ..store.bounded import in_background
 from .frames import is_stopped, where_it_stands
 from .shared_memory import Phase, RankMemory
 
@@ -182,10 +181,7 @@ class RankMonitor:
         elif soft <= 0.0:
             self._reported = self.memory.iteration
             # Not here: a store that is out of reach for the moment must not keep the hard timeout waiting.
-            self._teller = threading.Thread(
-                target=self._publish_soft_timeout, name="ft_wrapper-soft-timeout", daemon=True
-            )
-            self._teller.start()
+            self._teller = in_background("telling of a soft timeout", self._publish_soft_timeout)
 
     def _left(self, now: float) -> tuple[float, float, float]:
         """Seconds until the rank has to have left, to the hard and to the soft timeout; those that count."""
@@ -281,10 +277,7 @@ class RankMonitor:
         if place is not None:
             message += f" and stood {place}"
         log.warning("%s %s: its process is ended", self._name(), message)
-        teller = threading.Thread(
-            target=self._publish_end, args=(message,), name="ft_wrapper-hard-timeout", daemon=True
-        )
-        teller.start()
+        teller = in_background("telling of a hard timeout", lambda: self._publish_end(message))
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
@@ -303,6 +296,4 @@ class RankMonitor:
 
 def await_exit(pidfd: int, seconds: float) -> bool:
     """Waits for the end of a process, for so many seconds at the most; whether it has come."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
+    return bool(connection.wait([pidfd], seconds))

@@ -11,8 +11,6 @@ The instructions are worked out once per code object, from its bytecode and exce
 3.11: from its block stack). Nothing here imports torch, nor keeps any state but that cache.
 """
 
-from __future__ import annotations
-
 import dis
 import logging
 import os

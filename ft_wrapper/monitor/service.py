@@ -8,8 +8,6 @@ wait is the agent's main thread's, but for the end.
 A rank that has no agent, or is refused, forks a process before it uses CUDA.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -31,6 +29,7 @@ from ..exception import StoreError
 from ..protocol import keys
 from ..protocol.heart import Heart
 from ..settings import Limits
+from ..store.bounded import in_background
 from ..store.plan import StorePlan, announced_plan
 from .line import VERSION, MonitorLine, peer, receive, receive_fd, send
 from .rank_monitor import await_exit
@@ -101,8 +100,7 @@ class MonitorService:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(128)
-        self._acceptor = threading.Thread(target=self._accept, name="ft_wrapper-monitors", daemon=True)
-        self._acceptor.start()
+        self._acceptor = in_background("accepting ranks", self._accept)
 
     def add(self, pid: int, *, replaced: bool = False) -> None:
         """A rank's process was started.

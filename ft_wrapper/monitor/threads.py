@@ -8,8 +8,6 @@ run Python code in the main thread, and whatever a signal handler raises there (
 lost in the callback. The semaphore is the process's, since a call may be pending when everything else ended.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import logging
@@ -24,6 +22,7 @@ from ..exception import StoreError, StoreUnavailable
 from ..protocol.evidence import Ends
 from ..protocol.records import DONE, FAULT
 from ..store import StoreMixin
+from ..store.bounded import in_background
 from .frames import forget_frames
 from .interrupt import Interrupter
 from .shared_memory import RankMemory
@@ -192,13 +191,9 @@ class ProgressWatchdog:
     def __init__(self, memory: RankMemory, interval: float, watches_main_thread: bool = True) -> None:
         memory.gil_stamp = memory.main_stamp = time.monotonic()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(memory, interval, watches_main_thread),
-            name="ft_wrapper.progress_watchdog",
-            daemon=True,
+        self._thread = in_background(
+            "the progress watchdog", lambda: self._run(memory, interval, watches_main_thread)
         )
-        self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread and waits for it.

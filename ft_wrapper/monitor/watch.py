@@ -14,8 +14,6 @@ memory would not be freed. Going back needs ``CAP_SYS_NICE``, or ``RLIMIT_NICE``
 processes' threads are left alone. No thread is touched that is not on its way out already.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -36,6 +34,7 @@ from ..exception import StoreError
 from ..protocol.heart import Heart
 from ..settings import Limits
 from ..store import Decision, Member, StoreMixin, View, serve
+from ..store.bounded import in_background
 from .rank_monitor import RankMonitor, await_exit
 from .shared_memory import RankMemory
 
@@ -106,10 +105,7 @@ class RankWatch:
         with contextlib.ExitStack() as made:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC)
             made.callback(self._close_wake)
-            waiter = threading.Thread(
-                target=self._await_death, args=(memory,), name="ft_wrapper-await-death", daemon=True
-            )
-            waiter.start()
+            waiter = in_background("waiting for a death", lambda: self._await_death(memory))
             made.callback(waiter.join)
             made.callback(self._iteration_stores.close)
             self._made = made.pop_all()
@@ -155,7 +151,7 @@ class RankWatch:
         while True:
             try:
                 self._monitor.rank_died()
-                if self._iteration_stores.serving:
+                if self._iteration_stores.serving is not None:
                     self._monitor.await_next()  # peers may yet connect to the store of this iteration
                 return
             except StoreError as error:
@@ -262,17 +258,15 @@ class IterationStores:
     """One store for each iteration whose rank 0 is this rank.
 
     The last rank 0 is likely to be the next, so its next store is opened ahead, off the restart's path.
+
+    Attributes:
+        serving: the store that was asked for last; None before that.
     """
 
     def __init__(self) -> None:
         self._opener = concurrent.futures.ThreadPoolExecutor(1, "ft_wrapper-store-opener")
         self._ahead: concurrent.futures.Future[TCPStore] | None = None
-        self._serving: TCPStore | None = None
-
-    @property
-    def serving(self) -> bool:
-        """Whether any store was asked for."""
-        return self._serving is not None
+        self.serving: TCPStore | None = None
 
     def next_port(self, host: str) -> int:
         """Opens a store, or takes the one that was opened ahead; the last one ends.
@@ -284,8 +278,8 @@ class IterationStores:
         assert self._ahead is not None
         opened, self._ahead = self._ahead, None
         store = opened.result()
-        self._opener.submit(_drop, self._serving)
-        self._serving = store
+        self._opener.submit(_drop, self.serving)
+        self.serving = store
         return store.port
 
     def open_ahead(self, host: str) -> None:
@@ -296,7 +290,7 @@ class IterationStores:
     def close(self) -> None:
         """Ends the stores."""
         self._opener.shutdown()
-        self._ahead = self._serving = None
+        self._ahead = self.serving = None
 
 
 def _drop(store: TCPStore | None) -> None:
@@ -314,9 +308,7 @@ def may_step_forward() -> bool:
             os.sched_setscheduler(0, os.SCHED_OTHER, _IDLE)
             allowed.append(True)
 
-    thread = threading.Thread(target=try_it, name="ft_wrapper-may-step-forward", daemon=True)
-    thread.start()
-    thread.join()
+    in_background("trying to step forward", try_it).join()
     return bool(allowed)
 
 

@@ -21,12 +21,13 @@ class Agreement:
     """
 
     def __init__(self, store: Operations, parts: Mapping[type, Any] | None = None) -> None:
-        made = parts or {}
+
+        def made(kind: type, *of: Any) -> Any:
+            return (parts or {}).get(kind, kind)(*of)
+
         self.store = store
-        self.ends: Ends = made.get(Ends, Ends)(store)
-        self.heartbeats: Heartbeats = made.get(Heartbeats, Heartbeats)(store)
-        self.iterations: GlobalIteration = made.get(GlobalIteration, GlobalIteration)(
-            store, self.ends, self.heartbeats
-        )
-        self.entering: Entering = made.get(Entering, Entering)(store, self.ends)
-        self.joining: Joining = made.get(Joining, Joining)(store, self.iterations, self.entering)
+        self.ends: Ends = made(Ends, store)
+        self.heartbeats: Heartbeats = made(Heartbeats, store)
+        self.iterations: GlobalIteration = made(GlobalIteration, store, self.ends, self.heartbeats)
+        self.entering: Entering = made(Entering, store, self.ends)
+        self.joining: Joining = made(Joining, store, self.iterations, self.entering)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import Any
 
 from ..exception import InternalError, RankShouldRestart, RestartError, TimeoutError
 from . import keys, operations
@@ -35,8 +37,8 @@ class Entered:
     Args:
         member: who.
         active_rank: its active rank there; None for a spare.
-        promoted: whether it was a spare before.
-        recompiles: whether its compiled code was dropped.
+        promoted: whether it was a spare before; noted for people.
+        recompiles: whether its compiled code was dropped, since ranks have moved; noted for people.
     """
 
     member: Member
@@ -110,25 +112,18 @@ class Entering:
     def check_assignment(
         self,
         n: int,
-        member: Member,
-        active_rank: int | None,
+        entry: Entered,
         world_size: int,
         active_world_size: int,
-        *,
-        promoted: bool = False,
-        recompiles: bool = False,
         endpoint: tuple[str, int] | None = None,
     ) -> int:
         """Checks, before a rank enters n, that its rank assignment fits the others'.
 
         Args:
             n: the iteration.
-            member: who is about to enter.
-            active_rank: the active rank that it was given; None for a spare.
+            entry: who is about to enter, with the active rank that it was given.
             world_size: the world size that it was given.
             active_world_size: the active world size that it was given.
-            promoted: whether it was a spare before; noted for people.
-            recompiles: whether its compiled code was dropped, since ranks have moved; noted for people.
             endpoint: from active rank 0: host and port of the store that ``torch.distributed`` uses in n.
 
         Returns:
@@ -137,15 +132,14 @@ class Entering:
         Raises:
             InternalError: another rank was given other sizes, or the same active rank.
         """
+        member, active_rank = entry.member, entry.active_rank
         mine = f"{world_size} {active_world_size}"
         before: list[Step] = [Write({keys.endpoint(n): f"{endpoint[0]} {endpoint[1]}"})] if endpoint else []
         steps: list[Step] = [Claim(keys.world(n), mine)]
-        entry = Entered(member, active_rank, promoted, recompiles)
-        if active_rank is None:
-            steps.append(Append(keys.entered(n), entry.to_text()))
-        else:
+        if active_rank is not None:
             steps.append(Claim(keys.seat(n, active_rank), str(member)))
-            steps.append(Append(keys.entered(n), entry.to_text()))
+        steps.append(Append(keys.entered(n), entry.to_text()))
+        if active_rank is not None:
             steps.append(Count(keys.count_entered(n)))
         agreed, *given = self.store.execute([*before, *steps])[len(before) :]
         if agreed != mine:
@@ -190,91 +184,114 @@ class Entering:
                 raise TimeoutError(f"rank 0 of iteration {n} opened no store for it within {timeout:g} s")
 
 
-def wait_for_all(
-    store: Operations,
-    ranks: Iterable[int],
-    group_name: str,
-    rendezvous_count: int,
-    timeout: timedelta,
-    timeout_chunk: timedelta | None = None,
-) -> None:
-    """Waits until so many ranks have come; see `ft_wrapper.store.StoreMixin.barrier`."""
-    arrived_key, count_key, wake_key = (keys.barrier(group_name, p) for p in ("arrived", "count", "wake"))
-    mine = list(ranks)
-    count = 0
-    for rank in mine:
-        count = operations.append_counted(store, arrived_key, str(rank), count_key)
-    # The count wakes, the log decides: a reply that was lost may have counted twice.
-    if count >= rendezvous_count:
-        here = len(set(read_log(store, arrived_key)))
-        if here > rendezvous_count:
-            raise BarrierOverflow(
-                f"barrier {group_name!r} is for rendezvous_count={rendezvous_count} ranks and {here} came"
-            )
-        if here == rendezvous_count:
-            store.set(wake_key, "1")
+class Barriers(Operations):
+    """What a store offers to those who wait for each other: barriers of named groups, and exchanges."""
 
-    def missing() -> str:
-        return _missing(rendezvous_count, {int(line) for line in read_log(store, arrived_key)})
+    # torch's Store has had a method of this name and another meaning since 2.12.
+    def barrier(
+        self,
+        ranks: Iterable[int],
+        group_name: str,
+        rendezvous_count: int,
+        timeout: timedelta,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """Waits until so many ranks have come.
 
-    chunk = _LOOK_EVERY if timeout_chunk is None else timeout_chunk.total_seconds()
-    if not _wait_unless_over(store, wake_key, timeout.total_seconds(), chunk):
-        raise BarrierTimeout(f"barrier {group_name!r} timed out after {timeout}: {missing()}")
+        Args:
+            ranks: the ranks on whose behalf the caller comes.
+            group_name: name of the barrier; it serves once.
+            rendezvous_count: number of ranks to wait for.
+            timeout: how long to wait at the longest.
+            timeout_chunk: how often to look whether the iteration has ended meanwhile.
 
+        Raises:
+            BarrierTimeout: somebody is missing; the message names the ranks.
+            BarrierOverflow: more ranks came than ``rendezvous_count``.
+            RankShouldRestart: the store belongs to an iteration and that has ended.
+        """
+        arrived_key, count_key, wake_key = (keys.barrier(group_name, p) for p in ("arrived", "count", "wake"))
+        count = 0
+        for rank in ranks:
+            count = operations.append_counted(self, arrived_key, str(rank), count_key)
+        # The count wakes, the log decides: a reply that was lost may have counted twice.
+        if count >= rendezvous_count:
+            here = len(set(read_log(self, arrived_key)))
+            if here > rendezvous_count:
+                raise BarrierOverflow(
+                    f"barrier {group_name!r} is for rendezvous_count={rendezvous_count} ranks and {here} came"
+                )
+            if here == rendezvous_count:
+                self.set(wake_key, "1")
 
-def compute_once(
-    store: Operations,
-    name: str,
-    rank: int,
-    contribution: str,
-    count: int,
-    compute: Callable[[dict[int, str]], dict[int, str]],
-    timeout: timedelta,
-) -> str:
-    """Everyone contributes, the last one computes for all, and each reads its own result.
+        def missing() -> str:
+            return _missing(rendezvous_count, {int(line) for line in read_log(self, arrived_key)})
 
-    Total traffic is O(count). Either all ranks get their result or none does: a rank that gives up
-    because the iteration has ended rules out that others get theirs later.
+        chunk = _LOOK_EVERY if timeout_chunk is None else timeout_chunk.total_seconds()
+        if not _wait_unless_over(self, wake_key, timeout.total_seconds(), chunk):
+            raise BarrierTimeout(f"barrier {group_name!r} timed out after {timeout}: {missing()}")
 
-    Args:
-        store: where.
-        name: name of the exchange; it serves once.
-        rank: the caller's rank.
-        contribution: what it contributes, one line.
-        count: number of ranks that contribute.
-        compute: from all contributions by rank to all results by rank; the same on every rank.
-        timeout: how long to wait for the others at the longest.
+    def _barrier_named(self, group_name: str, ranks: Iterable[int], *args: Any, **more: Any) -> None:
+        """The barrier of that name; see `barrier`."""
+        self.barrier(ranks, group_name, *args, **more)
 
-    Raises:
-        BarrierTimeout: somebody is missing; the message names the ranks.
-        RankShouldRestart: the store belongs to an iteration and that has ended.
-    """
-    log_key, count_key, wake_key, verdict_key = (
-        keys.barrier(name, part) for part in ("arrived", "count", "wake", "verdict")
-    )
-    if operations.append_counted(store, log_key, json.dumps([rank, contribution]), count_key) >= count:
-        contributions = dict(json.loads(line) for line in read_log(store, log_key))
-        if len(contributions) == count:
-            results = compute(contributions)
-            store.multi_set(
-                [keys.barrier(name, f"result/{peer}") for peer in results], list(results.values())
-            )
-            store.compare_set(verdict_key, "", "computed")
-            store.set(wake_key, "1")
-    try:
-        if not _wait_unless_over(store, wake_key, timeout.total_seconds(), _LOOK_EVERY):
-            here = {json.loads(line)[0] for line in read_log(store, log_key)}
-            raise BarrierTimeout(f"exchange {name!r} timed out after {timeout}: {_missing(count, here)}")
-    except (RankShouldRestart, BarrierTimeout):
-        store.compare_set(verdict_key, "", "abandoned")
-        if read(store, verdict_key) != "computed":
-            raise
-    result = None
-    if read(store, verdict_key) == "computed":
-        result = read(store, keys.barrier(name, f"result/{rank}"))
-    if result is None:  # or deleted since, with all else of an iteration that is long over
-        raise RankShouldRestart(f"exchange {name!r} was abandoned by a rank: its iteration has ended")
-    return result
+    initial_barrier = functools.partialmethod(_barrier_named, "initial")
+    completion_barrier = functools.partialmethod(_barrier_named, "completion")
+    iteration_barrier = functools.partialmethod(_barrier_named, "iteration")
+    termination_barrier = functools.partialmethod(_barrier_named, "termination")
+
+    def compute_once(
+        self,
+        name: str,
+        rank: int,
+        contribution: str,
+        count: int,
+        compute: Callable[[dict[int, str]], dict[int, str]],
+        timeout: timedelta,
+    ) -> str:
+        """Everyone contributes, the last one computes for all, and each reads its own result.
+
+        Total traffic is O(count). Either all ranks get their result or none does: a rank that gives up
+        because the iteration has ended rules out that others get theirs later.
+
+        Args:
+            name: name of the exchange; it serves once.
+            rank: the caller's rank.
+            contribution: what it contributes, one line.
+            count: number of ranks that contribute.
+            compute: from all contributions by rank to all results by rank; the same on every rank.
+            timeout: how long to wait for the others at the longest.
+
+        Raises:
+            BarrierTimeout: somebody is missing; the message names the ranks.
+            RankShouldRestart: the store belongs to an iteration and that has ended.
+        """
+        log_key, count_key, wake_key, verdict_key = (
+            keys.barrier(name, part) for part in ("arrived", "count", "wake", "verdict")
+        )
+        if operations.append_counted(self, log_key, json.dumps([rank, contribution]), count_key) >= count:
+            contributions = dict(json.loads(line) for line in read_log(self, log_key))
+            if len(contributions) == count:
+                results = compute(contributions)
+                self.multi_set(
+                    [keys.barrier(name, f"result/{peer}") for peer in results], list(results.values())
+                )
+                self.compare_set(verdict_key, "", "computed")
+                self.set(wake_key, "1")
+        try:
+            if not _wait_unless_over(self, wake_key, timeout.total_seconds(), _LOOK_EVERY):
+                here = {json.loads(line)[0] for line in read_log(self, log_key)}
+                raise BarrierTimeout(f"exchange {name!r} timed out after {timeout}: {_missing(count, here)}")
+        except (RankShouldRestart, BarrierTimeout):
+            self.compare_set(verdict_key, "", "abandoned")
+            if read(self, verdict_key) != "computed":
+                raise
+        result = None
+        if read(self, verdict_key) == "computed":
+            result = read(self, keys.barrier(name, f"result/{rank}"))
+        if result is None:  # or deleted since, with all else of an iteration that is long over
+            raise RankShouldRestart(f"exchange {name!r} was abandoned by a rank: its iteration has ended")
+        return result
 
 
 def _wait_unless_over(store: Operations, key: str, seconds: float, chunk: float) -> bool:

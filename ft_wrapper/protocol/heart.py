@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from ..exception import StoreError
@@ -21,8 +21,7 @@ from . import Agreement, keys
 from .entering import active_ranks_in
 from .evidence import beat_lasts
 from .neighbours import NeighbourWatch, Sight
-from .operations import Delete, Operations, Read, read
-from .operations import beats as number_of_beats
+from .operations import Delete, Operations, Read, beats, read
 from .records import Head, Member, View, to_number
 
 log = logging.getLogger(__name__)
@@ -262,7 +261,10 @@ class Housekeeper:
             self._size_known = self._settled = False
             names = self._store.list_keys()
             self._past = past_keys(self._store, view, names)
-            self._hearts = shared_hearts(self._store, names, len(view.members))
+            shared = [name for name in names if keys.is_shared_heart(name)]
+            if len(shared) <= len(view.members):  # no more than there can be that have one
+                shared = []
+            self._hearts = {heart: beats(self._store, heart) for heart in shared}
         now, self._past = self._past[:SLICE], self._past[SLICE:]
         self._store.execute([Delete(tuple(now))])
         if not self._size_known:
@@ -270,7 +272,8 @@ class Housekeeper:
         if not self._settled and self._store.now() - self._since >= self._settles_after:
             # A restart from it is not one of a crash loop.
             self._store.set(keys.SETTLED, str(view.n))
-            self._past += still_hearts(self._store, self._hearts)
+            # One that beats after all is there again by that.
+            self._past += [one for one, seen in self._hearts.items() if beats(self._store, one) == seen]
             self._settled = True
 
 
@@ -307,26 +310,6 @@ def past_keys(store: Operations, view: View, names: Sequence[str]) -> list[str]:
             newest[member[0]] = max(member[1], newest.get(member[0], 0))
     newest.update((member.slot, member.incarnation) for member in view.members)
     return [name for name in names if _is_past(name, view, newest)]
-
-
-def shared_hearts(store: Operations, names: Iterable[str], most: int) -> dict[str, int]:
-    """How far the shared hearts are, where there are more than there can be members that have one.
-
-    Args:
-        store: where.
-        names: all keys.
-        most: the number of members.
-
-    Returns:
-        By key; empty where they are no more.
-    """
-    hearts = [name for name in names if keys.is_shared_heart(name)]
-    return {heart: number_of_beats(store, heart) for heart in hearts} if len(hearts) > most else {}
-
-
-def still_hearts(store: Operations, seen: Mapping[str, int]) -> list[str]:
-    """Those of them that have not beaten since. One that beats after all, is there again by that."""
-    return [heart for heart, beats in seen.items() if number_of_beats(store, heart) == beats]
 
 
 def _is_past(name: str, view: View, newest: dict[int, int]) -> bool:

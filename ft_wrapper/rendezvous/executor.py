@@ -52,7 +52,6 @@ class Executor:
         self._on_unseated = on_unseated
         self._announced: Announced | None = None
         self._leaving: int | None = None
-        self._last_beat: float | None = None
         self._reason = ""
 
     # Operations ------------------------------------------------------------------------------------------
@@ -87,9 +86,9 @@ class Executor:
         self._reason = reason
         return self._run(operations.close, self._settings.close_timeout)
 
-    def keep_alive(self) -> Snapshot:
-        """Sends a heartbeat, if it is time."""
-        return self._run(operations.keep_alive, self._settings.close_timeout)
+    def keep_alive(self) -> None:
+        """Sends a heartbeat."""
+        self.store.execute([Beat(alive_key(self.node.name), self._beat_lasts)])
 
     def change(self, change: Callable[[Record], Record]) -> Snapshot:
         """Makes a change; asks for it again with each newer record until it is written or changes nothing."""
@@ -215,9 +214,6 @@ class Executor:
             announced=self._announced,
             last_call=self._settings.last_call_timeout,
             patience=self._settings.patience,
-            last_beat=self._last_beat,
-            # A caller that asks once in an interval may be a little early.
-            beat_interval=0.9 * self._settings.keep_alive_interval,
         )
 
     def _wait(self, snapshot: Snapshot, context: Context) -> Snapshot:
@@ -233,10 +229,6 @@ class Executor:
             return self._fold(snapshot, moves.complete)
         if action in operations.REMOVAL.values():
             return self._leave(snapshot, announced)
-        if action is Action.KEEP_ALIVE:
-            self.store.execute([Beat(alive_key(self.node.name), self._beat_lasts)])
-            self._last_beat = self.store.now()
-            return snapshot
         if action is Action.MARK_RENDEZVOUS_CLOSED:
             return self._replace(snapshot, moves.close(record, self._reason))[0]
         if announced:  # all others put this node into the record

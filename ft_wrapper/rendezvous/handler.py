@@ -16,14 +16,14 @@ from . import moves, operations
 from .backends import Backend, WorkerStores, make_backend
 from .executor import Executor, OnUnseated
 from .presence import OnChange, Presence
-from .record import Node, Record, RoundPolicy, Seat
+from .record import Node, Record, RoundPolicy
 from .register import Board, Register, Snapshot, agents_prefix, goodbye_key, incarnations_key
 from .settings import ETCD_NAMES, Identity, Settings, new_node_id, parameters_from_url, read_parameters
 
 log = logging.getLogger(__name__)
 
+# Seconds for which the host of the store waits for the others to see that the rendezvous is closed.
 _GOODBYE = 5.0
-"""Seconds for which the host of the store waits for the others to see that the rendezvous is closed."""
 _JOIN_THREAD = 5.0
 
 
@@ -166,7 +166,8 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             if self.joined is not None and takes_part:
                 self.set_closed()
             if self.record is not None and self.record.closed:
-                self._wait_for_goodbyes()
+                if self._backend.is_host:  # it stays until the others have seen that
+                    self._with_side(self._await_goodbyes)
             else:
                 self.leave()
             return True
@@ -183,12 +184,6 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         """The newest record that is known; None before the first `next_rendezvous`."""
         known = self._board.latest()
         return None if known is None else known.record
-
-    @property
-    def seat(self) -> Seat | None:
-        """This node's seat; None if it has none."""
-        record, node = self.record, self.node
-        return None if record is None or node is None else record.seat_of(node)
 
     @property
     def is_host(self) -> bool:
@@ -245,11 +240,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     def abandon(self) -> None:
         """Ends this node's part without telling the others, since the store does not answer."""
-        self._ended = True
-        presence, self._presence = self._presence, None
-        if presence is not None:
-            presence.end(patience=0.0)  # its threads may still wait for an answer
-        self._end()
+        self._end(patience=0.0)  # its threads may still wait for an answer
 
     # Parts -------------------------------------------------------------------------------------------------
 
@@ -321,11 +312,6 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     # The end -----------------------------------------------------------------------------------------------
 
-    def _wait_for_goodbyes(self) -> None:
-        """The node that hosts the store stays until the others have seen that the rendezvous is closed."""
-        if self._backend.is_host:
-            self._with_side(self._await_goodbyes)
-
     def _await_goodbyes(self, side: Executor) -> Snapshot:
         closed = side.look()
         others = [node for node in closed.record.nodes if node != self.node]
@@ -335,13 +321,14 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             log.info("job %s: not all nodes have seen the end of the rendezvous", self.settings.run_id)
         return closed
 
-    def _end(self) -> None:
-        """Ends the threads and lets go of everything. Again without harm."""
+    def _end(self, patience: float = _JOIN_THREAD) -> None:
+        """Ends the threads, for which it waits, and lets go of everything. Again without harm."""
         self._ended = True
         presence, self._presence = self._presence, None
         if presence is not None:
-            presence.end(_JOIN_THREAD)
-            self._tidy_up(presence.node)
+            presence.end(patience)
+            if patience:
+                self._tidy_up(presence.node)
         self._side = None
         self._opened.close()
         self._workers.close()

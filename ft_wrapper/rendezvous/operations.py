@@ -14,7 +14,6 @@ from .record import Node, Place, Record, RoundPolicy
 class Action(enum.Enum):
     """What to do next. The names are those of torch's elastic agents, and `TAKE_SEAT`."""
 
-    KEEP_ALIVE = "send a heartbeat"
     ADD_TO_PARTICIPANTS = "take part in the round that forms"
     ADD_TO_WAIT_LIST = "wait for the next round"
     ADD_TO_REDUNDANCY_LIST = "wait as a spare"
@@ -67,8 +66,6 @@ class Context:
         enough_since: since when it knows of enough nodes for the round; None if it does not.
         last_call: seconds that a round waits for more nodes once there are enough.
         patience: seconds after which an announced node takes the log into the record itself.
-        last_beat: when it sent the last heartbeat; None if never.
-        beat_interval: seconds between two heartbeats.
     """
 
     node: Node
@@ -80,8 +77,6 @@ class Context:
     enough_since: float | None = None
     last_call: float = 0.0
     patience: float = 1.0
-    last_beat: float | None = None
-    beat_interval: float = 5.0
 
     @property
     def place(self) -> Place | None:
@@ -194,12 +189,6 @@ def exit_(context: Context) -> Action:
     if place is None and not context.is_announced:
         return Action.FINISH
     return Action.ERROR_TIMEOUT if context.now >= context.deadline else REMOVAL[place or Place.SEAT]
-
-
-def keep_alive(context: Context) -> Action:
-    """Sends a heartbeat, once in an interval."""
-    due = context.last_beat is None or context.now >= context.last_beat + context.beat_interval
-    return Action.KEEP_ALIVE if due else Action.FINISH
 
 
 def close(context: Context) -> Action:

@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 WATCHED = 2
 RECONNECTS = 20.0
 """Seconds that a client may need to notice that the store is back. `TCPStore` tries for up to 16 s."""
-LONGEST_HELD = 120.0
-"""Seconds after which lost nodes are taken out though the store was slow or gone again and again."""
 LOOK_AGAIN = 300.0
 """Seconds after which the watcher reads the record though nothing has woken it.
 
@@ -33,6 +31,8 @@ If it was stopped for so long that the key it waits for is gone, nothing will. N
 two lines for each wait that times out.
 """
 
+# Seconds after which lost nodes are taken out though the store was slow or gone again and again.
+_LONGEST_HELD = 120.0
 _FRESH = 1.0  # seconds; in less than that `KEPT_VERSIONS` do not go by
 
 OnChange = Callable[[Record], None]
@@ -123,7 +123,7 @@ class NodeWatch:
         self._observer.forget_all_but(stillness)
         now = self._store.now()
         self._note_absence(now)
-        if now < self._judges_from and now - self._held_since < LONGEST_HELD:
+        if now < self._judges_from and now - self._held_since < _LONGEST_HELD:
             return []
         return [node for node, seconds in stillness.items() if seconds >= self._timeout]
 

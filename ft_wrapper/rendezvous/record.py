@@ -18,12 +18,15 @@ FORMAT = 1
 
 
 class RoundPolicy(enum.Enum):
-    """What a change of membership does."""
+    """What a change of membership does.
+
+    Attributes:
+        GROUP: it begins a new round: nodes that come late wait for it, and all others leave the old one.
+        RANK: the round goes on: a node takes a seat or loses it, and the others notice nothing.
+    """
 
     GROUP = "group"
-    """It begins a new round: nodes that come late wait for it, and all others leave the old one."""
     RANK = "rank"
-    """The round goes on: a node takes a seat or loses it, and the others notice nothing."""
 
 
 class Place(enum.Enum):

@@ -12,7 +12,7 @@ from ..state import State
 _SHOWN = 4  # faults and promotions named in a line; the others are counted
 
 
-def line_of_entry(
+def restart_line(
     store: Operations, view: View, decision: Decision, state: State, faults: Sequence[Fault], seconds: float
 ) -> str:
     """Puts a restart into words, from what the store has of it.
@@ -22,55 +22,25 @@ def line_of_entry(
         view: the iteration that begins.
         decision: what led to it.
         state: of a rank that has entered it.
-        faults: what was published in the one before.
+        faults: what was published in the one before, in that order.
         seconds: from its end until the last active rank was back.
     """
-    active = [(one, one.active_rank) for one in Agreement(store).entering.entered_in(view.n).values()]
-    return restart_line(
-        state.iteration,
-        [*faults, *evictions(store, decision.removed, faults)],
-        [(one.member.slot, rank) for one, rank in active if one.promoted and rank is not None],
-        decision.joined,
-        state.world_size,
-        state.active_world_size or 0,
-        seconds,
-        [rank for one, rank in active if one.recompiles and rank is not None],
-    )
-
-
-def restart_line(
-    iteration: int,
-    faults: Sequence[Fault],
-    promoted: Sequence[tuple[int, int]],
-    joined: Sequence[Member],
-    world_size: int,
-    active_world_size: int,
-    seconds: float,
-    recompiling: Sequence[int] = (),
-) -> str:
-    """Puts a restart into words.
-
-    Args:
-        iteration: the iteration that begins.
-        faults: what ended the one before, in the order of publishing.
-        promoted: (slot, active rank) of each spare that became active.
-        joined: the processes that joined.
-        world_size: number of ranks that are left, spares included.
-        active_world_size: how many of them are active.
-        seconds: from the end of the last iteration until the last active rank was back.
-        recompiling: the active ranks whose compiled code was dropped, since they or the world size moved.
-    """
-    spares = world_size - active_world_size
-    parts = [in_words(faults)] if faults or not joined else []
-    if joined:
-        parts.append(_joiners(joined))
-    parts.append(_promotions(promoted))
-    size = f"{active_world_size} active + {spares} spare {plural(spares, 'rank')}"
+    entered = Agreement(store).entering.entered_in(view.n).values()
+    active = [(one, one.active_rank) for one in entered if one.active_rank is not None]
+    faults = [*faults, *evictions(store, decision.removed, faults)]
+    parts = [in_words(faults)] if faults or not decision.joined else []
+    if decision.joined:
+        parts.append(_joiners(decision.joined))
+    parts.append(_promotions([(one.member.slot, rank) for one, rank in active if one.promoted]))
+    recompiling = sorted(rank for one, rank in active if one.recompiles)
     if recompiling:
-        names = _joined(map(str, sorted(recompiling)), len(recompiling))
+        names = _joined(map(str, recompiling), len(recompiling))
         parts.append(f"{plural(len(recompiling), 'rank')} {names} will compile again")
+    active_size = state.active_world_size or 0
+    spares = state.world_size - active_size
+    size = f"{active_size} active + {spares} spare {plural(spares, 'rank')}"
     parts.append(f"{size}, back in {duration(seconds)}")
-    return f"restart {iteration}: {'; '.join(parts)}"
+    return f"restart {state.iteration}: {'; '.join(parts)}"
 
 
 def began_before(faults: Sequence[Fault], came_at: float) -> float:

@@ -316,9 +316,7 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
 
 
 def _open(address: str, opened: contextlib.ExitStack) -> StoreMixin:
-    store = connect(address, _TIMEOUT)
-    opened.callback(store.close)
-    return store
+    return opened.enter_context(contextlib.closing(connect(address, _TIMEOUT)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import Any
 from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption
-from ..call_wrapper import CallWrapper
 from ..exception import HealthCheckError, InternalError, JobEnded, RankShouldRestart, StoreUnavailable
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part, whereabouts
 from ..monitor.shared_memory import Phase
@@ -21,7 +20,7 @@ from ..protocol import Agreement
 from ..protocol.heart import note_wanted
 from ..protocol.records import Decision, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
-from ..report.restart import began_before, line_of_entry
+from ..report.restart import began_before, restart_line
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
 from ..torch_groups import between, forget, warm_up
@@ -82,16 +81,14 @@ class Call(Performer):
         self._exit_watch = ExitWatch()
         self._user_store: PrefixStore | None = None
         self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
-        self.user = CallWrapper(self)
 
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
         try:
             self.own.close(error)
         finally:
-            # What refers to this object would keep it, with its store, until the collector comes.
+            # Its frames refer to this object, and would keep it, with its store, until the collector comes.
             self.state.fn_exception = None
-            del self.user
 
     def user_store(self) -> PrefixStore:
         """The present iteration's store, on a connection of the function's own."""
@@ -120,7 +117,7 @@ class Call(Performer):
         self._torch_state = torch_state.snapshot()
         own.signals.hold()
         try:
-            return RestartLoop(own.member, self.state, self.settings, self).run()
+            return RestartLoop(own.member, self.state, self).run()
         finally:
             del self._function  # with its arguments, among them what refers to this call
 
@@ -420,4 +417,4 @@ class Call(Performer):
         faults = Agreement(store).ends.faults_of(view.n - 1)
         ended_at = self._ended_at
         seconds = began_before(faults, self._began_at) if ended_at is None else store.now() - ended_at
-        log.warning(line_of_entry(store, view, member.decision, state, faults, seconds))
+        log.warning(restart_line(store, view, member.decision, state, faults, seconds))

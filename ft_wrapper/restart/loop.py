@@ -19,10 +19,9 @@ from ..exception import (
     StoreUnavailable,
 )
 from ..monitor.frames import Place, is_library, is_own, users_part
-from ..protocol.entering import BarrierTimeout
+from ..protocol.entering import BarrierTimeout, Entered
 from ..protocol.membership import Membership
 from ..protocol.records import DONE, Decision, SameFault, View
-from ..settings import Limits
 from ..state import Mode, State
 
 log = logging.getLogger(__name__)
@@ -121,15 +120,14 @@ class RestartLoop:
     Args:
         member: the rank's part in the job: it is in.
         base: the rank's state; its ranks are those that the last decision speaks of.
-        limits: the wrapper's settings.
         performer: does what the loop does not do itself.
     """
 
-    def __init__(self, member: Membership, base: State, limits: Limits, performer: Performer) -> None:
+    def __init__(self, member: Membership, base: State, performer: Performer) -> None:
         self.member = member
         self.base = base
         self.state = base
-        self.limits = limits
+        self.limits = member.limits
         self.performer = performer
         self._is_spare = False
         self._runs = False
@@ -205,15 +203,10 @@ class RestartLoop:
         self._is_spare = state.mode == Mode.INACTIVE
         recompiles = self.performer.take(state)
         endpoint = self.performer.serve() if state.active_rank == 0 else None
+        promoted = not (is_new or base.mode == Mode.ACTIVE)
+        entry = Entered(member.member, state.active_rank, promoted, recompiles)
         entered = member.agreement.entering.check_assignment(
-            n,
-            member.member,
-            state.active_rank,
-            state.world_size,
-            state.active_world_size or 0,
-            promoted=not (is_new or base.mode == Mode.ACTIVE),
-            recompiles=recompiles,
-            endpoint=endpoint,
+            n, entry, state.world_size, state.active_world_size or 0, endpoint
         )
         if endpoint is None:
             endpoint = member.await_endpoint(state.rank, self.limits.monitor_thread_interval)

@@ -76,19 +76,15 @@ def in_background(what: str, work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def bounded(what: str, work: Callable[[], object], seconds: float) -> bool:
+def bounded(what: str, work: Callable[[], object], seconds: float) -> None:
     """Does some work in a daemon thread, and waits a limited time for its end.
 
     Args:
         what: what it is, for the thread's name and for messages.
         work: what to do; an error is logged. It goes on if it takes longer.
         seconds: how long to wait.
-
-    Returns:
-        Whether it has ended.
     """
     thread = in_background(what, work)
     thread.join(seconds)
     if thread.is_alive():
         log.warning("%s: not done after %g s, left alone", what, seconds)
-    return not thread.is_alive()

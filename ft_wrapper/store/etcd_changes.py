@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from ..exception import StoreError
+from .bounded import in_background
 from .etcd_client import EtcdClient
 from .etcd_messages import MOST_OPERATIONS, Answer, Operation, Span, Transaction, compare, delete, get, put
 from .etcd_watch import StandingWatch
@@ -112,9 +113,7 @@ class EtcdJob:
         """
         spans = [self._life, Span.prefix(self.keys), Span.prefix(self.prefix + _REGISTERS)]
         removal = Transaction(
-            "removal of the job",
-            [delete(span) for span in spans],
-            [compare(self._life, "value", self.nonce)],
+            "removal of the job", [delete(span) for span in spans], [compare(self._life, "value", self.nonce)]
         )
         done = self.client.transaction(removal, timeout)
         return self.client.revoke(self.lease, timeout) or done.succeeded
@@ -186,8 +185,7 @@ class EtcdJob:
             Ends it before that, with all threads and connections.
         """
         stop: queue.SimpleQueue[None] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._keep, args=(stop,), name="ft_wrapper-etcd-lease", daemon=True)
-        thread.start()
+        thread = in_background("keeping the job's lease alive", lambda: self._keep(stop))
         ending = weakref.finalize(owner, stop.put, None)
         ending.atexit = False
 

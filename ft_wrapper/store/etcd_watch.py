@@ -8,6 +8,7 @@ because its HTTP server throws away what it has not read when the answer begins.
 """
 
 import contextlib
+import functools
 import http.client
 import json
 import logging
@@ -23,6 +24,7 @@ import urllib3
 
 from . import etcd_messages as messages
 from .address import Endpoint
+from .bounded import in_background
 from .etcd_client import EtcdClient
 from .etcd_messages import EtcdCompacted, EtcdRefused, KeyValue, NoAnswer, Span
 
@@ -220,11 +222,9 @@ class StandingWatch:
         end = Watch(client, life, revision + 1, puts=False)
         self._watches = {wakes, end}
         self._threads = [
-            threading.Thread(target=self._run, args=(watch, tell), name="ft_wrapper-etcd-watch", daemon=True)
+            in_background("a watch of etcd", functools.partial(self._run, watch, tell))
             for watch, tell in ((wakes, self._tell), (end, lambda _: self._end(None)))
         ]
-        for thread in self._threads:
-            thread.start()
 
     def hear(self, key: bytes) -> Future[bytes | None]:
         """What one of the keys says, as soon as it is there.

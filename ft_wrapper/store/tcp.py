@@ -315,8 +315,8 @@ def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
         )
 
 
-def raise_file_limit() -> int:
-    """Lets this process open as many files as it may; returns how many.
+def raise_file_limit() -> None:
+    """Lets this process open as many files as it may.
 
     Each connection to a server is a file, and by default a process may have 1,024 of them. Processes that are
     forked from this one get the limit back that it had: a program that calls ``select`` relies on getting no
@@ -324,14 +324,13 @@ def raise_file_limit() -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
-        return hard
+        return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (ValueError, OSError) as error:
         log.warning("the limit of open files stays at %d: %s", soft, error)
-        return soft
-    os.register_at_fork(after_in_child=lambda: _lower_file_limit(soft))
-    return hard
+    else:
+        os.register_at_fork(after_in_child=lambda: _lower_file_limit(soft))
 
 
 def _lower_file_limit(soft: int) -> None:

@@ -1,8 +1,11 @@
 """Virtual time, and who waits by it: threads until a test turns the clock, or the tasks of a scheduler."""
 
+import bisect
 import dataclasses
 import datetime
+import heapq
 import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -189,6 +192,56 @@ class Task:
     def is_paused(self, now: float) -> bool:
         """Whether it stands still at a time, or has not gone on since."""
         return self._paused_until > now
+
+
+class Turns:
+    """Whose turn it may be: the tasks that can run, in the order of spawning, and when others wake.
+
+    Attributes:
+        ready: those that can run.
+        required: how many are left that are no daemons.
+    """
+
+    def __init__(self) -> None:
+        self.ready: list[Task] = []
+        self.required = 0
+        self._wakes: list[tuple[float, int, Task]] = []
+
+    def add(self, task: Task) -> None:
+        """A task can run."""
+        task.ready = True
+        bisect.insort(self.ready, task, key=operator.attrgetter("number"))
+
+    def wait(self, task: Task, now: float) -> None:
+        """A task has to wait."""
+        self._remove(task)
+        time = task.wakes_at(now)
+        if time < math.inf:
+            heapq.heappush(self._wakes, (time, task.number, task))
+
+    def end(self, task: Task) -> None:
+        """A task has ended."""
+        if not task.done:
+            task.done = True
+            self.required -= not task.daemon
+            self._remove(task)
+
+    def _remove(self, task: Task) -> None:
+        if task.ready:
+            task.ready = False
+            self.ready.remove(task)
+
+    def next_time(self) -> float | None:
+        """When somebody may wake; None if no one will."""
+        return self._wakes[0][0] if self._wakes else None
+
+    def wake(self, time: float) -> None:
+        """Those can run that wake at a time."""
+        while self._wakes and self._wakes[0][0] <= time:
+            task = heapq.heappop(self._wakes)[2]
+            # Those that were woken or paused meanwhile have another entry, or none.
+            if not task.ready and not task.done and task.wakes_at(time) <= time:
+                self.add(task)
 
 
 # For people ------------------------------------------------------------------------------------------------

@@ -1,18 +1,113 @@
 """A run that goes wrong: how to have it again, what happened in it, and a smaller one like it."""
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from .clock import shorter
-from .policies import Policy, RandomPolicy, RecordingPolicy, Switch, SwitchPolicy
+from .clock import Step, Task, describe, shorter
 from .scenario import Scenario
-from .scheduler import SchedulerError
+from .scheduler import Policy, RandomPolicy, SchedulerError
 from .simulation import Simulation
 
 Make = Callable[[Scenario, Policy], Simulation]
 """Makes a simulation of a scenario, in which a policy decides who goes on."""
+
+
+# Where a run departs from the simplest one ------------------------------------------------------------------
+
+
+def run_on(tasks: Sequence[Task], current: Task | None) -> int:
+    """The current task for as long as it can run, then the next in the order of spawning."""
+    if current is None:
+        return 0
+    return next((number for number, task in enumerate(tasks) if task.number >= current.number), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """A place where a schedule departs from `run_on`.
+
+    Args:
+        task: who ran last; empty at the start.
+        step: how many steps it had taken.
+        to: who goes on instead, or what happens.
+        choice: how often somebody else could have gone on there before: time passes, and it may wake.
+        before: the step that it was about to take, for people.
+    """
+
+    task: str
+    step: int
+    to: str
+    choice: int = 0
+    before: str = dataclasses.field(default="", compare=False)
+
+
+class _Places:
+    """Counts the choices that are made where a task is."""
+
+    def __init__(self) -> None:
+        self._made: collections.Counter[tuple[str, int]] = collections.Counter()
+
+    def next(self, current: Task | None) -> tuple[str, int, int]:
+        """Who ran last, how many steps it had taken, and how often there was a choice there before."""
+        place = ("", 0) if current is None else (current.name, current.steps)
+        self._made[place] += 1
+        return (*place, self._made[place] - 1)
+
+
+class RecordingPolicy:
+    """Notes where another policy departs from `run_on`.
+
+    Args:
+        policy: the other one.
+
+    Attributes:
+        switches: where it did.
+        places: where each of these is in the trace.
+        trace: the steps that were taken so far.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.switches: list[Switch] = []
+        self.places: list[int] = []
+        self.trace: Sequence[Step] = ()
+        self._policy = policy
+        self._places = _Places()
+
+    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
+        choice = self._policy.choose(tasks, current)
+        task, step, number = self._places.next(current)
+        if choice != run_on(tasks, current):
+            upcoming = None if current is None or not current.ready else current.upcoming
+            before = "" if upcoming is None else describe(*upcoming)
+            self.switches.append(Switch(task, step, tasks[choice].name, number, before))
+            self.places.append(len(self.trace))
+        return choice
+
+
+class SwitchPolicy:
+    """Runs on but for some switches. Those for which there is no occasion are passed over.
+
+    Args:
+        switches: where to depart, and to whom.
+    """
+
+    def __init__(self, switches: Sequence[Switch]) -> None:
+        self._wanted = {(switch.task, switch.step, switch.choice): switch.to for switch in switches}
+        self._places = _Places()
+
+    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
+        wanted = self._wanted.get(self._places.next(current))
+        if wanted is not None:
+            names = [task.name for task in tasks]
+            if wanted in names:
+                return names.index(wanted)
+        return run_on(tasks, current)
+
+
+# The run ---------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ _STAGGER = 0.05
 _LOOKS_FOR_END = 1.0  # who waits for others while it enters looks every so often whether that is over
 _TURNS = 8  # heartbeats in the timeout, from which on a heart does one thing at a time
 _BEATS_OF_TURNS = 13  # until it has done all of them
-_HARMLESS = 4.0  # a shorter stop keeps no one from anything
+HARMLESS = 4.0  # a shorter stop keeps no one from anything
 _STEPS_OF_A_RESTART = 80  # of one process at the most, each of which takes time where it is slow
 
 # After these only silence tells what happened, or somebody is waited for.
@@ -270,7 +270,7 @@ class History:
             patience += self.silence_known_after
         elif slow or any(scenario.of("reporter")):
             patience += 2 * scenario.heartbeat_timeout + 2 * scenario.heartbeat_interval + 2 * LONGEST_LOOK
-        if any(end - begin > _HARMLESS for begin, end, _ in troubles) or "error" in kinds:
+        if any(end - begin > HARMLESS for begin, end, _ in troubles) or "error" in kinds:
             patience += scenario.barrier_timeout + LONGEST_LOOK
         return patience
 

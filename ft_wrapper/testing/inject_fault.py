@@ -142,26 +142,22 @@ class FaultSpec:
             ValueError: the text is malformed; the message names the field, its value and what is allowed.
         """
         try:
-            return cls._read(text)
+            name_of_kind, *parts = text.strip().split(":")
+            kind = _one_of(Fault, "kind", name_of_kind.strip().lower())
+            fields: dict[str, Any] = {}
+            for part in parts:
+                name, equals, value = (piece.strip() for piece in part.partition("="))
+                if not equals or name not in (*_NUMBERS, "where"):
+                    names = ", ".join((*_NUMBERS, "where"))
+                    raise ValueError(f"{part!r} is not field=value with a field out of {names}")
+                if name in fields:
+                    raise ValueError(f"{name} is given twice")
+                if name != "where" and not value.isdecimal():
+                    raise ValueError(f"{name}={value!r} is not an integer of at least 0")
+                fields[name] = _one_of(Where, name, value.lower()) if name == "where" else int(value)
+            return cls(kind, **fields)
         except ValueError as error:
             raise ValueError(f"fault {text!r}: {error}") from None
-
-    @classmethod
-    def _read(cls, text: str) -> FaultSpec:
-        name_of_kind, *parts = text.strip().split(":")
-        kind = _one_of(Fault, "kind", name_of_kind.strip().lower())
-        fields: dict[str, Any] = {}
-        for part in parts:
-            name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not equals or name not in (*_NUMBERS, "where"):
-                names = ", ".join((*_NUMBERS, "where"))
-                raise ValueError(f"{part!r} is not field=value with a field out of {names}")
-            if name in fields:
-                raise ValueError(f"{name} is given twice")
-            if name != "where" and not value.isdecimal():
-                raise ValueError(f"{name}={value!r} is not an integer of at least 0")
-            fields[name] = _one_of(Where, name, value.lower()) if name == "where" else int(value)
-        return cls(kind, **fields)
 
     def __str__(self) -> str:
         """The text that `parse` reads."""

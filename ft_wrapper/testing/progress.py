@@ -14,14 +14,13 @@ from ..exception import TimeoutError
 from ..protocol import Agreement, keys
 from ..protocol.records import DONE, FAULT
 from ..store import Decision, Head, Member
-from .history import LONGEST_LOOK, SLACK, History, Violation, names
+from .history import HARMLESS, LONGEST_LOOK, SLACK, History, Violation, names
 
 if TYPE_CHECKING:
     from .process import SimulatedProcess
     from .simulation import Simulation
 
 _MOST_DOUBLINGS = 6
-_HARMLESS = 4.0  # a shorter stop keeps no one from anything
 
 
 class Progress:
@@ -231,7 +230,7 @@ class Progress:
             return
         latest = max(history.ended_at[n], history.decided_at[n], process.facts.entered_at)
         for begin, end, kind in self.simulation.troubles:
-            if kind != "pause" or end - begin <= _HARMLESS:
+            if kind != "pause" or end - begin <= HARMLESS:
                 latest = max(latest, min(end, history.now))
         took = history.now - latest
         if took > history.reported + history.slowness:

@@ -1,12 +1,20 @@
-"""What a simulated job is to do, and what happens to it: plain data, made by hand or from a seed."""
+"""What a simulated job is to do, on what, and what happens to it: plain data, made by hand or from a seed."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 
+from .. import rank_assignment as ranks
+from ..compose import Compose
 from ..settings import Limits, OnJoin
+from ..state import State
+from ..store import StoreMixin
+from .fake_store import SimulatedStore, TransactionStore
+from .history import Violation
+from .scheduler import Scheduler
 
 SENTENCES: dict[str, str] = {
     "crash": "{who} is killed before `{what}`",
@@ -291,3 +299,51 @@ def _random_disturbances(choose: random.Random, members: int, count: int) -> Ite
         else:
             seconds = choose.choice(_LASTS[kind]) if kind in _LASTS else 0.0
             yield Disturbance(kind, slot, step, seconds, life)
+
+
+# What it runs on, unless something else is tested -----------------------------------------------------------
+
+Connect = Callable[[str], StoreMixin]
+StoreFactory = Callable[[Scheduler, Scenario], Connect]
+"""Makes the shared contents for one run, and returns what connects a client, by its name, to them."""
+
+_EXCHANGE_TIMEOUT = timedelta(seconds=20)
+
+
+def simulated_stores(scheduler: Scheduler, scenario: Scenario) -> Connect:
+    """The usual stores of a simulation: one that reads as a TCPStore does, or one with transactions."""
+    kind = TransactionStore if scenario.transactions else SimulatedStore
+    return kind(scheduler, use_libuv=scenario.use_libuv).clone
+
+
+def simulated_assignment(scenario: Scenario) -> ranks.RankAssignment:
+    """The first ranks are active, and all move up, with or without an exchange between them."""
+
+    def node_of(state: State) -> str:
+        return str((state.initial_rank or 0) // scenario.node_size)
+
+    reserve = ranks.LayerFlag.RESERVE
+    if scenario.exchange == "tree":
+        all_ranks = ranks.Layer(1, scenario.active, flag=reserve)
+        return ranks.Tree([all_ranks, ranks.Layer(1, key_or_fn=node_of, flag=reserve)])
+    parts: list[ranks.RankAssignment] = [ranks.MaxActiveWorldSize(scenario.active), ranks.ShiftRanks()]
+    if scenario.exchange == "plain":
+        parts.append(Exchange())
+    if scenario.exchange == "filter":
+        parts.append(ranks.FilterCountGroupedByKey(node_of, lambda count: count >= 1, _EXCHANGE_TIMEOUT))
+    made: ranks.RankAssignment = Compose(*parts)
+    return made
+
+
+class Exchange(ranks.RankAssignment):
+    """Changes nothing, but lets all ranks wait for each other."""
+
+    def __call__(self, ctx: ranks.RankAssignmentCtx) -> ranks.RankAssignmentCtx:
+        """Exchanges ranks; see `RankAssignment`."""
+        mine = str(ctx.state.rank)
+        count = ctx.state.world_size - len(ctx.terminated_ranks)
+        assert ctx.state.rank is not None
+        got = ctx.store.compute_once("exchange", ctx.state.rank, mine, count, dict, _EXCHANGE_TIMEOUT)
+        if got != mine:
+            raise Violation(f"compute_once gave rank {mine} the result of another: {got}")
+        return ctx

@@ -13,16 +13,13 @@ Time is virtual: it passes when no one can run, and then it jumps to the earlies
 The code that runs so must not wait on anything but the store and `Scheduler.sleep`.
 """
 
-import bisect
 import contextlib
-import heapq
 import math
-import operator
+import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from .clock import Clock, Killed, Step, Task, Waiter, describe, show
-from .policies import Policy, RandomPolicy, ReplayPolicy
+from .clock import Clock, Killed, Step, Task, Turns, Waiter, describe, show
 
 try:
     import greenlet
@@ -30,7 +27,8 @@ except ImportError:  # said when a scheduler is made: the rest of this package n
     greenlet = None
 
 _TRACE_LINES = 200
-_NUMBER = operator.attrgetter("number")
+_LATE_ONES = 4
+_TRIES = 4
 
 
 class SchedulerError(AssertionError):
@@ -53,54 +51,63 @@ class Stop(BaseException):
     """Ends a run early without an error: raised by a policy that has seen enough."""
 
 
-class _Turns:
-    """Whose turn it may be: the tasks that can run, in the order of spawning, and when others wake.
+class Policy(Protocol):
+    """Decides who goes on. Called where there is more than one possibility."""
 
-    Attributes:
-        ready: those that can run.
-        required: how many are left that are no daemons.
+    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
+        """Chooses.
+
+        Args:
+            tasks: the tasks that can run, in the order of spawning.
+            current: the task that ran last; among ``tasks`` if it can go on.
+
+        Returns:
+            Index of a task.
+        """
+
+
+class RandomPolicy:
+    """Any task that can run.
+
+    Args:
+        seed: what is chosen from. Some seeds switch at each step, some let a task run on for long, some let
+            a few tasks hardly ever go on while others can: other defects show.
     """
 
-    def __init__(self) -> None:
-        self.ready: list[Task] = []
-        self.required = 0
-        self._wakes: list[tuple[float, int, Task]] = []
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed).random
+        self._stay = (0.0, 0.0, 0.5, 0.9)[int(self._random() * 4)]
+        self._late = int(random.Random(~seed).random() * _LATE_ONES * 3)  # of those with a number like this
 
-    def add(self, task: Task) -> None:
-        """A task can run."""
-        task.ready = True
-        bisect.insort(self.ready, task, key=_NUMBER)
+    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
+        if self._stay and current is not None and current.ready and self._random() < self._stay:
+            return tasks.index(current)
+        index = int(self._random() * len(tasks))
+        if self._late < _LATE_ONES:
+            for _ in range(_TRIES):
+                if tasks[index].number % _LATE_ONES != self._late:
+                    break
+                index = int(self._random() * len(tasks))
+        return index
 
-    def wait(self, task: Task, now: float) -> None:
-        """A task has to wait."""
-        self._remove(task)
-        time = task.wakes_at(now)
-        if time < math.inf:
-            heapq.heappush(self._wakes, (time, task.number, task))
 
-    def end(self, task: Task) -> None:
-        """A task has ended."""
-        if not task.done:
-            task.done = True
-            self.required -= not task.daemon
-            self._remove(task)
+class ReplayPolicy:
+    """Repeats the choices of another run.
 
-    def _remove(self, task: Task) -> None:
-        if task.ready:
-            task.ready = False
-            self.ready.remove(task)
+    Args:
+        choices: as ``Scheduler.choices`` of that run told them.
+        after: what goes on when they are used up.
+    """
 
-    def next_time(self) -> float | None:
-        """When somebody may wake; None if no one will."""
-        return self._wakes[0][0] if self._wakes else None
+    def __init__(self, choices: Sequence[int], after: Policy) -> None:
+        self._choices = iter(choices)
+        self._after = after
 
-    def wake(self, time: float) -> None:
-        """Those can run that wake at a time."""
-        while self._wakes and self._wakes[0][0] <= time:
-            task = heapq.heappop(self._wakes)[2]
-            # Those that were woken or paused meanwhile have another entry, or none.
-            if not task.ready and not task.done and task.wakes_at(time) <= time:
-                self.add(task)
+    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
+        choice = next(self._choices, None)
+        if choice is None:
+            return self._after.choose(tasks, current)
+        return choice % len(tasks)
 
 
 class Scheduler(Clock):
@@ -155,7 +162,7 @@ class Scheduler(Clock):
         self._bounds = max_steps, max_time
         self._checks: list[Callable[[], None]] = []
         self._last_checks: list[Callable[[], None]] = []
-        self._turns = _Turns()
+        self._turns = Turns()
         self._hub: Any = None
 
     # Tasks -------------------------------------------------------------------------------------------------

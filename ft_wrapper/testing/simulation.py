@@ -21,13 +21,21 @@ from ..restart.loop import RestartLoop
 from ..state import State
 from ..store import Fault, StoreMixin
 from .clock import Task, describe, shorter
-from .defaults import StoreFactory, simulated_assignment, simulated_stores
 from .fake_store import FakeStore
+from .history import HARMLESS
 from .invariants import Invariants
-from .policies import Policy
 from .process import CtrlC, SimulatedJob, SimulatedMonitor, SimulatedProcess
-from .scenario import HARD_TIMEOUT, LOOPS, SENTENCES, Disturbance, Scenario
-from .scheduler import Deadlock, Scheduler, TooLong
+from .scenario import (
+    HARD_TIMEOUT,
+    LOOPS,
+    SENTENCES,
+    Disturbance,
+    Scenario,
+    StoreFactory,
+    simulated_assignment,
+    simulated_stores,
+)
+from .scheduler import Deadlock, Policy, Scheduler, TooLong
 
 Act = Callable[[], None]
 
@@ -36,8 +44,6 @@ MAX_TIME = 4_000.0
 _FLAPS = 6
 _SOFT_TIMEOUT = 15.0
 _MOST_LIVES = 3
-# What keeps somebody from acting for a while is bad luck, for which all are excused; less than that is none.
-_HARMLESS = 4.0
 _OUTAGE_SPREAD = 0.2  # of heartbeat_timeout: within that all clients reach the store again
 
 
@@ -129,7 +135,7 @@ class Simulation:
 
     def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
         """What a process does in one wrapped call."""
-        return RestartLoop(member, base, self.scenario.limits, process)
+        return RestartLoop(member, base, process)
 
     def quits(self, process: SimulatedProcess, call: int) -> bool:
         """Whether a process ends after a call, numbered from 0, and makes no other one."""
@@ -302,7 +308,7 @@ class Simulation:
             "respawn": lambda: self._respawn(process),
         }
         if kind in ("pause", "freeze", "deaf", "mute"):
-            process.facts.disturbed |= seconds > _HARMLESS
+            process.facts.disturbed |= seconds > HARMLESS
         elif kind not in ("repeat", "reporter", "exception", "respawn", "outage", "quit"):
             process.facts.disturbed = True
         if kind == "mute":

@@ -110,7 +110,7 @@ class FtRun:
         (found,) = (
             child
             for child in psutil.Process(self.process.pid).children()
-            if "ft_wrapper.agent.template" in " ".join(child.cmdline())
+            if "ft_wrapper.agent.standby" in " ".join(child.cmdline())
             and child.pid not in [record["child"] for record in self.events("rank_started")]
             and child.children() == []
             and child.create_time()

@@ -23,7 +23,7 @@ from elastic_agents import ROLE, Alone, agent, collected
 from ft_wrapper.agent.elastic import CannotStart, Policy, WorkerSpec, WorkerState
 from ft_wrapper.agent.group import Group
 from ft_wrapper.agent.health import Health, _Handler, facts
-from ft_wrapper.agent.nodes import Inbox
+from ft_wrapper.agent.signals import Inbox
 from ft_wrapper.run import main
 from ft_wrapper.testing.etcd_server import free_port
 
@@ -51,14 +51,14 @@ def group() -> Group:
 
 def test_a_loop_that_does_not_come_round(inbox: Inbox) -> None:
     with Health(0, 0.05, group(), inbox) as health:
-        code, body = get(health.port)
+        code, body = get(health.server_port)
     assert code == 503
     assert json.loads(body)["alive"] is False
 
 
 def test_nobody_has_to_come_round_while_the_nodes_come_together(inbox: Inbox) -> None:
     with Health(0, TIMEOUT, group(), inbox) as health, inbox.unattended():
-        code, body = get(health.port)
+        code, body = get(health.server_port)
     assert (code, json.loads(body)["state"]) == (200, "INIT")
 
 
@@ -91,8 +91,8 @@ def test_the_end_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[tuple[int, str]] = []
     with contextlib.closing(Noted()) as inbox, contextlib.ExitStack() as clients:
         with Health(0, TIMEOUT * 10, group(), inbox) as health:
-            clients.enter_context(socket.create_connection(("127.0.0.1", health.port)))
-            asking = threading.Thread(target=lambda: answers.append(get(health.port)))
+            clients.enter_context(socket.create_connection(("127.0.0.1", health.server_port)))
+            asking = threading.Thread(target=lambda: answers.append(get(health.server_port)))
             asking.start()
             assert has_asked.wait(TIMEOUT)
         asking.join(TIMEOUT)
@@ -109,7 +109,10 @@ def test_too_many_open_files(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(socketserver.TCPServer, "get_request", accept)
     monkeypatch.setattr("ft_wrapper.agent.health._TOO_MANY_FILES", TIMEOUT * 10)
-    with Health(0, TIMEOUT, group(), inbox) as health, socket.create_connection(("127.0.0.1", health.port)):
+    with (
+        Health(0, TIMEOUT, group(), inbox) as health,
+        socket.create_connection(("127.0.0.1", health.server_port)),
+    ):
         assert tried.wait(TIMEOUT)
         assert not tried_again.wait(0.2)
 
@@ -168,7 +171,7 @@ def test_an_agent_that_sleeps_is_alive(tmp_path: Path, monkeypatch: pytest.Monke
 def test_metrics_need_the_extra(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with Health(0, TIMEOUT, group(), inbox) as health:
-        code, body = get(health.port, "/metrics")
+        code, body = get(health.server_port, "/metrics")
     assert code == 404
     assert "ft-wrapper[prometheus]" in body
 

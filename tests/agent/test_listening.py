@@ -36,7 +36,7 @@ ALONE = """
 def test_nobody_reaches_a_job_on_one_node_from_outside(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "job"
     script.write_text(textwrap.dedent(ALONE))
-    with FtRun(folder, "--nproc-per-node", "2", "--no-standby", str(script)) as job:
+    with FtRun(folder, "--nproc-per-node", "2", str(script)) as job:
         await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
         processes = [psutil.Process(job.process.pid), *job.family()]
         found = [one for process in processes for one in process.net_connections("inet")]
@@ -109,13 +109,22 @@ class Unnamed(Network):
         (folder / "nsswitch.conf").write_text("hosts: files\n")
 
 
-@pytest.fixture(params=["ipv4", "ipv6"])
+IPV6_ALWAYS = pytest.mark.parametrize(
+    "unnamed", [pytest.param("ipv4", marks=pytest.mark.nightly("IPv6 runs always")), "ipv6"], indirect=True
+)
+IPV4_ALWAYS = pytest.mark.parametrize(
+    "unnamed", ["ipv4", pytest.param("ipv6", marks=pytest.mark.nightly("IPv4 runs always"))], indirect=True
+)
+
+
+@pytest.fixture
 def unnamed(request: pytest.FixtureRequest) -> Iterator[Unnamed]:
     """Two hosts."""
     with made(Unnamed(2, ipv6=request.param == "ipv6")) as network:
         yield network
 
 
+@IPV6_ALWAYS
 def test_hosts_without_names_meet_and_listen_where_they_are_published(
     tmp_path: Path, unnamed: Unnamed
 ) -> None:
@@ -144,6 +153,7 @@ def test_hosts_without_names_meet_and_listen_where_they_are_published(
     assert listening == [{unnamed.address(0)}, set()]
 
 
+@IPV4_ALWAYS
 def test_a_host_without_a_name_runs_a_job_alone(tmp_path: Path, unnamed: Unnamed) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "job"
     script.write_text(textwrap.dedent(ALONE))
@@ -156,6 +166,7 @@ def test_a_host_without_a_name_runs_a_job_alone(tmp_path: Path, unnamed: Unnamed
     assert listening == {unnamed.loopback}
 
 
+@IPV4_ALWAYS
 def test_a_name_that_torch_cannot_look_up_is_advised_on(tmp_path: Path, unnamed: Unnamed) -> None:
     """Torch's own rendezvous looks up the host's name, whatever its endpoint is."""
     script = tmp_path / "script.py"

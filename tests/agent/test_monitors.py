@@ -570,7 +570,7 @@ def test_a_job_that_was_paused_as_a_whole_goes_on_where_it_was(tmp_path: Path) -
     """As by ``docker pause``, for longer than all timeouts."""
     script, folder = tmp_path / "script.py", tmp_path / "job"
     script.write_text(textwrap.dedent(PAUSED))
-    with FtRun(folder, "--nproc-per-node", "2", "--no-standby", str(script)) as job:
+    with FtRun(folder, "--nproc-per-node", "2", str(script)) as job:
         await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
         everybody = [job.process.pid, *(process.pid for process in job.family())]
         for pid in everybody:

@@ -68,8 +68,7 @@ class Cluster:
         self.shared.mkdir()
         self.script = folder / "script.py"
         self.script.write_text(textwrap.dedent(source))
-        # Each rank imports torch once; a template would do so, too, and much more.
-        self._options = ["--nnodes", nnodes, "--nproc-per-node", str(nproc), "--no-standby"]
+        self._options = ["--nnodes", nnodes, "--nproc-per-node", str(nproc)]
         self.arguments: list[str] = []  # of the script, beside the folder
         self._endpoint = ""
         self._conf = CONF
@@ -107,6 +106,8 @@ class Cluster:
         node = FtRun(
             self.folder / f"node{node_id}.{self._count}",
             *self._options,
+            # A template that is not forked imports what the ranks do, and much more.
+            *(("--no-standby",) if before else ()),
             *("--rdzv-endpoint", self._endpoint or "localhost:0", "--rdzv-conf", self._conf),
             *ids,
             *options,

@@ -12,7 +12,7 @@ from test_policy import FakeJob
 
 from ft_wrapper.agent.elastic import WorkerSpec, WorkerState
 from ft_wrapper.agent.group import Group
-from ft_wrapper.agent.nodes import News, What, alone
+from ft_wrapper.agent.nodes import alone
 from ft_wrapper.agent.outputs import Failure
 from ft_wrapper.agent.policy import Policy, RestartPolicy
 from ft_wrapper.agent.ranks import (
@@ -30,6 +30,7 @@ from ft_wrapper.agent.ranks import (
     Start,
     Tell,
 )
+from ft_wrapper.agent.signals import News, What
 
 GRACE = 5.0  # seconds from a signal to SIGKILL
 TERM = Send(signal.SIGTERM)

@@ -71,7 +71,7 @@ def test_the_others_wait_for_a_replacement(tmp_path: Path) -> None:
         train()
         """,
     )
-    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--no-standby", source) as job:
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", source) as job:
         assert job.end() == 0, job.said
         assert "1: rank 0 of 2\n" in job.said
         assert "1: rank 1 of 2\n" in job.said
@@ -95,7 +95,7 @@ def test_a_job_that_nobody_can_join_goes_on_without_its_dead(tmp_path: Path) -> 
         train()
         """,
     )
-    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--no-standby", source) as job:
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", source) as job:
         assert job.end() == 0, job.said
         assert "joining a running job takes @Wrapper(use_global_iteration=True)" in job.said
         assert len(job.pids(1)) == 1
@@ -115,7 +115,7 @@ def test_who_aborts_the_restarts_is_not_started_again(tmp_path: Path) -> None:
         train()
         """,
     )
-    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--no-standby", source) as job:
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", source) as job:
         assert job.end() == 1
         assert job.said.count("it left the job for good") == 2
         assert [len(job.pids(rank)) for rank in range(2)] == [1, 1]
@@ -132,7 +132,7 @@ CRASHES = """
 
 
 def test_a_budget_that_is_used_up(tmp_path: Path) -> None:
-    options = ["--nproc-per-node", "2", "--no-standby", *ALONE, "--max-rank-restarts", "2", "-r", "3"]
+    options = ["--nproc-per-node", "2", *ALONE, "--max-rank-restarts", "2", "-r", "3"]
     logs = tmp_path / "logs"
     with FtRun(tmp_path / "job", *options, "--log-dir", str(logs), script(tmp_path, CRASHES), "9") as job:
         assert job.end() == 1
@@ -150,7 +150,7 @@ def test_a_budget_that_is_used_up(tmp_path: Path) -> None:
 
 
 def test_a_replacement_that_succeeds_heals(tmp_path: Path) -> None:
-    options = ["--nproc-per-node", "2", "--no-standby", *ALONE, "-t", "2"]
+    options = ["--nproc-per-node", "2", *ALONE, "-t", "2"]
     with FtRun(tmp_path / "job", *options, script(tmp_path, CRASHES), "1") as job:
         assert job.end() == 0, job.said
         assert "[default1]:incarnation 1\n" in job.said
@@ -173,7 +173,7 @@ ASKS = """
 
 
 def test_the_last_process_that_the_budget_allows_is_said_not_to_be_replaced(tmp_path: Path) -> None:
-    options = ["--nproc-per-node", "1", "--no-standby", *ALONE, "--max-rank-restarts", "1", "-t", "3"]
+    options = ["--nproc-per-node", "1", *ALONE, "--max-rank-restarts", "1", "-t", "3"]
     with FtRun(tmp_path / "job", *options, script(tmp_path, ASKS)) as job:
         assert job.end() == 0, job.said
         said = [line.partition("replaced: ")[2] for line in job.said.splitlines() if "replaced: " in line]
@@ -204,7 +204,7 @@ GROUP = """
 
 def test_a_group_is_started_anew(tmp_path: Path) -> None:
     folder = tmp_path / "job"
-    options = ["--nproc-per-node", "2", "--no-standby", "--max-restarts", "2", "-r", "3"]
+    options = ["--nproc-per-node", "2", "--max-restarts", "2", "-r", "3"]
     with FtRun(folder, *options, script(tmp_path, GROUP), "1") as job:
         assert job.end() == 0, job.said
         assert "rank 1" in job.said and "all ranks are restarted (1 of 2)" in job.said
@@ -222,7 +222,7 @@ def test_a_group_is_started_anew(tmp_path: Path) -> None:
 
 def test_a_group_without_restarts_ends_with_the_first_failure(tmp_path: Path) -> None:
     folder = tmp_path / "job"
-    options = ["--nproc-per-node", "2", "--no-standby"]
+    options = ["--nproc-per-node", "2"]
     with FtRun(folder, *options, script(tmp_path, GROUP), "1") as job:
         assert job.end() == 1
         assert "1 of 2 ranks failed, the first one first" in job.said
@@ -267,9 +267,9 @@ def test_cuda_may_be_in_use_where_no_monitor_is_forked(tmp_path: Path) -> None:
         train()
         """,
     )
-    with FtRun(tmp_path / "inside", "--no-standby", source) as job:
+    with FtRun(tmp_path / "inside", source) as job:
         assert job.end() == 0, job.said
         assert "trained" in job.said
-    with FtRun(tmp_path / "beside", "--no-standby", source, str(tmp_path / "log")) as job:
+    with FtRun(tmp_path / "beside", source, str(tmp_path / "log")) as job:
         assert job.end() == 1, job.said
         assert "CUDA is already initialized" in job.said

@@ -11,10 +11,11 @@ from torch.distributed import HashStore
 from ft_wrapper.agent.classic_nodes import exchange
 from ft_wrapper.agent.elastic import WorkerSpec
 from ft_wrapper.agent.ft_nodes import log_deaths, round_of, what_follows
-from ft_wrapper.agent.nodes import Inbox, News, What
 from ft_wrapper.agent.process import Job
+from ft_wrapper.agent.signals import Inbox, News, What
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.deaths import holders
+from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.records import FAULT
 from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete, fold, remove
 from ft_wrapper.rendezvous.record import Admission, Node, Record, RoundPolicy, digest
@@ -159,7 +160,7 @@ def test_the_loss_of_a_node_of_spares_ends_nothing() -> None:
     current = Agreement(store).iterations.read_current()
     assert current is not None
     view = current[0]
-    Agreement(store).entering.check_assignment(view.n, active, 0, 3, 1)
+    Agreement(store).entering.check_assignment(view.n, Entered(active, 0), 3, 1)
 
     def lose(member: Member) -> str | None:
         for thread in log_deaths(store, [member], "its node was lost", return_=False):

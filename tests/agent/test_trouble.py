@@ -55,7 +55,7 @@ def write(folder: Path, source: str) -> str:
 def test_a_full_disk_costs_the_events_and_nothing_else(tmp_path: Path) -> None:
     script = write(tmp_path, PRINTS)
     environment = {events.ENV: "/dev/full"}
-    options = ("--nproc-per-node", "2", "--no-standby", "--max-rank-restarts", "0")
+    options = ("--nproc-per-node", "2", "--max-rank-restarts", "0")
     with FtRun(tmp_path / "job", *options, script, environment=environment) as job:
         assert job.end() == 0, job.said
     assert job.said.count("training 1\n") == 2
@@ -102,7 +102,7 @@ BLOCKS = """
     import os, signal, sys, time
     from pathlib import Path
 
-    if any("ft_wrapper.agent.template" in argument for argument in sys.orig_argv):
+    if any("ft_wrapper.agent.standby" in argument for argument in sys.orig_argv):
         template = os.getpid()
 
         class Blocks:
@@ -158,7 +158,6 @@ def test_what_is_written_is_the_owners_alone(tmp_path: Path) -> None:
             folder,
             "--nproc-per-node",
             "1",
-            "--no-standby",
             "--redirects",
             "3",
             "--log-dir",

@@ -12,8 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ft_wrapper.testing.explore import Progress, add_what_is_tested, print_failure
-from ft_wrapper.testing.explorer import Explorer
+from ft_wrapper.testing.explore import Explorer, Progress, add_what_is_tested, print_failure
 
 from .jobs import JOB, every_run
 from .seen import MOST_LEFT

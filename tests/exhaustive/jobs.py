@@ -8,12 +8,11 @@ import functools
 import time
 from collections.abc import Callable, Generator
 
-from ft_wrapper.testing.explorer import Explorer, share, without_logging
-from ft_wrapper.testing.failure import Failure, attempt
-from ft_wrapper.testing.policies import Policy, ReplayPolicy, SwitchPolicy
+from ft_wrapper.testing.explore import Explorer, share, without_logging
+from ft_wrapper.testing.failure import Failure, SwitchPolicy, attempt
 from ft_wrapper.testing.process import SimulatedProcess
 from ft_wrapper.testing.scenario import Scenario
-from ft_wrapper.testing.scheduler import SchedulerError
+from ft_wrapper.testing.scheduler import Policy, ReplayPolicy, SchedulerError
 from ft_wrapper.testing.simulation import Simulation
 
 from .search import Branch, Count, Search

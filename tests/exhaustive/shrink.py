@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from ft_wrapper.testing.failure import Shrinker, attempt, elsewhere
-from ft_wrapper.testing.policies import ReplayPolicy, SwitchPolicy
+from ft_wrapper.testing.failure import Shrinker, SwitchPolicy, attempt, elsewhere
 from ft_wrapper.testing.scenario import Scenario
-from ft_wrapper.testing.scheduler import SchedulerError
+from ft_wrapper.testing.scheduler import ReplayPolicy, SchedulerError
 
 from .search import Branch, Search
 

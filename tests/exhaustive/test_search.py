@@ -13,10 +13,10 @@ import pytest
 from torch.distributed import DistStoreError
 
 from ft_wrapper.testing import FakeStore, Scheduler
-from ft_wrapper.testing.defaults import Connect, SimulatedStore
-from ft_wrapper.testing.explorer import Explorer
-from ft_wrapper.testing.policies import Policy
-from ft_wrapper.testing.scenario import Scenario
+from ft_wrapper.testing.explore import Explorer
+from ft_wrapper.testing.fake_store import SimulatedStore
+from ft_wrapper.testing.scenario import Connect, Scenario
+from ft_wrapper.testing.scheduler import Policy
 
 from .__main__ import main
 from .jobs import JOB, every_run

@@ -47,7 +47,9 @@ ALWAYS = {
 
 
 def _when(kind: Fault, place: str) -> list[pytest.MarkDecorator]:
-    if place == "middle step" or kind is Fault.SIGKILL or (kind, place) in ALWAYS:
+    if place == "middle step":
+        return [pytest.mark.whole_ends("one of each kind")]
+    if kind is Fault.SIGKILL or (kind, place) in ALWAYS:
         return []
     return [pytest.mark.nightly("the kind runs in another place, and the place with another kind")]
 

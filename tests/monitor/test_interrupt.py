@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from ft_wrapper.exception import RankShouldRestart
-from ft_wrapper.monitor import deferral, right_place
+from ft_wrapper.monitor import right_place, signals
 from ft_wrapper.monitor.frames import current_exception, interruptions_unreported
 from ft_wrapper.monitor.interrupt import Interrupter
 
@@ -47,12 +47,12 @@ def quick_switches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(
-    resend_interval: float = deferral.RESEND_INTERVAL, cleanup_grace: float = deferral.CLEANUP_GRACE
+    resend_interval: float = signals.RESEND_INTERVAL, cleanup_grace: float = signals.CLEANUP_GRACE
 ) -> Iterator[Interrupter]:
     """An interrupter for the calling thread."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferral, "RESEND_INTERVAL", resend_interval)
-        patch.setattr(deferral, "CLEANUP_GRACE", cleanup_grace)
+        patch.setattr(signals, "RESEND_INTERVAL", resend_interval)
+        patch.setattr(signals, "CLEANUP_GRACE", cleanup_grace)
         with contextlib.closing(Interrupter()) as interrupter:
             yield interrupter
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.warm_ftrun import start_python
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "interrupts.py"
 CONTEXTS = [
@@ -28,20 +31,40 @@ CONTEXTS = [
 ]
 
 
-def interrupt(context: str, interrupts: int) -> dict[str, Any]:
-    command = [sys.executable, str(SCRIPT), "--json", "--only", context, "--interrupts", str(interrupts)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+def check(found: dict[str, Any], interrupts: int) -> None:
     assert len(found["took"]) == found["interrupts"] == interrupts
     assert (found["broken"], found["aborted"], found["stuck"], found["failed"]) == (0, 0, 0, 0), found
-    return found
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Any:
+    """The program as a module, whose processes have torch from their start."""
+    spec = importlib.util.spec_from_file_location("interrupts_benchmark", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+
+    def start(command: list[str], stdout: int, stderr: int, text: bool) -> subprocess.Popen[str]:
+        return start_python(command[1:], stdout=stdout, stderr=stderr)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)  # dataclasses look themselves up there
+        spec.loader.exec_module(module)
+        patch.setattr(module, "subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+        yield module
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_a_context_is_whole_after_each_interrupt(context: str) -> None:
-    interrupt(context, 100)
+@pytest.mark.parametrize(
+    "interrupts", [30, pytest.param(100, marks=pytest.mark.nightly("30 of them come always"))]
+)
+def test_a_context_is_whole_after_each_interrupt(benchmark: Any, context: str, interrupts: int) -> None:
+    check(vars(benchmark.count(context, interrupts, seed=0)), interrupts)
 
 
 def test_torch_compiles_after_it_was_interrupted_while_compiling() -> None:
-    assert interrupt("aot_eager", 6)["inside"]
+    command = [sys.executable, str(SCRIPT), "--json", "--only", "aot_eager", "--interrupts", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    check(found, 6)
+    assert found["inside"]

@@ -13,6 +13,7 @@ from counted import CountedStore
 from torch.distributed import DistStoreError
 
 from ft_wrapper.protocol import Agreement, keys
+from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.neighbours import NeighbourWatch, Sight
 from ft_wrapper.protocol.operations import Delete, read
 from ft_wrapper.store import Member, View
@@ -48,7 +49,9 @@ def assign(store: FakeStore, n: int, *active_ranks: int | None) -> None:
     """Has the members enter an iteration, each with its active rank."""
     active = sum(rank is not None for rank in active_ranks)
     for slot, rank in enumerate(active_ranks):
-        Agreement(store).entering.check_assignment(n, Member(slot, 0), rank, len(active_ranks), active)
+        Agreement(store).entering.check_assignment(
+            n, Entered(Member(slot, 0), rank), len(active_ranks), active
+        )
 
 
 def formed(store: FakeStore, number: int) -> View:
@@ -239,7 +242,9 @@ def test_those_behind_a_silent_spare_are_watched(store: FakeStore) -> None:
 
 
 def test_who_may_be_active_is_not_taken_for_a_spare(store: FakeStore) -> None:
-    Agreement(store).entering.check_assignment(0, MEMBERS[0], 0, 3, 2)  # the other two have not come so far
+    Agreement(store).entering.check_assignment(
+        0, Entered(MEMBERS[0], 0), 3, 2
+    )  # the other two have not come so far
     watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     pass_time(store, watch, VIEW, MEMBERS[2])
     assert Agreement(store).ends.outcome_of(0) == "fault"

@@ -711,14 +711,14 @@ MUTANTS = [
     _job(
         "exchange-wakes-first",
         ENTERING,
-        '            store.compare_set(verdict_key, "", "computed")\n            store.set(wake_key, "1")\n',
-        '            store.set(wake_key, "1")\n            store.compare_set(verdict_key, "", "computed")\n',
+        '                self.compare_set(verdict_key, "", "computed")\n                self.set(wake_key, "1")\n',
+        '                self.set(wake_key, "1")\n                self.compare_set(verdict_key, "", "computed")\n',
         "who is woken finds the verdict",
     ),
     _job(
         "exchange-is-not-abandoned",
         ENTERING,
-        '        store.compare_set(verdict_key, "", "abandoned")\n',
+        '            self.compare_set(verdict_key, "", "abandoned")\n',
         "",
         "who gives up rules out that others get their result later",
     ),

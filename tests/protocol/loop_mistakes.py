@@ -14,7 +14,7 @@ from mistakes import Mistake, MistakenSimulation, at_each_step, one_job, raises
 from ft_wrapper.protocol.records import DONE, Decision
 from ft_wrapper.restart.loop import Left, RestartLoop
 from ft_wrapper.state import Mode, State
-from ft_wrapper.testing.defaults import SimulatedStore
+from ft_wrapper.testing.fake_store import SimulatedStore
 from ft_wrapper.testing.process import SimulatedJob, SimulatedProcess
 
 
@@ -42,7 +42,7 @@ class PublishesNothing(Mistaken):
 
 class NothingPublished(MistakenSimulation):
     def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
-        return RestartLoop(member, base, self.scenario.limits, PublishesNothing(process))
+        return RestartLoop(member, base, PublishesNothing(process))
 
 
 # Ranks are assigned once
@@ -59,7 +59,7 @@ class AssignsOnce(Mistaken):
 
 class AssignedOnce(MistakenSimulation):
     def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
-        return RestartLoop(member, base, self.scenario.limits, AssignsOnce(process))
+        return RestartLoop(member, base, AssignsOnce(process))
 
 
 # The rank says that it has left the function, and is still in it
@@ -88,7 +88,7 @@ class ArrivesFirst(RestartLoop):
 
 class ArrivedFirst(MistakenSimulation):
     def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
-        return ArrivesFirst(member, base, self.scenario.limits, process)
+        return ArrivesFirst(member, base, process)
 
 
 # A rank whose function has returned does not ask whether the others' have
@@ -107,7 +107,7 @@ class CompletesAlone(RestartLoop):
 
 class CompletedAlone(MistakenSimulation):
     def restart_loop(self, member: SimulatedJob, base: State, process: SimulatedProcess) -> RestartLoop:
-        return CompletesAlone(member, base, self.scenario.limits, process)
+        return CompletesAlone(member, base, process)
 
 
 LOOP_MISTAKES = [

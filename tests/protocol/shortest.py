@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # it is run as a program, to
 from exhaustive.shrink import SearchingShrinker
 from mistakes import MISTAKES, Mistake
 
-from ft_wrapper.testing.explorer import without_logging
-from ft_wrapper.testing.failure import Failure, attempt
-from ft_wrapper.testing.policies import RandomPolicy, Switch, SwitchPolicy
+from ft_wrapper.testing.explore import without_logging
+from ft_wrapper.testing.failure import Failure, Switch, SwitchPolicy, attempt
 from ft_wrapper.testing.scenario import Disturbance, Scenario
+from ft_wrapper.testing.scheduler import RandomPolicy
 
 DATA = Path(__file__).with_name("shortest.json")
 PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"

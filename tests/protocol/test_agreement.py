@@ -11,7 +11,7 @@ from ranks import Simulated, Threads
 
 from ft_wrapper.exception import InternalError, RankShouldRestart, StoreError, TimeoutError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.entering import compute_once
+from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.operations import Append
 from ft_wrapper.protocol.records import DONE, FAULT, roster_from_json
 from ft_wrapper.store import (
@@ -140,7 +140,7 @@ def exchange(
 
     def task(store: StoreMixin) -> Any:
         part = store if n is None else PrefixStore(n, store)
-        return outcome(lambda: compute_once(part, "x", rank, f"v{rank}", count, double, timeout))
+        return outcome(lambda: part.compute_once("x", rank, f"v{rank}", count, double, timeout))
 
     return task
 
@@ -181,7 +181,9 @@ def test_all_or_nobody_gets_a_result() -> None:
 
 def assigned(store: StoreMixin, slot: int, active_rank: int | None, world: int, active: int) -> Any:
     return outcome(
-        lambda: Agreement(store).entering.check_assignment(3, Member(slot, 0), active_rank, world, active)
+        lambda: Agreement(store).entering.check_assignment(
+            3, Entered(Member(slot, 0), active_rank), world, active
+        )
     )
 
 
@@ -228,7 +230,9 @@ def test_who_looks_once_all_is_done_still_gets_what_was_there_for_it(step: int, 
         if at_barrier:
             part.barrier([1], "all", 2, SHORT)
         else:
-            Agreement(store).entering.check_assignment(1, Member(0, 0), 0, 1, 1, endpoint=("host", 29))
+            Agreement(store).entering.check_assignment(
+                1, Entered(Member(0, 0), 0), 1, 1, endpoint=("host", 29)
+            )
         Agreement(store).ends.end_iteration(1, DONE)
 
     waits = scheduler.spawn("spare", spare)

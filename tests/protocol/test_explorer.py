@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ft_wrapper.testing import explore
-from ft_wrapper.testing.explorer import Explorer, new_seed
+from ft_wrapper.testing.explore import Explorer, new_seed
 from ft_wrapper.testing.scenario import Disturbance, Scenario
 from ft_wrapper.testing.simulation import Simulation
 
@@ -18,7 +18,7 @@ NIGHTLY = pytest.mark.nightly("500 other seeds run always")
 def test_random_jobs_with_crashes_and_respawns(group: int) -> None:
     report = Explorer().at_random(SEEDS, seed=FIRST_SEED + group * SEEDS)
     assert report.failure is None, report.failure
-    assert report.count.schedules == SEEDS
+    assert report.schedules == SEEDS
 
 
 def test_random_jobs_that_nobody_has_seen_before(capsys: pytest.CaptureFixture[str]) -> None:

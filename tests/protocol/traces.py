@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 
 from ft_wrapper.testing.clock import describe
-from ft_wrapper.testing.explorer import Explorer, without_logging
-from ft_wrapper.testing.policies import RandomPolicy
+from ft_wrapper.testing.explore import Explorer, without_logging
+from ft_wrapper.testing.scheduler import RandomPolicy
 
 DATA = Path(__file__).with_name("traces.json")
 FIRST_SEED = 1_000_000

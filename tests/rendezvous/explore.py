@@ -29,7 +29,7 @@ from explored_nodes import HAPPENINGS, Job, search
 from simulated_nodes import random_world
 
 from ft_wrapper.testing import SchedulerError
-from ft_wrapper.testing.explorer import share, without_logging
+from ft_wrapper.testing.explore import share, without_logging
 
 _TRACE_LINES = 60
 _AT_ONCE = 5

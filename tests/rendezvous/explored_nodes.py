@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ft_wrapper.agent.ft_nodes import what_follows
-from ft_wrapper.agent.nodes import What
+from ft_wrapper.agent.signals import What
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.moves import adopt_rank_policy
 from ft_wrapper.rendezvous.operations import nodes_waiting
@@ -31,8 +31,8 @@ from ft_wrapper.rendezvous.register import RECORD_KEY, Board, Register, Snapshot
 from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import Task
-from ft_wrapper.testing.defaults import SimulatedStore
-from ft_wrapper.testing.policies import Policy
+from ft_wrapper.testing.fake_store import SimulatedStore
+from ft_wrapper.testing.scheduler import Policy
 
 QUIET = 50.0
 """From then on nothing happens any more."""

@@ -103,6 +103,13 @@ def wait_until(handler: FtRendezvousHandler, condition: Callable[[Record], bool]
     return state
 
 
+def seat_of(handler: FtRendezvousHandler) -> Seat:
+    assert handler.record is not None and handler.node is not None
+    seat = handler.record.seat_of(handler.node)
+    assert seat is not None
+    return seat
+
+
 def freeze(handler: FtRendezvousHandler) -> None:
     """Makes a node silent, as a machine's failure would."""
     assert handler._presence is not None
@@ -237,8 +244,8 @@ def test_policy_rank_gives_the_seat_to_a_spare_and_none_is_disturbed(nodes: Node
     freeze(b)
     info = spare.result(TIMEOUT)
     assert (info.rank, info.world_size) == (1, 2)
-    assert c.seat is not None
-    assert (c.seat.group_rank, c.seat.base_slot) == (1, 1)
+    seat = seat_of(c)
+    assert (seat.group_rank, seat.base_slot) == (1, 1)
     assert lost.get(timeout=TIMEOUT)[0].occupant.id == "1"
     assert a.num_nodes_waiting() == 0
     state = a.record
@@ -251,8 +258,8 @@ def test_policy_rank_admits_a_late_node_without_a_new_round(nodes: Nodes) -> Non
     nodes.all_join(a)
     assert a.adopt_rank_policy()
     assert nodes.all_join(b)[0].rank == 1
-    assert b.seat is not None
-    assert (b.seat.base_slot, b.seat.nproc) == (2, 4)
+    seat = seat_of(b)
+    assert (seat.base_slot, seat.nproc) == (2, 4)
     state = wait_until(a, lambda state: len(state.participants) == 2)
     assert (state.round, state.formation_size, state.next_slot) == (0, 2, 6)
 

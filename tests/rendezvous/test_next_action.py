@@ -17,7 +17,6 @@ from ft_wrapper.rendezvous.operations import (
     exit_,
     is_due,
     join,
-    keep_alive,
     nodes_waiting,
 )
 from ft_wrapper.rendezvous.record import Admission, Node, Record, digest
@@ -129,12 +128,6 @@ def test_exit(state: Record, action: Action) -> None:
 
 def test_exit_of_one_who_is_in_the_log_only() -> None:
     assert exit_(context(TWO, announced=announced(TWO, 1))) is Action.REMOVE_FROM_PARTICIPANTS
-
-
-def test_keep_alive() -> None:
-    assert keep_alive(context(MINE)) is Action.KEEP_ALIVE
-    assert keep_alive(context(MINE, last_beat=5.0)) is Action.KEEP_ALIVE
-    assert keep_alive(context(MINE, last_beat=5.1)) is Action.FINISH
 
 
 def test_close() -> None:

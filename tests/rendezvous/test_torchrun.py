@@ -9,11 +9,11 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from support.warm_ftrun import start_python
 
 from ft_wrapper.store.etcd_messages import Span
 from ft_wrapper.testing import EtcdServer
@@ -65,8 +65,6 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     (info / "entry_points.txt").write_text(entry_points())
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "out").mkdir()
-    path = os.pathsep.join([str(ROOT), str(info.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"}
     started: list[subprocess.Popen[str]] = []
 
     def start(
@@ -79,17 +77,16 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         backend: str = "ft",
         script: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", program, "--nnodes", nnodes, "--nproc-per-node", "1"]
+        command = ["-m", program, "--nnodes", nnodes, "--nproc-per-node", "1"]
         command += ["--rdzv-backend", backend, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
         command += ["--rdzv-conf", f"last_call_timeout=1,join_timeout=60{conf}", *options]
         command += script or [str(tmp_path / "script.py"), str(tmp_path / "out"), mode]
-        process = subprocess.Popen(
+        process = start_python(
             command,
-            env=env,
-            stdout=subprocess.PIPE,
+            environment={"LOGLEVEL": "INFO"},
             stderr=subprocess.STDOUT,
-            text=True,
             start_new_session=True,
+            path=[str(ROOT), str(info.parent)],
         )
         started.append(process)
         return process
@@ -117,6 +114,7 @@ def records(tmp_path: Path) -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.nightly("two agents meet in test_failed_worker_is_a_restart_in_a_fresh_store, too")
 def test_two_agents(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
     agents = [launch(port, "2", "plain") for _ in range(2)]
     said = [agent.communicate(timeout=TIMEOUT)[0] for agent in agents]
@@ -138,6 +136,7 @@ def test_failed_worker_is_a_restart_in_a_fresh_store(
     assert len({record["port"] for record in found}) == 2
 
 
+@pytest.mark.nightly("torchrun meets in etcd in tests/agent/test_elastic.py")
 def test_the_same_on_etcd(
     tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], etcd: EtcdServer
 ) -> None:
@@ -188,13 +187,9 @@ def final_weights(agents: Sequence[subprocess.Popen[str]]) -> str:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The final weights of two ranks on one node."""
-    command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", "2"]
-    with subprocess.Popen(
-        [*command, *training(tmp_path_factory.mktemp("alone"))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    command = ["-m", "ft_wrapper.run", "--nproc-per-node", "2"]
+    command += training(tmp_path_factory.mktemp("alone"))
+    with start_python(command, stderr=subprocess.STDOUT) as process:
         return final_weights([process])
 
 

@@ -10,6 +10,7 @@ from store_jobs import delete_past, formed_in, go_on
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
+from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.heart import (
     SETTLES_AFTER,
     SLICE,
@@ -38,9 +39,9 @@ def test_a_spare_is_known_once_others_have_all_active_ranks(job_store: StoreMixi
     store = job_store
     view, (first, second, spare) = formed_in(store, [0, 1, 2])
     assert Agreement(store).entering.may_be_active(view.n, spare), "nobody has entered yet"
-    Agreement(store).entering.check_assignment(view.n, second, 1, 3, 2)
+    Agreement(store).entering.check_assignment(view.n, Entered(second, 1), 3, 2)
     assert Agreement(store).entering.may_be_active(view.n, spare), "it may be the other one"
-    Agreement(store).entering.check_assignment(view.n, first, 0, 3, 2)
+    Agreement(store).entering.check_assignment(view.n, Entered(first, 0), 3, 2)
     assert [Agreement(store).entering.may_be_active(view.n, member) for member in (first, second, spare)] == [
         True,
         True,
@@ -128,7 +129,7 @@ def test_keys_do_not_grow_with_the_iterations(store: StoreMixin) -> None:
     for _ in range(6):
         for rank in range(3):
             store.set(keys.endpoint(view.n), "host 1")
-            Agreement(store).entering.check_assignment(view.n, members[rank], rank, 3, 3)
+            Agreement(store).entering.check_assignment(view.n, Entered(members[rank], rank), 3, 3)
             Agreement(store).ends.finish(view.n, rank, 99)
             store.set(keys.iteration_prefix(view.n) + "/a user's", "1")
         view, _ = go_on(store, view, members)

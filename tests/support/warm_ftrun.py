@@ -1,10 +1,11 @@
-"""Starts ftrun, and its template, in milliseconds: forked from a process that has imported torch.
+"""Starts ftrun, its template and other Pythons in milliseconds: forked from one that has imported torch.
 
 Importing torch, and what the template imports for its ranks, takes five seconds of processor time per
 ftrun, more than the rest of a short job. So one warm process imports it all once, and stays with one
 thread. An ftrun is forked from it twice, as a template forks its ranks: then it is a child of the test,
 which waits for it and signals it like any other. Before it begins it forks the process that becomes its
 template, which waits to hear what it would find as its arguments, its environment and its descriptors.
+Other programs with torch are forked once.
 
 What an import of torch reads from the environment has been read by then: see `fits`.
 """
@@ -29,12 +30,14 @@ import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ft_wrapper.run  # noqa: F401
-from ft_wrapper.agent import standby, template
+from ft_wrapper.agent import standby
 from ft_wrapper.agent.process import await_adoption, die_with
 from ft_wrapper.torch_groups.warm_up import import_lazy_modules
+
+from .ends import end_quickly as end_quickly
 
 TIMEOUT = 120.0
 MAX_MESSAGE = 1 << 20
@@ -43,9 +46,20 @@ MODULE = "ft_wrapper.run"
 _READ_EARLY = ("TORCH_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "CUDA_", "GLOO_", "NCCL_")
 _READ_LATE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
 _PR_SET_CHILD_SUBREAPER = 36
-Program = tuple[str, dict[str, Any]]
-"""Source, and the names that it begins with."""
+Program = tuple[str | types.CodeType, dict[str, Any]]
+"""Code, and the names that it begins with."""
 _prctl = ctypes.CDLL(None).prctl
+# What it runs begins in no frame of ours, which its tracebacks would show.
+_CODE = """import sys
+sys.path.insert(0, sys.argv.pop(1))
+from support.warm_ftrun import end_quickly, main
+try:
+    exec(*main(int(sys.argv.pop(1))))  # ft_wrapper.run, and ft_wrapper.agent.standby
+except SystemExit as error:
+    end_quickly(error.code)
+    raise
+end_quickly()
+"""
 
 
 # In the test ---------------------------------------------------------------------------------------------
@@ -58,13 +72,9 @@ class WarmProcess:
         self._environment = dict(os.environ)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = str(Path(__file__).parent.parent)
-        code = (
-            "import sys; sys.path.insert(0, sys.argv.pop(1)); from support.warm_ftrun import main;"
-            " exec(*main(int(sys.argv.pop(1))))  # ft_wrapper.run, and ft_wrapper.agent.template"
-        )
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code, path, str(theirs.fileno())],
+                [sys.executable, "-c", _CODE, path, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**self._environment, "OPENBLAS_NUM_THREADS": "1"},
@@ -83,21 +93,30 @@ class WarmProcess:
         return {name: environment[name] for name in names}
 
     def start(
-        self, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path, output: int
-    ) -> subprocess.Popen[bytes]:
-        """Forks an ftrun.
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path,
+        outputs: Sequence[int],
+        new_session: bool = False,
+        path: Sequence[str] = (),
+    ) -> subprocess.Popen[Any]:
+        """Forks a Python.
 
         Args:
-            arguments: its own.
+            words: what to give it: a script or ``-m`` and a module or ``-c`` and code, and arguments.
             environment: all of its environment.
             cwd: its working directory.
-            output: where its standard streams go.
+            outputs: where its standard output and its errors go.
+            new_session: it leads a session of its own.
+            path: where it looks for modules first.
         """
-        request = {"arguments": arguments, "environment": dict(environment), "cwd": str(cwd)}
+        request = {"words": words, "environment": dict(environment), "cwd": str(cwd)}
+        request.update(session=new_session, path=path)
         with _adopting():
-            socket.send_fds(self._control, [json.dumps(request).encode()], [output])
+            socket.send_fds(self._control, [json.dumps(request).encode()], [*outputs])
             pid = int(self._control.recv(MAX_MESSAGE))
-        return _popen([sys.executable, "-m", MODULE, *arguments], pid)
+        return _popen([sys.executable, *words], pid)
 
     def close(self) -> None:
         """Ends it; what was forked from it lives on."""
@@ -139,9 +158,86 @@ def start_ftrun(
     """
     everything = {**os.environ, **environment}
     if warm_process is not None and not before and warm_process.fits(everything):
-        return warm_process.start(arguments, everything, cwd, output)
+        return warm_process.start(["-m", MODULE, *arguments], everything, cwd, [output, output])
     command = [*before, sys.executable, "-m", MODULE, *arguments]
     return subprocess.Popen(command, env=everything, cwd=cwd, stdout=output, stderr=subprocess.STDOUT)
+
+
+def start_python(
+    words: Sequence[object],
+    *,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdout: int | IO[Any] = subprocess.PIPE,
+    stderr: int | IO[Any] = subprocess.PIPE,
+    start_new_session: bool = False,
+    path: Sequence[str] = (),
+) -> subprocess.Popen[str]:
+    """Starts a Python as `subprocess.Popen` does, with text pipes: forked if that makes no difference.
+
+    Args:
+        words: what follows ``python``.
+        environment: what it finds in its environment beside what we have in ours.
+        cwd: its working directory; ours when None.
+        stdout: as for `subprocess.Popen`.
+        stderr: as for `subprocess.Popen`.
+        start_new_session: as for `subprocess.Popen`.
+        path: where it, and what it starts, look for modules first.
+    """
+    everything = {**os.environ, **(environment or {})}
+    arguments = [str(word) for word in words]
+    fits = warm_process is not None and warm_process.fits(everything)
+    if path:
+        everything["PYTHONPATH"] = os.pathsep.join([*path, everything.get("PYTHONPATH", "")])
+    if warm_process is None or not fits:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env=everything,
+            cwd=cwd,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=start_new_session,
+        )
+    with contextlib.ExitStack() as ours:
+        read_ends: list[IO[str] | None] = []
+        outputs: list[int] = []
+        for wanted in (stdout, stderr):
+            read_end = None
+            if wanted == subprocess.PIPE:
+                there, number = os.pipe()
+                read_end = os.fdopen(there)
+                ours.callback(os.close, number)
+            elif wanted == subprocess.STDOUT:
+                number = outputs[0]
+            elif wanted == subprocess.DEVNULL:
+                number = os.open(os.devnull, os.O_WRONLY)
+                ours.callback(os.close, number)
+            else:
+                number = wanted if isinstance(wanted, int) else wanted.fileno()
+            read_ends.append(read_end)
+            outputs.append(number)
+        process = warm_process.start(
+            arguments, everything, cwd or Path.cwd(), outputs, start_new_session, path
+        )
+    process.stdout, process.stderr = read_ends
+    return process
+
+
+def run_python(
+    words: Sequence[object],
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python to its end as `subprocess.run` does, with what it says, as `start_python` starts it."""
+    with start_python(words, environment=environment, cwd=cwd) as process:
+        try:
+            said, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, said, errors)
 
 
 @contextlib.contextmanager
@@ -154,13 +250,15 @@ def _adopting() -> Iterator[None]:
         _prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _popen(command: Sequence[str], pid: int) -> subprocess.Popen[bytes]:
+def _popen(command: Sequence[str], pid: int) -> subprocess.Popen[Any]:
     """The usual handle on a child that was not started by exec."""
     handle: Any = subprocess.Popen.__new__(subprocess.Popen)
     handle.args, handle.pid, handle.returncode = command, pid, None
     handle.stdin = handle.stdout = handle.stderr = None
     handle._child_created, handle._waitpid_lock = True, threading.Lock()
     handle._sigint_wait_secs = 0.25
+    # What `communicate` looks at.
+    handle._communication_started, handle._input, handle.text_mode = False, None, True
     return handle  # type: ignore[no-any-return]
 
 
@@ -168,10 +266,7 @@ def _popen(command: Sequence[str], pid: int) -> subprocess.Popen[bytes]:
 
 
 def main(control_fd: int) -> Program:
-    """All of the warm process. Returns when the test is gone; in an ftrun or a template, what that runs.
-
-    It runs outside of our frames, which tracebacks would show.
-    """
+    """All of the warm process. Returns when the test is gone; in what is forked from it, what that runs."""
     import_lazy_modules()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -184,16 +279,22 @@ def main(control_fd: int) -> Program:
     with socket.socket(fileno=control_fd) as control:
         control.send(b"ready")
         while True:
-            data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
+            data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 2)
             if not data:
                 return "", {}
             pid = _fork_for(test)
             if pid == 0:
                 break
-            os.close(fds[0])
+            for fd in fds:
+                os.close(fd)
             control.send(str(pid).encode())
     signal.signal(signal.SIGINT, interrupted)
-    return _become_ftrun(json.loads(data), fds[0])
+    request = json.loads(data)
+    _settle(request, fds)
+    first, *arguments = request["words"]
+    if first == "-m" and arguments[0] == MODULE:
+        return _become_ftrun(arguments[1:], request["cwd"])
+    return _become_other(first, arguments, request["cwd"])
 
 
 def _fork_for(parent: int) -> int:
@@ -214,22 +315,48 @@ def _fork_for(parent: int) -> int:
         return int(said.read())
 
 
-def _become_ftrun(request: dict[str, Any], output: int) -> Program:
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    os.close(output)
+def _settle(request: dict[str, Any], outputs: list[int]) -> None:
+    """Takes what it is given: its streams, its folder, its environment."""
+    high = [_above(fd, 100) for fd in outputs]
+    for stream, fd in zip((1, 2), high, strict=True):
+        os.dup2(fd, stream)
+        os.close(fd)
+    if request["session"]:
+        os.setsid()
     os.chdir(request["cwd"])
+    sys.path[1:1] = request["path"]
     _set_environment(request["environment"])
-    ahead = None if "--no-standby" in request["arguments"] else _Ahead()
+
+
+def _become_ftrun(arguments: list[str], cwd: str) -> Program:
+    ahead = None if "--no-standby" in arguments or os.environ.get("PET_NO_STANDBY") == "1" else _Ahead()
     if ahead is not None:
         if ahead.pid == 0:
             return ahead.become_template()
         ahead.replace_start()
-    sys.argv = [MODULE, *request["arguments"]]
-    sys.path[0] = request["cwd"]
-    sys.modules.pop(MODULE)  # it runs as __main__
+    return _as_main(MODULE, arguments, cwd)
+
+
+def _become_other(first: str, arguments: list[str], cwd: str) -> Program:
+    if first == "-m":
+        return _as_main(arguments[0], arguments[1:], cwd)
+    if first == "-c":
+        path, source = "<string>", arguments.pop(0)
+        sys.argv, sys.path[0] = ["-c", *arguments], ""
+    else:
+        path, source = first, Path(first).read_text()
+        sys.argv, sys.path[0] = [first, *arguments], str(Path(first).resolve().parent)
+    names = _new_main().__dict__
+    if first != "-c":
+        names["__file__"] = path
+    return compile(source, path, "exec", dont_inherit=True), names
+
+
+def _as_main(module: str, arguments: list[str], cwd: str) -> Program:
+    sys.argv, sys.path[0] = [module, *arguments], cwd
+    sys.modules.pop(module, None)  # it runs as __main__
     _new_main()
-    return f"import runpy; runpy._run_module_as_main({MODULE!r})", {}
+    return f"import runpy; runpy._run_module_as_main({module!r})", {}
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:
@@ -267,9 +394,9 @@ class _Ahead:
         def start_here(
             command: Sequence[str], environment: Mapping[str, str], *args: Any, **kwargs: Any
         ) -> subprocess.Popen[bytes]:
-            if self._socket.fileno() == -1 or template.BOOT not in command:
+            if self._socket.fileno() == -1 or standby.BOOT not in command:
                 return start(command, environment, *args, **kwargs)
-            arguments = [*command[list(command).index(template.BOOT) + 1 :]]
+            arguments = [*command[list(command).index(standby.BOOT) + 1 :]]
             fds = [*kwargs["pass_fds"]]
             request = {"arguments": arguments, "environment": dict(environment), "fds": fds}
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
@@ -296,7 +423,7 @@ class _Ahead:
         _unbuffer()
         sys.argv = ["-c", *request["arguments"]]
         sys.path[0] = ""
-        return template.BOOT, _new_main().__dict__
+        return standby.BOOT, _new_main().__dict__
 
 
 def _unbuffer() -> None:

@@ -34,6 +34,9 @@ from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.store.plan import connect_etcd
 from ft_wrapper.testing.etcd_server import free_port
 
+sys.path.append(str(Path(__file__).parents[1]))
+from support.ends import end_quickly
+
 TIMEOUT = 120.0
 """Seconds after which a wait of these tests counts as a hang, however busy the machine is."""
 
@@ -198,7 +201,6 @@ def _run_rank(request: dict[str, Any], line: socket.socket) -> None:
     try:
         value = body(rank, *request["args"], **request["kwargs"])
     except BaseException as error:
-        traceback.print_exc()
         said = {"error": type(error).__name__, "text": str(error)}
         left = _left(before, error)
         rank.say("raised", **said, left=left)
@@ -283,7 +285,13 @@ def template_main(control_fd: int) -> None:
                 for pidfd in ranks:
                     os.close(pidfd)
                 control.close()
-                _run_rank(request, socket.socket(fileno=fds[0]))
+                try:
+                    _run_rank(request, socket.socket(fileno=fds[0]))
+                except Exception:
+                    traceback.print_exc()
+                    end_quickly(1)
+                    raise
+                end_quickly()
                 return
             os.close(fds[0])
             pidfd = os.pidfd_open(pid)

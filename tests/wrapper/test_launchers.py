@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from rank_harness import TIMEOUT
+from support.warm_ftrun import run_python
 
 from ft_wrapper.testing.etcd_server import free_port
 
@@ -41,13 +39,11 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as out:
 def test_under_torchrun(tmp_path: Path, share: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not share:
-        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = {} if share else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command += [str(script), str(tmp_path), "0" if share else str(free_port(consecutive=2))]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+    done = run_python(command, TIMEOUT, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in (0, 1):
         # Where torchrun shares its store, the second call goes on in it: its numbers follow the first ones.

@@ -265,6 +265,7 @@ def is_retried(rank: Rank, iterations: int) -> Any:
     train()
 
 
+@pytest.mark.whole_ends("they end all at once, each by itself")
 def test_the_retry_controller_ends_all_ranks(job: Job) -> None:
     job.start(3, is_retried, 2)
     job.wait_for_end()  # long before barrier_timeout
