@@ -1,5 +1,7 @@
 """Keeps distributed PyTorch training going through faults, inside the processes that survive them."""
 
+__version__ = "0.1.0"
+
 from . import abort as abort
 from . import attribution as attribution
 from . import completion as completion
@@ -12,7 +14,6 @@ from . import rank_assignment as rank_assignment
 from . import state as state
 from . import store as store
 from . import terminate as terminate
-from ._version import __version__ as __version__
 from .compose import Compose as Compose
 from .log_lines import install as _install_log_handler
 from .state import FrozenState as FrozenState

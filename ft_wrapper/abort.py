@@ -24,8 +24,8 @@ from .compose import PlugIn
 from .settings import as_seconds, check_callable
 from .state import FrozenState
 from .torch_groups import abort_all
-from .torch_groups.between import release_process_groups as release_process_groups
-from .torch_groups.between import wait_for_released_groups as wait_for_released_groups
+from .torch_groups import release_process_groups as release_process_groups
+from .torch_groups import wait_for_released_groups as wait_for_released_groups
 from .torch_groups.gloo import close_aborted_sockets as close_aborted_sockets
 
 _logger = logging.getLogger(__name__)

@@ -16,10 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
 # The house, from the ground up: a file uses what stands in its own line's folder or further up, never further
 # down. A name is a module or folder directly under ft_wrapper.
 LINES: list[set[str]] = [
-    {
-        *("exception", "attribution", "settings", "state", "events", "compose", "log_lines"),
-        *("_files", "_version"),
-    },
+    {"exception", "attribution", "settings", "state", "events", "compose", "log_lines", "_files"},
     {"protocol"},
     {"store", "report"},
     {"monitor", "rendezvous"},
@@ -93,7 +90,8 @@ def imports(path: Path, package: Path = PACKAGE) -> Iterator[tuple[int, str]]:
         else:
             continue
         for name in names:
-            if name[0] == "ft_wrapper":
+            # The version is no module, and stands above all of the package's own imports.
+            if name[0] == "ft_wrapper" and name[1:] != ["__version__"]:
                 yield node.lineno, ".".join(name[1:]) or "__init__"
 
 

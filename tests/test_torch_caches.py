@@ -23,7 +23,7 @@ import torch.distributed as dist
 from support.warm_ftrun import run_python
 
 from ft_wrapper.torch_groups import forget as _torch_caches
-from ft_wrapper.torch_groups.between import release_process_groups
+from ft_wrapper.torch_groups import release_process_groups
 
 FAST = "DTensor's fast cache"
 PROPAGATION = "DTensor's propagation caches"

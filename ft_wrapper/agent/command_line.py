@@ -17,7 +17,7 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
-from .._version import __version__
+from .. import __version__
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME
 from .nodes import EXIT_BARRIER_TIMEOUT

@@ -196,7 +196,7 @@ class Heart:
                     level = logging.DEBUG if _are_between(ranks) else logging.WARNING
                     log.log(
                         level,
-                        "%s: no heartbeat reaches the store, retrying; evicted after heartbeat_timeout=%g s: %s",
+                        "%s: no heartbeat reaches the store, retrying; evicted after %g s: %s",
                         whose,
                         self.settings.heartbeat_timeout,
                         error,

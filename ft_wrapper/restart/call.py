@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .. import torch_groups
 from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption
@@ -23,7 +24,7 @@ from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..report.restart import began_before, restart_line
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
-from ..torch_groups import between, forget, warm_up
+from ..torch_groups import forget, warm_up
 from . import Settings, torch_state
 from .exit_watch import ExitWatch
 from .loop import Endpoint, Left, Performer, RestartLoop, kind_and_place, times_before
@@ -93,7 +94,7 @@ class Call(Performer):
     def user_store(self) -> PrefixStore:
         """The present iteration's store, on a connection of the function's own."""
         if self._user_store is None:
-            self._user_store = between.connect(self.own.member.view.n)
+            self._user_store = torch_groups.connect(self.own.member.view.n)
         return self._user_store
 
     def run(self, function: Callable[[], Any]) -> Any:
@@ -154,7 +155,7 @@ class Call(Performer):
         return self.own.serve()
 
     def meet(self, endpoint: Endpoint) -> None:
-        between.point_to(*endpoint)
+        torch_groups.point_to(*endpoint)
 
     def pause(self, seconds: float) -> None:
         self.own.monitor_lost.wait(seconds)

@@ -26,7 +26,7 @@ from ..settings import Limits, formation_size
 from ..state import State
 from ..store import StorePlan
 from ..store.address import own_address
-from ..torch_groups.between import Environment
+from ..torch_groups import Environment
 from . import Settings
 
 log = logging.getLogger(__name__)

@@ -1,18 +1,49 @@
-"""Process groups of ``torch.distributed``: aborting them all; and the GPU that a rank uses."""
+"""Process groups of ``torch.distributed``: aborted while the function runs, released between two iterations.
+
+The next iteration meets in a store of its own. So a plain ``init_process_group(backend)`` starts afresh each
+time, and no key of an earlier iteration is ever seen. The monitor of the iteration's active rank 0 opens the
+store before any rank enters: clients that connect before their server is there back off for half a second
+and more.
+
+A deadlock in torch stands in the way of ending groups. A gloo group's destructor waits for the group's
+threads; these need the interpreter's lock to drop the tensors of a failed collective. When the last reference
+to a group is held by C++ (the reducer inside a ``DistributedDataParallel``), that destructor runs with the
+lock held, and both wait for ever. When the last reference is one of Python's, torch releases the lock first.
+So Python references to every group and backend are kept until the groups' threads have nothing left to do,
+and a background thread drops them: joining gloo's threads takes about 10 ms a group, too long for a restart.
+"""
 
 import functools
 import logging
 import os
 import sys
+import threading
+import time
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from ..monitor.frames import current_frames
-from .gloo import shut_down_clients, shut_down_gloo_sockets
+from ..store.mixin import HoldingStore, PrefixStore
+from .gloo import named_threads, shut_down_clients, shut_down_gloo_sockets
 
 log = logging.getLogger(__name__)
+_C10D = "torch.distributed.distributed_c10d"
+_WORKER_NAME = "pt_gloo_runloop"
+# Twice as long as a thread that wants the interpreter's lock sleeps between two attempts, and more.
+_IDLE_CHECK = 0.02
+_IDLE_LIMIT = 5.0
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+_STORE_TIMEOUT = timedelta(seconds=300)
+
+_background: list[threading.Thread] = []
+
+
+# Aborting them ------------------------------------------------------------------------------------------
 
 
 def abort_all() -> None:
@@ -21,7 +52,7 @@ def abort_all() -> None:
     See `ft_wrapper.abort.AbortTorchDistributed` for what that frees, and what not. Does next to nothing where
     ``torch.distributed`` is not in use. Raises nothing: what fails is logged.
     """
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    c10d = sys.modules.get(_C10D)
     if c10d is None:
         return
     # NCCL last: its abort has been known to hang, the other two only touch sockets.
@@ -101,3 +132,193 @@ def _nccl_backend(c10d: Any, group: Any) -> Any:
         return None
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     return backend if isinstance(backend, c10d.ProcessGroupNCCL) else None
+
+
+# Releasing them -----------------------------------------------------------------------------------------
+
+
+def release_process_groups(*, aborted: bool = False) -> None:
+    """Destroys all process groups and resets what ``torch.distributed`` remembers of them.
+
+    Call it in the thread that ran the function, after that has left and `AbortTorchDistributed` has returned.
+    Afterwards ``is_initialized()`` is False and group names count from 0 again, also when
+    ``init_process_group`` was interrupted half-way. The groups' threads and sockets end in the background:
+    `wait_for_released_groups`. Does nothing where ``torch.distributed`` was not used. Raises nothing: what
+    fails is logged.
+
+    Args:
+        aborted: the function was interrupted. Groups that NCCL has not finished with are aborted, not waited
+            for: a peer may be gone. False lets operations in flight come to their end.
+    """
+    c10d = sys.modules.get(_C10D)
+    if c10d is None:
+        return
+    world = c10d._world
+    references = _references(world)
+    if world.default_pg is not None:
+        try:
+            if aborted:
+                c10d._abort_process_group()
+            else:
+                c10d.destroy_process_group()
+        except Exception:
+            log.warning("torch.distributed could not destroy its process groups", exc_info=True)
+    try:
+        _forget_leftovers(c10d)
+        _unhook(c10d)
+        _leave_meshes()
+    except Exception:
+        log.warning("torch.distributed could not be reset", exc_info=True)
+    if references:
+        _drop_in_background(references)
+
+
+def wait_for_released_groups(timeout: float = 10.0) -> bool:
+    """Waits until the groups that were released are gone, with their threads and sockets.
+
+    Args:
+        timeout: seconds.
+
+    Returns:
+        False when some are still there; a warning says so.
+    """
+    deadline = time.monotonic() + timeout
+    for thread in _background:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    _background[:] = [thread for thread in _background if thread.is_alive()]
+    if _background:
+        log.warning("process groups still not gone after %g s: %d of them", timeout, len(_background))
+    return not _background
+
+
+def _references(world: Any) -> list[Any]:
+    """Every group, its store and its backends, as Python objects."""
+    references: list[Any] = []
+    for group, value in list(world.pg_map.items()):
+        references.append((group, value))
+        try:
+            references.extend(group._get_backend(device) for device in group._device_types)
+        except Exception as error:
+            log.debug("no backend of %r: %s", group, error)
+    return references
+
+
+def _forget_leftovers(c10d: Any) -> None:
+    """Clears what an interrupted ``init_process_group``, or a failed destruction, leaves behind."""
+    world = c10d._world
+    leftovers = list(world.pg_map)
+    for group in leftovers:
+        try:
+            group.abort()
+        except Exception:
+            log.warning("could not abort %r", group, exc_info=True)
+    if leftovers or world.default_pg is not None:
+        c10d._update_default_pg(None)
+        tables = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
+        tables += [world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state]
+        for table in tables:
+            table.clear()
+        c10d._unregister_all_process_groups()
+    # Names are made from this counter. Left raised, it makes them differ between ranks, and the next
+    # init_process_group waits for ever.
+    world.group_count = 0
+
+
+def _unhook(c10d: Any) -> None:
+    """Takes off the ``sys.excepthook`` that each ``init_process_group`` puts around the last one."""
+    hook: Any = sys.excepthook
+    while (
+        getattr(hook, "__module__", None) == c10d.__name__
+        and getattr(hook, "__name__", "") == "_distributed_excepthook"
+    ):
+        cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+        if "old_hook" not in cells:
+            return
+        hook = sys.excepthook = cells["old_hook"].cell_contents
+
+
+def _leave_meshes() -> None:
+    """Forgets meshes of dead groups: an active one, and torch < 2.8's tables of sub-meshes."""
+    device_mesh: Any = sys.modules.get("torch.distributed.device_mesh")
+    resources = getattr(device_mesh, "_mesh_resources", None)
+    tables = ("mesh_stack", "child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims")
+    for name in tables:
+        table = getattr(resources, name, None)
+        if table is not None:
+            table.clear()
+
+
+def _drop_in_background(references: list[Any]) -> None:
+    def drop() -> None:
+        try:
+            _wait_until_idle(named_threads(_WORKER_NAME))
+            while references:
+                references.pop()
+        except Exception:
+            log.warning("process groups could not be dropped", exc_info=True)
+
+    _background[:] = [thread for thread in _background if thread.is_alive()]
+    _background.append(threading.Thread(target=drop, name="ft_wrapper-release-groups", daemon=True))
+    _background[-1].start()
+
+
+def _wait_until_idle(tids: list[int]) -> None:
+    """Waits until no such thread runs or wants the interpreter's lock.
+
+    One that wants it wakes every few milliseconds to ask for it, and the kernel counts that. One that has
+    nothing to do sleeps. Groups made in the meantime may be among them and be busy: hence the limit.
+    """
+    deadline = time.monotonic() + _IDLE_LIMIT
+    interval = max(_IDLE_CHECK, 4 * sys.getswitchinterval())
+    before = None
+    while tids and time.monotonic() < deadline:
+        now = [_activity(tid) for tid in tids]
+        if now == before and not any("running" in line for lines in now for line in lines):
+            return
+        before = now
+        time.sleep(interval)
+
+
+def _activity(tid: int) -> list[str]:
+    """State and context switches of a thread; nothing once it has ended."""
+    try:
+        with open(f"/proc/self/task/{tid}/status", encoding="utf-8", errors="replace") as status:
+            return [line for line in status if line.startswith(("State:", "voluntary_ctxt", "nonvoluntary"))]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+# The iteration's store ----------------------------------------------------------------------------------
+
+
+class Environment:
+    """The environment variables that the wrapper changes, as they were."""
+
+    def __init__(self) -> None:
+        self._saved = {name: os.environ.get(name) for name in VARIABLES}
+
+    def restore(self) -> None:
+        """Puts them back."""
+        for name, value in self._saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def point_to(host: str, port: int) -> None:
+    """Sets the variables so that ``init_process_group`` finds the iteration's store."""
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+
+
+def connect(n: int) -> PrefixStore:
+    """A client of the iteration's store, for the function's own use.
+
+    On that store, so that aborting the iteration frees anyone who waits there; and without trying again.
+
+    Args:
+        n: the iteration.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    return PrefixStore(n, HoldingStore(client))

@@ -25,7 +25,7 @@ from ft_wrapper.testing import FakeStore
 
 MEMBER = Member(0, 0)
 TIMEOUT = 60.0
-NOT_HEARD = "slot 0: no heartbeat reaches the store, retrying; evicted after heartbeat_timeout=10 s"
+NOT_HEARD = "slot 0: no heartbeat reaches the store, retrying; evicted after 10 s"
 
 
 class Unreliable(FakeStore):
