@@ -5,8 +5,6 @@ known to the monitor, and compared between the ranks if it says so. Plug-ins and
 `ft_wrapper.restart`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools
@@ -235,7 +233,7 @@ class Limits:
     replaced: bool = False
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Limits:
+    def from_json(cls, fields: Mapping[str, Any]) -> "Limits":
         """Reads what ``dataclasses.asdict`` made, and JSON has carried.
 
         Raises:
@@ -248,7 +246,7 @@ class Limits:
         return cls(**fields)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> "Limits":
         """These alone, of an object that has more."""
         return Limits(**{one.name: getattr(self, one.name) for one in dataclasses.fields(Limits)})
 

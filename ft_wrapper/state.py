@@ -1,7 +1,5 @@
 """What a rank knows about itself: its ranks, its world and its iteration."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import os
@@ -65,7 +63,7 @@ class State:
             self.initial_world_size = self.world_size
 
     @classmethod
-    def from_env(cls) -> State:
+    def from_env(cls) -> "State":
         """Reads ``RANK`` and ``WORLD_SIZE``; 0 and 1 where neither is set.
 
         Raises:
@@ -92,7 +90,7 @@ class State:
 
     def advance(
         self,
-        store: ByHand | None = None,
+        store: "ByHand | None" = None,
         world_size: int | None = None,
         timeout: timedelta | None = None,
         is_coordinator: bool = False,
@@ -126,7 +124,7 @@ class State:
             )
         self.fn_exception = None
 
-    def sync_with_global_iteration(self, store: ByHand, timeout: timedelta | None = None) -> None:
+    def sync_with_global_iteration(self, store: "ByHand", timeout: timedelta | None = None) -> None:
         """Takes the number of the iteration that all ranks are in.
 
         Joins the job first, if this process has not done so with this client: as a new process in its rank's
@@ -145,11 +143,11 @@ class State:
                 size, _TIMEOUT if timeout is None else timeout, rank=self.initial_rank
             )
 
-    def freeze(self) -> FrozenState:
+    def freeze(self) -> "FrozenState":
         """Returns a read-only copy."""
         return FrozenState(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
-    def copy_from(self, other: State | FrozenState, fields: Iterable[str] | None = None) -> None:
+    def copy_from(self, other: "State | FrozenState", fields: Iterable[str] | None = None) -> None:
         """Copies fields of another state into this one.
 
         Args:

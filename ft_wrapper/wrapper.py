@@ -1,7 +1,5 @@
 """Wrapper: the decorator and its configuration; and what the wrapped function is given of its call."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -112,7 +110,7 @@ class Wrapper:
     @typing.overload
     def __new__(cls, function: F, /) -> F: ...  # type: ignore[misc]
     @typing.overload
-    def __new__(cls, **settings: Any) -> Wrapper: ...
+    def __new__(cls, **settings: Any) -> "Wrapper": ...
     def __new__(cls, *functions: Any, **settings: Any) -> Any:
         """Makes the bare decorator ``@Wrapper`` work: with a function, wraps it with the defaults."""
         if not functions:

@@ -3,8 +3,6 @@
 The agent's main thread writes it; the health endpoint and callers of the agent read copies.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses
@@ -305,7 +303,7 @@ class WholeGroup:
         cleanup: stops the workers at the end.
     """
 
-    def __init__(self, agent: SimpleElasticAgent, group: Group, nodes: Nodes, cleanup: ExitStack) -> None:
+    def __init__(self, agent: "SimpleElasticAgent", group: Group, nodes: Nodes, cleanup: ExitStack) -> None:
         self._agent = agent
         self._group = group
         self._nodes = nodes

@@ -9,8 +9,6 @@ pipe in ``TORCHELASTIC_TIMER_FILE``. One that overruns a ``timer.expires(…)`` 
 ``torch.distributed.elastic.timer`` is killed, has failed, and is treated like any other that has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -78,7 +76,7 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = "", int(self.server_address[1])
         self.setup_environ()
 
-    def __enter__(self) -> Health:
+    def __enter__(self) -> "Health":
         self._thread.start()
         return self
 
@@ -125,7 +123,7 @@ class _Handler(WSGIRequestHandler):
         log.debug("health endpoint: " + format, *args)
 
 
-def application(group: Group, inbox: Inbox, timeout: float) -> WSGIApplication:
+def application(group: Group, inbox: Inbox, timeout: float) -> "WSGIApplication":
     """What answers requests.
 
     Args:
@@ -135,7 +133,7 @@ def application(group: Group, inbox: Inbox, timeout: float) -> WSGIApplication:
     """
     metrics = _metrics(group)
 
-    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if environ["PATH_INFO"] == "/metrics":
             return metrics(environ, start_response)
         alive = inbox.knock().wait(timeout)
@@ -224,7 +222,7 @@ class _Collector:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> "Iterator[Metric]":
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         counts, role = self._group.counts, self._group.spec.role
@@ -242,7 +240,7 @@ class _Collector:
             yield metric
 
 
-def _metrics(group: Group) -> WSGIApplication:
+def _metrics(group: Group) -> "WSGIApplication":
     try:
         from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError:
@@ -252,7 +250,7 @@ def _metrics(group: Group) -> WSGIApplication:
     return make_wsgi_app(registry)
 
 
-def _without_metrics(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+def _without_metrics(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
     start_response("404 Not Found", [("Content-Type", "text/plain")])
     return [b"install ft-wrapper[prometheus] for metrics\n"]
 

@@ -4,8 +4,6 @@ One thread waits for all processes, for the template, for signals, for news of t
 due; nothing is polled.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import selectors
@@ -93,7 +91,7 @@ class Loop:
                 self._start_standby()
             self._cleanup = made.pop_all()
 
-    def __enter__(self) -> Loop:
+    def __enter__(self) -> "Loop":
         return self
 
     def __exit__(self, *_: object) -> None:

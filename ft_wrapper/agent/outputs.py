@@ -3,8 +3,6 @@
 The destinations are torch's own (`LogsSpecs`), one set for each incarnation of a rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -71,7 +69,7 @@ class Logs:
         self._tails: dict[tuple[int, int], list[Tail]] = {}
         self._ended: list[Tail] = []
 
-    def __enter__(self) -> Logs:
+    def __enter__(self) -> "Logs":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,8 +3,6 @@
 `RestartPolicy` only decides; `JobInStore` only reads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum
@@ -138,7 +136,7 @@ class RestartPolicy:
         """Whether a rank's process, in a job that has formed, is replaced if it dies, as far as is known."""
         return self._policy is not Policy.GROUP and self._budget(rank).left > 0
 
-    def decide(self, rank: int, pid: int, lived: float, job: JobInStore, *, is_first: bool) -> Verdict:
+    def decide(self, rank: int, pid: int, lived: float, job: "JobInStore", *, is_first: bool) -> Verdict:
         """Decides what a failure leads to, and takes it from the budget.
 
         Args:
@@ -171,7 +169,7 @@ class RestartPolicy:
             Remedy.REPLACE, f"it is started again{when} ({count} of {self._max_rank_restarts})", delay
         )
 
-    def _is_alone(self, job: JobInStore) -> bool:
+    def _is_alone(self, job: "JobInStore") -> bool:
         if self._policy is Policy.AUTO:
             # For good: what has formed once goes on in its ranks.
             self._has_formed = self._has_formed or job.has_formed()

@@ -10,8 +10,6 @@ there, and what it destroys may release the GIL to a thread that then waits, GIL
 nothing is collected meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -18,8 +18,6 @@ taking and releasing one would leave it held. The few shared fields are single v
 one side writes its own field before it reads the other's, so that at least one of the two sees the other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import queue
@@ -144,7 +142,7 @@ class Interrupter:
             del error  # it refers to this frame by its traceback
         return result  # type: ignore[no-any-return]
 
-    def atomic(self) -> Atomic:
+    def atomic(self) -> "Atomic":
         """Returns the context manager for a block that is not interrupted half-way.
 
         Reentrant. An interruption waits for the end of the outermost block, which then raises

@@ -8,8 +8,6 @@ The stamps are seconds of ``time.monotonic()``, one clock for all processes of a
 and written in one store, so that no reader sees half of a value and no writer takes a lock.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import errno
@@ -87,7 +85,7 @@ class RankMemory(ctypes.Structure):
     fd: int
     _owner: tuple[int, int] | None = None  # process and thread that hold the life by this object
 
-    def __new__(cls) -> RankMemory:  # not in memory of ctypes' own
+    def __new__(cls) -> "RankMemory":  # not in memory of ctypes' own
         _require_libc()
         fd = os.memfd_create("ft_wrapper_rank", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -109,7 +107,7 @@ class RankMemory(ctypes.Structure):
         return memory
 
     @classmethod
-    def from_fd(cls, fd: int) -> RankMemory:
+    def from_fd(cls, fd: int) -> "RankMemory":
         """Maps a rank's memory in another process.
 
         Args:
@@ -130,7 +128,7 @@ class RankMemory(ctypes.Structure):
             raise
 
     @classmethod
-    def _map(cls, fd: int) -> RankMemory:
+    def _map(cls, fd: int) -> "RankMemory":
         """Maps the memory.
 
         Not by ``mmap.mmap``: that keeps a duplicate of the descriptor, which a forked child that closes what

@@ -1,7 +1,5 @@
 """The protocol over one store: its parts, each made once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

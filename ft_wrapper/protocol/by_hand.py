@@ -7,8 +7,6 @@ silent may take different ones for the coordinator, and no harm is done.
 A *rank* here is the rank at the start of the job, the slot: it stays when others leave.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
@@ -50,7 +48,7 @@ class ByHand(Operations):
     _observer: HeartbeatObserver | None = None
 
     @property
-    def _job(self) -> ByHand:
+    def _job(self) -> "ByHand":
         """The store with the job's own keys, where this one has those of one iteration."""
         return self
 

@@ -4,8 +4,6 @@ A node's slots outlive it: the node that takes its seat later has the same slots
 them are looked up first (`holders`), and the deaths of exactly these are reported.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Iterator

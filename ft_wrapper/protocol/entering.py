@@ -1,7 +1,5 @@
 """What ranks agree on when they enter an iteration: who has which rank, where to meet; and barriers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -53,7 +51,7 @@ class Entered:
         return f"{self.member} {rank} {','.join(notes) or '-'}"
 
     @classmethod
-    def parse(cls, line: str, key: str) -> Entered:
+    def parse(cls, line: str, key: str) -> "Entered":
         """Reads `to_text`; an error names the key it came from."""
         name, rank, text = split_entry(line, 3, key)
         notes = text.split(",")

@@ -4,8 +4,6 @@ Heartbeats are counters or leases, observed on the observer's own clock: no time
 Silence is suspicion. Only the log of deaths is evidence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 

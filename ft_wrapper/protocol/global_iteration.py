@@ -12,8 +12,6 @@ progress and may be wrong at any time without harm:
   waiting members come forward one after the other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence

@@ -5,8 +5,6 @@ process has one for its rank alone. A heart beats as long as one of its members 
 ended is told by its monitor (`RankMonitor.rank_died`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

@@ -4,8 +4,6 @@ Nothing is looked at once and then believed: who wants in looks at head again an
 it is listed there or knows that it never will be. So no process comes too early or too late.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import json

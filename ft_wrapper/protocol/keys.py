@@ -5,8 +5,6 @@ Keys under ``wake/`` and ``count/`` wake somebody. What they say is a hint, from
 only an endpoint is told by the key that wakes who waits for it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

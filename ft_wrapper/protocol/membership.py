@@ -1,7 +1,5 @@
 """This process's part in the job: joining, leaving an iteration, going on to the next, the goodbye."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
@@ -43,7 +41,7 @@ class Remembered:
     view: View | None = None
     rank: int = 0
     world_size: int = 0
-    monitor: MonitorLine | None = None
+    monitor: "MonitorLine | None" = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,7 +1,5 @@
 """Watching the next members in the ring, so that a lost host or network is noticed by somebody."""
 
-from __future__ import annotations
-
 import enum
 import logging
 import threading

@@ -1,7 +1,5 @@
 """What a store must be able to do: torch's operations, and steps that are made of them or better done."""
 
-from __future__ import annotations
-
 import dataclasses
 import secrets
 import time

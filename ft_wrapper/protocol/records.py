@@ -3,8 +3,6 @@
 What cannot be read is a `StoreError` that names the key.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools
@@ -52,7 +50,7 @@ class Member:
         return f"slot {self.slot}{again}"
 
     @classmethod
-    def parse(cls, text: str, key: str) -> Member:
+    def parse(cls, text: str, key: str) -> "Member":
         """Reads ``slot:incarnation``; an error names the key it came from."""
         slot, separator, incarnation = str(text).partition(":")
         if not (separator and slot.isdecimal() and incarnation.isdecimal()):
@@ -78,7 +76,7 @@ class Head:
         return f"{self.call}:{self.n}:{self.nonce}"
 
     @classmethod
-    def parse(cls, text: str, key: str) -> Head:
+    def parse(cls, text: str, key: str) -> "Head":
         """Reads ``call:n:nonce``; an error names the key it came from."""
         parts = text.split(":")
         if len(parts) != 3 or not (parts[0].isdecimal() and parts[1].isdecimal()):
@@ -158,13 +156,13 @@ class MemberRecord(Record):
     ended_by: str | None = None
 
     @classmethod
-    def here(cls) -> MemberRecord:
+    def here(cls) -> "MemberRecord":
         """That of this process."""
         return cls(socket.gethostname(), os.getpid())
 
     def fault(
         self, member: Member, rank: int | None, interruption: Interruption, message: str, at: float = 0.0
-    ) -> Fault:
+    ) -> "Fault":
         """A fault of this process."""
         return Fault(member, rank, interruption, message, self.host, self.pid or 0, at)
 
@@ -297,14 +295,14 @@ class View(Record):
     min_world_size: int = 1
     same_faults: tuple[SameFault, ...] = ()
 
-    def after(self, decision: Decision, nonce: str) -> View:
+    def after(self, decision: Decision, nonce: str) -> "View":
         """The view once a decision has been carried out."""
         stay = set(self.members) - set(decision.removed)
         members = tuple(sorted(stay.union(decision.joined)))
         return View.of(decision, nonce, members)
 
     @classmethod
-    def of(cls, decision: Decision, nonce: str, members: tuple[Member, ...]) -> View:
+    def of(cls, decision: Decision, nonce: str, members: tuple[Member, ...]) -> "View":
         """The view of a decision's iteration, where its members are known."""
         return cls(
             decision.call,

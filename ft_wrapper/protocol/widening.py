@@ -1,7 +1,5 @@
 """Where newcomers get their places: a pure function, so that it can be read and tested by itself."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 

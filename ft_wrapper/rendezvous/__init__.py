@@ -8,8 +8,6 @@ Stock ``torchrun --rdzv-backend=ft`` finds `get_handler` by the entry point grou
 loads this while torch's own rendezvous is half imported, so nothing of that is imported here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,12 +15,12 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 
-def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+def get_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
     """What the entry point names: returns what makes a handler."""
     return create_handler
 
 
-def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
     """Makes a handler, see `ft_wrapper.rendezvous.handler.create_handler`."""
     from .handler import create_handler as create
 

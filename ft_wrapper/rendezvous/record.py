@@ -4,8 +4,6 @@ The words of torch's elastic agents: the participants are the occupied seats, th
 `Record.waiting`, the redundancy list is `Record.spares`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum
@@ -63,7 +61,7 @@ class Node:
     def __str__(self) -> str:
         return f"{self.id} ({self.address})" if self.address else self.id
 
-    def is_same(self, other: Node | None) -> bool:
+    def is_same(self, other: "Node | None") -> bool:
         """Whether the other one is the same agent: id and incarnation."""
         return other is not None and self.id == other.id and self.incarnation == other.incarnation
 
@@ -126,7 +124,7 @@ class Admission:
         return _to_json(self)
 
     @classmethod
-    def from_text(cls, text: str) -> Admission:
+    def from_text(cls, text: str) -> "Admission":
         """Reads a line.
 
         Raises:
@@ -228,7 +226,7 @@ class Record:
         return _to_json({"format": FORMAT, **vars(self)})
 
     @classmethod
-    def from_text(cls, text: str) -> Record:
+    def from_text(cls, text: str) -> "Record":
         """Reads a record.
 
         Raises:

@@ -4,8 +4,6 @@ An address of keys in etcd never holds a password. The user and the files for TL
 takes them: ``ETCDCTL_USER``, ``ETCDCTL_PASSWORD``, ``ETCDCTL_CACERT``, ``ETCDCTL_CERT`` and ``ETCDCTL_KEY``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import ipaddress
@@ -215,7 +213,7 @@ class EtcdAddress:
     key: str | None = None
     ttl: int = DEFAULT_TTL
 
-    def within(self, namespace: str) -> EtcdAddress:
+    def within(self, namespace: str) -> "EtcdAddress":
         """Another place of the same job."""
         return dataclasses.replace(self, namespace=self.namespace + namespace)
 
@@ -230,7 +228,7 @@ class EtcdAddress:
         return f"{ETCD_SCHEME}://{members}/{quote(self.prefix.strip('/'))}{query}"
 
     @classmethod
-    def parse(cls, text: str) -> EtcdAddress:
+    def parse(cls, text: str) -> "EtcdAddress":
         """Reads an address.
 
         Raises:

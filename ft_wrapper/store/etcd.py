@@ -1,7 +1,5 @@
 """Keys in etcd: the job survives the loss of any machine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -100,10 +98,10 @@ class EtcdStore(Store, StoreMixin):
     def __repr__(self) -> str:
         return f"EtcdStore({self._etcd!r})"
 
-    def clone(self) -> EtcdStore:
+    def clone(self) -> "EtcdStore":
         return self.within("")
 
-    def within(self, namespace: str) -> EtcdStore:
+    def within(self, namespace: str) -> "EtcdStore":
         """A clone with other keys: they have this in front of them, behind the namespace of this store."""
         other = EtcdStore.__new__(EtcdStore)
         Store.__init__(other)

@@ -3,8 +3,6 @@
 In the gateway's JSON bytes are in base 64, 64-bit numbers are text, and what is 0 or empty is left out.
 """
 
-from __future__ import annotations
-
 import base64
 import http.client
 import itertools
@@ -71,7 +69,7 @@ class Span(NamedTuple):
     end: bytes | None = None
 
     @classmethod
-    def prefix(cls, start: bytes) -> Span:
+    def prefix(cls, start: bytes) -> "Span":
         """All keys that begin with some bytes, not all of which are 255."""
         kept = start.rstrip(b"\xff")
         return cls(start, kept[:-1] + bytes([kept[-1] + 1]))
@@ -93,7 +91,7 @@ class KeyValue(NamedTuple):
     lease: int
 
     @classmethod
-    def parse(cls, kv: dict[str, Any]) -> KeyValue:
+    def parse(cls, kv: dict[str, Any]) -> "KeyValue":
         """Reads one of an answer."""
         return cls(
             base64.b64decode(kv["key"]),
@@ -117,12 +115,12 @@ class Answer(NamedTuple):
     keys: tuple[KeyValue, ...]
     number: int
     succeeded: bool
-    answers: list[Answer]
+    answers: "list[Answer]"
     revision: int
     repeated: bool = False
 
     @classmethod
-    def parse(cls, reply: dict[str, Any]) -> Answer:
+    def parse(cls, reply: dict[str, Any]) -> "Answer":
         """Reads one."""
         return cls(
             tuple(KeyValue.parse(kv) for kv in reply.get("kvs", [])),
@@ -305,7 +303,7 @@ class EtcdKeys:
         self._nonce = nonce
         self._looks = itertools.count(1)
 
-    def within(self, namespace: str) -> EtcdKeys:
+    def within(self, namespace: str) -> "EtcdKeys":
         """Those with a namespace in front of their names, behind the prefix."""
         return EtcdKeys(self.all(namespace).key, self._lease, self._nonce)
 

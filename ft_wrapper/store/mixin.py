@@ -1,7 +1,5 @@
 """What every store offers beside torch's operations; and the stores that hold another one, with the keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -140,7 +138,7 @@ class FileStore(HoldingStore):
     def __repr__(self) -> str:
         return f"FileStore({self.file_name})"
 
-    def clone(self) -> FileStore:
+    def clone(self) -> "FileStore":
         other = FileStore(self.file_name, timeout=self.timeout)
         other._place = self._place
         return other
@@ -236,7 +234,7 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
                     raise
             pause = min(2 * pause, _LONGEST_LOOK)
 
-    def clone(self) -> PrefixStore:
+    def clone(self) -> "PrefixStore":
         return PrefixStore(self._iteration, self._store.clone())
 
     def close(self) -> None:

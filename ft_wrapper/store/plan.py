@@ -1,7 +1,5 @@
 """Which store a job uses, and who hosts it: never a training process, so that any rank may die."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
@@ -109,7 +107,7 @@ def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
     return functools.partial(TCPStore, host, number, timeout=timeout)
 
 
-def connect_etcd(address: EtcdAddress, timeout: timedelta, *, begins: bool = False) -> EtcdStore:
+def connect_etcd(address: EtcdAddress, timeout: timedelta, *, begins: bool = False) -> "EtcdStore":
     """A client of a job's keys in etcd, which keeps them alive until it is closed.
 
     Args:

@@ -1,7 +1,5 @@
 """Keys in a TCPStore, and the server that keeps them."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import errno
@@ -121,7 +119,7 @@ class TCPStore(HoldingStore):
         """Whether a rank of the job hosts the server (see `TCPStoreServer`), and not somebody else."""
         return self._do(f"check {_HOSTED_BY_RANK}", lambda store: store.check([_HOSTED_BY_RANK]))
 
-    def clone(self) -> TCPStore:
+    def clone(self) -> "TCPStore":
         other = copy.copy(self)
         other._store, other._unanswered, other._observer = self._store.clone(), [], None
         return other

@@ -9,8 +9,6 @@ For example::
 assignment; see `Simulation`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

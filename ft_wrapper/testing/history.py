@@ -1,7 +1,5 @@
 """What has happened in a simulated job, seen from outside, and how long it may take to be known to all."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -102,7 +100,7 @@ class History:
         wanted: the most active ranks that there were.
     """
 
-    simulation: Simulation
+    simulation: "Simulation"
     heads: list[Head] = dataclasses.field(default_factory=list)
     rosters: dict[int, tuple[Member, ...]] = dataclasses.field(default_factory=dict)
     decided_at: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -118,7 +116,7 @@ class History:
     joined_at: dict[tuple[int, Member], float] = dataclasses.field(default_factory=dict)
     returns_at: dict[tuple[int, Member], float] = dataclasses.field(default_factory=dict)
     dead_at: dict[int, float] = dataclasses.field(default_factory=dict)
-    owners: dict[Member, SimulatedProcess] = dataclasses.field(default_factory=dict)
+    owners: "dict[Member, SimulatedProcess]" = dataclasses.field(default_factory=dict)
     beats: dict[Member, float] = dataclasses.field(default_factory=dict)
     silences: dict[Member, tuple[float, float]] = dataclasses.field(default_factory=dict)
     superseders: set[str] = dataclasses.field(default_factory=set)
@@ -126,7 +124,7 @@ class History:
     wanted: int = 0
 
     @property
-    def scenario(self) -> Scenario:
+    def scenario(self) -> "Scenario":
         """What the job is to do."""
         return self.simulation.scenario
 

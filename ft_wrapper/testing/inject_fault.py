@@ -14,8 +14,6 @@ The program asks at each of its points whether something is to happen there::
 This is for tests, drills and demonstrations: nothing in the wrapper itself imports it.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import ctypes
 import dataclasses
@@ -132,7 +130,7 @@ class FaultSpec:
             )
 
     @classmethod
-    def parse(cls, text: str) -> FaultSpec:
+    def parse(cls, text: str) -> "FaultSpec":
         """Reads one fault: a kind, then ``field=value`` as often as needed, with colons in between.
 
         Args:
@@ -232,7 +230,7 @@ class Injector:
         self._fired: set[int] = set()
 
     @classmethod
-    def from_env(cls, fired_dir: str | os.PathLike[str] | None = None) -> Injector:
+    def from_env(cls, fired_dir: str | os.PathLike[str] | None = None) -> "Injector":
         """Takes the faults from the environment variable ``FT_WRAPPER_FAULTS``; none when it is not set.
 
         Raises:

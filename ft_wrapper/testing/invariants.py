@@ -15,8 +15,6 @@
 - I13 to I15: nobody is left out or interrupted without a reason, or too early (`progress`).
 """
 
-from __future__ import annotations
-
 import re
 from typing import TYPE_CHECKING
 
@@ -64,7 +62,7 @@ class Invariants:
         outcomes: how each iteration ended that has.
     """
 
-    def __init__(self, simulation: Simulation, agreement: Agreement, *, slot_order: bool) -> None:
+    def __init__(self, simulation: "Simulation", agreement: Agreement, *, slot_order: bool) -> None:
         self.simulation = simulation
         self.history = history = History(simulation)
         self.heads, self.rosters, self.outcomes = history.heads, history.rosters, history.outcomes
@@ -272,7 +270,7 @@ class Invariants:
 
     # What processes say of themselves ----------------------------------------------------------------------
 
-    def registered(self, process: SimulatedProcess) -> None:
+    def registered(self, process: "SimulatedProcess") -> None:
         """A process took the next incarnation of its slot."""
         history, member = self.history, process.member
         assert member is not None
@@ -284,7 +282,7 @@ class Invariants:
                 # What a newer incarnation does to an older one is right; the oldest may also be the late one.
                 (other if other.member < member else process).facts.disturbed = True
 
-    def entered(self, process: SimulatedProcess, view: View, state: State) -> None:
+    def entered(self, process: "SimulatedProcess", view: View, state: State) -> None:
         """A process enters the function, or its place as spare."""
         history = self.history
         n, member = view.n, process.member
@@ -323,14 +321,14 @@ class Invariants:
         if what == "active rank":
             self.history.full_at[n] = self.history.now
 
-    def completed(self, process: SimulatedProcess, view: View) -> None:
+    def completed(self, process: "SimulatedProcess", view: View) -> None:
         """A process was told that all is done."""
         outcome = self.outcomes.get(view.n)
         if outcome != DONE:
             raise Violation(f"I9: {process.name} returns from {view.n}, which is {outcome}")
         process.completed.append(view.n)
 
-    def ends(self, process: SimulatedProcess, fate: str) -> None:
+    def ends(self, process: "SimulatedProcess", fate: str) -> None:
         """A process has come to its end. Who is still listed has no reason to think that it is out."""
         history, member = self.history, process.member
         if fate != "out" or member is None or not history.heads or process.facts.doomed:
@@ -342,7 +340,7 @@ class Invariants:
         if member not in self._agreement.ends.deaths_of(head.n):
             raise Violation(f"I13: {process.name} takes itself for out, and is listed in {head}")
 
-    def ended_as_left_out(self, process: SimulatedProcess) -> None:
+    def ended_as_left_out(self, process: "SimulatedProcess") -> None:
         """A process's monitor is about to end it, since the others seem to have gone on without it."""
         history = self.history
         head, member = history.heads[-1], process.member

@@ -1,7 +1,5 @@
 """One simulated process: the rank, which does what the wrapper does, and its monitor."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import threading
@@ -58,7 +56,7 @@ class SimulatedProcess(Performer):
         facts: what else is known of it.
     """
 
-    def __init__(self, simulation: Simulation, slot: int, life: int = 0) -> None:
+    def __init__(self, simulation: "Simulation", slot: int, life: int = 0) -> None:
         self.simulation = simulation
         self.slot = slot
         self.life = life
@@ -164,7 +162,7 @@ class SimulatedProcess(Performer):
                 self._between_calls(call)
         self._ends("late" if last is None else "done")
 
-    def _go_on(self, job: SimulatedJob, last: SimulatedJob, state: State) -> None:
+    def _go_on(self, job: "SimulatedJob", last: "SimulatedJob", state: State) -> None:
         """The store outlived the last call: its members go on to the next one's first iteration."""
         job.check_terms()
         job.member, job.view = last.member, last.view
@@ -204,7 +202,7 @@ class SimulatedProcess(Performer):
         self.monitor = SimulatedMonitor(self, self.monitor)
         self.simulation.heart_began(self.monitor)
 
-    def _tell_monitor(self) -> SimulatedMonitor:
+    def _tell_monitor(self) -> "SimulatedMonitor":
         assert self.monitor is not None
         return self.monitor
 
@@ -353,7 +351,7 @@ class SimulatedMonitor(threading.Event):
         seen: what that read last of the rank.
     """
 
-    def __init__(self, process: SimulatedProcess, before: SimulatedMonitor | None) -> None:
+    def __init__(self, process: SimulatedProcess, before: "SimulatedMonitor | None") -> None:
         super().__init__()
         self.process = process
         self.view: View | None = None

@@ -6,8 +6,6 @@
 - I15: it waits for ranks that are about to come back.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from ..exception import TimeoutError
@@ -32,7 +30,7 @@ class Progress:
         history: what has happened.
     """
 
-    def __init__(self, simulation: Simulation, agreement: Agreement, history: History) -> None:
+    def __init__(self, simulation: "Simulation", agreement: Agreement, history: History) -> None:
         self.simulation = simulation
         self.history = history
         self._agreement = agreement
@@ -75,7 +73,7 @@ class Progress:
         current = self.simulation.scheduler.current
         return "" if current is None else current.name
 
-    def _is_spare(self, n: int, member: Member, process: SimulatedProcess, *, to_all: bool) -> bool:
+    def _is_spare(self, n: int, member: Member, process: "SimulatedProcess", *, to_all: bool) -> bool:
         """Whether a member is known to be a spare in n: to its monitor, or to all who look."""
         history = self.history
         if not to_all:
@@ -197,7 +195,7 @@ class Progress:
         if took > most + history.untold:
             raise Violation(f"{what}, {took:.1f} s after the last one was lost, more than {most:g} s")
 
-    def check_promptness(self, process: SimulatedProcess, n: int) -> None:
+    def check_promptness(self, process: "SimulatedProcess", n: int) -> None:
         """Who was waiting for the decision hears of it at once."""
         history, scenario = self.history, self.history.scenario
         if history.troubled or scenario.exchange or scenario.endpoint or process.facts.last < 0:
@@ -206,7 +204,7 @@ class Progress:
         if took > history.slowness + SLACK:
             raise Violation(f"I4: {process.name} enters {n} {took:.1f} s after it was decided")
 
-    def check_entry(self, process: SimulatedProcess, n: int) -> None:
+    def check_entry(self, process: "SimulatedProcess", n: int) -> None:
         """I4 for joiners: one that ends the iteration itself is in soon."""
         history, scenario = self.history, self.history.scenario
         if process.facts.disturbed or n == 0 or scenario.on_join == "next" or scenario.min_world_size > 1:
@@ -223,7 +221,7 @@ class Progress:
         if took > window + LONGEST_LOOK + history.patience(since):
             raise Violation(f"I4: {process.name} got in after {took:.1f} s")
 
-    def check_hearing(self, process: SimulatedProcess, n: int) -> None:
+    def check_hearing(self, process: "SimulatedProcess", n: int) -> None:
         """Who leaves n has heard of its end at once, or with the next heartbeat of anybody."""
         history = self.history
         if process.facts.disturbed or n not in history.ended_at or n < history.heads[-1].n - 1:
@@ -238,7 +236,7 @@ class Progress:
 
     # Who may give up ----------------------------------------------------------------------------------------
 
-    def is_excused(self, process: SimulatedProcess) -> bool:
+    def is_excused(self, process: "SimulatedProcess") -> bool:
         """Whether a process may have failed though nothing was done to it."""
         gives_up_at = process.facts.wants_since + self.history.scenario.barrier_timeout
         formed_at = self.history.decided_at.get(0, gives_up_at)
@@ -246,7 +244,7 @@ class Progress:
         formation_failed = anything and process.fate == "failed" and formed_at >= gives_up_at
         return formation_failed or self._may_give_up(process) or self._are_too_few(process)
 
-    def _are_too_few(self, process: SimulatedProcess) -> bool:
+    def _are_too_few(self, process: "SimulatedProcess") -> bool:
         """Whether a process gives up since too many others were lost to go on."""
         history, least = self.history, self.history.scenario.min_world_size
         if least == 1 or process.fate != "failed" or not isinstance(process.error, TimeoutError):
@@ -255,7 +253,7 @@ class Progress:
         left = [member for member in roster if not history.owners[member].facts.disturbed]
         return history.scenario.replaced or len(left) < least
 
-    def _may_give_up(self, process: SimulatedProcess) -> bool:
+    def _may_give_up(self, process: "SimulatedProcess") -> bool:
         """Whether a joiner waited in vain: somebody stood still for longer, or was lost between two calls.
 
         It has to give up: between two calls no one's silence is judged, so a joiner that went on without the

@@ -1,7 +1,5 @@
 """What a simulated job is to do, on what, and what happens to it: plain data, made by hand or from a seed."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
@@ -194,7 +192,7 @@ class Scenario:
         return range(first, first + self.node_size)
 
     @classmethod
-    def random(cls, seed: int, max_members: int = 8, max_faults: int = 3) -> Scenario:
+    def random(cls, seed: int, max_members: int = 8, max_faults: int = 3) -> "Scenario":
         """A job with some faults, chosen from a seed.
 
         Args:

@@ -5,8 +5,6 @@ heartbeats and watches the next members, and, once the process has died, a task 
 client has a clock of its own, hours apart from the others'.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -106,7 +104,7 @@ class Simulation:
     """Parts of the protocol that take the place of others."""
     schedulers: type[Scheduler] = Scheduler
 
-    def run(self) -> Simulation:
+    def run(self) -> "Simulation":
         """Runs it to its end.
 
         Raises:
