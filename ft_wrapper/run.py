@@ -42,8 +42,8 @@ from .store.address import address_of_this_node, is_this_host, loopback
 
 __all__ = ["command", "main", "parse_args", "run"]
 
+#: What ``ftrun`` does beside starting a script. One of such a name is started as ``./status``.
 COMMANDS = {"status": status.main, "report": restarts.main}
-"""What ``ftrun`` does beside starting a script. One of such a name is started as ``./status``."""
 
 # Not __name__, which is "__main__" under `python -m ft_wrapper.run`.
 log = logging.getLogger("ft_wrapper.run")

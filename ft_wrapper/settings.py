@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
+#: How many ranks the job began with, where WORLD_SIZE is more.
 FORMATION_SIZE_ENV = "FT_WRAPPER_FORMATION_SIZE"
-"""How many ranks the job began with, where WORLD_SIZE is more."""
+#: How many ranks are to be active, as ``ftrun`` was told.
 ACTIVE_WORLD_SIZE_ENV = "FT_WRAPPER_ACTIVE_WORLD_SIZE"
-"""How many ranks are to be active, as ``ftrun`` was told."""
 
 Given = TypeVar("Given")
 Kept = TypeVar("Kept")

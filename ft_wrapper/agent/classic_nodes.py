@@ -25,8 +25,8 @@ from .signals import News, What
 
 log = logging.getLogger(__name__)
 
+#: Seconds within which the nodes of a round that has formed tell each other how many ranks they have.
 EXCHANGE_TIMEOUT = 60.0
-"""Seconds within which the nodes of a round that has formed tell each other how many ranks they have."""
 END_TIMEOUT = 15.0
 _JOIN_THREAD = 5.0
 

@@ -31,21 +31,21 @@ DEFAULT_MASTER_ADDR = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
 NO_HANDLER = "null"  # for events
 
+#: Options of torchrun's that do nothing here, though they ask for something: what to do instead.
 NO_EFFECT = {
     "--event-log-handler": "events are written as JSON lines to the file that FT_WRAPPER_EVENTS names",
     "--numa-binding": "bind ranks in the script, by os.sched_setaffinity, or by numactl and --no-python",
     "--duplicate-stdout-filters": "search the log files, with --tee 1 or --redirects 1",
     "--duplicate-stderr-filters": "search the log files, with --tee 2 or --redirects 2",
 }
-"""Options of torchrun's that do nothing here, though they ask for something: what to do instead."""
 
+#: Help for options of torchrun's that stay as they are in its parser.
 EXPLAINED = {
     "--start-method": "changes nothing: it is for functions, and ranks run scripts",
     "--run-path": "the script is a path, whatever --module and --no-python say; ranks that are forked run it "
     "in this way in any case",
     **{option: f"has no effect here: {instead}" for option, instead in NO_EFFECT.items()},
 }
-"""Help for options of torchrun's that stay as they are in its parser."""
 
 
 def name(option: str) -> str:
@@ -53,6 +53,7 @@ def name(option: str) -> str:
     return option[2:].replace("-", "_")
 
 
+#: What is taken from torchrun's parser as it is there, by its name in the result of parsing.
 READ_AS_TORCHRUNS = frozenset(
     {
         *("nnodes", "nproc_per_node", "rdzv_id", "rdzv_conf", "local_addr", "role", "module", "no_python"),
@@ -62,7 +63,6 @@ READ_AS_TORCHRUNS = frozenset(
         *("training_script", "training_script_args", "help"),
     }
 )
-"""What is taken from torchrun's parser as it is there, by its name in the result of parsing."""
 
 OWN = "options that torchrun does not have"
 

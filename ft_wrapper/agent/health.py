@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TIMEOUT_ENV = "TORCHELASTIC_HEALTH_CHECK_TIMEOUT"
+#: Seconds; as in torch's agent. The loop may be busy ending ranks for more than ten.
 DEFAULT_TIMEOUT = 60.0
-"""Seconds; as in torch's agent. The loop may be busy ending ranks for more than ten."""
 _CLIENT_TIMEOUT = 10.0  # seconds for which a client may keep its connection without a word
 _TOO_MANY_FILES = 1.0  # seconds until another try
 _NEVER = 3600.0  # seconds between two looks whether to end: `Health.__exit__` wakes the thread

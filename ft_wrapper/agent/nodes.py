@@ -23,8 +23,8 @@ from .signals import Inbox, News, Signalled, SignalQueue, What, signal_name
 
 log = logging.getLogger(__name__)
 
+#: Seconds for which a node whose ranks are done waits for the others, by default; as in torch's agents.
 EXIT_BARRIER_TIMEOUT = 300.0
-"""Seconds for which a node whose ranks are done waits for the others, by default; as in torch's agents."""
 
 
 class CannotStart(Exception):

@@ -25,8 +25,8 @@ from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
 
 OURS = (NAME, *ETCD_NAMES)
+#: The default of torchrun's ``--rdzv-backend``: here another name of ours.
 STATIC = "static"
-"""The default of torchrun's ``--rdzv-backend``: here another name of ours."""
 
 
 @dataclasses.dataclass(frozen=True)

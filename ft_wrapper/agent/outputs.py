@@ -26,10 +26,10 @@ from .signals import signal_name
 
 log = logging.getLogger(__name__)
 
+#: torchrun's: what comes before each line shown, a template as for ``--log-line-prefix-template``.
 PREFIX_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-"""torchrun's: what comes before each line shown, a template as for ``--log-line-prefix-template``."""
+#: torch's: where a process records the exception that ends it.
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
-"""torch's: where a process records the exception that ends it."""
 _TAIL_INTERVAL = 0.1  # seconds between two looks at a file that is shown
 
 

@@ -28,10 +28,10 @@ FIRST_DELAY = 0.5
 LONGEST_DELAY = 30.0
 SETTLED = 5.0
 
+#: How often each rank may be started again alone, by default.
 RANK_RESTARTS = 10
-"""How often each rank may be started again alone, by default."""
+#: For a store that an agent hosts, and which answers at once if it can.
 STORE_TIMEOUT = timedelta(seconds=10)
-"""For a store that an agent hosts, and which answers at once if it can."""
 _AGAIN = timedelta(seconds=1)  # for the next question to a store that was out of reach just now
 
 

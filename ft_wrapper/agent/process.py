@@ -28,8 +28,8 @@ from .outputs import RankFiles
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
 TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"
 _CPP_LOG_LEVEL_ENV = "TORCH_CPP_LOG_LEVEL"  # torch's: read once, when it is imported
+#: In an argument it stands for the local rank. It alone is substituted, so that a shell's ``$$`` stays.
 LOCAL_RANK = "${local_rank}"
-"""In an argument it stands for the local rank. It alone is substituted, so that a shell's ``$$`` stays."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -25,10 +25,10 @@ from .signals import News, What, signal_name
 
 log = logging.getLogger(__name__)
 
+#: Seconds from a start to the fork of the next process ahead: it is not to be in the way of a restart.
 SPARE_DELAY = 1.0
-"""Seconds from a start to the fork of the next process ahead: it is not to be in the way of a restart."""
+#: Seconds after which a node that does not know whether it has its place asks again.
 PLACE_DELAY = 1.0
-"""Seconds after which a node that does not know whether it has its place asks again."""
 
 
 # Actions ---------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
+#: What is forwarded to the ranks and ends them, by default.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""What is forwarded to the ranks and ends them, by default."""
+#: Seconds from the signal that ends ranks to SIGKILL, by default.
 SHUTDOWN_TIMEOUT = 5.0
-"""Seconds from the signal that ends ranks to SIGKILL, by default."""
 
 
 class Signalled(BaseException):

@@ -48,14 +48,14 @@ from .process import Program, Request, await_adoption, die_with, start, with_loc
 log = logging.getLogger(__name__)
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
+#: What the template is started with, as ``python -c``; its arguments follow: where this package is, the
+#: socket's descriptor, the agent's process, ``-m`` or ``-``, and the script with its arguments.
 BOOT = (
     "import sys; "
     # Not the working directory, in which anything may lie: the rank puts its script's own one there.
     "sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
     "from ft_wrapper.agent.standby import main; main()"
 )
-"""What the template is started with, as ``python -c``; its arguments follow: where this package is, the
-socket's descriptor, the agent's process, ``-m`` or ``-``, and the script with its arguments."""
 
 _MAX_MESSAGE = 1 << 20
 _FORK = b"fork"

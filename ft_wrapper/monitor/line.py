@@ -29,10 +29,10 @@ from .shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
 
+#: Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front.
 AGENT_ENV = "FT_WRAPPER_AGENT"
-"""Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front."""
+#: Of hello: another Python, with another ft_wrapper, may run the ranks.
 VERSION = 5
-"""Of hello: another Python, with another ft_wrapper, may run the ranks."""
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port

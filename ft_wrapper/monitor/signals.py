@@ -33,10 +33,10 @@ from .right_place import Obstacle, obstacle
 
 logger = logging.getLogger(__name__)
 
+#: Seconds between two attempts while the function does not leave; the first few follow each other faster.
 RESEND_INTERVAL = 0.02
-"""Seconds between two attempts while the function does not leave; the first few follow each other faster."""
+#: Seconds for an interrupted function's ``finally`` and ``except`` blocks, and to come to a right place.
 CLEANUP_GRACE = 0.5
-"""Seconds for an interrupted function's ``finally`` and ``except`` blocks, and to come to a right place."""
 
 _STUCK_AFTER = 3  # resend intervals at one instruction
 

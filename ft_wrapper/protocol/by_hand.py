@@ -25,8 +25,8 @@ from .records import FAULT, Member, MemberRecord, View, to_number
 log = logging.getLogger(__name__)
 
 _TERMS: dict[str, object] = {"iterations": "by hand"}  # so that no one gets into a job of the wrapper
+#: Seconds without a heartbeat after which a member is silent: the wrapper's default.
 SILENT_AFTER = Limits.heartbeat_timeout
-"""Seconds without a heartbeat after which a member is silent: the wrapper's default."""
 
 
 @dataclasses.dataclass(frozen=True)

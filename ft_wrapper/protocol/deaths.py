@@ -14,8 +14,8 @@ from .records import Fault, Member, View
 
 log = logging.getLogger(__name__)
 
+#: Seconds for which a death is kept being told, while the others do not go on without it.
 TIMEOUT = 120.0
-"""Seconds for which a death is kept being told, while the others do not go on without it."""
 
 _FIRST_LOOK = 0.1  # seconds between looks whether head has moved, should a wake be lost
 _LONGEST_LOOK = 4.0

@@ -12,17 +12,17 @@ BEFORE_FIRST = -1
 THIS_VERSION = "1"
 _ROOT = f"ft_wrapper/{THIS_VERSION}"
 
+#: Register, the same in all versions of these names: which of them the store's job uses.
 VERSION = "ft_wrapper/version"
-"""Register, the same in all versions of these names: which of them the store's job uses."""
+#: What all keys begin with that only wake somebody.
 WAKE = f"{_ROOT}/wake/"
-"""What all keys begin with that only wake somebody."""
 LIFE = f"{_ROOT}/life"
 HEAD = f"{_ROOT}/head"
 GOODBYES = f"{_ROOT}/goodbyes"
+#: The most active ranks that any iteration had: with fewer, the job is degraded. A hint.
 WANTED = f"{_ROOT}/wanted"
-"""The most active ranks that any iteration had: with fewer, the job is degraded. A hint."""
+#: The last iteration that was on for a while. A hint.
 SETTLED = f"{_ROOT}/settled"
-"""The last iteration that was on for a while. A hint."""
 
 
 def terms(call: int) -> str:

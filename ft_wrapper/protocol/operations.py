@@ -16,8 +16,8 @@ _LONGEST_LOOK = 8.0
 _STAGGER = 0.05  # seconds between one member's look and the next one's
 _LAST_STAGGER = 2.0
 
+#: What `Beats` gives where a sign of life does not hold any more. No count is negative.
 LAPSED = -1
-"""What `Beats` gives where a sign of life does not hold any more. No count is negative."""
 
 
 @dataclasses.dataclass(frozen=True)

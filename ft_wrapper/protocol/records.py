@@ -21,10 +21,10 @@ from . import keys
 
 FAULT = "fault"
 DONE = "done"
+#: Marks a death for which a replacement was announced.
 RETURNS = "returns"
-"""Marks a death for which a replacement was announced."""
+#: Marks one that waits no more, and lives.
 GAVE_UP = "gave_up"
-"""Marks one that waits no more, and lives."""
 _SAME_FAULTS = 4  # faults that a decision counts: who is next to fail elsewhere each time, fails differently
 
 

@@ -28,8 +28,8 @@ from .settings import ETCD_NAMES, Settings, etcd_address, read_timeout
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29400
+#: On etcd: namespace of the record, below the job's prefix.
 RENDEZVOUS = "rendezvous/"
-"""On etcd: namespace of the record, below the job's prefix."""
 _TAKEN = 5.0  # seconds to find out whether another node of this machine has the port
 _FIRST = 10.0  # seconds within which etcd has to answer at first
 _WORKERS_TIMEOUT = timedelta(seconds=30)  # of operations on the workers' store

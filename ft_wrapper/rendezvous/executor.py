@@ -16,8 +16,8 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 
+#: Seconds after which a waiter reads the record itself, in case its wake-up was lost.
 REFRESH = 60.0
-"""Seconds after which a waiter reads the record itself, in case its wake-up was lost."""
 
 Operation = Callable[[Context], Action]
 OnUnseated = Callable[[tuple[Seat, ...]], None]

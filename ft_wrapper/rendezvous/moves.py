@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from .record import Admission, Node, Place, Record, RoundPolicy, Seat, Waiting, digest
 
+#: With so many admissions of a log in the record the next log is begun.
 MOST_ADMISSIONS = 1000
-"""With so many admissions of a log in the record the next log is begun."""
 
 
 def fold(record: Record, admissions: Sequence[Admission]) -> Record:

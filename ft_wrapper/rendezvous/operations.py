@@ -29,12 +29,12 @@ class Action(enum.Enum):
     TAKE_SEAT = "take a seat in the running job"
 
 
+#: The actions that take this node out of the record, by where it is.
 REMOVAL = {
     Place.SEAT: Action.REMOVE_FROM_PARTICIPANTS,
     Place.WAITING: Action.REMOVE_FROM_WAIT_LIST,
     Place.SPARE: Action.REMOVE_FROM_REDUNDANCY_LIST,
 }
-"""The actions that take this node out of the record, by where it is."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,14 +22,13 @@ from .settings import Settings
 log = logging.getLogger(__name__)
 
 WATCHED = 2
+#: Seconds that a client may need to notice that the store is back. `TCPStore` tries for up to 16 s.
 RECONNECTS = 20.0
-"""Seconds that a client may need to notice that the store is back. `TCPStore` tries for up to 16 s."""
+#: Seconds after which the watcher reads the record though nothing has woken it.
+#:
+#: If it was stopped for so long that the key it waits for is gone, nothing will. Not shorter, since torch
+#: logs two lines for each wait that times out.
 LOOK_AGAIN = 300.0
-"""Seconds after which the watcher reads the record though nothing has woken it.
-
-If it was stopped for so long that the key it waits for is gone, nothing will. Not shorter, since torch logs
-two lines for each wait that times out.
-"""
 
 # Seconds after which lost nodes are taken out though the store was slow or gone again and again.
 _LONGEST_HELD = 120.0

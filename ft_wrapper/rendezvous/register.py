@@ -18,13 +18,13 @@ from .record import Admission, Record
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+#: So many keys that wake waiters stay. A wait for an older one lasts until its timeout: the key is gone.
 KEPT_VERSIONS = 32
-"""So many keys that wake waiters stay. A wait for an older one lasts until its timeout: the key is gone."""
 
 _ROOT = "ft_wrapper/rendezvous/1"
 
+#: Register: the record. Never deleted.
 RECORD_KEY = f"{_ROOT}/state"
-"""Register: the record. Never deleted."""
 
 
 def version_key(number: int) -> str:

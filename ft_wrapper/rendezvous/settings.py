@@ -16,8 +16,8 @@ from ..settings import as_int, as_seconds
 from ..store.address import DEFAULT_PREFIX, DEFAULT_TTL, EtcdAddress, etcd_login, etcd_tls_files
 
 NAME = "ft"
+#: Under torchrun the first one is taken: a handler for a version of etcd that is gone has it.
 ETCD_NAMES = ("etcd", "ft-etcd")
-"""Under torchrun the first one is taken: a handler for a version of etcd that is gone has it."""
 ETCD_PORT = 2379
 
 # What torchrun always passes, an option of its own handler that has no meaning here, and what programs pass

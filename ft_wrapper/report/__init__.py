@@ -17,6 +17,7 @@ from .restart import duration, plural
 
 Record = dict[str, Any]
 
+#: The phases of a restart, from the first fault on, one after the other.
 PHASES = {
     "told": "until all ranks of the host know that the iteration has ended",
     "abort": "until their process groups are aborted",
@@ -25,7 +26,6 @@ PHASES = {
     "decide": "until they know who goes on, and as which rank",
     "enter": "until they are in the function again, and those that join are too",
 }
-"""The phases of a restart, from the first fault on, one after the other."""
 
 # The event that ends each phase; the last two belong to the next iteration.
 _ENDED_BY = ("end", "abort", "left", "arrive", "decided", "enter")

@@ -32,8 +32,8 @@ from .resources import Resources
 
 log = logging.getLogger(__name__)
 
+#: Seconds in the function after which it has made progress, whether it said so (``ping``) or not.
 PROGRESS_AFTER = 60.0
-"""Seconds in the function after which it has made progress, whether it said so (``ping``) or not."""
 _ABORTED_SOON = 0.5  # seconds
 # Seconds in an iteration. An import cannot be cut short, and a job that does not work mostly fails soon;
 # other ranks need the processors to begin.

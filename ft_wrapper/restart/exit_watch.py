@@ -19,10 +19,10 @@ from ..monitor.frames import whereabouts
 
 log = logging.getLogger(__name__)
 
+#: Seconds from the end of the main thread until the log says what is waited for.
 SAID_AFTER = 5.0
-"""Seconds from the end of the main thread until the log says what is waited for."""
+#: Seconds from the end of the main thread until the process is ended all the same, with exit code 1.
 ENDED_AFTER = 60.0
-"""Seconds from the end of the main thread until the process is ended all the same, with exit code 1."""
 
 Running: TypeAlias = threading.Thread | multiprocessing.process.BaseProcess
 

@@ -15,8 +15,8 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 ETCD_SCHEME = "etcd"
 DEFAULT_PREFIX = "ft_wrapper"
+#: Seconds for which the keys of a job stay in etcd when no process keeps them alive.
 DEFAULT_TTL = 600
-"""Seconds for which the keys of a job stay in etcd when no process keeps them alive."""
 
 _ANY_PORT = 9  # nothing is sent there
 

@@ -17,10 +17,10 @@ from ..protocol import operations as steps
 from ..protocol.operations import Step, to_text
 from .address import Endpoint
 
+#: The most bytes that etcd takes in a request, about, by default.
 LARGEST_REQUEST = 1_500_000
-"""The most bytes that etcd takes in a request, about, by default."""
+#: The most operations that etcd takes in a transaction, by default.
 MOST_OPERATIONS = 128
-"""The most operations that etcd takes in a transaction, by default."""
 
 NOT_FOUND, _UNAUTHENTICATED = 5, 16  # gRPC's codes, as the gateway gives them
 _PASSING = {1, 2, 4, 10, 14}  # canceled, unknown, deadline exceeded, aborted, unavailable
@@ -131,10 +131,10 @@ class Answer(NamedTuple):
         )
 
 
+#: What must hold of some keys, as JSON: made by `compare`.
 Comparison = dict[str, str]
-"""What must hold of some keys, as JSON: made by `compare`."""
+#: An operation of a transaction, as JSON: made by `get`, `put` or `delete`.
 Operation = dict[str, dict[str, Any]]
-"""An operation of a transaction, as JSON: made by `get`, `put` or `delete`."""
 
 
 def get(span: Span, *, keys_only: bool = False, count_only: bool = False) -> Operation:

@@ -30,8 +30,8 @@ from .etcd_messages import EtcdCompacted, EtcdRefused, KeyValue, NoAnswer, Span
 
 log = logging.getLogger(__name__)
 
+#: Seconds; bounds how late a write is noticed whose wake was missed.
 LOOK_AGAIN = 10.0
-"""Seconds; bounds how late a write is noticed whose wake was missed."""
 
 _CLOSED_WITHIN = 2.0  # seconds for a thread that was told to end, and has only to notice
 

@@ -36,8 +36,8 @@ from .simulation import Simulation
 
 _TRACE_LINES = 60
 _REPORT_EVERY = 10.0
+#: Jobs that a process runs before it says how they went.
 CHUNK = 50
-"""Jobs that a process runs before it says how they went."""
 
 T = TypeVar("T")
 

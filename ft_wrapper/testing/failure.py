@@ -11,8 +11,8 @@ from .scenario import Scenario
 from .scheduler import Policy, RandomPolicy, SchedulerError
 from .simulation import Simulation
 
+#: Makes a simulation of a scenario, in which a policy decides who goes on.
 Make = Callable[[Scenario, Policy], Simulation]
-"""Makes a simulation of a scenario, in which a policy decides who goes on."""
 
 
 # Where a run departs from the simplest one ------------------------------------------------------------------
@@ -181,8 +181,8 @@ def who(task: str) -> str:
 
 # Made smaller ---------------------------------------------------------------------------------------------
 
+#: With how many seeds a smaller scenario is tried before it is given up.
 SEEDS = 20
-"""With how many seeds a smaller scenario is tried before it is given up."""
 MOST_RUNS = 3_000
 _LAST_STEP = 50
 

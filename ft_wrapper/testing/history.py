@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .simulation import Simulation
 
 SLACK = 0.2
+#: Those who come forward one after the other look at first often, at last every so many seconds.
 LONGEST_LOOK = 8.0
-"""Those who come forward one after the other look at first often, at last every so many seconds."""
 _FIRST_LOOK = 0.5
 _STAGGER = 0.05
 _LOOKS_FOR_END = 1.0  # who waits for others while it enters looks every so often whether that is over

@@ -14,6 +14,16 @@ from .fake_store import SimulatedStore, TransactionStore
 from .history import Violation
 from .scheduler import Scheduler
 
+#: What can happen to a process, as a story tells of it: to whom, before which step, of which other process.
+#:
+#: What a sentence leaves open:
+#:
+#: - ``crash``: its monitor reports it. ``host``, ``loop``: only silence tells.
+#: - ``hang``: its monitor publishes a fault before it ends it. ``doom``: it lives on a little.
+#: - ``pause``: its monitor goes on.
+#: - ``quit``: after the call of the number ``step``, from 1. ``exception``: when the function is entered for
+#:   the time of that number. ``deaf``, ``reporter``: before the monitor's own step of that number.
+#: - ``respawn``: though the old process may live.
 SENTENCES: dict[str, str] = {
     "crash": "{who} is killed before `{what}`",
     "host": "{who} is lost with its monitor, before `{what}`",
@@ -36,22 +46,11 @@ SENTENCES: dict[str, str] = {
     "reporter": "the monitor of {who} dies before `{what}`",
     "respawn": "another process is started for the slot of {who}: {other}",
 }
-"""What can happen to a process, as a story tells of it: to whom, before which step, of which other process.
 
-What a sentence leaves open:
-
-- ``crash``: its monitor reports it. ``host``, ``loop``: only silence tells.
-- ``hang``: its monitor publishes a fault before it ends it. ``doom``: it lives on a little.
-- ``pause``: its monitor goes on.
-- ``quit``: after the call of the number ``step``, from 1. ``exception``: when the function is entered for the
-  time of that number. ``deaf``, ``reporter``: before the monitor's own step of that number.
-- ``respawn``: though the old process may live.
-"""
-
+#: How often a slot is taken again in a ``loop``.
 LOOPS = 40
-"""How often a slot is taken again in a ``loop``."""
+#: Virtual seconds after which a ``hang`` is ended.
 HARD_TIMEOUT = 25.0
-"""Virtual seconds after which a ``hang`` is ended."""
 _LASTING = ("pause", "freeze", "deaf", "mute", "outage", "respawn", "loop", "node", "flap")
 
 
@@ -302,8 +301,8 @@ def _random_disturbances(choose: random.Random, members: int, count: int) -> Ite
 # What it runs on, unless something else is tested -----------------------------------------------------------
 
 Connect = Callable[[str], StoreMixin]
+#: Makes the shared contents for one run, and returns what connects a client, by its name, to them.
 StoreFactory = Callable[[Scheduler, Scenario], Connect]
-"""Makes the shared contents for one run, and returns what connects a client, by its name, to them."""
 
 _EXCHANGE_TIMEOUT = timedelta(seconds=20)
 

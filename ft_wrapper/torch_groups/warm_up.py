@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 # An import is not interrupted half-way: several short ones, the largest last, can be left between them.
 _LAZY_MODULES = ("sympy", "torch.distributed.fsdp", "torch._dynamo")
 
+#: What has run, or failed, in this process.
 _done: list[Callable[[], object]] = []
-"""What has run, or failed, in this process."""
 
 
 def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], bool]) -> None:
