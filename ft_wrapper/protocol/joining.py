@@ -327,7 +327,6 @@ class _Attempt:
 
     def __post_init__(self) -> None:
         self._iterations = self.joining.iterations
-        self._ends = self.joining.ends
         self._store = self.joining.store
         self._observer = HeartbeatObserver(self.joining.heartbeats, self.limits.heartbeat_timeout)
 
@@ -359,10 +358,10 @@ class _Attempt:
 
     def act(self, view: View) -> None:
         """Does what may bring the next iteration about, then waits a little for it."""
-        if self._ends.outcome_of(view.n) is None:
+        if self.joining.ends.outcome_of(view.n) is None:
             due = self._asked_at + self._window(view)
             if (self._store.now() >= due and self._is_wanted(view)) or self._is_deserted(view):
-                self._ends.end_iteration(view.n, FAULT)
+                self.joining.ends.end_iteration(view.n, FAULT)
             else:
                 # Not beyond that moment; and from then on at times, should it be wanted later.
                 self._wait(keys.wake_end(view.n), due - self._store.now())
@@ -384,7 +383,7 @@ class _Attempt:
 
         Members watch each other; so the others are looked at only if the first of the living stands still.
         """
-        dead = self._ends.deaths_of(view.n)
+        dead = self.joining.ends.deaths_of(view.n)
         living = [member for member in view.members if member not in dead]
         if living and self._observer.stillness(living[0]) < self.limits.heartbeat_timeout / 2:
             return False
@@ -395,7 +394,7 @@ class _Attempt:
         now = self._store.now()
         if self._ended_at is None:
             self._ended_at = now
-        arrived, dead = self._iterations.arrivals_of(view.n), self._ends.deaths_of(view.n)
+        arrived, dead = self._iterations.arrivals_of(view.n), self.joining.ends.deaths_of(view.n)
         missing = set(view.members) - arrived - dead
         silent = self._observer.silent(self._iterations.arrived_and_missing(view)[1])
         if view.call < self.call and missing - silent:

@@ -43,7 +43,6 @@ class SimulatedProcess(Performer):
         life: how many processes of the slot were started before it.
 
     Attributes:
-        name: what it is called in traces.
         task: the rank's main thread.
         monitor: its present monitor; it has none before it has registered.
         member: the incarnation that it has taken.
@@ -60,7 +59,6 @@ class SimulatedProcess(Performer):
         self.simulation = simulation
         self.slot = slot
         self.life = life
-        self.name = process_name(slot, life)
         self.task: Task
         self.monitor: SimulatedMonitor | None = None
         self.member: Member | None = None
@@ -72,6 +70,11 @@ class SimulatedProcess(Performer):
         self.facts = Facts(started_at=simulation.scheduler.now())
         self._job: SimulatedJob
         self._rank_assignment: RankAssignment
+
+    @property
+    def name(self) -> str:
+        """What it is called in traces."""
+        return process_name(self.slot, self.life)
 
     @property
     def alive(self) -> bool:
