@@ -245,7 +245,7 @@ def interruptions_unreported() -> Iterator[None]:
     """
     report = sys.unraisablehook
 
-    def unraisable_hook(unraisable: sys.UnraisableHookArgs) -> None:  # `right_place` knows it by this name
+    def unraisable_hook(unraisable: "sys.UnraisableHookArgs") -> None:  # `right_place` knows it by this name
         if not issubclass(unraisable.exc_type, RankShouldRestart):
             report(unraisable)
 
