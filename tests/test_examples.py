@@ -493,6 +493,7 @@ def test_the_faults_in_the_function_depend_on_the_seed_alone() -> None:
 # ddp_before.py, ddp_after.py ---------------------------------------------------------------------------
 
 
+@pytest.mark.whole_ends
 def test_both_scripts_of_the_readme_end_with_the_same_loss(tmp_path: Path) -> None:
     said = []
     for launcher, name in ((TORCHRUN, "before"), (FTRUN, "before"), (FTRUN, "after")):

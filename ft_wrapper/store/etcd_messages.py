@@ -258,7 +258,7 @@ def meaning_of(what: str, endpoint: Endpoint, error: Exception) -> Exception:
     while cause is not None:
         # A server hangs up on TLS that it does not speak, and on plain text where it speaks TLS; so does one
         # that is killed.
-        if isinstance(cause, ssl.SSLEOFError | ConnectionResetError):
+        if isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError | ConnectionResetError):
             hint = f"; see whether it {'speaks TLS' if endpoint.tls else 'wants https'}"
         if isinstance(cause, ssl.SSLError) and _is_final(cause):
             return StoreError(

@@ -38,7 +38,7 @@ PRINTS = """
         n = call_wrapper.iteration
         if n >= 5:
             sys.exit(f"iteration {n}")
-        print("training", n, flush=True)
+        print(f"training {n}\\n", end="", flush=True)  # in one write: other lines may come between two
         if n == 0:
             raise ValueError("the first one fails in any case")
 

@@ -28,11 +28,13 @@ from torch.distributed.elastic.rendezvous import (
 from ft_wrapper.protocol.operations import read
 from ft_wrapper.rendezvous import backends
 from ft_wrapper.rendezvous.backends import Backend, EtcdBackend, TcpBackend
+from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.handler import (
     EtcdRendezvousHandler,
     FtRendezvousHandler,
     create_handler,
 )
+from ft_wrapper.rendezvous.presence import Heart
 from ft_wrapper.rendezvous.record import Record, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import RECORD_KEY, alive_key, endpoint_key, goodbye_key
 from ft_wrapper.rendezvous.settings import Identity, Settings, parameters_from_url
@@ -115,6 +117,14 @@ def freeze(handler: FtRendezvousHandler) -> None:
     assert handler._presence is not None
     handler._presence.heart.stop()
     handler._presence.heart.join(TIMEOUT)
+
+
+def thaw(handler: FtRendezvousHandler) -> None:
+    """Has a frozen node send heartbeats again."""
+    presence, board, settings = handler._presence, handler._board, handler.settings
+    assert presence is not None
+    presence.heart = Heart(Executor(presence.node, handler._new_register(), board, settings), board, settings)
+    presence.heart.start()
 
 
 def test_two_nodes_meet(nodes: Nodes) -> None:
@@ -226,6 +236,7 @@ def test_lost_node_is_taken_out_and_comes_back(nodes: Nodes) -> None:
     assert (seat.base_slot, seat.nproc, seat.occupant.id) == (1, 3, "1")
     wait_until(b, lambda state: len(state.participants) == 1)
     assert b.num_nodes_waiting() == 1, "a node that was taken out has to come again"
+    thaw(b)
     late = nodes.join(b)
     wait_until(a, lambda state: bool(state.waiting))
     infos = [nodes.join(a), late]
