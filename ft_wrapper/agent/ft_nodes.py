@@ -7,11 +7,10 @@ take and lose seats while the ranks of the others go on.
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -116,7 +115,8 @@ class FtNodes(Nodes):
         with contextlib.closing(store):
             if where.formed:
                 predecessors = holders(Agreement(store), _slots(joined.seat_of(node)))
-                log_deaths(store, predecessors, f"node {node.id} has been started again", return_=True)
+                why = f"node {node.id} has been started again"
+                log_deaths(store, dict.fromkeys(predecessors, why), return_=True)
         # It may have been lost and be back, in this agent or in another one.
         for incarnation in range(max(0, node.incarnation - 2), node.incarnation + 1):
             info.store.delete_key(_done(dataclasses.replace(node, incarnation=incarnation)))
@@ -230,9 +230,13 @@ class FtNodes(Nodes):
             dead = [(seat, holders(Agreement(store), _slots(seat))) for seat in seats]
             # Read after these: a node that is given a seat logs them itself, before it starts others.
             state = handler.refresh()
-            for seat, members in dead:
-                if _is_empty(state, seat):
-                    log_deaths(store, members, f"went down with node {seat.occupant}", return_=False)
+            lost = {
+                member: f"went down with node {seat.occupant}"
+                for seat, members in dead
+                if _is_empty(state, seat)
+                for member in members
+            }
+            log_deaths(store, lost, return_=False)
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -262,8 +266,8 @@ class FtNodes(Nodes):
             handler.leave()
             self._left_unheard = False
             if store is not None:
-                for thread in log_deaths(store, dead, f"left with node {node}: {why}", return_=False):
-                    thread.join(0.5)
+                left = dict.fromkeys(dead, f"left with node {node}: {why}")
+                log_deaths(store, left, return_=False).join(0.5)
 
     def fail(self, why: str) -> None:
         handler = self._handler
@@ -307,26 +311,22 @@ class FtNodes(Nodes):
         bounded(what, end, _END_TIMEOUT)
 
 
-def log_deaths(
-    store: StoreMixin, members: Iterable[Member], why: str, *, return_: bool
-) -> list[threading.Thread]:
-    """Logs deaths, until the others have gone on without these; each in a thread, for that may take a while.
+def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) -> threading.Thread:
+    """Logs deaths, until the others have gone on without these; in a thread, for that may take a while.
 
     Args:
         store: of the ranks; not used after the return.
-        members: who is dead.
-        why: for people.
+        lost: who is dead, and why, for people.
         return_: whether others come in their place, for which a restart may wait a little.
     """
+    own = store.clone()
 
-    def tell(own: StoreMixin, member: Member) -> None:
+    def tell() -> None:
         with contextlib.closing(own):
-            report_lost(Agreement(own), member, why, returns=return_)
+            report_lost(Agreement(own), lost, returns=return_)
 
-    return [
-        in_background(f"telling of the death of {one.name}", functools.partial(tell, store.clone(), one))
-        for one in members
-    ]
+    names = ", ".join(member.name for member in lost)
+    return in_background(f"telling of the death of {names}", tell)
 
 
 def what_follows(state: Record, node: Node, round_number: int) -> News | None:

@@ -6,7 +6,7 @@ them are looked up first (`holders`), and the deaths of exactly these are report
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ..attribution import Interruption
 from . import Agreement, keys
@@ -46,37 +46,81 @@ def report_death(
         timeout: seconds after which to give up.
         returns: whether a replacement is on its way.
     """
+    _report(agreement, view, {member: fault}, active=active, timeout=timeout, returns=returns)
+
+
+def report_lost(agreement: Agreement, lost: Mapping[Member, str], *, returns: bool) -> None:
+    """Reports the deaths of members whose own monitors cannot report them: their node is lost, or has left.
+
+    They are logged together. One that had arrived before it died would be kept in the next iteration if its
+    death came later than the others', and cost another restart.
+
+    Args:
+        agreement: of the ranks.
+        lost: who is dead, and why, for people.
+        returns: whether other processes take their places, for which a restart may wait a little.
+    """
+    if not lost:
+        return
+    joining, now = agreement.joining, time.time()
+    faults = {
+        member: joining.record_of(member).fault(member, None, Interruption.TERMINATED, why, now)
+        for member, why in lost.items()
+    }
+    current = agreement.iterations.read_current()
+    view = None if current is None else current[0]
+    active = view is None or _may_be_active(agreement, view, lost)
+    _report(agreement, view, faults, active=active, timeout=TIMEOUT, returns=returns)
+
+
+def _report(
+    agreement: Agreement,
+    view: View | None,
+    dead: Mapping[Member, Fault | None],
+    *,
+    active: bool,
+    timeout: float,
+    returns: bool,
+) -> None:
     deadline = agreement.store.now() + timeout
-    told = fault
+    told = dict(dead)
     while True:
         head = agreement.iterations.read_head()
         if head is None:
             n = keys.BEFORE_FIRST
-            agreement.ends.log_death(n, member, told, ends=False, returns=returns)
-            kept = member in agreement.iterations.joins_of(n)
+            agreement.ends.log_deaths(n, told, ends=False, returns=returns)
+            kept = agreement.iterations.joins_of(n) & dead.keys()
         else:
             if view is None or head != view.head:
                 current = agreement.iterations.read_current()
                 assert current is not None
                 view = current[0]
-                active = agreement.entering.may_be_active(view.n, member)
-            n = view.n
-            if member in view.members:
-                agreement.ends.log_death(n, member, told, ends=active, returns=returns)
-                agreement.iterations.count_death(view)
-                kept = member in agreement.iterations.arrivals_of(n)
-            else:
-                # It may have asked to be let in. Where n has not ended yet, each proposer reads the log.
-                agreement.ends.log_death(n, member, None, ends=False, returns=returns)
-                kept = agreement.ends.outcome_of(n) is not None and member in agreement.iterations.joins_of(n)
-        told = None
+                active = _may_be_active(agreement, view, dead)
+            n, kept = view.n, set()
+            inside = {member: fault for member, fault in told.items() if member in view.members}
+            if inside:
+                agreement.ends.log_deaths(n, inside, ends=active, returns=returns)
+                agreement.iterations.count_deaths(view, len(inside))
+                kept |= agreement.iterations.arrivals_of(n) & inside.keys()
+            # The others may have asked to be let in. Where n has not ended yet, each proposer reads the log.
+            outside = dict.fromkeys(dead.keys() - inside.keys())
+            if outside:
+                agreement.ends.log_deaths(n, outside, ends=False, returns=returns)
+                if agreement.ends.outcome_of(n) is not None:
+                    kept |= agreement.iterations.joins_of(n) & outside.keys()
+        told = dict.fromkeys(dead)
         # A later proposer reads the log. Only a proposal that was under way may have read it too early,
-        # and it takes the member only if that had arrived (or joined) before.
+        # and it takes a member only if that had arrived (or joined) before.
         if not kept:
             return
         if not _await_move(agreement, n, view, deadline):
-            log.info("%s has ended, and the others have not gone on without it", member.name)
+            names = ", ".join(member.name for member in sorted(kept))
+            log.info("%s: ended, and the others have not gone on without", names)
             return
+
+
+def _may_be_active(agreement: Agreement, view: View, members: Iterable[Member]) -> bool:
+    return any(agreement.entering.may_be_active(view.n, member) for member in members)
 
 
 def await_others(agreement: Agreement, view: View, timeout: float) -> None:
@@ -131,20 +175,3 @@ def holders(agreement: Agreement, slots: Iterable[int]) -> list[Member]:
     """
     newest = (agreement.joining.newest_of(slot) for slot in slots)
     return [member for member in newest if member.incarnation >= 0]
-
-
-def report_lost(agreement: Agreement, member: Member, why: str, *, returns: bool) -> None:
-    """Reports the death of a member that its own monitor cannot report: its node is lost, or has left.
-
-    Args:
-        agreement: of the ranks.
-        member: who is dead.
-        why: for people.
-        returns: whether another process takes its place, for which a restart may wait a little.
-    """
-    record = agreement.joining.record_of(member)
-    fault = record.fault(member, None, Interruption.TERMINATED, why, time.time())
-    current = agreement.iterations.read_current()
-    view = None if current is None else current[0]
-    active = view is None or agreement.entering.may_be_active(view.n, member)
-    report_death(agreement, view, member, fault, active=active, timeout=TIMEOUT, returns=returns)

@@ -4,7 +4,7 @@ Heartbeats are counters or leases, observed on the observer's own clock: no time
 Silence is suspicion. Only the log of deaths is evidence.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 from ..exception import StoreError
@@ -268,12 +268,28 @@ class Ends:
             ends: whether the iteration ends by it; not by a spare's death.
             returns: whether a replacement is on its way, for which a restart may wait a little.
         """
-        steps: list[Step] = [] if fault is None else [Append(keys.faults(n), fault.to_json())]
+        self.log_deaths(n, {member: fault}, ends=ends, returns=returns)
+
+    def log_deaths(
+        self, n: int, dead: Mapping[Member, Fault | None], *, ends: bool, returns: bool = False
+    ) -> None:
+        """Logs several deaths: a proposer sees all of them, or none. See `log_death`.
+
+        Args:
+            n: the iteration.
+            dead: who has ended, each with what is known of it.
+            ends: whether the iteration ends by them.
+            returns: whether replacements are on their way.
+        """
+        steps: list[Step] = [
+            Append(keys.faults(n), fault.to_json()) for fault in dead.values() if fault is not None
+        ]
         # Ended first: observers of silence leave the logged dead alone, so one that logged one and died
         # before ending n would have left everybody waiting.
         if ends:
             steps += _ending(n, FAULT)
-        self.store.execute([*steps, Append(keys.dead(n), f"{member} {RETURNS}" if returns else str(member))])
+        entries = [f"{member} {RETURNS}" if returns else str(member) for member in sorted(dead)]
+        self.store.execute([*steps, Append(keys.dead(n), "\n".join(entries))])
 
     def wait_for_end(
         self, n: int, seconds: float, may_be_done: Callable[[], bool] = lambda: True

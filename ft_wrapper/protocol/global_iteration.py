@@ -134,10 +134,10 @@ class GlobalIteration:
         """The members that have left the function of n."""
         return set(records.arrivals_in(n, read_log(self.store, keys.arrived(n))))
 
-    def count_death(self, view: View) -> None:
-        """Counts a logged death; decides the next iteration if it was the last thing missing."""
-        (count,) = self.store.execute([Count(keys.count_gone(view.n))])
-        if int(count or 0) >= len(view.members):
+    def count_deaths(self, view: View, deaths: int = 1) -> None:
+        """Counts logged deaths; decides the next iteration if they were the last thing missing."""
+        counts = self.store.execute([Count(keys.count_gone(view.n))] * deaths)
+        if int(counts[-1] or 0) >= len(view.members):
             self.advance(view, None)
 
     def advance(

@@ -350,7 +350,7 @@ class _Attempt:
         self.asked, self._asked_at = view.n, self._store.now()
         events.emit("join", iteration=view.n, slot=self.member.slot)
         if counts:
-            self._iterations.count_death(view)
+            self._iterations.count_deaths(view)
 
     def wait_for_end(self, view: View, outcome: str | None) -> None:
         """Waits a little: the job is in an earlier call than the one that the process came for."""

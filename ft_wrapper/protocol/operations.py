@@ -69,7 +69,7 @@ class Wake:
 
 @dataclasses.dataclass(frozen=True)
 class Append:
-    """Adds an entry (one line) to a log. Gives None."""
+    """Adds an entry to a log: a line, or several that readers see together. Gives None."""
 
     key: str
     entry: str

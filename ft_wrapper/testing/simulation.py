@@ -387,10 +387,10 @@ class Simulation:
             if seconds > 0:
                 self.scheduler.sleep(seconds)
             # Those who take the slots elsewhere come later than this, in a job with agents.
-            for member in [member for member in holders(agreement, node) if member in lost]:
-                teller = f"{name} of {member.slot}.{member.incarnation}"
-                client, why = self.agreement(teller, process.slot), "its node was lost"
-                self.scheduler.spawn(teller, report_lost, client, member, why, returns=self.scenario.replaced)
+            dead = {member: "its node was lost" for member in holders(agreement, node) if member in lost}
+            teller = f"{name} of {sorted(node)}"
+            client = self.agreement(teller, process.slot)
+            self.scheduler.spawn(teller, report_lost, client, dead, returns=self.scenario.replaced)
             if self.scenario.replaced:
                 for slot in node:
                     if slot < self.scenario.members and self._lives(slot) <= _MOST_LIVES:

@@ -142,9 +142,9 @@ def test_exactly_those_are_declared_dead_that_held_the_slots() -> None:
     dead = holders(Agreement(store), range(3))
     assert dead == old, "nobody has held slot 2"
     Agreement(store).joining.register(1)  # a new one, started by whoever got the seat
-    for thread in log_deaths(store, dead, "its node was lost", return_=False):
-        thread.join(TIMEOUT)
-        assert not thread.is_alive()
+    thread = log_deaths(store, dict.fromkeys(dead, "its node was lost"), return_=False)
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
     assert Agreement(store).ends.deaths_of(-1) == set(old)
     assert {fault.message for fault in Agreement(store).ends.faults_of(-1)} == {"its node was lost"}
     store.close()
@@ -163,9 +163,9 @@ def test_the_loss_of_a_node_of_spares_ends_nothing() -> None:
     Agreement(store).entering.check_assignment(view.n, Entered(active, 0), 3, 1)
 
     def lose(member: Member) -> str | None:
-        for thread in log_deaths(store, [member], "its node was lost", return_=False):
-            thread.join(TIMEOUT)
-            assert not thread.is_alive()
+        thread = log_deaths(store, {member: "its node was lost"}, return_=False)
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
         return Agreement(store).ends.outcome_of(view.n)
 
     assert lose(spare) is None

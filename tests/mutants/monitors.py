@@ -87,40 +87,40 @@ MUTANTS = [
     _job(
         "death-counted-before-it-is-logged",
         DEATH,
-        """                agreement.ends.log_death(n, member, told, ends=active, returns=returns)
-                agreement.iterations.count_death(view)
+        """                agreement.ends.log_deaths(n, inside, ends=active, returns=returns)
+                agreement.iterations.count_deaths(view, len(inside))
 """,
-        """                agreement.iterations.count_death(view)
-                agreement.ends.log_death(n, member, told, ends=active, returns=returns)
+        """                agreement.iterations.count_deaths(view, len(inside))
+                agreement.ends.log_deaths(n, inside, ends=active, returns=returns)
 """,
         "who makes the count full finds the death in the log",
     ),
     _job(
         "death-uncounted",
         DEATH,
-        "                agreement.iterations.count_death(view)\n",
+        "                agreement.iterations.count_deaths(view, len(inside))\n",
         "",
         "who logs the last death decides at once",
     ),
     _job(
         "told-once",
         DEATH,
-        "                kept = member in agreement.iterations.arrivals_of(n)\n",
-        "                kept = False\n",
+        "                kept |= agreement.iterations.arrivals_of(n) & inside.keys()\n",
+        "",
         "a proposal that was under way may have kept the dead member",
     ),
     _job(
         "told-once-before-the-first",
         DEATH,
-        "            kept = member in agreement.iterations.joins_of(n)\n        else:",
-        "            kept = False\n        else:",
+        "            kept = agreement.iterations.joins_of(n) & dead.keys()\n        else:",
+        "            kept = set()\n        else:",
         "the first decision may have been under way",
     ),
     _job(
         "told-once-of-a-joiner",
         DEATH,
-        "                kept = agreement.ends.outcome_of(n) is not None and member in agreement.iterations.joins_of(n)\n",
-        "                kept = False\n",
+        "                    kept |= agreement.iterations.joins_of(n) & outside.keys()\n",
+        "                    pass\n",
         "a proposal that was under way may let the dead joiner in",
     ),
     _job(
@@ -133,7 +133,7 @@ MUTANTS = [
     _job(
         "spare-by-an-old-iteration",
         DEATH,
-        "                active = agreement.entering.may_be_active(view.n, member)\n",
+        "                active = _may_be_active(agreement, view, dead)\n",
         "",
         "who was a spare may be active in the next iteration",
     ),

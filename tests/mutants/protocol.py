@@ -483,7 +483,7 @@ MUTANTS = [
     _job(
         "supersedes-uncounted",
         JOINING,
-        "        if counts:\n            self._iterations.count_death(view)\n",
+        "        if counts:\n            self._iterations.count_deaths(view)\n",
         "",
         "the death of an older process counts towards the decision",
     ),

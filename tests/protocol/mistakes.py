@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -408,10 +408,10 @@ class OnlyMembers(GlobalIteration):
 
 
 class LoggedFirstEnds(Ends):
-    def log_death(
-        self, n: int, member: Member, fault: Fault | None, *, ends: bool, returns: bool = False
+    def log_deaths(
+        self, n: int, dead: Mapping[Member, Fault | None], *, ends: bool, returns: bool = False
     ) -> None:
-        self.store.execute([Append(keys.dead(n), str(member))])
+        self.store.execute([Append(keys.dead(n), "\n".join(map(str, dead)))])
         if ends:
             self.end_iteration(n, FAULT)
 

@@ -11,6 +11,7 @@ from ranks import Simulated, Threads
 
 from ft_wrapper.exception import InternalError, RankShouldRestart, StoreError, TimeoutError
 from ft_wrapper.protocol import Agreement, keys
+from ft_wrapper.protocol.deaths import report_lost
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.operations import Append
 from ft_wrapper.protocol.records import DONE, FAULT, roster_from_json
@@ -364,3 +365,28 @@ def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
     head = Agreement(store).iterations.read_head()
     assert head is not None
     assert Agreement(store).iterations.read_iteration(head)[0].members == (members[0],)
+
+
+def test_ranks_that_are_lost_together_cost_one_restart() -> None:
+    """One of them had arrived: no proposal may see that another is dead, and not that this one is."""
+    store = FakeStore(client="agent")
+    members = [Agreement(store).joining.register(slot) for slot in range(4)]
+    for member in members:
+        Agreement(store).joining.join_first(member, range(4))
+    first = Agreement(store).joining.await_first(members[0], range(4), 1.0)
+    assert first is not None
+    view, _ = first
+    Agreement(store).ends.end_iteration(view.n, FAULT)
+    for rank in (1, 2, 3):
+        Agreement(store).iterations.arrive(view, members[rank], rank, 4)
+    survivor = Agreement(store.clone("survivor"))
+
+    def propose(client: str, operation: str, args: Any) -> None:
+        if client == "agent":
+            survivor.iterations.advance(view, members[2])
+
+    store.on_operation(propose)
+    report_lost(Agreement(store), dict.fromkeys(members[:2], "its node was lost"), returns=False)
+    head = Agreement(store).iterations.read_head()
+    assert head is not None and head.n == view.n + 1
+    assert Agreement(store).iterations.read_iteration(head)[0].members == (members[2], members[3])

@@ -237,7 +237,7 @@ def test_who_was_passed_over_needs_a_new_incarnation() -> None:
         current, _ = go_on(store, view, members)
         assert current.members == (*members, newcomer)
         Agreement(store).ends.log_death(1, newcomer, None, ends=True)
-        Agreement(store).iterations.count_death(current)
+        Agreement(store).iterations.count_deaths(current)
         go_on(store, current, members)
 
     at(store, 0.1, two_decisions)
@@ -278,7 +278,7 @@ def test_who_comes_back_alone_waits_for_the_others_and_goes_on_then() -> None:
 def test_members_that_fell_silent_all_together_are_given_up_by_who_wants_in(beats: bool) -> None:
     store, view, members = formed([0, 1, 2])
     Agreement(store).ends.log_death(0, members[1], None, ends=False)  # a spare
-    Agreement(store).iterations.count_death(view)
+    Agreement(store).iterations.count_deaths(view)
     newcomer = Agreement(store).joining.register(3)
     ended = ends(store, 0)
     if beats:
@@ -328,7 +328,7 @@ def test_no_restart_waits_for_a_replacement_that_nobody_lacks(job_store: StoreMi
     view, members = formed_in(job_store, [0, 1, 2])
     job_store.set(keys.WANTED, "2")  # and a spare
     Agreement(job_store).ends.log_death(0, members[1], None, ends=True, returns=True)
-    Agreement(job_store).iterations.count_death(view)
+    Agreement(job_store).iterations.count_deaths(view)
     current, _ = go_on(job_store, view, [members[0], members[2]])
     assert current.members == (members[0], members[2])
 
@@ -422,7 +422,7 @@ def test_who_wakes_in_an_iteration_whose_keys_are_gone_is_told_nothing_of_it(
     job = Membership(Agreement(store), 0, [0, 1], LIMITS)
     job.member, job.view = members[0], view
     Agreement(store).ends.log_death(0, members[0], None, ends=True)
-    Agreement(store).iterations.count_death(view)
+    Agreement(store).iterations.count_deaths(view)
     Agreement(store).iterations.arrive(view, members[1], 1, 2)
     for _ in range(2):
         current = Agreement(store).iterations.read_current()
@@ -550,7 +550,7 @@ def test_ranks_of_which_some_were_assigned_and_some_were_not_go_on_by_slot(job_s
     view, members = formed_in(store, [0, 1, 2])
     Agreement(store).ends.end_iteration(0, "fault")
     Agreement(store).ends.log_death(0, members[0], None, ends=True)
-    Agreement(store).iterations.count_death(view)
+    Agreement(store).iterations.count_deaths(view)
     Agreement(store).iterations.arrive(
         view, members[1], 0, 2
     )  # its rank assignment was through: two ranks are left
