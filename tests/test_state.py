@@ -97,7 +97,7 @@ def test_all_ranks_have_the_same_numbers_also_one_that_restarts(seed: int) -> No
     def crash_and_come_back() -> None:
         train("rank 1", 1, until=1)
         client = store.clone("monitor 1")
-        Agreement(client).ends.log_death(1, Agreement(client).joining.newest_of(1), None, ends=True)
+        Agreement(client).ends.log_deaths(1, {Agreement(client).joining.newest_of(1): None}, ends=True)
         client.wait_for_global_iteration_ready(TIMEOUT, iteration=2)
         train("rank 1 again", 1, until=4)
 

@@ -17,7 +17,7 @@ from ..attribution import Interruption
 from ..exception import StoreError
 from ..protocol import Agreement
 from ..protocol import keys as names
-from ..protocol.deaths import await_others, report_death
+from ..protocol.deaths import await_others, report_deaths
 from ..protocol.heart import Heart
 from ..protocol.neighbours import NeighbourWatch
 from ..settings import Limits
@@ -261,8 +261,8 @@ class RankMonitor:
 
     def _tell_death(self, fault: Fault | None, active: bool, timeout: float) -> None:
         returns = self.limits.replaced
-        report_death(
-            self._agreement, self.view, self.member, fault, active=active, timeout=timeout, returns=returns
+        report_deaths(
+            self._agreement, self.view, {self.member: fault}, active=active, timeout=timeout, returns=returns
         )
 
     def _publish_end(self, message: str) -> None:

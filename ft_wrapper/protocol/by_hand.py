@@ -420,7 +420,7 @@ class ByHand(Operations):
         ends, iterations = self._agreement.ends, self._agreement.iterations
         current = iterations.read_current()
         if current is not None and member in current[0].members:
-            ends.log_death(current[0].n, member, None, ends=True)
+            ends.log_deaths(current[0].n, {member: None}, ends=True)
             iterations.count_deaths(current[0])
         else:
             ends.give_up(keys.BEFORE_FIRST if current is None else current[0].n, member)

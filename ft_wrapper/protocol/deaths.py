@@ -21,67 +21,29 @@ _FIRST_LOOK = 0.1  # seconds between looks whether head has moved, should a wake
 _LONGEST_LOOK = 4.0
 
 
-def report_death(
-    agreement: Agreement,
-    view: View | None,
-    member: Member,
-    fault: Fault | None,
-    *,
-    active: bool,
-    timeout: float,
-    returns: bool = False,
-) -> None:
-    """Logs a death, ends the iteration if the member was active, and keeps at it.
-
-    A proposal that was under way may not have seen the log, and keep the dead member in the next iteration:
-    then it is logged there too, until head leaves it out.
-
-    Args:
-        agreement: where to.
-        view: the iteration that the member was last known in; None before the first one.
-        member: who has ended.
-        fault: what is known of it, for people; None to keep quiet.
-        active: whether it called the function in ``view``; in an iteration that the caller was not told of
-            it counts as active unless others have all the active ranks.
-        timeout: seconds after which to give up.
-        returns: whether a replacement is on its way.
-    """
-    _report(agreement, view, {member: fault}, active=active, timeout=timeout, returns=returns)
-
-
-def report_lost(agreement: Agreement, lost: Mapping[Member, str], *, returns: bool) -> None:
-    """Reports the deaths of members whose own monitors cannot report them: their node is lost, or has left.
-
-    They are logged together. One that had arrived before it died would be kept in the next iteration if its
-    death came later than the others', and cost another restart.
-
-    Args:
-        agreement: of the ranks.
-        lost: who is dead, and why, for people.
-        returns: whether other processes take their places, for which a restart may wait a little.
-    """
-    if not lost:
-        return
-    joining, now = agreement.joining, time.time()
-    faults = {
-        member: joining.record_of(member).fault(member, None, Interruption.TERMINATED, why, now)
-        for member, why in lost.items()
-    }
-    current = agreement.iterations.read_current()
-    view = None if current is None else current[0]
-    active = view is None or _may_be_active(agreement, view, lost)
-    _report(agreement, view, faults, active=active, timeout=TIMEOUT, returns=returns)
-
-
-def _report(
+def report_deaths(
     agreement: Agreement,
     view: View | None,
     dead: Mapping[Member, Fault | None],
     *,
     active: bool,
     timeout: float,
-    returns: bool,
+    returns: bool = False,
 ) -> None:
+    """Logs deaths, ends the iteration if one of the members was active, and keeps at it.
+
+    A proposal that was under way may not have seen the log, and keep a dead member in the next iteration:
+    then it is logged there too, until head leaves it out.
+
+    Args:
+        agreement: where to.
+        view: the iteration that the members were last known in; None before the first one.
+        dead: who has ended, each with what is known of it, for people; None to keep quiet.
+        active: whether one of them called the function in ``view``; in an iteration that the caller was not
+            told of, one counts as active unless others have all the active ranks.
+        timeout: seconds after which to give up.
+        returns: whether replacements are on their way.
+    """
     deadline = agreement.store.now() + timeout
     told = dict(dead)
     while True:
@@ -95,7 +57,7 @@ def _report(
                 current = agreement.iterations.read_current()
                 assert current is not None
                 view = current[0]
-                active = _may_be_active(agreement, view, dead)
+                active = any(agreement.entering.may_be_active(view.n, member) for member in dead)
             n, kept = view.n, set()
             inside = {member: fault for member, fault in told.items() if member in view.members}
             if inside:
@@ -119,8 +81,25 @@ def _report(
             return
 
 
-def _may_be_active(agreement: Agreement, view: View, members: Iterable[Member]) -> bool:
-    return any(agreement.entering.may_be_active(view.n, member) for member in members)
+def report_lost(agreement: Agreement, lost: Mapping[Member, str], *, returns: bool) -> None:
+    """Reports the deaths of members whose own monitors cannot report them: their node is lost, or has left.
+
+    They are logged together. One that had arrived before it died would be kept in the next iteration if its
+    death came later than the others', and cost another restart.
+
+    Args:
+        agreement: of the ranks.
+        lost: who is dead, and why, for people.
+        returns: whether other processes take their places, for which a restart may wait a little.
+    """
+    if not lost:
+        return
+    joining, now = agreement.joining, time.time()
+    faults = {
+        member: joining.record_of(member).fault(member, None, Interruption.TERMINATED, why, now)
+        for member, why in lost.items()
+    }
+    report_deaths(agreement, None, faults, active=True, timeout=TIMEOUT, returns=returns)
 
 
 def await_others(agreement: Agreement, view: View, timeout: float) -> None:

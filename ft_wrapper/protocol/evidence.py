@@ -256,30 +256,18 @@ class Ends:
         """Those who said so."""
         return {member for member, marks in self.marked_deaths_of(n).items() if GAVE_UP in marks}
 
-    def log_death(
-        self, n: int, member: Member, fault: Fault | None, *, ends: bool, returns: bool = False
-    ) -> None:
-        """Logs, by evidence, that a member of n, or one that wants in after n, has ended.
-
-        Args:
-            n: the iteration.
-            member: who has ended.
-            fault: what is known of it, for people; None to keep quiet.
-            ends: whether the iteration ends by it; not by a spare's death.
-            returns: whether a replacement is on its way, for which a restart may wait a little.
-        """
-        self.log_deaths(n, {member: fault}, ends=ends, returns=returns)
-
     def log_deaths(
         self, n: int, dead: Mapping[Member, Fault | None], *, ends: bool, returns: bool = False
     ) -> None:
-        """Logs several deaths: a proposer sees all of them, or none. See `log_death`.
+        """Logs, by evidence, that members of n, or such as want in after n, have ended.
+
+        A proposer sees all of them in the log, or none.
 
         Args:
             n: the iteration.
-            dead: who has ended, each with what is known of it.
-            ends: whether the iteration ends by them.
-            returns: whether replacements are on their way.
+            dead: who has ended, each with what is known of it, for people; None to keep quiet.
+            ends: whether the iteration ends by them; not by a spare's death.
+            returns: whether replacements are on their way, for which a restart may wait a little.
         """
         steps: list[Step] = [
             Append(keys.faults(n), fault.to_json()) for fault in dead.values() if fault is not None

@@ -304,7 +304,7 @@ class Joining:
         fault = self.record_of(older[0]).fault(
             older[0], None, Interruption.TERMINATED, "gave way to a newer process"
         )
-        self.ends.log_death(view.n, older[0], fault, ends=self.entering.may_be_active(view.n, older[0]))
+        self.ends.log_deaths(view.n, {older[0]: fault}, ends=self.entering.may_be_active(view.n, older[0]))
         return True
 
 

@@ -12,7 +12,7 @@ from ..attribution import Interruption
 from ..exception import JobEnded, RankDiscarded, RestartAbort, RestartError, StoreError, TimeoutError
 from ..settings import Limits
 from . import Agreement, keys
-from .deaths import await_others, report_death
+from .deaths import await_others, report_deaths
 from .global_iteration import Proposed
 from .joining import Entry
 from .records import FAULT, Decision, Fault, Member, MemberRecord, SameFault, View
@@ -222,11 +222,10 @@ class Membership:
                 record = dataclasses.replace(self.record, gave_up=True, ended_by=other)
                 self.agreement.joining.write_record(self.member, record)
             # A proposal under way may keep this member, if it had arrived already.
-            report_death(
+            report_deaths(
                 self.agreement,
                 self.view,
-                self.member,
-                fault,
+                {self.member: fault},
                 active=ends,
                 timeout=self.limits.barrier_timeout,
                 returns=returns,
@@ -347,7 +346,7 @@ class Membership:
                 if self.agreement.iterations.read_head() is None and not may_be_in:
                     return
             timeout = self.limits.barrier_timeout if may_be_in else 0.0
-            report_death(self.agreement, None, self.member, fault, active=True, timeout=timeout)
+            report_deaths(self.agreement, None, {self.member: fault}, active=True, timeout=timeout)
         except RestartError:
             log.debug("the store is gone", exc_info=True)
 

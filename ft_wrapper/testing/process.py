@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..attribution import Interruption
 from ..exception import InternalError, RestartError
 from ..protocol import Agreement, keys
-from ..protocol.deaths import report_death
+from ..protocol.deaths import report_deaths
 from ..protocol.heart import HeartBeat, note_wanted
 from ..protocol.membership import Membership
 from ..protocol.records import MemberRecord
@@ -426,4 +426,4 @@ class SimulatedMonitor(threading.Event):
         elif not active and self.view is not None:
             process.facts.reported_as_spare_in = self.view.n
         how: dict[str, Any] = {"active": active, "timeout": timeout, "returns": scenario.replaced}
-        report_death(agreement, self.view, process.member, fault, **how)
+        report_deaths(agreement, self.view, {process.member: fault}, **how)

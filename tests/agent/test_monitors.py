@@ -32,7 +32,7 @@ from ft_wrapper.monitor.line import AGENT_ENV, VERSION, ask_agent, receive, rece
 from ft_wrapper.monitor.service import MonitorService
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.deaths import report_death
+from ft_wrapper.protocol.deaths import report_deaths
 from ft_wrapper.protocol.keys import BEFORE_FIRST
 from ft_wrapper.protocol.records import MemberRecord
 from ft_wrapper.store import Member, TCPStore, TCPStoreServer, View
@@ -231,13 +231,13 @@ def test_a_death_is_told_again_as_long_as_the_hearts_beat_would_hide_it(
 ) -> None:
     tries: list[Member] = []
 
-    def report(agreement: Agreement, view: View | None, member: Member, *arguments: Any, **more: Any) -> None:
-        tries.append(member)
+    def report(agreement: Agreement, view: View | None, dead: dict[Member, Any], **more: Any) -> None:
+        tries.extend(dead)
         if len(tries) % 3:
             raise StoreError("out of reach")
-        report_death(agreement, view, member, *arguments, **more)
+        report_deaths(agreement, view, dead, **more)
 
-    monkeypatch.setattr(rank_monitor, "report_death", report)
+    monkeypatch.setattr(rank_monitor, "report_deaths", report)
     idle = threads()
     dies, lives = start(), start()
     member, _ = join_with_heart(dies, store, 0)

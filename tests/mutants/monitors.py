@@ -133,7 +133,7 @@ MUTANTS = [
     _job(
         "spare-by-an-old-iteration",
         DEATH,
-        "                active = _may_be_active(agreement, view, dead)\n",
+        "                active = any(agreement.entering.may_be_active(view.n, member) for member in dead)\n",
         "",
         "who was a spare may be active in the next iteration",
     ),

@@ -228,8 +228,8 @@ MUTANTS = [
     _job(
         "last-death-does-not-decide",
         ITERATION,
-        "if int(count or 0) >= len(view.members):",
-        "if int(count or 0) > len(view.members):",
+        "if int(counts[-1] or 0) >= len(view.members):",
+        "if int(counts[-1] or 0) > len(view.members):",
         "who logs the last death decides at once",
     ),
     _job(
@@ -313,8 +313,8 @@ MUTANTS = [
     _job(
         "death-logged-before-the-end",
         INTERRUPTION,
-        'self.store.execute([*steps, Append(keys.dead(n), f"{member} {RETURNS}" if returns else str(member))])',
-        'self.store.execute([Append(keys.dead(n), f"{member} {RETURNS}" if returns else str(member)), *steps])',
+        'self.store.execute([*steps, Append(keys.dead(n), "\\n".join(entries))])',
+        'self.store.execute([Append(keys.dead(n), "\\n".join(entries)), *steps])',
         "who logs a death and dies itself has ended the iteration before",
     ),
     _job(
@@ -610,7 +610,7 @@ MUTANTS = [
     _job(
         "withdraws-without-a-word",
         JOB,
-        "            report_death(self.agreement, None, self.member, fault, active=True, timeout=timeout)\n",
+        "            report_deaths(self.agreement, None, {self.member: fault}, active=True, timeout=timeout)\n",
         "            pass\n",
         "who gives up before it is in is not waited for",
     ),

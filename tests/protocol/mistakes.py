@@ -360,7 +360,7 @@ class SuspectsLoggedWatch(NeighbourWatch):
     def look(self, view: View, watchers: Collection[Member], *_: Any) -> frozenset[Member]:
         silent = self._silent(view, frozenset(watchers))
         for member in silent:
-            self._agreement.ends.log_death(view.n, member, None, ends=True)
+            self._agreement.ends.log_deaths(view.n, {member: None}, ends=True)
         return silent
 
 

@@ -273,7 +273,7 @@ def test_formation_names_the_missing_ranks(run: Run) -> None:
 def test_dead_rank_is_missing_from_the_formation(store: StoreMixin) -> None:
     dead = Agreement(store).joining.register(1)
     Agreement(store).joining.join_first(dead, range(2))
-    Agreement(store).ends.log_death(keys.BEFORE_FIRST, dead, None, ends=False)
+    Agreement(store).ends.log_deaths(keys.BEFORE_FIRST, {dead: None}, ends=False)
     assert not Agreement(store).joining.form(frozenset(range(2)))
     alive = Agreement(store).joining.register(0)
     Agreement(store).joining.join_first(alive, range(2))
@@ -355,7 +355,7 @@ def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
             return
         read.append(key)
         if len(read) == 2:
-            Agreement(other).ends.log_death(view.n, members[1], None, ends=True)
+            Agreement(other).ends.log_deaths(view.n, {members[1]: None}, ends=True)
             assert members[1] not in Agreement(other).iterations.arrivals_of(view.n)
             other.execute([Append(keys.arrived(view.n), f"{members[1]} 1 2")])
 

@@ -97,7 +97,7 @@ class AnyJob(abc.ABC):
     def dies(self, rank: int) -> None:
         """The monitor's evidence of a death."""
         n = self.store.get_global_iteration()
-        Agreement(self.store).ends.log_death(n, self.member(rank), None, ends=True)
+        Agreement(self.store).ends.log_deaths(n, {self.member(rank): None}, ends=True)
 
     def member(self, rank: int) -> Member:
         """The process that holds a rank in the iteration that is on."""
@@ -284,7 +284,7 @@ def test_waiting_names_who_has_not_left() -> None:
 
     assert "iteration 0 is still on" in str(job.one(0, wait))
     job.all_but_propose([0, 2])
-    Agreement(job.store).ends.log_death(0, Member(3, 0), None, ends=True)
+    Agreement(job.store).ends.log_deaths(0, {Member(3, 0): None}, ends=True)
     error = job.one(0, wait)
     assert isinstance(error, TimeoutError) and "ranks [1] have not left iteration 0" in str(error)
 

@@ -42,7 +42,7 @@ def test_where_a_rank_is_lost_nothing_is_counted() -> None:
     """What the others raise then, they raise because of the loss."""
     store, view, members = formed([0, 1, 2])
     view, _ = go_on(store, view, HERE, HERE, HERE)
-    Agreement(store).ends.log_death(view.n, members[2], None, ends=True)
+    Agreement(store).ends.log_deaths(view.n, {members[2]: None}, ends=True)
     Agreement(store).iterations.count_deaths(view)
     view, _ = go_on(store, view, HERE, HERE)
     assert view.same_faults == ()

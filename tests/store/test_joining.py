@@ -165,7 +165,7 @@ def test_a_member_that_is_heard_may_take_its_time_between_calls(
         step = await_next(store, view, members[0], timeout=60.0)
         assert step is not None and step[0].members == tuple(members)
     else:
-        Agreement(store).ends.log_death(0, members[0], None, ends=False)
+        Agreement(store).ends.log_deaths(0, {members[0]: None}, ends=False)
         newcomer = Agreement(store).joining.register(0)
         entry, entered, _ = Agreement(store).joining.await_entry(newcomer, 1, *TERMS)
         assert (entry, entered.members) == (Entry.IN, (newcomer, members[1]))
@@ -178,7 +178,7 @@ def test_a_member_that_is_heard_may_take_its_time_between_calls(
 def test_one_who_waits_says_once_for_whom(comes_after: float) -> None:
     store, view, members = formed([0, 1, 2, 3])
     Agreement(store).ends.end_iteration(0, "fault")
-    Agreement(store).ends.log_death(0, members[0], None, ends=False)
+    Agreement(store).ends.log_deaths(0, {members[0]: None}, ends=False)
     Agreement(store).iterations.arrive(view, members[1], 1, 4)
     at(store, comes_after, lambda: Agreement(store).iterations.arrive(view, members[3], 3, 4))
     said: list[tuple[list[Member], float]] = []
@@ -191,7 +191,7 @@ def test_one_who_waits_says_once_for_whom(comes_after: float) -> None:
     assert said == []  # the first of those who are here does: not the dead one, and not this one
     store, view, members = formed([0, 1, 2, 3])
     Agreement(store).ends.end_iteration(0, "fault")
-    Agreement(store).ends.log_death(0, members[0], None, ends=False)
+    Agreement(store).ends.log_deaths(0, {members[0]: None}, ends=False)
     Agreement(store).iterations.arrive(view, members[2], 2, 4)
     at(store, comes_after, lambda: Agreement(store).iterations.arrive(view, members[3], 3, 4))
     step = await_next(store, view, members[1], timeout=60.0, on_missing=say)
@@ -236,7 +236,7 @@ def test_who_was_passed_over_needs_a_new_incarnation() -> None:
         # It sleeps meanwhile; in the first one it is in, and is found dead.
         current, _ = go_on(store, view, members)
         assert current.members == (*members, newcomer)
-        Agreement(store).ends.log_death(1, newcomer, None, ends=True)
+        Agreement(store).ends.log_deaths(1, {newcomer: None}, ends=True)
         Agreement(store).iterations.count_deaths(current)
         go_on(store, current, members)
 
@@ -248,7 +248,7 @@ def test_who_was_passed_over_needs_a_new_incarnation() -> None:
 def test_a_job_whose_members_all_died_goes_on_with_those_who_come_back(job_store: StoreMixin) -> None:
     _, members = formed_in(job_store, [0, 1])
     for member in members:
-        Agreement(job_store).ends.log_death(0, member, None, ends=True)
+        Agreement(job_store).ends.log_deaths(0, {member: None}, ends=True)
     back = [Agreement(job_store).joining.register(slot) for slot in (0, 1)]
     degraded = terms("degraded", 30.0, 1e6, 60.0)
     entries = []
@@ -267,7 +267,7 @@ def test_a_job_whose_members_all_died_goes_on_with_those_who_come_back(job_store
 def test_who_comes_back_alone_waits_for_the_others_and_goes_on_then() -> None:
     store, _, members = formed([0, 1])
     for member in members:
-        Agreement(store).ends.log_death(0, member, None, ends=True)
+        Agreement(store).ends.log_deaths(0, {member: None}, ends=True)
     back = Agreement(store).joining.register(0)
     entry, view, _ = Agreement(store).joining.await_entry(back, 0, *terms("degraded", 5.0, 1e6, 60.0))
     assert (entry, view.members) == (Entry.IN, (back,))
@@ -277,7 +277,7 @@ def test_who_comes_back_alone_waits_for_the_others_and_goes_on_then() -> None:
 @pytest.mark.parametrize("beats", [False, True])
 def test_members_that_fell_silent_all_together_are_given_up_by_who_wants_in(beats: bool) -> None:
     store, view, members = formed([0, 1, 2])
-    Agreement(store).ends.log_death(0, members[1], None, ends=False)  # a spare
+    Agreement(store).ends.log_deaths(0, {members[1]: None}, ends=False)  # a spare
     Agreement(store).iterations.count_deaths(view)
     newcomer = Agreement(store).joining.register(3)
     ended = ends(store, 0)
@@ -298,7 +298,7 @@ def dies_and_returns(store: StoreMixin) -> tuple[View, list[Member]]:
     """A job of two, the second of which has died, and is to come back."""
     view, members = formed_in(store, [0, 1])
     store.set(keys.WANTED, "2")
-    Agreement(store).ends.log_death(0, members[1], None, ends=True, returns=True)
+    Agreement(store).ends.log_deaths(0, {members[1]: None}, ends=True, returns=True)
     store.add(keys.count_gone(0), 1)
     return view, members
 
@@ -327,7 +327,7 @@ def test_a_restart_does_not_wait_for_long_for_an_announced_replacement() -> None
 def test_no_restart_waits_for_a_replacement_that_nobody_lacks(job_store: StoreMixin) -> None:
     view, members = formed_in(job_store, [0, 1, 2])
     job_store.set(keys.WANTED, "2")  # and a spare
-    Agreement(job_store).ends.log_death(0, members[1], None, ends=True, returns=True)
+    Agreement(job_store).ends.log_deaths(0, {members[1]: None}, ends=True, returns=True)
     Agreement(job_store).iterations.count_deaths(view)
     current, _ = go_on(job_store, view, [members[0], members[2]])
     assert current.members == (members[0], members[2])
@@ -421,7 +421,7 @@ def test_who_wakes_in_an_iteration_whose_keys_are_gone_is_told_nothing_of_it(
     view, members = formed_in(store, [0, 1])
     job = Membership(Agreement(store), 0, [0, 1], LIMITS)
     job.member, job.view = members[0], view
-    Agreement(store).ends.log_death(0, members[0], None, ends=True)
+    Agreement(store).ends.log_deaths(0, {members[0]: None}, ends=True)
     Agreement(store).iterations.count_deaths(view)
     Agreement(store).iterations.arrive(view, members[1], 1, 2)
     for _ in range(2):
@@ -549,7 +549,7 @@ def test_ranks_of_which_some_were_assigned_and_some_were_not_go_on_by_slot(job_s
     store = job_store
     view, members = formed_in(store, [0, 1, 2])
     Agreement(store).ends.end_iteration(0, "fault")
-    Agreement(store).ends.log_death(0, members[0], None, ends=True)
+    Agreement(store).ends.log_deaths(0, {members[0]: None}, ends=True)
     Agreement(store).iterations.count_deaths(view)
     Agreement(store).iterations.arrive(
         view, members[1], 0, 2
