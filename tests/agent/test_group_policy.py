@@ -320,7 +320,7 @@ def test_after_a_node_has_finished_the_loss_of_another_does_not_scale_the_job_do
         lose(busy)
         assert done.end() == 0, done.said
         assert job.new(NPROC) == []
-    assert "is lost" in done.said
+    assert "no heartbeat from node" in done.said
 
 
 @pytest.mark.alone("a rank has half a second to fail in")
