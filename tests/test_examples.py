@@ -493,13 +493,21 @@ def test_the_faults_in_the_function_depend_on_the_seed_alone() -> None:
 # ddp_before.py, ddp_after.py ---------------------------------------------------------------------------
 
 
+# A gloo thread that drops its last work while Python ends cannot take the GIL any more, and torch aborts. A
+# script without the wrapper ends so now and then on a busy machine, under torchrun as under ftrun.
+TORCH_ABORTS = "terminate called without an active exception"
+
+
 @pytest.mark.whole_ends
 def test_both_scripts_of_the_readme_end_with_the_same_loss(tmp_path: Path) -> None:
     said = []
     for launcher, name in ((TORCHRUN, "before"), (FTRUN, "before"), (FTRUN, "after")):
-        folder = tmp_path / f"{len(said)}"
-        folder.mkdir()
-        done = run(*launcher, "--nproc-per-node", 2, EXAMPLES / f"ddp_{name}.py", folder)
+        for attempt in range(1 if name == "after" else 10):
+            folder = tmp_path / f"{len(said)}.{attempt}"
+            folder.mkdir()
+            done = run(*launcher, "--nproc-per-node", 2, EXAMPLES / f"ddp_{name}.py", folder)
+            if TORCH_ABORTS not in done.stdout:
+                break
         assert done.returncode == 0, done.stdout
         said += re.findall(r"^loss \d\.\d{6}$", done.stdout, re.MULTILINE)
         assert (folder / "checkpoint.pt").exists()
