@@ -113,9 +113,7 @@ class State:
         if not self.use_global_iteration:
             self.iteration += 1
         elif store is None:
-            raise ValueError(
-                "use_global_iteration=True needs store=: the ranks agree there on the next number"
-            )
+            raise ValueError("use_global_iteration=True needs store=: ranks agree there on the next number")
         else:
             self.iteration = store.coordinate_global_iteration_advance(
                 world_size or self.initial_world_size or self.world_size,

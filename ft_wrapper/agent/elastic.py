@@ -332,9 +332,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         launch: Launch | None = None,
     ) -> None:
         if start_method != "spawn":
-            raise ValueError(
-                f"start_method={start_method!r}: functions are called as with 'spawn'; pass that"
-            )
+            raise ValueError(f"start_method={start_method!r}: functions are called as by 'spawn'; pass that")
         super().__init__(spec, exit_barrier_timeout, signals=signals)
         if uninterruptible_state_timeout:
             log.warning(

@@ -12,6 +12,7 @@ from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
 from ..protocol.operations import Operations
+from ..store.bounded import in_background
 from . import moves, operations
 from .backends import Backend, WorkerStores, make_backend
 from .executor import Executor, OnUnseated
@@ -135,8 +136,19 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         Args:
             reason: why, for their agents; empty if the job has ended well. The first reason stands.
         """
-        if self.record is None or not self.record.closed:
-            self._with_side(lambda side: side.close(reason))
+
+        def close() -> None:
+            try:
+                self._with_side(lambda side: side.close(reason))
+            except Exception as error:
+                self._board.lose(error)
+
+        if not self._board.is_closed:
+            # Not in this thread: where another node closes it too, and hosts the store, that may be gone before
+            # ours was told.
+            in_background("closing the rendezvous", close)
+        while not self._board.is_closed:
+            self._board.wait(-1 if self.record is None else self.record.version)
 
     def num_nodes_waiting(self) -> int:
         """How many nodes wait for the next round. From memory.
@@ -165,7 +177,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         try:
             if self.joined is not None and takes_part:
                 self.set_closed()
-            if self.record is not None and self.record.closed:
+            if self._board.is_closed:
                 if self._backend.is_host:  # it stays until the others have seen that
                     self._with_side(self._await_goodbyes)
             else:
@@ -231,7 +243,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             RendezvousConnectionError: the store is lost; the node's part is ended nevertheless.
         """
         try:
-            if self._presence is not None and self.record is not None and not self.record.closed:
+            if self._presence is not None and not self._board.is_closed:
                 with _store_errors():
                     self._board.check()
                     self._presence.give_up()

@@ -227,7 +227,7 @@ class Board:
         if self._lost is not None:
             raise RendezvousConnectionError(f"the rendezvous store is lost: {self._lost}") from self._lost
 
-    def wait(self, version: int, seconds: float) -> Snapshot | None:
+    def wait(self, version: int, seconds: float | None = None) -> Snapshot | None:
         """Waits for a record newer than this version; None if none came in time.
 
         Raises:
@@ -239,6 +239,11 @@ class Board:
                 return self._latest
         self.check()
         return None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the rendezvous is known to be closed."""
+        return self._latest is not None and self._latest.record.closed
 
     def _newer(self, version: int) -> bool:
         return self._latest is not None and self._latest.record.version > version

@@ -223,9 +223,7 @@ def parameters_from_url(url: str) -> RendezvousParameters:
     sizes = []
     for name in ("min_nodes", "max_nodes"):
         if name not in config:
-            raise ValueError(
-                f"rendezvous URL {url!r}: {name} is missing; append e.g. ?min_nodes=1&max_nodes=2"
-            )
+            raise ValueError(f"rendezvous URL {url!r}: {name} is missing; append ?min_nodes=1&max_nodes=2")
         sizes.append(_whole(name, config.pop(name)))
     local_addr = config.pop("local_addr", None)
     if "timeout" in config:  # of a URL, which torchrun has not written

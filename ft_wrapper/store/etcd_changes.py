@@ -170,9 +170,7 @@ class EtcdJob:
         if lease and lease != life.lease:
             self.client.revoke(lease, timeout)  # another process came first
         if not life.lease:
-            raise StoreError(
-                f"{self!r}: {life.key.decode()!r} has no lease: another program uses this prefix"
-            )
+            raise StoreError(f"{self!r}: {life.key.decode()!r} has no lease: another program has this prefix")
         return life.lease, life.value
 
     def keep_alive(self, owner: object) -> Callable[[], None]:

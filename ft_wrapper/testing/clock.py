@@ -80,9 +80,7 @@ class Clock:
         """
         with self._turned:
             if not self._turned.wait_for(lambda: self._sleepers >= count, timeout):
-                raise TimeoutError(
-                    f"{self._sleepers} of {count} threads wait by the clock after {timeout:g} s"
-                )
+                raise TimeoutError(f"{self._sleepers} of {count} threads wait after {timeout:g} s")
 
     def sleep(self, seconds: float) -> None:
         """Sleeps until the clock has been turned by so many seconds."""

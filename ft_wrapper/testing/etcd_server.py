@@ -166,10 +166,6 @@ class EtcdServer:
         """All members' addresses for clients: ``host:port,host:port``; with ``https://`` where it is TLS."""
         return ",".join(self._endpoint(member) for member in self._members)
 
-    def get_endpoint(self) -> str:
-        """The first member's address for clients."""
-        return self._endpoint(self._members[0])
-
     def get_client(self, timeout: float = 30.0) -> EtcdClient:
         """A client of all members; with TLS it shows the server's own certificate.
 

@@ -301,7 +301,7 @@ def test_no_majority_at_the_beginning(end_of: Callable[[str], str], members: Etc
 def test_somebody_else_s_keys(end_of: Callable[[str], str], members: EtcdServer) -> None:
     with contextlib.closing(members.get_client()) as client:
         client.transaction(Transaction("put", [put(b"ft_wrapper/job/life", b"somebody's")]))
-    assert "another program uses this prefix" in end_of(members.endpoints)
+    assert "another program has this prefix" in end_of(members.endpoints)
 
 
 def test_who_may_not_come_in(

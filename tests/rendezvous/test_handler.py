@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from memory_backend import MemoryBackend, RealClock
@@ -192,6 +193,33 @@ def test_a_host_that_may_not_join_stays_until_the_others_know_why() -> None:
                 waiting.result(TIMEOUT)
         finally:
             first.shutdown()
+
+
+def test_a_node_that_hears_of_the_end_need_not_tell_it() -> None:
+    """The host may be gone, with its store, as soon as all have heard of it."""
+    store, ours = FakeStore(RealClock()), threading.Event()
+    settings = Settings("job", 2, 2, join_timeout=TIMEOUT)
+    host = FtRendezvousHandler(settings, Identity("0"), MemoryBackend(store, is_host=True))
+    other = FtRendezvousHandler(settings, Identity("1"), MemoryBackend(store))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for joined in [pool.submit(host.next_rendezvous), pool.submit(other.next_rendezvous)]:
+            joined.result(TIMEOUT)
+        tell = other._with_side
+
+        def tell_too_late(act: Any) -> Any:
+            ours.set()
+            assert released.wait(TIMEOUT)
+            return tell(act)
+
+        released = threading.Event()
+        with mock.patch.object(other, "_with_side", tell_too_late):
+            ending = pool.submit(other.shutdown)
+            assert ours.wait(TIMEOUT)
+            try:
+                assert host.shutdown()
+                assert ending.result(TIMEOUT)
+            finally:
+                released.set()
 
 
 def test_each_round_has_a_fresh_store_for_its_workers(nodes: Nodes) -> None:

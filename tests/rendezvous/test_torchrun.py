@@ -107,6 +107,20 @@ def port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
+def outputs(*agents: subprocess.Popen[str]) -> list[str]:
+    """Waits for the ends of agents; what each has said, also where one does not end."""
+    said, late = [], []
+    for agent in agents:
+        try:
+            said.append(agent.communicate(timeout=TIMEOUT)[0])
+        except subprocess.TimeoutExpired:
+            os.killpg(agent.pid, signal.SIGKILL)
+            said.append(agent.communicate()[0])
+            late.append(said[-1])
+    assert not late, "an agent has not ended:\n" + "\n---\n".join(said)
+    return said
+
+
 def records(tmp_path: Path) -> list[dict[str, str]]:
     return [
         {"name": path.name.split("-")[0], **json.loads(path.read_text())}
@@ -117,7 +131,7 @@ def records(tmp_path: Path) -> list[dict[str, str]]:
 @pytest.mark.nightly("two agents meet in test_failed_worker_is_a_restart_in_a_fresh_store, too")
 def test_two_agents(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
     agents = [launch(port, "2", "plain") for _ in range(2)]
-    said = [agent.communicate(timeout=TIMEOUT)[0] for agent in agents]
+    said = outputs(*agents)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     found = records(tmp_path)
     assert [record["name"] for record in found] == ["0of2", "1of2"]
@@ -129,7 +143,7 @@ def test_failed_worker_is_a_restart_in_a_fresh_store(
     tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int
 ) -> None:
     agents = [launch(port, "2", "fail once", "--max-restarts", "1") for _ in range(2)]
-    said = [agent.communicate(timeout=TIMEOUT)[0] for agent in agents]
+    said = outputs(*agents)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     found = records(tmp_path)
     assert sorted(record["name"] for record in found) == ["0of2", "0of2", "1of2", "1of2"]
@@ -140,10 +154,10 @@ def test_failed_worker_is_a_restart_in_a_fresh_store(
 def test_the_same_on_etcd(
     tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], etcd: EtcdServer
 ) -> None:
-    port = int(etcd.get_endpoint().rpartition(":")[2])
+    port = int(etcd.endpoints.split(",")[0].rpartition(":")[2])
     options = ("--max-restarts", "1")
     agents = [launch(port, "2", "fail once", *options, backend="ft-etcd") for _ in range(2)]
-    said = [agent.communicate(timeout=TIMEOUT)[0] for agent in agents]
+    said = outputs(*agents)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     assert sorted(record["name"] for record in records(tmp_path)) == ["0of2", "0of2", "1of2", "1of2"]
     with contextlib.closing(etcd.get_client()) as client:
@@ -157,7 +171,7 @@ def test_late_agent_joins(tmp_path: Path, launch: Callable[..., subprocess.Popen
         if "waiting to be ended" in line:
             break
     second = launch(port, "1:2", "grow", conf=",node_id=1")
-    said = [agent.communicate(timeout=TIMEOUT)[0] for agent in (first, second)]
+    said = outputs(first, second)
     assert [agent.returncode for agent in (first, second)] == [0, 0], "\n".join(said)
     assert [record["name"] for record in records(tmp_path)] == ["0of1", "0of2", "1of2"]
 
@@ -178,7 +192,7 @@ def training(folder: Path) -> list[str]:
 
 
 def final_weights(agents: Sequence[subprocess.Popen[str]]) -> str:
-    said = "\n".join([agent.communicate(timeout=TIMEOUT)[0] for agent in agents])
+    said = "\n".join(outputs(*agents))
     assert [agent.returncode for agent in agents] == [0] * len(agents), said
     (found,) = re.findall(r"final weights (sha256 .*)", said)
     return str(found)

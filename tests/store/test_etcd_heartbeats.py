@@ -35,7 +35,7 @@ Make = Callable[..., EtcdStore]
 @pytest.fixture
 def relay(etcd: EtcdServer) -> Iterator[Relay]:
     """A way to etcd that notes requests."""
-    made = Relay(etcd.get_endpoint())
+    made = Relay(etcd.endpoints.split(",")[0])
     yield made
     made.close()
 

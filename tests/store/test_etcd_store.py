@@ -42,7 +42,7 @@ def cluster(etcd: EtcdServer) -> Iterator[EtcdServer]:
 @pytest.fixture
 def relay(etcd: EtcdServer) -> Iterator[Relay]:
     """A way to etcd that loses and holds back what a test says."""
-    made = Relay(etcd.get_endpoint())
+    made = Relay(etcd.endpoints.split(",")[0])
     yield made
     made.close()
 
@@ -672,5 +672,5 @@ def test_prefix_that_another_program_uses(etcd: EtcdServer, make: Make, prefix: 
     client = etcd.get_client()
     write(client, f"{prefix}/life".encode(), b"")
     client.close()
-    with pytest.raises(StoreError, match="another program uses this prefix"):
+    with pytest.raises(StoreError, match="another program has this prefix"):
         make(etcd.endpoints)
