@@ -144,8 +144,8 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 self._board.lose(error)
 
         if not self._board.is_closed:
-            # Not in this thread: where another node closes it too, and hosts the store, that may be gone before
-            # ours was told.
+            # Not in this thread: where another node closes it too, and hosts the store, that may be gone
+            # before ours was told.
             in_background("closing the rendezvous", close)
         while not self._board.is_closed:
             self._board.wait(-1 if self.record is None else self.record.version)
