@@ -136,8 +136,7 @@ class Setting(Generic[Given, Kept]):
         self.name = name
 
     def __get__(self, instance: object, owner: type | None = None) -> Kept:
-        value: Kept = self.default if instance is None else vars(instance)[self.name]
-        return value
+        return self.default if instance is None else instance.__dict__[self.name]
 
     def __set__(self, instance: object, value: Given) -> None:
         if self.name in vars(instance):

@@ -277,10 +277,12 @@ def receive(line: socket.socket) -> dict[str, Any]:
         OSError: the line has failed, or its timeout has passed.
         ValueError: what came is no message.
     """
-    with line.makefile("rb") as file:
-        data = file.readline(_LONGEST)
-    if not data.endswith(b"\n"):
-        raise EOFError("the line has ended, or says too much")
+    data = b""
+    while not data.endswith(b"\n"):
+        more = line.recv(_LONGEST - len(data))
+        if not more:
+            raise EOFError("the line has ended, or says too much")
+        data += more
     message: dict[str, Any] = json.loads(data)
     return message
 

@@ -43,8 +43,9 @@ _STUCK_AFTER = 3  # resend intervals at one instruction
 Handler = Callable[[int, FrameType | None], object]
 
 _SIGNALS = tuple(int(signum) for signum in signal.valid_signals())
-# What `signal.getsignal` wraps: enums, which take 60 times as long, have no part in a restart.
+# What `signal` wraps: enums, which take 60 times as long, have no part in a restart.
 _getsignal: Callable[[int], object] = signal._signal.getsignal  # type: ignore[attr-defined]
+_setsignal: Callable[[int, Handler], object] = signal._signal.signal  # type: ignore[attr-defined]
 
 
 def free_signal() -> int:
@@ -106,7 +107,7 @@ class KeptSignals:
             if callable(handler):
                 self._wrapped.append(signum)  # first: a signal may cut this short
                 if not isinstance(handler, _Keeping):
-                    signal.signal(signum, _Keeping(handler, self._kept))
+                    _setsignal(signum, _Keeping(handler, self._kept))
         self._holds = True
 
     def release(self) -> None:
@@ -117,7 +118,7 @@ class KeptSignals:
         for signum in self._wrapped:
             handler = _getsignal(signum)
             if isinstance(handler, _Keeping):
-                signal.signal(signum, handler.handler)
+                _setsignal(signum, handler.handler)
         self._wrapped.clear()
 
     def forget(self) -> None:

@@ -92,9 +92,8 @@ class Record:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        values = {name: value for name, value in vars(self).items() if value != defaults[name]}
-        return json.dumps(values, default=_plain)
+        defaults = _defaults(type(self))
+        return _to_json({name: value for name, value in vars(self).items() if value != defaults[name]})
 
     @classmethod
     def from_json(cls, text: str, key: str) -> Self:
@@ -109,6 +108,7 @@ class Record:
 
 
 _types: Any = functools.cache(typing.get_type_hints)
+_defaults: Any = functools.cache(lambda of: {field.name: field.default for field in dataclasses.fields(of)})
 
 
 def _plain(value: object) -> object:
@@ -121,8 +121,13 @@ def _plain(value: object) -> object:
             return [*vars(value).values()]
 
 
+_to_json = json.JSONEncoder(default=_plain).encode
+
+
 def _typed(kind: Any, value: Any, key: str) -> Any:
     """What an annotation says, from what JSON has in its place."""
+    if type(value) is kind:
+        return value
     if kind is Member:
         return Member.parse(value, key)
     if kind is Interruption:

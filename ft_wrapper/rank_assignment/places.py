@@ -240,9 +240,7 @@ def _admit(leaves: list[_Leaf], arrivals: dict[int, Arrival], depth: int) -> set
         if arrival.table is not None and arrival.slot in known:
             path = known[arrival.slot].path
             numbers.update((tuple(arrival.keys[1 : k + 2]), path[k]) for k in range(depth - 1))
-    fresh = [
-        itertools.count(1 + max((leaf.path[k] for leaf in leaves), default=-1)) for k in range(depth - 1)
-    ]
+    fresh = [itertools.count(1 + max((one.path[k] for one in leaves), default=-1)) for k in range(depth - 1)]
 
     newcomers = set()
     for rank, arrival in sorted(arrivals.items()):

@@ -134,9 +134,7 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[Settings, Identit
     for name, hint in unknown_options(parameters.backend, config).items():
         raise ValueError(f"--rdzv-conf {name}={config[name]}: unknown option; {hint}")
     if str(config.get("store_type", "tcp")).strip().lower() != "tcp":
-        raise ValueError(
-            f"--rdzv-conf store_type={config['store_type']}: only tcp is supported; leave it out"
-        )
+        raise ValueError(f"--rdzv-conf store_type={config['store_type']}: only tcp is there; leave it out")
     given: dict[str, Any] = {name: _number(name, config[name]) for name in _SECONDS if name in config}
     if "keep_alive_max_attempt" in config:
         given["keep_alive_max_attempt"] = _whole("keep_alive_max_attempt", config["keep_alive_max_attempt"])

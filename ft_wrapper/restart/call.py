@@ -1,12 +1,11 @@
 """One call of the wrapped function: carries out what its restart loop asks for."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from .. import torch_groups
@@ -15,7 +14,7 @@ from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption
 from ..exception import HealthCheckError, InternalError, JobEnded, RankShouldRestart, StoreUnavailable
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part, whereabouts
-from ..monitor.shared_memory import Phase
+from ..monitor.shared_memory import Phase, RankMemory
 from ..monitor.threads import Watch
 from ..protocol import Agreement
 from ..protocol.heart import note_wanted
@@ -52,6 +51,19 @@ class _Stay:
     is_last: bool = False  # whether it has come so often that it ends the job
 
 
+class _Watched:
+    """A block in which a rank that makes no progress counts as hung; elsewhere it waits for others."""
+
+    def __init__(self, memory: RankMemory) -> None:
+        self._memory = memory
+
+    def __enter__(self) -> None:
+        self._memory.enter_phase(Phase.WATCHED)
+
+    def __exit__(self, *_: object) -> None:
+        self._memory.enter_phase(Phase.IDLE)
+
+
 class Call(Performer):
     """One wrapped call, from its begin to `close`.
 
@@ -82,6 +94,7 @@ class Call(Performer):
         self._exit_watch = ExitWatch()
         self._user_store: PrefixStore | None = None
         self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
+        self._watched = _Watched(self.own.memory)
 
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
@@ -137,7 +150,7 @@ class Call(Performer):
         store = PrefixStore(own.member.view.n, own.member.agreement.store)
         assign = self.settings.rank_assignment
         assert assign is not None, "the wrapper has put its default there"
-        with self._watched():  # the others wait for a rank that hangs here
+        with self._watched:  # the others wait for a rank that hangs here
             return activate_if_unsaid(
                 assign(RankAssignmentCtx(state, store, set(decision.ranks))), rank, world_size
             )
@@ -163,7 +176,7 @@ class Call(Performer):
     # ---- in the function
 
     def call_function(self, state: State, entered: int) -> Left:
-        with self._watched():
+        with self._watched:
             return self._call_function(state, entered)
 
     def _call_function(self, state: State, entered: int) -> Left:
@@ -260,7 +273,7 @@ class Call(Performer):
     # ---- out of the function
 
     def settle(self) -> None:
-        with self._watched():
+        with self._watched:
             self._settle()
         if self.own.progress.store_lost is not None:
             raise self.own.progress.store_lost
@@ -283,7 +296,7 @@ class Call(Performer):
 
     def clean_up(self) -> None:
         settings, own = self.settings, self.own
-        with self._watched():
+        with self._watched:
             if settings.finalize is not None or settings.health_check is not None:
                 self._restore()  # what the function has left would fail them
             if settings.finalize is not None:
@@ -372,15 +385,6 @@ class Call(Performer):
             self.state.iteration,
             exc_info=(type(stay.error), stay.error, users_part(stay.error.__traceback__)),
         )
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """In the block a rank that makes no progress counts as hung; elsewhere it waits for others."""
-        self.own.memory.enter_phase(Phase.WATCHED)
-        try:
-            yield
-        finally:
-            self.own.memory.enter_phase(Phase.IDLE)
 
     # ---- in the monitor thread
 
