@@ -12,7 +12,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
 MOST_FILES = 110
-MOST_CODE_LINES = 18_332
+MOST_CODE_LINES = 18_333
 MOST_LINES_OF_A_FILE = 450
 
 # Files that are still too long, with their lines.
