@@ -312,7 +312,7 @@ class FtNodes(Nodes):
 
 
 def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) -> threading.Thread:
-    """Logs deaths, until the others have gone on without these; in a thread, for that may take a while.
+    """Logs deaths in a background thread, until the next iteration leaves them out.
 
     Args:
         store: of the ranks; not used after the return.
@@ -321,12 +321,12 @@ def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) 
     """
     own = store.clone()
 
-    def tell() -> None:
+    def report() -> None:
         with contextlib.closing(own):
             report_lost(Agreement(own), lost, returns=return_)
 
     names = ", ".join(member.name for member in lost)
-    return in_background(f"telling of the death of {names}", tell)
+    return in_background(f"reporting the death of {names}", report)
 
 
 def what_follows(state: Record, node: Node, round_number: int) -> News | None:

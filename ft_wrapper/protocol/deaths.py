@@ -14,7 +14,7 @@ from .records import Fault, Member, View
 
 log = logging.getLogger(__name__)
 
-#: Seconds for which a death is kept being told, while the others do not go on without it.
+#: Seconds after which a report gives up, if every next iteration still lists the dead.
 TIMEOUT = 120.0
 
 _FIRST_LOOK = 0.1  # seconds between looks whether head has moved, should a wake be lost
@@ -64,7 +64,7 @@ def report_deaths(
                 agreement.ends.log_deaths(n, inside, ends=active, returns=returns)
                 agreement.iterations.count_deaths(view, len(inside))
                 kept |= agreement.iterations.arrivals_of(n) & inside.keys()
-            # The others may have asked to be let in. Where n has not ended yet, each proposer reads the log.
+            # The others may have asked to join. While n runs, each later proposer still reads the log.
             outside = dict.fromkeys(dead.keys() - inside.keys())
             if outside:
                 agreement.ends.log_deaths(n, outside, ends=False, returns=returns)
@@ -77,7 +77,7 @@ def report_deaths(
             return
         if not _await_move(agreement, n, view, deadline):
             names = ", ".join(member.name for member in sorted(kept))
-            log.info("%s: ended, and the others have not gone on without", names)
+            log.info("no iteration followed without %s, which ended", names)
             return
 
 

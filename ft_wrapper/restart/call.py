@@ -150,7 +150,7 @@ class Call(Performer):
         store = PrefixStore(own.member.view.n, own.member.agreement.store)
         assign = self.settings.rank_assignment
         assert assign is not None, "the wrapper has put its default there"
-        with self._watched:  # the others wait for a rank that hangs here
+        with self._watched:  # a rank that hangs here holds up all
             return activate_if_unsaid(
                 assign(RankAssignmentCtx(state, store, set(decision.ranks))), rank, world_size
             )

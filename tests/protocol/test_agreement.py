@@ -14,7 +14,7 @@ from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.deaths import report_lost
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.operations import Append
-from ft_wrapper.protocol.records import DONE, FAULT, roster_from_json
+from ft_wrapper.protocol.records import DONE, FAULT, View, roster_from_json
 from ft_wrapper.store import (
     BarrierOverflow,
     BarrierTimeout,
@@ -335,16 +335,22 @@ def test_errors_name_the_key_they_read(store: StoreMixin) -> None:
 # Deaths
 
 
+def ended_by_a_fault(store: StoreMixin, size: int) -> tuple[list[Member], View]:
+    """Forms a job and ends its first iteration by a fault; its members, and that iteration."""
+    agreement = Agreement(store)
+    members = [agreement.joining.register(slot) for slot in range(size)]
+    for member in members:
+        agreement.joining.join_first(member, range(size))
+    first = agreement.joining.await_first(members[0], range(size), 1.0)
+    assert first is not None
+    agreement.ends.end_iteration(first[0].n, FAULT)
+    return members, first[0]
+
+
 def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
     """The reporter logs the death, finds that the member has not arrived, and leaves it at that."""
     store = FakeStore(client="proposer")
-    members = [Agreement(store).joining.register(slot) for slot in range(2)]
-    for member in members:
-        Agreement(store).joining.join_first(member, range(2))
-    first = Agreement(store).joining.await_first(members[0], range(2), 1.0)
-    assert first is not None
-    view, _ = first
-    Agreement(store).ends.end_iteration(view.n, FAULT)
+    members, view = ended_by_a_fault(store, 2)
     store.execute([Append(keys.arrived(view.n), f"{members[0]} 0 2")])
     other = store.clone("other")
     read: list[str] = []
@@ -370,13 +376,7 @@ def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
 def test_ranks_that_are_lost_together_cost_one_restart() -> None:
     """One of them had arrived: no proposal may see that another is dead, and not that this one is."""
     store = FakeStore(client="agent")
-    members = [Agreement(store).joining.register(slot) for slot in range(4)]
-    for member in members:
-        Agreement(store).joining.join_first(member, range(4))
-    first = Agreement(store).joining.await_first(members[0], range(4), 1.0)
-    assert first is not None
-    view, _ = first
-    Agreement(store).ends.end_iteration(view.n, FAULT)
+    members, view = ended_by_a_fault(store, 4)
     for rank in (1, 2, 3):
         Agreement(store).iterations.arrive(view, members[rank], rank, 4)
     survivor = Agreement(store.clone("survivor"))
