@@ -36,7 +36,7 @@ _COMM_SIZE = 64  # bytes; a thread's name takes up to 16
 _CONNECT_TIMEOUT = 0.2
 _BUSY_LIMIT = 1.0  # seconds to wait for event loops that are busy with a transfer
 _libc = ctypes.CDLL(None, use_errno=True)
-_SOCKADDR_SIZE = 128  # sizeof(struct sockaddr_storage)
+_Sockaddr = ctypes.c_char * 128  # sizeof(struct sockaddr_storage); a type is costly to make
 _WATCHED = re.compile(r"^tfd:\s*(\d+).*?\bino:\s*([0-9a-f]+)", re.MULTILINE)
 
 _held: dict[int, int] = {}  # inode number: duplicate
@@ -274,8 +274,8 @@ def _listens(fd: int) -> bool:
 
 def _sockaddr(call: Callable[..., int], fd: int) -> bytes | None:
     """The ``struct sockaddr`` that ``getpeername`` or ``getsockname`` gives; None where there is none."""
-    buffer = ctypes.create_string_buffer(_SOCKADDR_SIZE)
-    return buffer.raw if call(fd, buffer, ctypes.byref(ctypes.c_uint32(_SOCKADDR_SIZE))) == 0 else None
+    buffer = _Sockaddr()
+    return buffer.raw if call(fd, buffer, ctypes.byref(ctypes.c_uint32(len(buffer)))) == 0 else None
 
 
 def _port(named: bytes) -> int:
