@@ -18,7 +18,7 @@ from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.initialize import Initialize
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.global_iteration import GlobalIteration
-from ft_wrapper.store import Member, StoreMixin, View
+from ft_wrapper.store import EtcdStore, Member, StoreMixin, View
 
 MAY_BE_LATE = 4
 """So many keys of a past iteration may be written when that has been cleaned up; it has more than ten."""
@@ -148,12 +148,14 @@ class Training:
             f"joins of {slots}",
         )
 
-    def await_arrivals(self, n: int, *slots: int) -> None:
-        """Waits until members of the slots have left iteration n."""
-        self._await(
-            lambda: {*slots} <= {member.slot for member in Agreement(self.store).iterations.arrivals_of(n)},
-            f"arrivals of {slots}",
-        )
+    def await_gone(self, n: int, count: int) -> None:
+        """Waits until so many members have left iteration n or are known to be dead: one more may decide."""
+        key = keys.count_gone(n)
+
+        def gone() -> int:
+            return len(self.store._held(key)) if isinstance(self.store, EtcdStore) else self.store.add(key, 0)
+
+        self._await(lambda: gone() >= count, f"the first {count} to leave {n}")
 
     def await_heartbeats(self, slot: int, count: int) -> None:
         """Waits until the newest process of a slot has sent some more heartbeats."""
