@@ -15,6 +15,7 @@ from . import state as state
 from . import store as store
 from . import terminate as terminate
 from .compose import Compose as Compose
+from .live import LiveState as LiveState
 from .log_lines import install as _install_log_handler
 from .state import FrozenState as FrozenState
 from .state import Mode as Mode

@@ -27,6 +27,7 @@ LINES: list[set[str]] = [
     },
     {"restart"},
     {"wrapper"},
+    {"live"},
     {"run"},
     {"__init__"},
     {"testing"},

@@ -21,7 +21,8 @@ NAMES = {
     "terminate": "Terminate",
     "rank_assignment": (
         "RankAssignment RankFilter RankAssignmentCtx RankDiscarded ActivateAllRanks MaxActiveWorldSize "
-        "ActiveWorldSizeDivisibleBy ShiftRanks FillGaps FilterCountGroupedByKey Tree Layer LayerFlag"
+        "ActiveWorldSizeDivisibleBy ShiftRanks FillGaps ReplicaGroups FilterCountGroupedByKey Tree Layer "
+        "LayerFlag"
     ),
     "store": (
         "StoreMixin TCPStore FileStore PrefixStore EtcdStore BarrierError BarrierTimeout BarrierOverflow"

@@ -80,6 +80,11 @@ class Interrupter:
 
     # ---- the function's thread
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the function is being called."""
+        return self._armed
+
     def close(self) -> None:
         """Gives the signal back; the function has left."""
         if self.signum is None:

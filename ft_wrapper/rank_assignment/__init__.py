@@ -21,6 +21,7 @@ from ..exception import RankDiscarded as RankDiscarded
 from ..settings import as_int, as_limit, as_timeout, check_callable
 from ..state import Mode, State
 from ..store import StoreMixin
+from . import replicas
 from .places import Arrival, Place, arrange, check_key, key_of
 from .places import Layer as Layer
 from .places import LayerFlag as LayerFlag
@@ -153,6 +154,35 @@ class FillGaps(RankAssignment):
             before = sum(r not in ctx.terminated_ranks for r in range(world_size, rank))
             rank = sorted(ctx.terminated_ranks)[before]
         return _move(ctx, rank)
+
+
+class ReplicaGroups(RankAssignment):
+    """Makes complete replicas active, each of so many consecutive ranks; the others are hot spares.
+
+    For a state in shards, as with HSDP: rank r holds shard ``r % size``. In complete replicas survivors keep
+    their ranks, and so their shards. A gap is filled from behind them: by a rank that held the same shard, or
+    else by a spare, or else by any other. ``0 1 | X 3 | 4 X``, of size 2, becomes ``0 1 | 4 3``. With fewer
+    ranks than a replica none is active, as in `ActiveWorldSizeDivisibleBy`.
+
+    To keep spares: ``Compose(MaxActiveWorldSize(4), ReplicaGroups(2))``, with a multiple of ``size``.
+
+    Args:
+        size: the number of ranks in a replica.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is below 1.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = as_int("size", size, at_least=1)
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Moves this rank, if it has to, and makes it active or a spare; see `RankAssignment`."""
+        rank, before = _surviving_rank(ctx), ctx.state.world_size
+        places = replicas.arrange(self.size, before, _active_so_far(ctx.state), ctx.terminated_ranks)
+        ctx = _move(ctx, places[rank])
+        return _activate_below(ctx, replicas.complete(self.size, ctx.state.world_size))
 
 
 class FilterCountGroupedByKey(RankAssignment):

@@ -1,5 +1,6 @@
 """One call of the wrapped function: carries out what its restart loop asks for."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -75,6 +76,8 @@ class Call(Performer):
 
     Attributes:
         pinged: whether the function has pinged in this iteration, though its stamps are new.
+        kept: what the function's helpers keep over iterations, by name.
+        helpers: what they give back when the iteration ends.
 
     Raises:
         RestartError: the store cannot be used, or ranks are missing.
@@ -87,6 +90,8 @@ class Call(Performer):
         self.settings = settings
         self.state = state
         self.pinged = False
+        self.kept: dict[str, Any] = {}
+        self.helpers = contextlib.ExitStack()
         self._began_at = time.monotonic()
         self._ended_at: float | None = None  # the last iteration
         self._stay = _Stay()
@@ -289,6 +294,7 @@ class Call(Performer):
             self._ended_at = watch.ended_at
             self.own.progress.store_lost = watch.store_lost
         self.own.member.emit("left")
+        self.helpers.close()
         if self.settings.abort is not None:
             release_process_groups(aborted=True)
         forget.end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
@@ -336,6 +342,7 @@ class Call(Performer):
                 self.settings.completion(self.state.freeze())
             except Exception:
                 log.exception("completion failed on rank %s; the call had ended well", self.state.rank)
+        self.helpers.close()
         if self.settings.abort is not None:
             release_process_groups()
         forget.forget_old_ranks()

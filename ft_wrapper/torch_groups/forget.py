@@ -3,7 +3,8 @@
 Several caches of torch do not know that ranks can move. DTensor's are keyed by a mesh's layout: after a
 restart operations go on with the old mesh, whose coordinate is another rank's, and give that rank's rows
 without an error. Symmetric memory's tables are keyed by group name, and names begin again. Compiled code has
-``get_rank()`` and ``get_world_size()`` as constants. The process that writes checkpoints for
+``get_rank()`` and ``get_world_size()`` as constants. The functions of ``torch.distributed.nn`` have the
+default group of the moment of their import as a default argument. The process that writes checkpoints for
 ``async_save`` keeps a group with ranks that are gone.
 
 Nothing is imported for it: what was not imported has nothing to forget. The names are torch 2.13's. Where an
@@ -14,6 +15,7 @@ import contextlib
 import gc
 import logging
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -175,12 +177,23 @@ def _clear_symmetric_memory(memory: Any) -> None:
     memory._group_name_to_workspace_tensor.clear()
 
 
+def _forget_default_group(functional: Any) -> None:
+    """None, which they have where no group was there at their import, stands for the present one."""
+    for value in vars(functional).values():
+        if isinstance(value, types.FunctionType) and value.__defaults__:
+            value.__defaults__ = tuple(
+                None if isinstance(each, torch.distributed.ProcessGroup) else each
+                for each in value.__defaults__
+            )
+
+
 _STEPS: tuple[tuple[str, str, Callable[[Any], None]], ...] = (
     ("DTensor's fast cache", "torch.distributed.tensor._api", _clear_fast_cache),
     ("DTensor's propagation caches", "torch.distributed.tensor._api", _clear_propagation),
     ("DTensor's redistribution caches", "torch.distributed.tensor._redistribute", _clear_redistribution),
     ("DTensor's mesh topologies", "torch.distributed.tensor._collective_utils", _clear_topology),
     ("DTensor's random number tracker", "torch.distributed.tensor._random", _drop_rng_tracker),
+    ("torch.distributed.nn's default group", "torch.distributed.nn.functional", _forget_default_group),
     ("symmetric memory", "torch.distributed._symmetric_memory", _clear_symmetric_memory),
 )
 

@@ -1,0 +1,187 @@
+"""Copies of shards in host memory, a rank's own and those of other ranks: for states without replicas."""
+
+import dataclasses
+import logging
+import os
+import pickle
+import queue
+import socket
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .plan import Copy, Plan
+from .tree import Flat, empty_like, flatten, unflatten
+
+log = logging.getLogger(__name__)
+
+_JOIN_PATIENCE = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A copy with its contents.
+
+    Args:
+        copy: what it is.
+        flat: the state, in host memory of its own.
+    """
+
+    copy: Copy
+    flat: Flat
+
+
+class Copies:
+    """All copies that a process has. The table is replaced as a whole, so it is right at any moment."""
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[Hashable, int], Packed] = {}
+
+    def known(self) -> tuple[Copy, ...]:
+        """What there is."""
+        return tuple(packed.copy for packed in self._packed.values())
+
+    def add(self, packed: Packed) -> None:
+        """Puts a copy in."""
+        self._packed = {**self._packed, (packed.copy.shard, packed.copy.step): packed}
+
+    def state(self, shard: Hashable, step: int) -> Any:
+        """The state in a copy; its tensors are the copy's own."""
+        return unflatten(self._packed[shard, step].flat)
+
+    def drop_older(self, step: int) -> None:
+        """Drops the copies from before a step, of which all ranks' copies are there."""
+        self._keep(lambda copy: copy.step >= step)
+
+    def label(self, plan: Plan, number: int) -> None:
+        """Says that copies belong to the history, too, that begins with the recovery ``number``."""
+        self._packed = {
+            key: dataclasses.replace(
+                one, copy=dataclasses.replace(one.copy, origins=one.copy.origins | {number})
+            )
+            if plan.origin in one.copy.origins and one.copy.step <= plan.step
+            else one
+            for key, one in self._packed.items()
+        }
+
+    def drop_given_up(self, origin: int, step: int) -> None:
+        """Drops the copies of other histories, and of steps that this one has not come to."""
+        self._keep(lambda copy: origin in copy.origins and copy.step <= step)
+
+    def _keep(self, wanted: Callable[[Copy], bool]) -> None:
+        self._packed = {key: one for key, one in self._packed.items() if wanted(one.copy)}
+
+
+def pack(copy: Copy, state: Any) -> Packed:
+    """Copies an exported state into host memory."""
+    flat = flatten(state)
+    tensors = [tensor.to("cpu", copy=True) for tensor in flat.tensors]
+    return Packed(copy, Flat(flat.skeleton, tensors))
+
+
+def offsets(nodes: Sequence[str], buddies: int) -> list[int]:
+    """How many ranks further each rank's buddies are: where as many as can be are on another node.
+
+    Args:
+        nodes: of all active ranks, by rank.
+        buddies: how many each rank has.
+    """
+    size = len(nodes)
+
+    def neighbours(offset: int) -> int:
+        return sum(nodes[rank] == nodes[(rank + offset) % size] for rank in range(size))
+
+    return sorted(range(1, size), key=neighbours)[:buddies]
+
+
+def own_node() -> str:
+    """Tells nodes apart; several agents on one machine count as several nodes."""
+    return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
+
+
+class Buddies:
+    """Sends this rank's copies to its buddies and receives theirs, in a thread, for one iteration.
+
+    Over a group of its own, so that it meets no collective of the training, and an abort ends it.
+
+    Args:
+        copies: of the process.
+        nodes: of all active ranks, by rank.
+        buddies: how many each rank has.
+    """
+
+    def __init__(self, copies: Copies, nodes: Sequence[str], buddies: int) -> None:
+        self._copies = copies
+        self._rank, self._size = dist.get_rank(), len(nodes)
+        self._offsets = offsets(nodes, buddies)
+        self._group = dist.new_group(backend="gloo")
+        self._todo: queue.SimpleQueue[Packed | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._free.put(None)
+        self.stored = -1
+        """The newest step of which this rank's buddies have its copy, and it has theirs."""
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="ft_wrapper-buddies", daemon=True)
+        self._thread.start()
+
+    def send(self, packed: Packed) -> None:
+        """Puts a copy in, and sends it in the background; waits while the one before is on its way.
+
+        Raises:
+            RuntimeError: that one could not be sent.
+        """
+        self._free.get()
+        if self._error is not None:
+            raise RuntimeError("copies could not be exchanged with the buddies") from self._error
+        self._copies.add(packed)
+        self._todo.put(packed)
+
+    def close(self) -> None:
+        """Ends the thread; what is on its way arrives, or was aborted."""
+        self._todo.put(None)
+        self._thread.join(_JOIN_PATIENCE)
+        if self._thread.is_alive():
+            log.warning("the thread that exchanges copies is still in a transfer; it ends with its group")
+
+    def _run(self) -> None:
+        try:
+            while (packed := self._todo.get()) is not None:
+                for offset in self._offsets:
+                    self._copies.add(self._exchange(packed, offset))
+                self.stored = packed.copy.step
+                self._free.put(None)
+        except Exception as error:  # mostly the iteration is over, and its groups are aborted
+            self._error = error
+            self._free.put(None)
+
+    def _exchange(self, packed: Packed, offset: int) -> Packed:
+        said = bytearray(pickle.dumps((packed.copy, packed.flat.skeleton)))
+        head = torch.frombuffer(said, dtype=torch.uint8)
+        size = torch.empty(1, dtype=torch.int64)
+        self._swap([torch.tensor([len(head)])], [size], offset)
+        text = torch.empty(int(size), dtype=torch.uint8)
+        self._swap([head], [text], offset)
+        copy, skeleton = pickle.loads(bytes(text.tolist()))
+        flat = empty_like(skeleton)
+        self._swap(packed.flat.tensors, flat.tensors, offset)
+        return Packed(copy, flat)
+
+    def _swap(self, mine: list[torch.Tensor], theirs: list[torch.Tensor], offset: int) -> None:
+        """Sends tensors to the buddy, and receives those of the rank whose buddy this one is."""
+        to, since = (self._rank + offset) % self._size, (self._rank - offset) % self._size
+        works = [dist.isend(_bytes(one), to, self._group, tag) for tag, one in enumerate(mine) if one.numel()]
+        works += [
+            dist.irecv(_bytes(one), since, self._group, tag) for tag, one in enumerate(theirs) if one.numel()
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's memory as bytes, in the order that it has there."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)

@@ -1,0 +1,296 @@
+"""What users see of live state: `LiveState`."""
+
+import contextlib
+import functools
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..exception import RestartAbort
+from ..report.restart import duration
+from ..settings import as_int, as_limit, check_callable
+from ..wrapper import CallWrapper
+from . import checks
+from .commit import Course
+from .form import Form, Objects, Replicated, optimizers
+from .performer import TorchKept, TorchPerformer, Users, default_update
+from .plan import Plan, Rung
+
+log = logging.getLogger(__name__)
+
+
+class LiveState:
+    """A training state that survives restarts in the processes that hold it.
+
+    Make it in the wrapped function in each iteration, once the process group is there. The first time it
+    builds the state. After a fault, who still has it goes on with it, a new process receives it from a living
+    peer, and all stand at the step that was committed last. No step is lost or done twice as long as each
+    shard of the state is held by a rank that lives::
+
+        live = LiveState(call_wrapper, build, seed=0)
+        ddp = DistributedDataParallel(live["model"], init_sync=False)
+        for step in live.steps(1000):
+            live["optimizer"].zero_grad()
+            loss_of(ddp, batch(step)).backward()
+            live.commit()
+
+    Args:
+        call_wrapper: what the wrapped function was given.
+        build: makes the state: a dict of objects with ``state_dict`` and ``load_state_dict``, by name, such
+            as the model, optimizers, schedulers, a ``GradScaler``. The same on all ranks.
+        restore: loads the newest checkpoint into such a dict, and returns its step; 0 if there is none. All
+            active ranks call it: the first time, and when a shard of the state has no living holder.
+        update: turns gradients into the next state, without collectives: called with the dict, and with what
+            ``commit`` was given. By default all optimizers, through a registered ``GradScaler``, then all
+            schedulers.
+        seed: makes all random numbers of a step depend on this, the step and the rank alone.
+        mesh: of this iteration, if ``build`` shards the modules on it by ``fully_shard``. The last dimension
+            shards; along the one before it, if there is one, are replicas.
+        buddies: so many other ranks have a copy of each shard in host memory, on other nodes where there are
+            such, and its own rank has one. When a shard has no living holder, all go back to the newest ones.
+        every: steps between two copies.
+        verify_every: compares the replicas' states after so many steps; None: only after transfers.
+        name: tells several states of a wrapped call apart.
+
+    Raises:
+        RestartAbort: what would come again in each iteration: an argument or what ``build`` returned is not
+            right, there is no process group of all active ranks, or the ranks do not build the same; the
+            message names the first difference.
+    """
+
+    def __init__(
+        self,
+        call_wrapper: CallWrapper,
+        build: Callable[[], Objects],
+        *,
+        restore: Callable[[Objects], int] | None = None,
+        update: Callable[..., object] | None = None,
+        seed: int | None = None,
+        mesh: Any = None,
+        buddies: int = 0,
+        every: int = 50,
+        verify_every: int | None = None,
+        name: str = "state",
+    ) -> None:
+        began = time.monotonic()
+        with _for_good():
+            _check_arguments(call_wrapper, build, restore, update, name)
+            self._seed_by = functools.partial(_seed_by, as_limit("seed", seed, at_least=0))
+            self._verify_every = as_limit("verify_every", verify_every, at_least=1)
+            self._buddies = as_int("buddies", buddies, at_least=0)
+            self._every = as_int("every", every, at_least=1)
+            form = _form(build, mesh)
+        _check_group(call_wrapper)
+        self._call_wrapper = call_wrapper
+        call = call_wrapper._call
+        self._iteration = call.own.member.view.n
+        self._kept: TorchKept = call.kept.setdefault(name, TorchKept())
+        if self._kept.iteration == self._iteration:
+            raise RestartAbort(
+                f"name={name!r}: there is a LiveState of this name in this iteration already; give one of "
+                "them another name"
+            )
+        self._kept.iteration = self._iteration
+        users = Users(build, restore, default_update if update is None else update, self._seed_by)
+        settings = {"seed": seed, "buddies": buddies, "every": every, "verify_every": verify_every}
+        performer = TorchPerformer(call, name, self._kept, form, users, settings)
+        self._performer = performer
+        self._course = Course(self._kept, performer, self._iteration)
+        self._open: int | None = None  # the step that was begun
+        is_first = self._kept.objects is None
+        self.plan = self._course.recover(form.shard)
+        if self._buddies:
+            performer.start_buddies(self._buddies)
+            if self.plan.rung is not Rung.PEERS or self.plan.routes:
+                performer.send_copy()  # a new process has none
+        parameters = list(form.parameters(self._objects))
+        self._marks = checks.Marks(parameters)
+        if performer.rank == 0:
+            _report(self.plan, time.monotonic() - began)
+            if is_first:
+                _tell_untrained(checks.untrained(self._objects, parameters))
+
+    def __getitem__(self, name: str) -> Any:
+        """An object that ``build`` returned.
+
+        Raises:
+            KeyError: it returned none of this name.
+        """
+        if name not in self._objects:
+            raise KeyError(f"{name!r}: build() returned {', '.join(map(repr, self._objects))}")
+        return self._objects[name]
+
+    @property
+    def _objects(self) -> Objects:
+        objects: Objects = self._kept.objects
+        return objects
+
+    @property
+    def step(self) -> int:
+        """The number of committed steps; that of the step that is on, or comes next."""
+        return self._kept.newest
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Goes through the steps that are left, from `step` on. Each has to end with `commit`.
+
+        Says at each step that there is progress (``call_wrapper.ping``), and seeds, if there is a ``seed``.
+
+        Args:
+            total: the number of steps in all.
+
+        Raises:
+            RuntimeError: a step ended without `commit`.
+        """
+        total = as_int("total", total, at_least=0)
+        self._kept.buffers.put_back()  # a warm-up pass since the recovery is no step
+        while (step := self.step) < total:
+            self._check_iteration("steps()")
+            self._call_wrapper.ping()
+            self._seed_by(step, self._performer.rank)
+            self._marks.set()
+            self._open = step
+            yield step
+            if self._open is not None:
+                raise RuntimeError(f"step {step} ended without commit(); call it once in each step")
+
+    def commit(self, *arguments: Any) -> None:
+        """Applies the gradients, in the place of ``optimizer.step()``: on all active ranks, or on none.
+
+        After all that talks to other ranks, such as clipping. Returns with the next step's state, or does not
+        return: then the step is applied by the other ranks, too, or begun again on all.
+
+        Args:
+            arguments: for ``update``, after the objects.
+
+        Raises:
+            RuntimeError: there is nothing to commit: outside of a step, twice in a step, without a gradient,
+                or in another iteration. A parameter was changed in the step by something else.
+        """
+        self._check_commit()
+        self._open = None
+        self._course.commit(arguments)
+        if self._buddies and self.step % self._every == 0:
+            self._performer.send_copy()
+        if self._verify_every and self.step % self._verify_every == 0:
+            self._course.compare()
+
+    def _check_commit(self) -> None:
+        self._check_iteration("commit()")
+        if self._open is None:
+            raise RuntimeError("commit() belongs into a step of `for step in live.steps(n)`, once in each")
+        changed = self._marks.changed()
+        if changed is not None:
+            raise RuntimeError(
+                f"parameter {changed!r} was changed in step {self._open} outside of commit(); commit() takes "
+                "the place of optimizer.step(), and other changes belong into update="
+            )
+        for name, optimizer in optimizers(self._objects):
+            groups = optimizer.param_groups
+            if groups and all(each.grad is None for group in groups for each in group["params"]):
+                raise RuntimeError(
+                    f"commit() of step {self._open}: no parameter of {name!r} has a gradient; call "
+                    "backward() before it, and zero_grad() after it or before the forward pass"
+                )
+
+    def _check_iteration(self, what: str) -> None:
+        own = self._call_wrapper._call.own
+        if not own.interrupter.is_running or own.member.view.n != self._iteration:
+            raise RuntimeError(
+                f"{what} of a LiveState of another iteration, or outside of the wrapped function: make a "
+                "LiveState in the function, in each iteration"
+            )
+
+
+def _seed_by(seed: int | None, *parts: object) -> None:
+    """Makes all random numbers that follow depend on the seed and these parts alone."""
+    if seed is None:
+        return
+    number = random.Random(repr((seed, *parts))).getrandbits(63)
+    random.seed(number)
+    torch.manual_seed(number)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(number % 2**32)
+
+
+@contextlib.contextmanager
+def _for_good() -> Iterator[None]:
+    """Ends the call where an error would come again in each iteration."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise RestartAbort(f"LiveState: {error}") from error
+
+
+def _check_arguments(
+    call_wrapper: object, build: object, restore: object, update: object, name: object
+) -> None:
+    if not isinstance(call_wrapper, CallWrapper):
+        raise TypeError(
+            f"call_wrapper={call_wrapper!r} must be the CallWrapper that the wrapped function is given: "
+            "def train(call_wrapper: CallWrapper = None)"
+        )
+    check_callable("build", build, 'lambda: {"model": model, "optimizer": optimizer}')
+    if restore is not None:
+        check_callable("restore", restore, "def restore(objects): ...; return step")
+    if update is not None:
+        check_callable("update", update, "def update(objects): objects['optimizer'].step()")
+    if not isinstance(name, str) or not name or "/" in name:
+        raise ValueError(f"name={name!r} must be a string that is not empty and has no '/'")
+
+
+def _check_group(call_wrapper: CallWrapper) -> None:
+    state = call_wrapper.state
+    if not dist.is_initialized():
+        raise RestartAbort(
+            "LiveState needs the process group: call torch.distributed.init_process_group() before it, in "
+            "the wrapped function"
+        )
+    if dist.get_world_size() != state.active_world_size:
+        raise RestartAbort(
+            f"LiveState needs a default process group of all active ranks: it has {dist.get_world_size()}, "
+            f"and {state.active_world_size} are active"
+        )
+
+
+def _form(build: Callable[[], Objects], mesh: Any) -> Form:
+    if mesh is None:
+        return Replicated(build)
+    from .sharded import Sharded  # imports DTensor, which takes its time
+
+    form: Form = Sharded(build, mesh)
+    return form
+
+
+def _report(plan: Plan, seconds: float) -> None:
+    """The line of a recovery, on active rank 0, beside the restart's."""
+    if plan.rung is Rung.CHECKPOINT and not plan.lost and not plan.void:
+        log.info("live state: starts at step %d, after %s", plan.step, duration(seconds))
+        return
+    parts = [f"goes on at step {plan.step} from {plan.rung.value}", f"{plan.lost} steps lost"]
+    if plan.rolls:
+        parts.append(f"rolled forward: active ranks {_numbers(plan.rolls)}")
+    if plan.routes:
+        parts.append(f"received: active ranks {_numbers(route.receiver for route in plan.routes)}")
+    if plan.missing:
+        parts.append(f"no living holder of {', '.join(map(str, plan.missing))}")
+    log.warning("live state: %s, after %s", "; ".join(parts), duration(seconds))
+
+
+def _numbers(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+def _tell_untrained(names: list[str]) -> None:
+    if names:
+        log.warning(
+            "live state: no optimizer that build() returned updates %s%s; freeze them by "
+            "requires_grad_(False), or return their optimizer, too",
+            ", ".join(names[:3]),
+            "" if len(names) <= 3 else f" and {len(names) - 3} more parameters",
+        )

@@ -1,0 +1,198 @@
+"""Who rolls forward, who sends and who receives in a recovery: a pure function of what the members hold."""
+
+import dataclasses
+import enum
+from collections.abc import Hashable, Iterable, Sequence
+
+
+class Rung(enum.Enum):
+    """Where a recovery takes the state from; the higher rungs lose less."""
+
+    PEERS = "living peers"
+    """The processes that live have all of it: no step is lost."""
+    COPIES = "copies in memory"
+    """All go back to a step of which every shard's copy is left; see ``buddies``."""
+    CHECKPOINT = "checkpoint"
+    """It is built, and loaded if there is a checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A state that is whole, and where it comes from.
+
+    Args:
+        shard: which shard of the state it is; replicas say the same.
+        step: the number of steps that made it.
+        is_prepared: the whole gradients of the next step are there, and nothing of its update was done.
+        origin: number of the recovery that began its history: nothing was given up since.
+        history: number of the last recovery that is known to be sealed; -1: none.
+        ready: numbers of the recoveries that were finished with this state since, whose seal was not seen.
+    """
+
+    shard: Hashable
+    step: int
+    is_prepared: bool = False
+    origin: int = -1
+    history: int = -1
+    ready: frozenset[int] = frozenset()
+
+    @property
+    def reach(self) -> set[int]:
+        """The steps at which the holder can stand without talking to anyone."""
+        return {self.step, self.step + self.is_prepared}
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A copy of a shard in host memory, of the rank's own or of another's.
+
+    Args:
+        shard: which one.
+        step: the number of steps that made it.
+        origins: numbers of the recoveries that began the histories it belongs to: several, since a history
+            that goes back to a copy and on from there has it, too.
+    """
+
+    shard: Hashable
+    step: int
+    origins: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """What one active rank says at the begin of a recovery; its place in the list is its active rank.
+
+    Args:
+        needs: the shard that belongs to its rank.
+        held: what it holds; None if that is nothing, or a part of an update or a transfer.
+        copies: what it has in host memory.
+        newest: the newest step that it knows to be committed.
+    """
+
+    needs: Hashable
+    held: Held | None = None
+    copies: tuple[Copy, ...] = ()
+    newest: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Register:
+    """What the store has of a state, written by active rank 0 after each recovery.
+
+    Args:
+        sealed: number of the last recovery that may have been gone on from; -1: none.
+        origin: number of the recovery that began its history; -1: none.
+    """
+
+    sealed: int = -1
+    origin: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """One rank's way to its shard.
+
+    Args:
+        receiver: the rank that receives it.
+        holders: the ranks that send a part each, in the order of the parts.
+    """
+
+    receiver: int
+    holders: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What all ranks do in a recovery.
+
+    Args:
+        rung: where the state comes from.
+        step: where all stand afterwards; with a checkpoint that is its step, which the plan does not know.
+        origin: of all that count or receive, and of the copies that are used; -1: there are none.
+        history: of all that count or receive, from then on.
+        ready: the same.
+        rolls: the ranks that apply the gradients they have kept.
+        routes: the transfers. A rank without one stays with what it has: its state, or its own copy.
+        void: the ranks whose state cannot be used: it is of a history that was given up.
+        missing: the shards without a holder that counts.
+        lost: how many committed steps are done again, as far as the ranks know that are left.
+    """
+
+    rung: Rung
+    step: int = 0
+    origin: int = -1
+    history: int = -1
+    ready: frozenset[int] = frozenset()
+    rolls: frozenset[int] = frozenset()
+    routes: tuple[Route, ...] = ()
+    void: frozenset[int] = frozenset()
+    missing: tuple[Hashable, ...] = ()
+    lost: int = 0
+
+    def route_of(self, rank: int) -> Route | None:
+        """How a rank receives its shard; None if it does not."""
+        return next((route for route in self.routes if route.receiver == rank), None)
+
+
+def make_plan(holdings: Sequence[Holding], register: Register) -> Plan:
+    """Makes the plan of a recovery: the same on every rank, since all have gathered the same holdings.
+
+    A holder counts if it took part in the newest recovery that anyone may have gone on from. Others are
+    void: they were spares meanwhile, and would bring back what was given up. Of the steps that every shard
+    can reach it takes the newest that every holder can reach, so that no state is overwritten; without such a
+    step, the newest.
+
+    Args:
+        holdings: of all active ranks, in their order.
+        register: as the store has it.
+    """
+    held = {rank: one.held for rank, one in enumerate(holdings) if one.held is not None}
+    newest = max([register.sealed, *(one.history for one in held.values())])
+    counts = {rank: one for rank, one in held.items() if newest >= 0 and newest in (one.history, *one.ready)}
+    void = frozenset(held.keys() - counts.keys())
+    needed = tuple(dict.fromkeys(one.needs for one in holdings))
+
+    def able(shard: Hashable, step: int) -> tuple[int, ...]:
+        return tuple(rank for rank, one in counts.items() if one.shard == shard and step in one.reach)
+
+    reach = {step for one in counts.values() for step in one.reach}
+    steps = [step for step in reach if all(able(shard, step) for shard in needed)]
+    if not steps:
+        missing = tuple(shard for shard in needed if all(one.shard != shard for one in counts.values()))
+        sealed_origins = (one.origin for one in held.values() if one.history >= one.origin)
+        plan = _plan_of_copies(holdings, needed, max([register.origin, *sealed_origins]))
+        return dataclasses.replace(plan, void=frozenset(held), missing=missing or needed)
+    step = max([step for step in steps if all(step in one.reach for one in counts.values())] or steps)
+    stay = {rank for rank, one in counts.items() if one.shard == holdings[rank].needs and step in one.reach}
+    some = next(iter(counts.values()))
+    return Plan(
+        Rung.PEERS,
+        step,
+        some.origin,
+        newest,
+        frozenset[int]().union(*(one.ready for one in counts.values())),  # the same bits, so true of each
+        rolls=frozenset(rank for rank, one in counts.items() if step in one.reach and step != one.step),
+        routes=tuple(
+            Route(rank, able(one.needs, step)) for rank, one in enumerate(holdings) if rank not in stay
+        ),
+        void=void | {rank for rank, one in counts.items() if step not in one.reach},
+    )
+
+
+def _plan_of_copies(holdings: Sequence[Holding], needed: Iterable[Hashable], origin: int) -> Plan:
+    """Goes back to the newest step of which every shard's copy is left; a rank's own copy comes first."""
+    have: dict[int, dict[Hashable, list[int]]] = {}
+    for rank, one in enumerate(holdings):
+        for copy in one.copies:
+            if origin in copy.origins:
+                have.setdefault(copy.step, {}).setdefault(copy.shard, []).append(rank)
+    whole = [step for step, shards in have.items() if all(shard in shards for shard in needed)]
+    if origin < 0 or not whole:
+        return Plan(Rung.CHECKPOINT)
+    step = max(whole)
+    routes = [
+        Route(rank, tuple(have[step][one.needs]))
+        for rank, one in enumerate(holdings)
+        if rank not in have[step][one.needs]
+    ]
+    return Plan(Rung.COPIES, step, origin, routes=tuple(routes))

@@ -1,0 +1,249 @@
+"""A state as a skeleton and a list of tensors, and the tensors as bytes in pieces, with a checksum."""
+
+import ctypes
+import dataclasses
+import functools
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+PIECE = 1 << 20
+"""Bytes that are sent, received and summed up at once: a tensor's alone, or those of small ones together."""
+
+_LARGE = PIECE // 4  # bytes that are worth a call of their own, and are too many to copy
+_WORD = 8
+_FACTOR = 0x9E3779B97F4A7C15
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A state taken apart.
+
+    Args:
+        skeleton: all but the tensors' contents, pickled.
+        tensors: what the skeleton refers to by number, not copied.
+    """
+
+    skeleton: bytes
+    tensors: list[torch.Tensor]
+
+
+# Taking apart and putting together -------------------------------------------------------------------------
+
+
+def flatten(tree: Any) -> Flat:
+    """Takes a state apart. Tensors that are the same view of the same memory are there once.
+
+    Args:
+        tree: dictionaries, lists, tuples and whatever else can be pickled, with tensors in it.
+
+    Raises:
+        TypeError: a tensor's contents are not plain memory (a DTensor, a sparse one); names it by its path.
+    """
+    tensors: list[torch.Tensor] = []
+    numbers: dict[tuple[Any, ...], int] = {}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> int | None:
+            if not isinstance(value, torch.Tensor):
+                return None
+            if not _is_plain(value):
+                raise TypeError(
+                    f"{_path(tree, value) or 'a tensor of the state'} cannot be sent: it is a "
+                    f"{type(value).__name__} ({value.layout}, {value.device})"
+                )
+            key = _identity(value) if value.numel() else (len(tensors),)
+            number = numbers.setdefault(key, len(tensors))
+            if number == len(tensors):
+                tensors.append(value.detach())  # it keeps the memory, so its identity stays its own
+            return number
+
+    out = io.BytesIO()
+    Pickler(out, pickle.HIGHEST_PROTOCOL).dump(tree)
+    forms = [(tuple(t.shape), t.stride() if _is_dense(t) else None, t.dtype) for t in tensors]
+    return Flat(pickle.dumps((forms, out.getvalue()), pickle.HIGHEST_PROTOCOL), tensors)
+
+
+def empty_like(skeleton: bytes) -> Flat:
+    """Allocates host memory for a state's tensors, to be filled.
+
+    Dense tensors have the strides that they had, all others are contiguous.
+    """
+    forms, _ = pickle.loads(skeleton)
+    tensors = [
+        torch.empty(shape, dtype=dtype, device="cpu")
+        if stride is None
+        else torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+        for shape, stride, dtype in forms
+    ]
+    return Flat(skeleton, tensors)
+
+
+def unflatten(flat: Flat) -> Any:
+    """Puts a state together; its tensors are those of the list, not copies."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, number: Any) -> torch.Tensor:
+            tensor: torch.Tensor = flat.tensors[number]
+            return tensor
+
+    _, tree = pickle.loads(flat.skeleton)
+    return Unpickler(io.BytesIO(tree)).load()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    )
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, lazy)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one range of memory, in whatever order."""
+    following = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != following:
+                return tensor.numel() == 0
+            following *= size
+    return True
+
+
+def _path(tree: Any, wanted: torch.Tensor) -> str | None:
+    """Where a tensor is, ``optimizer.state.3.exp_avg``; None if not in dictionaries, lists and tuples."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    for key, value in items:
+        if value is wanted:
+            return str(key)
+        inner = _path(value, wanted)
+        if inner is not None:
+            return f"{key}.{inner}"
+    return None
+
+
+# Bytes -----------------------------------------------------------------------------------------------------
+
+
+def layout(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """The number of bytes, and a number that is another one if the tensors' sizes or order are."""
+    sizes = [tensor.nbytes for tensor in tensors]
+    return sum(sizes), _chain(0, sizes)
+
+
+def share(tensors: Sequence[torch.Tensor], index: int, count: int) -> tuple[int, int]:
+    """Where the part ``index`` of ``count`` equal ones begins and ends, for `pieces`."""
+    size = sum(map(_room, tensors))
+    return size * index // count // _WORD * _WORD, size * (index + 1) // count // _WORD * _WORD
+
+
+def pieces(tensors: Sequence[torch.Tensor], begin: int, end: int) -> Iterator[list[memoryview]]:
+    """Cuts a part of all bytes into pieces of `PIECE` bytes at most.
+
+    A piece is one view on a large tensor, or views on several small ones: so there is one call of the kernel
+    for many of them. How it cuts depends on the tensors' sizes alone, so both ends do the same. Tensors whose
+    bytes cannot be viewed as they are (on a device, not dense) are copied when it is their turn.
+
+    Args:
+        tensors: all of them; each counts as a multiple of 8 bytes.
+        begin: from `share`.
+        end: from `share`.
+    """
+    small: list[memoryview] = []
+    room, at = PIECE, 0
+    for tensor in tensors:
+        first, last = max(begin - at, 0), min(end - at, tensor.nbytes)
+        at += _room(tensor)
+        if first >= last:
+            continue
+        memory = _memory(tensor)
+        for start in range(first, last, PIECE):
+            view = memory[start : min(start + PIECE, last)]
+            if len(view) >= _LARGE:
+                yield [view]
+                continue
+            if len(view) > room:
+                yield small
+                small, room = [], PIECE
+            small.append(view)
+            room -= len(view)
+    if small:
+        yield small
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _WORD) * _WORD
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, in the order that they have in memory; the view keeps the tensor."""
+    if not _is_dense(tensor):
+        tensor = tensor.contiguous()
+    tensor = tensor.resolve_conj().resolve_neg().cpu()
+    block = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    block.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(block).cast("B")
+
+
+# Checksum --------------------------------------------------------------------------------------------------
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """A number for the contents of tensors, in their order."""
+    total = 0
+    for views in pieces(tensors, 0, sum(map(_room, tensors))):
+        total = extend(total, joined(views))
+    return total
+
+
+def extend(total: int, piece: memoryview | bytearray) -> int:
+    """The checksum of what has the checksum ``total`` and one more piece.
+
+    Words are weighted by odd numbers and pieces chained by an odd factor, modulo 2**64: whichever bit is
+    another one, so is the sum. zlib.crc32 would cost a third of a transfer's time.
+    """
+    count = len(piece) // _WORD
+    rest = int.from_bytes(piece[count * _WORD :], "little")
+    if not count:
+        return _chain(total, (0, rest))
+    data = torch.frombuffer(piece, dtype=torch.uint8, count=count * _WORD)
+    if data.data_ptr() % _WORD:
+        data = data.clone()  # torch reads words at multiples of their size
+    return _chain(total, (int(data.view(torch.int64).dot(_weights()[:count])), rest))
+
+
+@functools.cache  # not when this is imported: torch starts threads for it, and ftrun's template may have none
+def _weights() -> torch.Tensor:
+    return torch.arange(1, 2 * PIECE // _WORD, 2, dtype=torch.int64, device="cpu")
+
+
+def _chain(total: int, values: Iterable[int]) -> int:
+    for value in values:
+        total = (total * _FACTOR + value) % 2**64
+    return total
+
+
+def joined(views: list[memoryview]) -> memoryview | bytearray:
+    """A piece's bytes in a row: as they are if they are one view, else a copy."""
+    return views[0] if len(views) == 1 else bytearray().join(views)
+
+
+def spread(piece: memoryview | bytearray, views: list[memoryview]) -> None:
+    """Copies a piece's bytes to where they belong."""
+    at = 0
+    for view in views:
+        view[:] = memoryview(piece)[at : at + len(view)]
+        at += len(view)

@@ -1,0 +1,46 @@
+"""How `ReplicaGroups` gives ranks: a pure function of who is lost. Rank r has shard ``r % size``."""
+
+from collections.abc import Collection
+
+
+def complete(size: int, world_size: int) -> int:
+    """The number of ranks in complete replicas."""
+    return world_size - world_size % size
+
+
+def arrange(size: int, world_size: int, active_world_size: int, lost: Collection[int]) -> dict[int, int]:
+    """Closes the gaps so that as few active ranks as possible have to receive a shard.
+
+    A hole in a complete replica is filled from behind the complete replicas, the only ranks that do not stay.
+    First come those that hold the hole's shard: no one else may hold it any more, and as spares they would
+    take no part in a recovery. Then the highest, which are spares if there are any.
+
+    Args:
+        size: the number of ranks in a replica.
+        world_size: of the iteration that ended.
+        active_world_size: the ranks below it hold the shard of their rank; the others are spares.
+        lost: the ranks that are gone.
+
+    Returns:
+        The survivors' new ranks, by their old ones.
+    """
+    survivors = [rank for rank in range(world_size) if rank not in lost]
+    end = complete(size, len(survivors))
+    places = {rank: rank for rank in survivors if rank < end}
+    behind = survivors[len(places) :]
+    holders = [rank for rank in behind if rank < active_world_size]
+    holes = []
+    for place in (place for place in range(end) if place not in places):
+        holder = next((rank for rank in reversed(holders) if rank % size == place % size), None)
+        if holder is None:
+            holes.append(place)
+        else:
+            holders.remove(holder)
+            behind.remove(holder)
+            places[holder] = place
+    places.update((behind.pop(), place) for place in holes)
+    # The rest are spares: those keep their ranks that can.
+    places.update((rank, rank) for rank in behind if rank < len(survivors))
+    free = sorted(set(range(len(survivors))) - set(places.values()))
+    places.update(zip((rank for rank in behind if rank not in places), free, strict=True))
+    return places

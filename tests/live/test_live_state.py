@@ -1,0 +1,429 @@
+"""What users see of live state, with real ranks: what goes on, and what they are told."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import SETTINGS, Job, Rank
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ft_wrapper import CallWrapper, LiveState, Wrapper
+from ft_wrapper.live.performer import TorchPerformer
+
+STEPS = 6
+Objects = dict[str, Any]
+
+
+def build() -> Objects:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    }
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return (model(torch.randn(8, 4, generator=generator)) - 1).square().mean()
+
+
+def digest(objects: Objects) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors([each.state_dict() for each in objects.values()]):
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree.detach()
+    elif isinstance(tree, (dict, list, tuple)):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors(each)
+
+
+def trained(
+    call_wrapper: CallWrapper, at: Callable[[int], None] = lambda step: None, **arguments: Any
+) -> list[Any]:
+    """Trains to the end; returns the digest, the step that this iteration began with, and the rung."""
+    dist.init_process_group("gloo")
+    live = LiveState(call_wrapper, arguments.pop("build", build), seed=3, **arguments)
+    first = live.step
+    ddp = DistributedDataParallel(live["model"], init_sync=False, find_unused_parameters=True)
+    for step in live.steps(STEPS):
+        live["optimizer"].zero_grad()
+        loss_of(ddp, step).backward()
+        at(step)
+        live.commit()
+    names = ("model", "optimizer", "scheduler")
+    return [digest({name: live[name] for name in names}), first, live.plan.rung.name]
+
+
+# ---- what goes on
+
+
+def trains(rank: Rank, faults: dict[str, str], active: int = 2, **arguments: Any) -> Any:
+    @Wrapper(**SETTINGS, active_world_size=active)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        def at(step: int) -> None:
+            kind = faults.get(f"{call_wrapper.iteration}:{step}:{dist.get_rank()}")
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "raise":
+                raise ValueError(f"in step {step}")
+
+        return trained(call_wrapper, at, **arguments)
+
+    return train()
+
+
+@pytest.fixture(scope="module")
+def clean_digest() -> dict[str, str]:
+    return {}
+
+
+def test_an_exception_loses_no_step(job: Job, clean_digest: dict[str, str]) -> None:
+    job.start(2, trains, {})
+    clean = job.wait()
+    assert clean[0] == clean[1] and clean[0][1:] == [0, "CHECKPOINT"]
+    job.start(2, trains, {"0:2:1": "raise", "1:4:0": "raise"})
+    assert job.wait() == [[clean[0][0], 4, "PEERS"]] * 2
+
+
+def test_a_new_rank_receives_the_state(job: Job) -> None:
+    job.start(3, trains, {})
+    clean = job.wait()[0]
+    job.start(3, trains, {"0:3:0": "kill"})
+    job.wait_for_end()
+    lived = [process.value for process in job.ranks.values() if process.code == 0]
+    assert lived == [[clean[0], 3, "PEERS"]] * 2
+    assert "0 steps lost; received: active ranks 1" in "".join(process.log for process in job.ranks.values())
+
+
+# ---- a step that is cut short
+
+
+def cut_short(rank: Rank, point: str) -> Any:
+    """Fails on slot 1 at a point of step 2, once."""
+
+    class Fails(TorchPerformer):
+        def vote(self, step: int) -> None:
+            fails = LIVE["iteration"] == 0 and step == 2 and rank.slot == 1 and LIVE["commits"]
+            if fails and point == "before the vote":
+                raise ValueError(point)
+            if fails and point == "in the vote":
+                dist.all_reduce(self._ballot.fill_(2), dist.ReduceOp.MIN, self._group, async_op=True)
+                raise ValueError(point)
+            super().vote(step)
+            if fails and point == "after the vote":
+                raise ValueError(point)
+
+        def update(self, step: int, arguments: tuple[Any, ...]) -> None:
+            if LIVE["iteration"] == 0 and step == 2 and rank.slot == 1 and point == "in the update":
+                self._kept.objects["model"][0].weight.data.zero_()
+                raise ValueError(point)
+            super().update(step, arguments)
+
+    LIVE: dict[str, int] = {}
+    from ft_wrapper.live import live_state
+
+    live_state.TorchPerformer = Fails  # type: ignore[misc]
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        LIVE.update(iteration=call_wrapper.iteration, commits=0)
+        return trained(call_wrapper, lambda step: LIVE.update(commits=1))
+
+    return train()
+
+
+@pytest.mark.parametrize(
+    ("point", "goes_on"),
+    [("before the vote", 2), ("in the vote", 3), ("after the vote", 3), ("in the update", 3)],
+)
+def test_a_step_is_done_by_all_or_by_none(job: Job, point: str, goes_on: int) -> None:
+    job.start(2, trains, {})
+    clean = job.wait()[0]
+    job.start(2, cut_short, point)
+    results = job.wait()
+    assert [one[0] for one in results] == [clean[0]] * 2
+    assert all(one[2] == "PEERS" for one in results)
+    # Before the vote all are prepared here, or one is not: the plan takes what all can reach.
+    assert {one[1] for one in results} <= {2, 3} and (goes_on == 2 or results[0][1] == 3)
+
+
+# ---- the last rung
+
+
+def restores(rank: Rank) -> Any:
+    calls: list[int] = []
+
+    def restore(objects: Objects) -> int:
+        calls.append(len(calls))
+        return 0
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        def at(step: int) -> None:
+            if call_wrapper.iteration == 0 and step == 2:
+                raise ValueError("on all ranks, in the update")
+
+        def update(objects: Objects) -> None:
+            objects["model"][0].weight.data.mul_(0.5)
+            if call_wrapper.iteration == 0 and live_step[0] == 2:
+                raise ValueError("half of an update is done, on all ranks")
+            live_step[0] += 1
+            objects["optimizer"].step()
+            objects["scheduler"].step()
+
+        live_step = [0]
+        return [*trained(call_wrapper, restore=restore, update=update)[1:], len(calls)]
+
+    return train()
+
+
+def test_without_a_whole_state_all_begin_with_the_checkpoint(job: Job) -> None:
+    job.start(2, restores)
+    assert job.wait() == [[0, "CHECKPOINT", 2]] * 2
+    log = "".join(process.log for process in job.ranks.values())
+    assert "goes on at step 0 from checkpoint; 2 steps lost; no living holder of whole" in log
+
+
+# ---- what users are told
+
+
+def lonely(rank: Rank, what: str) -> Any:
+    wrong: dict[str, Callable[[CallWrapper], Any]] = {
+        "build": lambda call: LiveState(call, {"model": 1}),  # type: ignore[arg-type]
+        "call_wrapper": lambda call: LiveState(None, build),  # type: ignore[arg-type]
+        "seed": lambda call: LiveState(call, build, seed=-1),
+        "every": lambda call: LiveState(call, build, buddies=1, every=0),
+        "mesh": lambda call: LiveState(call, build, mesh=3),
+        "name": lambda call: LiveState(call, build, name="a/b"),
+        "restore": lambda call: LiveState(call, build, restore=7),  # type: ignore[arg-type]
+        "no dict": lambda call: LiveState(call, lambda: nn.Linear(1, 1)),  # type: ignore[arg-type,return-value]
+        "no state_dict": lambda call: LiveState(call, lambda: {"step": 3}),
+        "ddp": lambda call: LiveState(call, lambda: {"m": DistributedDataParallel(nn.Linear(1, 1))}),
+        "no model": lambda call: LiveState(call, lambda: {"optimizer": build()["optimizer"]}),
+        "no scheduler": lambda call: LiveState(
+            call, lambda: {name: each for name, each in build().items() if name != "scheduler"}
+        ),
+        "plateau": lambda call: LiveState(call, with_plateau),
+        "restored step": lambda call: LiveState(call, build, restore=lambda objects: None),  # type: ignore
+        "twice": lambda call: [LiveState(call, build) for _ in range(2)],
+    }
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> None:
+        dist.init_process_group("gloo")
+        wrong[what](call_wrapper)
+
+    train()
+
+
+def with_plateau() -> Objects:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    model = nn.ParameterList(optimizer.param_groups[0]["params"])
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("build", "build={'model': 1} must be callable"),
+        ("call_wrapper", "call_wrapper=None must be the CallWrapper"),
+        ("seed", "seed=-1 is too small"),
+        ("every", "every=0 is too small"),
+        ("mesh", "mesh=3"),
+        ("name", "name='a/b'"),
+        ("restore", "restore=7 must be callable"),
+        ("no dict", "it must return a dict such as"),
+        ("no state_dict", "'step' is int, which has no state_dict"),
+        ("ddp", "'m' is a DistributedDataParallel"),
+        ("no model", "'optimizer' updates 6 parameters of no module"),
+        ("no scheduler", "'optimizer' has a scheduler that build() did not return"),
+        ("plateau", "pass update= to LiveState"),
+        ("restored step", "restore() returned None"),
+        ("twice", "there is a LiveState of this name"),
+    ],
+)
+def test_what_would_come_again_ends_the_call(job: Job, what: str, text: str) -> None:
+    job.start(1, lonely, what)
+    job.wait_for_end()
+    assert job[0].error == "RestartAbort"
+    assert text in job[0].text
+
+
+def different(rank: Rank, what: str) -> Any:
+    def other() -> Objects:
+        objects = build()
+        if rank.slot == 1 and what == "shape":
+            objects["model"][3] = nn.Linear(8, 2)
+            objects["optimizer"] = torch.optim.AdamW(objects["model"].parameters())
+            del objects["scheduler"]
+        if rank.slot == 1 and what == "order":
+            parameters = reversed(list(objects["model"].parameters()))
+            objects["optimizer"] = torch.optim.AdamW(parameters)
+            del objects["scheduler"]
+        return objects
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> None:
+        dist.init_process_group("gloo")
+        update = (lambda objects: rank.slot) if rank.slot and what == "update" else (lambda objects: 7)
+        LiveState(call_wrapper, other, update=update if what == "update" else None)
+
+    train()
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [("shape", "what build() returned"), ("order", "what build() returned"), ("update", "update")],
+)
+def test_ranks_that_differ_are_told_how_before_anything_is_overwritten(
+    job: Job, what: str, text: str
+) -> None:
+    job.start(2, different, what)
+    job.wait_for_end()
+    assert [process.error for process in job.ranks.values()] == ["RestartAbort"] * 2
+    assert all("the ranks do not build the same state" in process.text for process in job.ranks.values())
+    assert all(text in process.text for process in job.ranks.values())
+
+
+def misused(rank: Rank, what: str) -> Any:
+    kept: list[LiveState] = []
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> str:
+        dist.init_process_group("gloo")
+        live = LiveState(call_wrapper, build)
+        kept.append(live)
+        if call_wrapper.iteration == 1:
+            if what != "other iteration":
+                return str(call_wrapper.faults and "restarted")
+            try:
+                kept[0].commit()
+            except RuntimeError as error:
+                return str(error)
+        if what == "other iteration":
+            raise ValueError
+        if what == "outside of a step":
+            live.commit()
+        for step in live.steps(2):
+            if what == "no commit":
+                continue
+            if what != "no gradient":
+                loss_of(live["model"], step).backward()
+            if what == "update outside":
+                live["optimizer"].step()
+            live.commit()
+            if what == "twice":
+                live.commit()
+        return "nothing was said"
+
+    result = train()
+    if what == "outside of the function":
+        try:
+            kept[0].commit()
+        except RuntimeError as error:
+            return str(error)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("outside of a step", "commit() belongs into a step"),
+        ("twice", "commit() belongs into a step"),
+        ("no commit", "ended without commit()"),
+        ("no gradient", "no parameter of 'optimizer' has a gradient"),
+        ("update outside", "was changed in step 0 outside of commit()"),
+        ("other iteration", "a LiveState of another iteration"),
+        ("outside of the function", "outside of the wrapped function"),
+    ],
+)
+def test_misuse_is_named(job: Job, what: str, text: str) -> None:
+    job.start(1, misused, what)
+    (value,) = job.wait()
+    assert text in value or text in job[0].log
+
+
+# ---- replicas that differ
+
+
+def differs(rank: Rank, slots: list[int]) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        def at(step: int) -> None:
+            pass
+
+        def update(objects: Objects) -> None:
+            objects["optimizer"].step()
+            objects["scheduler"].step()
+            if call_wrapper.iteration == 0 and rank.slot in slots:
+                objects["model"][0].weight.data[0, 0] += 1
+
+        return trained(call_wrapper, at, update=update, verify_every=2)[1:]
+
+    return train()
+
+
+def test_the_state_of_the_most_replicas_is_believed(job: Job) -> None:
+    job.start(3, differs, [1])
+    assert job.wait() == [[2, "PEERS"]] * 3
+    assert "active ranks 1 are not believed" in job[1].log
+
+
+def test_without_a_majority_the_checkpoint_is(job: Job) -> None:
+    job.start(2, differs, [1])
+    assert job.wait() == [[0, "CHECKPOINT"]] * 2
+
+
+# ---- copies in memory
+
+
+def has_buddies(rank: Rank, faults: dict[str, str]) -> Any:
+    """All ranks hold a shard of their own: none has a replica."""
+    from ft_wrapper.live import live_state
+    from ft_wrapper.live.form import Replicated
+
+    class Alone(Replicated):
+        def __init__(self, build: Callable[[], Objects]) -> None:
+            super().__init__(build)
+            self.shard = f"shard {dist.get_rank()}"
+
+    live_state._form = lambda build, mesh: Alone(build)  # type: ignore[assignment]
+
+    @Wrapper(**SETTINGS, active_world_size=3)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        def at(step: int) -> None:
+            if faults.get(f"{call_wrapper.iteration}:{step}:{dist.get_rank()}"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return trained(call_wrapper, at, buddies=1, every=2)
+
+    return train()
+
+
+def test_without_a_living_holder_all_go_back_to_the_copies(job: Job) -> None:
+    job.start(5, has_buddies, {})
+    clean = {one[0] for one in job.wait() if one}
+    job.start(5, has_buddies, {"0:3:2": "kill", "1:5:1": "kill"})
+    job.wait_for_end()
+    lived = [process.value for process in job.ranks.values() if process.code == 0]
+    assert {one[0] for one in lived} == clean
+    assert [one[1:] for one in lived] == [[4, "COPIES"]] * 3
