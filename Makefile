@@ -17,13 +17,15 @@ PYTEST := $(BIN)/python -m pytest
 AT_ONCE := --numprocesses $(WORKERS) --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-etcd soak soak-nodes soak-etcd test test-all matrix explore mutants lint format docs bench \
-	clean distclean
+.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all matrix explore mutants lint format docs \
+	bench clean distclean
 
 help:
-	@echo "make demo       a real training run survives an exception, killed ranks and a hang; the dead come back"
+	@echo "make demo       a real training run survives an exception, killed ranks and a hang; the dead come back;"
+	@echo "                with live state no step is done again"
 	@echo "make demo-etcd  three nodes that meet in etcd survive the loss of any machine, the first one too"
 	@echo "make soak       ranks are killed and stopped, and started again, for ten minutes"
+	@echo "make soak-live  the same with live state: no step is done again"
 	@echo "make soak-nodes the same on two nodes, of which one is lost now and again"
 	@echo "make soak-etcd  the same on three nodes that meet in etcd: any of them is lost, and members of etcd"
 	@echo "make test       lint, documentation and all tests but the nightly ones"
@@ -56,6 +58,9 @@ demo-etcd: $(INSTALLED)
 
 soak: $(INSTALLED)
 	@$(BIN)/python examples/kill_and_rejoin.py --ranks 6 --minutes 10 --every 2.5
+
+soak-live: $(INSTALLED)
+	@$(BIN)/python examples/kill_and_rejoin.py --ranks 6 --minutes 10 --every 2.5 --live
 
 soak-nodes: $(INSTALLED)
 	@$(BIN)/python examples/kill_nodes.py --minutes 10

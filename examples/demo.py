@@ -1,14 +1,16 @@
 """A training run survives an exception, killed ranks and a hang, and loses nothing by it.
 
-Trains the same model three times, on four processes of which one is a hot spare. The final weights are the
-same, bit for bit:
+Trains the same model again and again, on four processes of which one is a hot spare:
 
 1. left alone;
 2. with an exception, a killed rank 0 and a hang;
 3. with more killed ranks than there are spares: ``ftrun`` starts their processes again, and they come back
-   into the running job.
+   into the running job;
+4. with live state (``train_lm.py --live``), left alone, and with the faults of 2: no step is done again.
 
-In the first two ``ftrun`` is told not to start dead ranks again: the spare alone takes over.
+The final weights of 1 to 3 are the same, bit for bit, and so are those of both runs of 4, which makes its
+random numbers in another way. In 1, 2 and 4 ``ftrun`` is told not to start dead ranks again: the spare alone
+takes over.
 
     python examples/demo.py                      faults at fixed places
     python examples/demo.py --seed 7             at places chosen at random
@@ -24,10 +26,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from committed import done_again
 from launcher import no_core_dumps, run_program
 from table import duration, show_table
 
@@ -52,7 +56,7 @@ KILLS = (
 )
 WORDS = {"exception": "exception", "sigkill": "SIGKILL", "sleep": "sleeping hang"}
 
-RESTART = re.compile(r"ft_wrapper\S*: (restart \d+: .*)")
+RESTART = re.compile(r"ft_wrapper\S*: ((?:restart \d+|live state): .*)")
 STEP = re.compile(r"step .*")
 FINAL = re.compile(r"final weights sha256 ([0-9a-f]{64})  loss (\S+)")
 
@@ -86,13 +90,17 @@ class Run:
 
 
 def train(
-    folder: Path, faults: Sequence[FaultSpec], *, show_steps: bool = False, start_again: bool = False
+    folder: Path,
+    faults: Sequence[FaultSpec],
+    *options: str,
+    show_steps: bool = False,
+    start_again: bool = False,
 ) -> Run:
     """Trains under ftrun, and shows each restart when it happens."""
     folder.mkdir()
     command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", str(PROCESSES)]
     command += [] if start_again else ["--max-rank-restarts", "0"]
-    command += training(folder, faults)
+    command += [*training(folder, faults), *options]
     show = Show(show_steps)
     with ftrun(command, {events.ENV: str(folder / "events")}) as process:
         for line in process.stdout:
@@ -120,7 +128,10 @@ class Show:
         line = line.rstrip("\n")
         self._output.append(line + "\n")
         if restart := RESTART.match(line):
-            print(f"  {restart[1]}", flush=True)
+            print(
+                textwrap.fill(restart[1], 80, initial_indent="  ", subsequent_indent="    "),
+                flush=True,
+            )
         elif self._show_steps and STEP.match(line):
             print(f"  {line}", flush=True)
         elif final := FINAL.match(line):
@@ -209,7 +220,19 @@ def describe_return(started: dict, records: list[dict]) -> tuple[str, str, str, 
     return f"slot {started['slot']}, pid {started['pid']}", after("join"), after("decided"), does
 
 
-def check(run: Run, clean: Run, faults: tuple[FaultSpec, ...]) -> None:
+def train_live(folder: Path, faults: Sequence[FaultSpec], clean: Run) -> Run:
+    """Trains with live state and faults, and ends the demo if a step was done again."""
+    print(f"\nlive state, with faults: {', '.join(map(str, faults))}", flush=True)
+    run = train(folder, faults, "--live")
+    check(run, clean, faults)
+    committed, again = done_again(run.events)
+    print(f"  {committed} steps committed, {again} of them done again\n", flush=True)
+    if (committed, again) != (STEPS, 0):
+        sys.exit(f"this is not as it should be: {STEPS} steps should be committed, and none done again")
+    return run
+
+
+def check(run: Run, clean: Run, faults: Sequence[FaultSpec]) -> None:
     """Ends the demo if something is not as it should be, and says what."""
     wrong = []
     happened = sum(record["event"] == "inject" for record in run.events)
@@ -244,6 +267,9 @@ def main() -> None:
         print(f"training without faults: {ACTIVE} active ranks and {PROCESSES - ACTIVE} spare", flush=True)
         clean = train(folder / "clean", (), show_steps=True)
         check(clean, clean, ())
+        print("\nthe same with live state", flush=True)
+        live_clean = train(folder / "live-clean", (), "--live")
+        check(live_clean, live_clean, ())
         for number in range(args.runs):
             faults, kills = FAULTS, KILLS
             if args.seed is not None:
@@ -262,9 +288,17 @@ def main() -> None:
                 ("process started again", "wants in after", "is in after", "and then"),
                 [describe_return(started, killed.events) for started in killed.started],
             )
-            print(f"final weights without faults              sha256 {clean.sha256}")
-            print(f"with faults                               sha256 {faulty.sha256}")
-            print(f"with killed ranks that are started again  sha256 {killed.sha256}", flush=True)
+            live = train_live(folder / f"live-{number}", faults, live_clean)
+            runs = {
+                "without faults": clean,
+                "with faults": faulty,
+                "with killed ranks that are started again": killed,
+                "live state, without faults": live_clean,
+                "live state, with faults": live,
+            }
+            print("final weights, the first half of their sha256")
+            for what, run in runs.items():
+                print(f"  {what:42}{run.sha256[:32]}", flush=True)
     print(f"\nthe same weights, bit for bit, in spite of the faults ({time.monotonic() - begin:.0f} s)")
 
 

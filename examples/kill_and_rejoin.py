@@ -2,6 +2,7 @@
 
     python examples/kill_and_rejoin.py                                    a minute
     python examples/kill_and_rejoin.py --ranks 6 --minutes 10 --seed 7    `make soak`
+    python examples/kill_and_rejoin.py --ranks 6 --minutes 10 --live      `make soak-live`
 
 Every ``--every`` seconds, more or less, something happens to a random rank. At the end of ``--minutes`` the
 training may finish, and the same number of steps is trained without faults. What must hold then:
@@ -9,7 +10,8 @@ training may finish, and the same number of steps is trained without faults. Wha
 - the final weights are the same, bit for bit;
 - no iteration number was used twice;
 - keys in the store, memory, file descriptors and threads are what they were in the first minute (from three
-  minutes on). One rank is spared: it goes through every restart in the same process, and so does its monitor.
+  minutes on). One rank is spared: it goes through every restart in the same process, and so does its monitor;
+- with ``--live``: no step was done again, since the spared rank always has the state.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from committed import done_again
 from launcher import HOST, Ended, Launcher, no_core_dumps, run_program
 from table import duration, show_table
 
@@ -121,6 +124,7 @@ class Run:
         self._hit: dict[int, Strike] = {}
         command = [sys.executable, str(TRAIN), "--active", str(args.active), "--min-ranks", str(args.active)]
         command += ["--checkpoint-dir", str(folder / "checkpoints"), *options]
+        command += ["--live"] if args.live else []
         command += ["--soft-timeout", str(SOFT_TIMEOUT), "--hard-timeout", str(HARD_TIMEOUT)]
         command += ["--heartbeat-timeout", str(HEARTBEAT_TIMEOUT)]
         environment = {events.ENV: str(folder / "events")}
@@ -446,6 +450,7 @@ def main() -> None:
     add(
         "--folder", type=Path, help="where to keep output, events and checkpoints (default: they are removed)"
     )
+    add("--live", action="store_true", help="train with live state: no step may be done again")
     add("--verbose", action="store_true", help="show the line that each restart leaves in the log")
     args = parser.parse_args()
     if not 2 <= args.active < args.ranks:
@@ -501,6 +506,10 @@ def show(args: argparse.Namespace, folder: Path) -> None:
     if faulty.finished != set(range(args.ranks)):
         wrong.append(f"only ranks {sorted(faulty.finished)} finished")
 
+    committed, again = done_again(events.read(str(faulty.folder / "events")))
+    if args.live and (committed, again) != (steps, 0):
+        wrong.append(f"{committed} of {steps} steps were committed, and {again} of them done again")
+
     kinds = collections.Counter(strike.kind for strike in faulty.strikes)
     ended = collections.Counter(strike.kind for strike in faulty.strikes if strike.ended is not None)
     show_table(
@@ -514,6 +523,8 @@ def show(args: argparse.Namespace, folder: Path) -> None:
         f"{len(faulty.starts) - args.ranks} processes were started again, {len(faulty.unasked)} of them had "
         f"ended though no one touched them; {iterations} iterations, {steps} steps"
     )
+    if args.live:
+        print(f"live state: {committed} steps committed, {again} of them done again")
     print(f"final weights without faults  sha256 {clean.final[0]}  loss {clean.final[1]}")
     print(f"final weights with faults     sha256 {sha256}  loss {loss}", flush=True)
     if wrong:

@@ -26,7 +26,7 @@ def batch(step):
 def train(steps, call_wrapper: CallWrapper = None):
     dist.init_process_group("gloo")
     live = LiveState(call_wrapper, build, seed=0)
-    ddp = DistributedDataParallel(live["model"], init_sync=False)
+    ddp = DistributedDataParallel(live["model"], init_sync=False, find_unused_parameters=True)
     for step in live.steps(steps):
         live["optimizer"].zero_grad()
         loss = (ddp(batch(step)) - 1).square().mean()

@@ -1,11 +1,16 @@
 """Trains a small language model through faults: a byte-level transformer under DistributedDataParallel.
 
     ftrun --nproc-per-node 4 examples/train_lm.py --active 3
+    ftrun --nproc-per-node 4 examples/train_lm.py --active 3 --live
+
+With ``--live`` the state stays in the processes that survive, and no step is done twice; checkpoints are read
+only where no process has it any more.
 
 The text is what every machine with Python has: the sources of the standard library. Three things make a
 run end with the same weights, bit for bit, whatever happened on the way:
 
-- A checkpoint is there as a whole or not at all, and every entry of ``train`` resumes from the newest one.
+- A checkpoint is there as a whole or not at all, and every entry of ``train`` resumes from the newest one;
+  or, with ``--live``, from the step that was committed last.
 - Which data a step sees, and every random number in it, depends on the seed, the step and the rank only.
 - As many ranks train after a fault as before it (``--active``); a spare takes a lost rank's place, or else
   the others wait until there are enough again (``--min-ranks``): for a process that is started again.
@@ -19,6 +24,7 @@ import random
 import re
 import sysconfig
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -27,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ft_wrapper import CallWrapper, Wrapper, events
+from ft_wrapper import CallWrapper, LiveState, Wrapper, events
 
 TEXT_BYTES = 2_000_000
 CONTEXT = 64  # bytes that the model sees
@@ -215,6 +221,14 @@ def rank_0_sees(path: Path, device: torch.device) -> bool:
     return bool(seen.item())
 
 
+def steps_from(first: int, args: argparse.Namespace, rank: int, ping: Callable[[], None]) -> Iterator[int]:
+    """Goes through the steps that are left; what a step draws at random depends on seed, step and rank."""
+    for step in range(first, args.steps):
+        ping()
+        seed_everything(args.seed, step, rank)
+        yield step
+
+
 def no_fault(where: str, **place: int) -> None:
     """What happens where a fault could be injected, as long as no one asks for one."""
 
@@ -238,71 +252,86 @@ def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper =
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, iteration = dist.get_rank(), call_wrapper.iteration
     place = {"rank": rank, "slot": call_wrapper.state.initial_rank, "iteration": iteration}
-
     text = load_text()
-    seed_everything(args.seed)
-    model = LanguageModel().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = 0
-
     folder, token = args.checkpoint_dir, (0, iteration)
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        token = (run_number(folder, args.run_id), iteration)
 
-    def save() -> None:
-        state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    def build() -> dict:
+        model = LanguageModel().to(device)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
+
+    def save(objects: dict, step: int) -> None:
+        state = {name: value.state_dict() for name, value in objects.items()}
         with call_wrapper.atomic():
             if step > 0:
                 inject("atomic", step=step - 1, **place)
-            save_checkpoint(folder, token, step, state)
+            save_checkpoint(folder, token, step, {"step": step, **state})
 
-    choice = [None]
-    if rank == 0:  # chooses for all
-        folder.mkdir(parents=True, exist_ok=True)
-        token = (run_number(folder, args.run_id), iteration)
-        choice = [begin_with(folder, token)]
+    def restore(objects: dict) -> int:
+        choice = [None]
+        if rank == 0:  # chooses for all
+            choice = [begin_with(folder, token)]
+            if choice[0] is None:
+                save(objects, 0)
+        dist.broadcast_object_list(choice)
         if choice[0] is None:
-            save()
-    dist.broadcast_object_list(choice)
-    if choice[0] is not None:
+            return 0
         checkpoint = torch.load(folder / choice[0], weights_only=True)
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        step = checkpoint["step"]
+        for name, value in objects.items():
+            value.load_state_dict(checkpoint[name])
+        return checkpoint["step"]
 
-    ddp = DistributedDataParallel(model)
-    # DDP orders its buckets by the first backward pass, and the order of a sum decides its last bit. With a
-    # pass that does not count, the first step of each entry is summed like every other.
-    loss_of(ddp, text, args.batch_size, device).backward()
+    # DDP orders its buckets by the first backward pass, and the order of a sum decides its last bit. So the
+    # first step of each entry has to be summed like every other.
+    if args.live:
+        live = LiveState(call_wrapper, build, restore=restore, seed=args.seed)
+        objects = {name: live[name] for name in ("model", "optimizer")}
+        first, saved = live.step, -1
+        steps, commit = live.steps(args.steps), live.commit
+        # Looking for unused parameters, DDP keeps the order that it begins with.
+        ddp = DistributedDataParallel(live["model"], init_sync=False, find_unused_parameters=True)
+    else:
+        seed_everything(args.seed)
+        objects = build()
+        first = saved = restore(objects)
+        steps, commit = steps_from(first, args, rank, call_wrapper.ping), objects["optimizer"].step
+        ddp = DistributedDataParallel(objects["model"])
+        loss_of(ddp, text, args.batch_size, device).backward()  # or with a pass that does not count
 
-    first = step
-    while step < args.steps:
-        call_wrapper.ping()
+    done = first
+    for step in steps:
         inject("step", step=step, **place)
-        seed_everything(args.seed, step, rank)
-        optimizer.zero_grad()
+        objects["optimizer"].zero_grad()
         loss = loss_of(ddp, text, args.batch_size, device)
         loss.backward()
-        optimizer.step()
+        commit()
         if step == first:
             events.emit("first_step", **place)
         if rank == 0 and step % 10 == 0:
             print(f"step {step:4}  loss {loss.item():.4f}", flush=True)
 
-        step += 1
-        if step % args.checkpoint_every == 0 or step == args.steps:
+        done = step + 1
+        if done % args.checkpoint_every == 0:
             if rank == 0:
-                save()
+                save(objects, done)
+            saved = done
             if args.stop_file and rank_0_sees(args.stop_file, device):
                 break
+    if rank == 0 and saved != done:  # also when a fault came between the last commit and its checkpoint
+        save(objects, done)
 
     if rank != 0:
         return None
     digest = hashlib.sha256()
+    model = objects["model"]
     for tensor in model.state_dict().values():
         digest.update(tensor.cpu().numpy().tobytes())
     seed_everything(args.seed, "evaluation")
     with torch.no_grad():
         loss = loss_of(model.eval(), text, 64, device)
-    return digest.hexdigest(), loss.item(), step
+    return digest.hexdigest(), loss.item(), done
 
 
 def default_run_id() -> str:
@@ -321,6 +350,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="decides the weights, the data and all random numbers")
     add("--checkpoint-dir", type=Path, default=Path("checkpoints"), help="folder that all ranks share")
     add("--checkpoint-every", type=int, default=5, help="steps from one checkpoint to the next")
+    add("--live", action="store_true", help="keep the state in the processes that survive")
     add("--active", type=int, help="ranks that train; the others are hot spares (default: all train)")
     add("--min-ranks", type=int, default=1, help="with fewer ranks than this the others wait for more")
     add("--soft-timeout", type=float, default=60, help="seconds without progress until all restart")

@@ -139,6 +139,17 @@ def test_readme_shows_the_difference_between_the_two_scripts() -> None:
     assert {line[1:] for line in lines if line[0] == " "} <= set(body[0]) & set(body[1])
 
 
+def test_readme_shows_lines_of_the_live_example() -> None:
+    """All that it shows, in this order."""
+    (shown,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    example = (ROOT / "examples" / "live_ddp.py").read_text()
+    lines = [line for line in example.splitlines() if line in shown.splitlines()]
+    assert [line for line in lines if line] == [line for line in shown.splitlines() if line]
+    assert len(example.splitlines()) <= 41
+
+
 # The table of options ------------------------------------------------------------------------------------
 
 

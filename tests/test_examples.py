@@ -39,7 +39,7 @@ def load(name: str) -> types.ModuleType:
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(EXAMPLES))
-        for imported in {name, "launcher", "table"} - before:
+        for imported in {name, "committed", "launcher", "table"} - before:
             sys.modules.pop(imported, None)
     return module
 
@@ -86,8 +86,8 @@ def without_faults(monkeypatch: pytest.MonkeyPatch) -> None:
 # train_lm.py -------------------------------------------------------------------------------------------
 
 
-def train(folder: Path, faults: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    options = ["--active", 3, "--steps", 14, "--checkpoint-every", 4, "--checkpoint-dir", folder]
+def train(folder: Path, faults: str = "", *live: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    options = [*live, "--active", 3, "--steps", 14, "--checkpoint-every", 4, "--checkpoint-dir", folder]
     if faults:
         options += ["--faults", faults]
     return run(*FTRUN, "--nproc-per-node", 4, EXAMPLES / "train_lm.py", *options, **environment)
@@ -108,9 +108,29 @@ def test_training_ends_with_the_same_weights_whatever_happens(tmp_path: Path) ->
     assert FINAL.findall(clean.stdout) == FINAL.findall(faulty.stdout)
 
 
-def test_training_goes_on_where_another_run_stopped(tmp_path: Path) -> None:
+def test_training_with_live_state_does_no_step_again(tmp_path: Path) -> None:
+    clean = train(tmp_path / "clean", "", "--live")
+    assert clean.returncode == 0, clean.stdout
+    # The last one between the last commit and its checkpoint.
+    faults = "exception:rank=1:step=2,sigkill:rank=0:step=6,exception:rank=0:step=13:where=atomic"
+    path = str(tmp_path / "events")
+    faulty = train(tmp_path / "faulty", faults, "--live", **{events.ENV: path})
+    assert faulty.returncode == 0, faulty.stdout
+    records = events.read(path)
+    assert [r["kind"] for r in records if r["event"] == "inject"] == ["exception", "sigkill", "exception"]
+    assert committed.done_again(records) == (14, 0)
+    assert faulty.stdout.count("from living peers; 0 steps lost") == 3, faulty.stdout
+    # A kill here and there may leave one out, but not the last one.
+    steps = [step for _, _, step in train_lm.written(tmp_path / "faulty", "pt").values()]
+    assert steps[0] == 14
+    assert len(FINAL.findall(clean.stdout)) == 1, clean.stdout
+    assert FINAL.findall(clean.stdout) == FINAL.findall(faulty.stdout)
+
+
+@pytest.mark.parametrize("live", [(), ("--live",)], ids=["plain", "live"])
+def test_training_goes_on_where_another_run_stopped(tmp_path: Path, live: tuple[str, ...]) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    script = (*FTRUN, "--nproc-per-node", 2, EXAMPLES / "train_lm.py", "--checkpoint-dir")
+    script = (*FTRUN, "--nproc-per-node", 2, EXAMPLES / "train_lm.py", *live, "--checkpoint-dir")
     run(*script, halves, "--steps", 5)
     second = run(*script, halves, "--steps", 9)
     first = run(*script, whole, "--steps", 9)
@@ -127,6 +147,16 @@ def test_a_malformed_fault_is_refused(tmp_path: Path) -> None:
 
 
 train_lm = load("train_lm")
+committed = load("committed")
+
+
+def test_steps_that_are_done_again_are_counted() -> None:
+    def commit(step: int, iteration: int, rolled: bool = False) -> dict[str, object]:
+        return {"event": "committed", "step": step, "iteration": iteration, "rolled": rolled}
+
+    once = [commit(1, 0), commit(1, 0), commit(2, 0), commit(2, 1, rolled=True), commit(3, 1)]
+    assert committed.done_again([{"event": "enter"}, *once]) == (3, 0)
+    assert committed.done_again([*once, commit(3, 2), commit(3, 4), commit(4, 4, rolled=True)]) == (4, 2)
 
 
 def saved(folder: Path) -> list[str]:
@@ -273,6 +303,71 @@ def test_a_rank_that_was_stopped_past_every_timeout_writes_no_checkpoint_any_mor
     assert len(FINAL.findall(output)) == 1, output
 
 
+# live_ddp.py, live_hsdp.py -----------------------------------------------------------------------------
+
+WITH_FAULTS = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import {{name}} as example
+from ft_wrapper.testing.inject_fault import Injector
+
+injector, batch = Injector.from_env({{fired!r}}), example.batch
+
+def faulty_batch(step):
+    injector.check("step", rank=example.dist.get_rank(), step=step)
+    return batch(step)
+
+example.batch = faulty_batch
+loss = example.train(15)
+if loss is not None:
+    print(f"loss {{{{loss!r}}}}")
+"""
+
+
+LIVE = {"live_ddp": (4, "--active-world-size", 3), "live_hsdp": (6,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("live_ddp", "exception:rank=1:step=4,sigkill:rank=0:step=8"),
+        ("live_hsdp", "exception:rank=2:step=4,sigkill:rank=0:step=8,sigkill:rank=3:step=9"),
+    ],
+    ids=list(LIVE),
+)
+def test_examples_of_live_state_lose_no_step(name: str, faults: str, tmp_path: Path) -> None:
+    said = []
+    for number, specs in enumerate(("", faults)):
+        path, script = tmp_path / f"events{number}", tmp_path / f"{name}_with_faults.py"
+        script.write_text(WITH_FAULTS.format(name=name, fired=str(tmp_path / f"fired{number}")))
+        command = (*FTRUN, "--nproc-per-node", *LIVE[name], "--max-rank-restarts", 0, script)
+        done = run(*command, **{ENV: specs, events.ENV: str(path)})
+        assert done.returncode == 0, done.stdout
+        records = events.read(str(path))
+        assert committed.done_again(records) == (15, 0)
+        assert len([r for r in records if r["event"] == "inject"]) == len(parse_faults(specs))
+        said.append(sorted(re.findall(r"^loss .*$", done.stdout, re.MULTILINE)))
+    assert said[0] == said[1] != []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "live_ddp",
+        pytest.param(
+            "live_hsdp", marks=pytest.mark.nightly("its function is run above, and live_ddp always")
+        ),
+    ],
+)
+def test_examples_of_live_state_run_as_they_say(name: str) -> None:
+    options = LIVE[name]
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert f"ftrun --nproc-per-node {' '.join(map(str, options))} examples/{name}.py" in text
+    done = run(*FTRUN, "--nproc-per-node", *options, EXAMPLES / f"{name}.py")
+    assert done.returncode == 0, done.stdout
+    assert len(re.findall(r"^loss \d\.\d{6}$", done.stdout, re.MULTILINE)) == 1, done.stdout
+
+
 # minimal.py --------------------------------------------------------------------------------------------
 
 
@@ -363,6 +458,19 @@ def test_the_demo_says_what_became_of_a_process_that_was_started_again() -> None
     assert demo.describe_return(started, records) == (*row, "is rank 2")
 
 
+def test_the_demo_fails_when_live_state_does_a_step_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [
+        {"event": "committed", "step": step, "iteration": 0, "rolled": False} for step in range(demo.STEPS)
+    ]
+    monkeypatch.setattr(demo, "train", lambda *_: a_run(events=records))
+    demo.train_live(tmp_path, (), a_run())
+    records.append({**records[7], "iteration": 1})
+    with pytest.raises(SystemExit, match="none done again"):
+        demo.train_live(tmp_path, (), a_run())
+
+
 @pytest.mark.parametrize("arguments", [("--runs", "0", "--seed", "1"), ("--runs", "2")])
 def test_the_demo_refuses_what_makes_no_sense(arguments: tuple[str, ...]) -> None:
     result = run(sys.executable, EXAMPLES / "demo.py", *arguments)
@@ -398,16 +506,22 @@ def test_a_demo_that_is_stopped_leaves_nothing_behind(signum: signal.Signals, tm
 kill_and_rejoin = load("kill_and_rejoin")
 
 
-def test_ranks_that_are_killed_and_come_back_lose_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "live",
+    [(), pytest.param(("--live",), marks=pytest.mark.nightly("live state goes through faults above"))],
+    ids=["plain", "live"],
+)
+def test_ranks_that_are_killed_and_come_back_lose_nothing(live: tuple[str, ...]) -> None:
     """Short: `make soak` does it for ten minutes. This seed kills slot 0, then slot 2, the only spare."""
     options = ["--ranks", 3, "--active", 2, "--minutes", 0.12, "--every", 2.4, "--seed", 50, "--verbose"]
-    result = run(sys.executable, EXAMPLES / "kill_and_rejoin.py", *options)
+    result = run(sys.executable, EXAMPLES / "kill_and_rejoin.py", *options, *live)
     assert result.returncode == 0, result.stdout
     assert "the same weights, bit for bit" in result.stdout
     assert "slot 0 joined" in result.stdout
     assert re.search(r"^2 processes were started again, 0 of them", result.stdout, re.MULTILINE), (
         result.stdout
     )
+    assert ("0 of them done again" in result.stdout) == bool(live)
 
 
 def test_a_number_that_is_used_twice_is_found() -> None:

@@ -6,14 +6,14 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..exception import RestartAbort
-from ..report.restart import duration
+from ..report.restart import duration, plural
 from ..settings import as_int, as_limit, check_callable
 from ..wrapper import CallWrapper
 from . import checks
@@ -272,18 +272,19 @@ def _report(plan: Plan, seconds: float) -> None:
     if plan.rung is Rung.CHECKPOINT and not plan.lost and not plan.void:
         log.info("live state: starts at step %d, after %s", plan.step, duration(seconds))
         return
-    parts = [f"goes on at step {plan.step} from {plan.rung.value}", f"{plan.lost} steps lost"]
+    lost = f"{plan.lost} {plural(plan.lost, 'step')} lost"
+    parts = [f"goes on at step {plan.step} from {plan.rung.value}", lost]
     if plan.rolls:
-        parts.append(f"rolled forward: active ranks {_numbers(plan.rolls)}")
+        parts.append(f"{_ranks(plan.rolls)} rolled forward")
     if plan.routes:
-        parts.append(f"received: active ranks {_numbers(route.receiver for route in plan.routes)}")
+        parts.append(f"{_ranks([route.receiver for route in plan.routes])} received")
     if plan.missing:
         parts.append(f"no living holder of {', '.join(map(str, plan.missing))}")
     log.warning("live state: %s, after %s", "; ".join(parts), duration(seconds))
 
 
-def _numbers(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
+def _ranks(ranks: Collection[int]) -> str:
+    return f"active {plural(len(ranks), 'rank')} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _tell_untrained(names: list[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..exception import RestartAbort
+from ..protocol import keys
 from ..restart.call import Call
 from ..store.address import own_address
 from . import checks
@@ -32,6 +33,7 @@ class TorchKept(Kept):
     Attributes:
         buffers: copies of what a forward pass may change.
         copies: of shards, in host memory.
+        modes: all modules, and whether each was in training when it was built.
         iteration: the one in which it was used last.
     """
 
@@ -39,6 +41,7 @@ class TorchKept(Kept):
         super().__init__()
         self.buffers = Buffers()
         self.copies = Copies()
+        self.modes: list[tuple[torch.nn.Module, bool]] = []
         self.iteration = -1
 
 
@@ -100,7 +103,7 @@ class TorchPerformer(Performer):
     ) -> None:
         self.rank = dist.get_rank()
         self._call = call
-        self._key = f"live/{name}/sealed"
+        self._key = keys.live(name)
         self._kept = kept
         self._form = form
         self._users = users
@@ -173,6 +176,7 @@ class TorchPerformer(Performer):
             raise RestartAbort(f"LiveState: {error}") from error
         self._kept.buffers.forget()
         self._kept.buffers.watch(objects)
+        self._kept.modes = [(part, part.training) for _, one in modules(objects) for part in one.modules()]
         self._kept.objects = objects
 
     def gather(self, mine: Holding) -> tuple[list[Holding], Register]:
@@ -203,6 +207,8 @@ class TorchPerformer(Performer):
         scaler = scaler_of(objects)
         if scaler is not None:
             scaler._per_optimizer_states.clear()  # half an unscale
+        for part, is_training in self._kept.modes:
+            part.training = is_training
         self._kept.buffers.put_back()
 
     def move(self, plan: Plan) -> Any:
@@ -228,7 +234,8 @@ class TorchPerformer(Performer):
         timeout = self._call.settings.soft_timeout / 2
         moved = move(routes, self.rank, source, self._gather, host=host, timeout=timeout)
         if moved.bytes:
-            self._emit("received", bytes=moved.bytes, seconds=moved.seconds)
+            event = "sent" if moved.state is None else "received"
+            self._emit(event, bytes=moved.bytes, seconds=moved.seconds)
         return moved.state
 
     def rebind(self) -> None:

@@ -115,7 +115,7 @@ class Sharded(Form):
             _fill_optimizer(optimizer, self._together(state[name]), parameters)
         for name, value in objects.items():
             if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
-                pass
+                value.load_state_dict(self._together(state[name]))
         _check_not_on_meta(objects)
         return objects
 

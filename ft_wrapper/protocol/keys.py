@@ -55,6 +55,11 @@ def barrier(name: str, part: str) -> str:
     return f"{_ROOT}/barrier/{name}/{part}"
 
 
+def live(name: str) -> str:
+    """Register: the last recovery of a live state that was sealed, and the one that began its history."""
+    return f"{_ROOT}/live/{name}/sealed"
+
+
 def wake_goodbye(name: str) -> str:
     """Set once a member needs the store no more."""
     return f"{_ROOT}/wake/goodbye/{name}"
