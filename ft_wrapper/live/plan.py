@@ -4,6 +4,8 @@ import dataclasses
 import enum
 from collections.abc import Hashable, Iterable, Sequence
 
+_MOST_HOLDERS = 8  # that one receiver is served by
+
 
 class Rung(enum.Enum):
     """Where a recovery takes the state from; the higher rungs lose less."""
@@ -173,10 +175,18 @@ def make_plan(holdings: Sequence[Holding], register: Register) -> Plan:
         frozenset[int]().union(*(one.ready for one in counts.values())),  # the same bits, so true of each
         rolls=frozenset(rank for rank, one in counts.items() if step in one.reach and step != one.step),
         routes=tuple(
-            Route(rank, able(one.needs, step)) for rank, one in enumerate(holdings) if rank not in stay
+            Route(rank, _some(able(one.needs, step), rank))
+            for rank, one in enumerate(holdings)
+            if rank not in stay
         ),
         void=void | {rank for rank, one in counts.items() if step not in one.reach},
     )
+
+
+def _some(holders: tuple[int, ...], receiver: int) -> tuple[int, ...]:
+    """Few of many holders, others for each receiver: a thousand connections cost more than they bring."""
+    first = _MOST_HOLDERS * receiver % len(holders)
+    return (holders * 2)[first : first + _MOST_HOLDERS] if len(holders) > _MOST_HOLDERS else holders
 
 
 def _plan_of_copies(holdings: Sequence[Holding], needed: Iterable[Hashable], origin: int) -> Plan:
