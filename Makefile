@@ -108,6 +108,8 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/restart_latency.py
 	$(BIN)/python benchmarks/replace_rank.py
 	$(BIN)/python benchmarks/first_step.py
+	$(BIN)/python benchmarks/lost_work.py
+	$(BIN)/python benchmarks/live_transfer.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/store_operations.py
 	$(BIN)/python benchmarks/scale.py

@@ -111,6 +111,7 @@ class TorchPerformer(Performer):
         self._group = _host_group()
         self._ballot = torch.zeros(3, dtype=torch.int64)
         self._nodes: list[str] = []
+        self._register = ""  # as rank 0 has read it
         self._buddies: Buddies | None = None
 
     def atomic(self) -> contextlib.AbstractContextManager[Any]:
@@ -248,6 +249,7 @@ class TorchPerformer(Performer):
         self._kept.buffers.forget()
         self._kept.objects = self._form.adopt(self._kept.objects, received)
         self._kept.buffers.watch(self._kept.objects)
+        self._kept.buffers.keep()  # here, too: a survivor adopts another shard after it has finished
 
     def restore(self) -> int:
         """See `Performer`."""
@@ -298,7 +300,9 @@ class TorchPerformer(Performer):
         """See `Performer`."""
         if self.rank == 0:
             with self.atomic():
-                self._call.own.member.agreement.store.set(self._key, f"{register.sealed} {register.origin}")
+                # Not set: a rank 0 that was paused, and went on long after it was evicted, writes nothing.
+                now = f"{register.sealed} {register.origin}"
+                self._call.own.member.agreement.store.compare_set(self._key, self._register, now)
         self._kept.copies.drop_given_up(register.origin, plan.step)
 
     # ---- copies in host memory
@@ -323,9 +327,8 @@ class TorchPerformer(Performer):
     def _read_register(self) -> Register:
         store = self._call.own.member.agreement.store
         with self.atomic():
-            if not store.check([self._key]):
-                return Register()
-            return Register(*map(int, store.get(self._key).split()))
+            self._register = store.get(self._key).decode() if store.check([self._key]) else ""
+        return Register(*map(int, self._register.split()))
 
     def _gather(self, mine: Any) -> list[Any]:
         said: list[Any] = [None] * dist.get_world_size()

@@ -1,0 +1,196 @@
+"""A state lives on through faults at any point: the same bits, no step lost, none done twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_runs import CLEAN, KINDS, STEPS, VARIANTS, Verdict, by_run, judge, run_job, table
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("warm_process")]
+
+ACTIVE = 2
+
+
+def check(verdicts: list[Verdict]) -> None:
+    wrong = [f"seed {verdict.number}: {'; '.join(verdict.wrong)}" for verdict in verdicts if verdict.wrong]
+    assert not wrong, "\n".join([*wrong, table(verdicts)])
+
+
+def test_a_few_faults_cost_no_step(tmp_path: Path) -> None:
+    verdicts = run_job(KINDS["ddp"], tmp_path / "job", 3, 1, 7)
+    check(verdicts)
+    assert [verdict.number for verdict in verdicts] == [CLEAN, 3]
+    kinds = {kind for kind, _ in verdicts[1].faults}
+    assert "sigkill" in kinds and verdicts[1].in_recovery, verdicts[1]
+    assert verdicts[1].received > 0
+
+
+# The process that comes back takes its slot's place among the ranks; the others move, and take other shards.
+# What a forward pass then changes in their buffers must be put back, or replicas differ.
+MOVED = "sigkill:step:2:0,exception:step:7:1,sigkill:before vote:7:1"
+
+
+def test_survivors_may_take_other_shards(tmp_path: Path) -> None:
+    verdicts = run_job(KINDS["hsdp"], tmp_path / "job", 0, 1, 1, faults=MOVED)
+    check(verdicts)
+    assert len(verdicts[1].faults) == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_faults_cost_no_step(tmp_path: Path, kind: str, part: int) -> None:
+    verdicts = run_job(KINDS[kind], tmp_path / "job", 1000 + 12 * part, 12, (part * 27 + 5) % VARIANTS)
+    check(verdicts)
+    assert 3 * sum(verdict.in_recovery for verdict in verdicts) >= len(verdicts) - 1
+
+
+# ---- the judge: of events that are written here
+
+
+class Story:
+    """Events of a run of two ranks with processes 10 and 11, and a spare 12."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def say(self, event: str, n: int, *pids: int, **fields: Any) -> None:
+        for rank, pid in enumerate(pids):
+            record = {"event": event, "iteration": n, "pid": pid, "rank": rank, "run": 0, **fields}
+            self.records.append(record)
+
+    def recovery(self, n: int, *pids: int, rung: str = "PEERS", step: int = 0, sealed: bool = True) -> None:
+        self.say("entered", n, *pids)
+        self.say("gathers", n, *pids, needs="whole")
+        self.say("planned", n, *pids, rung=rung, step=step)
+        if sealed:
+            self.say("sealed", n, *pids)
+            self.say("holds", n, *pids, shard="whole", sure=True)
+
+    def commits(self, n: int, step: int, *pids: int, rolled: bool = False) -> None:
+        self.say("committed", n, *pids, step=step, rolled=rolled)
+
+    def fault(self, n: int, pid: int, point: str = "in vote", kind: str = "exception") -> None:
+        self.say("inject", n, pid, kind=kind, point=point)
+
+    def finish(self, n: int, *pids: int, digest: str = "same", step: int = STEPS) -> None:
+        self.say("finished", n, *pids, digest=digest, step=step)
+
+    def judge(self) -> Verdict:
+        return judge(0, self.records, ACTIVE, "same")
+
+
+@pytest.fixture
+def story() -> Story:
+    """A start from nothing, a step, and a fault."""
+    story = Story()
+    story.recovery(0, 10, 11, rung="CHECKPOINT")
+    story.commits(0, 1, 10, 11)
+    story.fault(0, 11)
+    return story
+
+
+def test_nothing_is_wrong_where_all_is_well(story: Story) -> None:
+    story.commits(0, 2, 10)
+    story.recovery(1, 10, 11, step=2)
+    story.commits(1, 2, 11, rolled=True)
+    story.finish(1, 10, 11)
+    verdict = story.judge()
+    assert verdict.wrong == []
+    assert verdict.faults == [("exception", "in vote")] and verdict.restarts == 1
+    assert not verdict.in_recovery and not verdict.unasked
+
+
+def test_a_step_done_again_is_seen(story: Story) -> None:
+    story.recovery(1, 10, 11, step=1)
+    story.commits(1, 1, 10, 11)
+    story.finish(1, 10, 11)
+    assert story.judge().wrong == ["1 steps were done again"]
+
+
+def test_a_step_lost_is_seen(story: Story) -> None:
+    story.commits(0, 2, 10)
+    story.recovery(1, 10, 11, step=1)
+    story.finish(1, 10, 11)
+    assert story.judge().wrong == ["1 steps were lost"]
+
+
+@pytest.mark.parametrize(("digests", "count"), [(("same", "other"), 2), (("other", "other"), 2)])
+def test_other_bits_are_seen(story: Story, digests: tuple[str, str], count: int) -> None:
+    story.recovery(1, 10, 11, step=1)
+    story.finish(1, 10, digest=digests[0])
+    story.finish(1, 10, 11, digest=digests[1])
+    assert story.judge().wrong == [f"{count} different digests"]
+
+
+def test_a_rank_that_did_not_finish_is_seen(story: Story) -> None:
+    story.recovery(1, 10, 11, step=1)
+    story.finish(1, 10)
+    assert story.judge().wrong == ["iteration 1 was the last, and finished on ranks [0] only"]
+
+
+def test_an_end_after_too_few_steps_is_seen(story: Story) -> None:
+    story.recovery(1, 10, 11, step=1)
+    story.finish(1, 10, 11, step=STEPS - 1)
+    assert story.judge().wrong == [f"finished after other steps than {STEPS}"]
+
+
+def test_a_needless_checkpoint_is_seen(story: Story) -> None:
+    story.recovery(1, 10, 12, rung="CHECKPOINT")
+    story.finish(1, 10, 12)
+    assert story.judge().wrong == ["iteration 1 went to the checkpoint, and need not have"]
+
+
+def test_a_checkpoint_is_right_if_all_holders_are_lost(story: Story) -> None:
+    story.fault(0, 10, point="in update")
+    story.fault(0, 11, kind="sigkill")
+    story.recovery(1, 10, 12, rung="CHECKPOINT")
+    story.commits(1, 1, 10, 12)
+    story.finish(1, 10, 12)
+    verdict = story.judge()
+    assert verdict.wrong == []
+    assert verdict.restored == 1 and verdict.again == 0
+
+
+def test_going_on_from_no_one_is_seen(story: Story) -> None:
+    story.fault(0, 10, point="in update")
+    story.recovery(1, 10, 12, step=1)
+    story.finish(1, 10, 12)
+    assert story.judge().wrong == ["iteration 1 went on without a holder of some shard"]
+
+
+def test_who_was_away_while_the_others_went_on_holds_nothing(story: Story) -> None:
+    story.recovery(1, 10, 12, step=1)
+    story.commits(1, 2, 10, 12)
+    story.fault(1, 10, kind="sigkill")
+    story.fault(1, 12, kind="sigkill")
+    story.recovery(2, 11, 13, rung="CHECKPOINT")
+    story.commits(2, 1, 11, 13)
+    story.finish(2, 11, 13)
+    assert story.judge().wrong == []
+    story.records = [
+        record | {"rung": "PEERS"} if record["event"] == "planned" else record for record in story.records
+    ]
+    assert "iteration 2 went on without a holder of some shard" in story.judge().wrong
+
+
+def test_an_exception_that_is_not_ours_is_seen(story: Story) -> None:
+    story.recovery(1, 10, 11, step=1)
+    story.say("fault", 1, 10, kind="EXCEPTION")
+    story.recovery(2, 10, 11, step=1)
+    story.finish(2, 10, 11)
+    assert story.judge().wrong == ["an exception was raised that is not ours"]
+
+
+def test_events_belong_to_the_run_whose_iteration_it_is() -> None:
+    records: list[dict[str, Any]] = [
+        {"event": "entered", "run": CLEAN, "iteration": 0},
+        {"event": "committed", "iteration": 0},
+        {"event": "entered", "run": 5, "iteration": 1},
+        {"event": "committed", "iteration": 1},
+        {"event": "rank_started"},
+    ]
+    assert by_run(records) == {CLEAN: records[:2], 5: records[2:4]}
