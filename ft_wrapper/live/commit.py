@@ -163,9 +163,14 @@ class Course:
         Raises:
             Differs: this rank does, or no state is that of most replicas.
         """
-        wrong = self.performer.differing(self._held().shard)
-        if self.performer.rank in wrong:
-            held, self.kept.held = self._held(), None
+        held, rank = self._held(), self.performer.rank
+        wrong = self.performer.differing(held.shard)
+        if not wrong:
+            return
+        if rank in wrong:
+            self.kept.held = None
+        self.performer.vote(held.step)  # none is interrupted by another one's error before it has done so
+        if rank in wrong:
             ranks = ", ".join(map(str, sorted(wrong)))
             raise Differs(
                 f"replicas of {held.shard!r} differ at step {held.step}, and active ranks {ranks} are not "
