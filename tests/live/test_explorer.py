@@ -15,7 +15,6 @@ FINDS_WITHIN = 1500
 SMALL = dataclasses.replace(JOBS["ddp"], shards=("A", "A"), steps=1, faults=1, demotions=0)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", JOBS)
 def test_random_schedules(name: str) -> None:
     report = at_random(JOBS[name], range(SCHEDULES))
@@ -27,7 +26,6 @@ def test_random_schedules(name: str) -> None:
     assert name != "buddies" or report.recoveries["COPIES"] > SCHEDULES / 20
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_a_mistake_is_found(mistake: Mistake) -> None:
     report = at_random(JOBS[mistake.job], range(FINDS_WITHIN), mistake)
@@ -36,7 +34,6 @@ def test_a_mistake_is_found(mistake: Mistake) -> None:
     assert report.failure.trace
 
 
-@pytest.mark.timeout(120)
 def test_all_schedules_of_a_small_job() -> None:
     report = exhaustively(SMALL)
     print(report.figures())

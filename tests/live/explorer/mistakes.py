@@ -367,13 +367,6 @@ class ReadyOutlives(Course):
         return step
 
 
-class OldCopiesStay(Member):
-    """A copy belongs to the history in which it was made alone."""
-
-    def _label_copies(self, step: int, number: int) -> None:
-        pass
-
-
 MISTAKES = [
     Mistake("no-vote", "ddp", member=NoVote),
     Mistake("vote-of-replicas", "hsdp", member=VoteOfReplicas),
