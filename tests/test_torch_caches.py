@@ -176,8 +176,22 @@ ITS_MISTAKES = {
 
 
 def test_each_cache_is_left_out_once() -> None:
-    # The last two are no caches of meshes, and have a test of their own.
-    assert [what for what, _, _ in _torch_caches._STEPS[:-2]] == list(ITS_MISTAKES)
+    # The last three are no caches of meshes, and have a test of their own.
+    assert [what for what, _, _ in _torch_caches._STEPS[:-3]] == list(ITS_MISTAKES)
+
+
+def test_functions_let_go_of_the_default_group_of_their_import() -> None:
+    from torch.distributed.nn import functional
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    before, functional.all_reduce.__defaults__ = functional.all_reduce.__defaults__, (None, dist.group.WORLD)
+    try:
+        _torch_caches.forget_old_ranks()
+        assert functional.all_reduce.__defaults__ == (None, None)
+    finally:
+        functional.all_reduce.__defaults__ = before
+        dist.destroy_process_group()
 
 
 @by_mesh

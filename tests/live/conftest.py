@@ -14,8 +14,7 @@ sys.path.insert(0, str(HERE.parent / "wrapper"))
 from job_stores import job_on, nightly_on_etcd, parametrize  # noqa: E402
 from rank_harness import Job, Template  # noqa: E402
 
-# One of each kind runs on etcd always.
-ALWAYS_ON_ETCD = ("test_a_new_rank_receives_the_state[[]etcd]",)
+ALWAYS_ON_ETCD = ()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ft_wrapper import CallWrapper, LiveState, Wrapper
 from ft_wrapper.live.performer import TorchPerformer
 
+pytestmark = pytest.mark.tcp_only("a test starts two jobs, each of which begins with its store")
+
 STEPS = 6
 Objects = dict[str, Any]
 
