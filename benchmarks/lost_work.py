@@ -230,6 +230,14 @@ class Samples:
         alike = exceptions if kind in exceptions else (kind,)
         return any((name, size, each) in self.lost for each in alike)
 
+    def cell(self, name: str, size: str, kind: str, what: str, middle: float | None) -> str:
+        """Returns a median for people, or that there was no new step."""
+        lost = self.lost.get((name, size, kind), 0)
+        if middle is None:
+            return "not back" if lost else "not tried" if self.is_lost(name, size, kind) else "-"
+        text = f"{middle:g}" if what == AGAIN else duration(middle)
+        return f"{text} ({lost} not back)" if lost else text
+
     def print_details(self) -> None:
         """Prints least, median and greatest of everything."""
         rows = []
@@ -264,11 +272,7 @@ class Samples:
         for size, kind in cases:
             for what in MEASURED:
                 middles = {name: median(self.values.get((name, size, kind, what), [])) for name in names}
-                cells = []
-                for name, middle in middles.items():
-                    text = "-" if middle is None else f"{middle:g}" if what == AGAIN else duration(middle)
-                    lost = self.lost.get((name, size, kind), 0)
-                    cells.append(f"{text} ({lost} not back)" if lost else text)
+                cells = [self.cell(name, size, kind, what, middle) for name, middle in middles.items()]
                 cells += [ratio(middles[peer], middles[names[0]]) for peer in peers]
                 rows.append([f"{size}, {kind}: {what}", *cells])
         print("\nFrom the fault until the last rank: medians, and how many times more the others take")

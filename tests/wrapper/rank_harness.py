@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import fcntl
 import gc
 import importlib
 import json
@@ -61,6 +62,29 @@ _REAPED_WITHIN = 5.0  # seconds; a thread that was joined is in /proc for a mome
 _NATIVE = ("pt_gloo_runloop", "gloo_tcp_loop", "pt_tcpstore", "pt_nccl")
 
 
+class Collective:
+    """A context manager that holds the file by which a test keeps the ranks of a job outside collectives.
+
+    Gloo loses a send to a peer that is killed in mid-traffic, about once in 1,500 times, and the sender hangs
+    until its monitor ends it. So a test that counts on the survivors kills between two collectives.
+
+    Args:
+        directory: of what the job's ranks print.
+        how: ``LOCK_SH`` in the ranks, while one of them is in a collective; ``LOCK_EX`` in the test.
+    """
+
+    def __init__(self, directory: Path, how: int) -> None:
+        self._path = directory / "collective"
+        self._how = how
+
+    def __enter__(self) -> None:
+        self._file = self._path.open("a")
+        fcntl.flock(self._file, self._how)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
 # ---- in the rank --------------------------------------------------------------------------------------
 
 
@@ -71,10 +95,14 @@ class Rank:
         slot: its RANK at the start.
         line: the socket to the test.
         store_settings: of the wrapper, so that the job is on the store that the test is run on.
+        directory: of what the job's ranks print.
     """
 
-    def __init__(self, slot: int, line: socket.socket, store_settings: dict[str, Any]) -> None:
+    def __init__(
+        self, slot: int, line: socket.socket, store_settings: dict[str, Any], directory: Path
+    ) -> None:
         self.slot = slot
+        self.collective = Collective(directory, fcntl.LOCK_SH)
         self.store_settings = store_settings
         self._line = line
         self._unread = b""
@@ -192,7 +220,8 @@ def _run_rank(request: dict[str, Any], line: socket.socket) -> None:
     )  # what it keeps for good
     faulthandler.register(signal.SIGTERM, chain=True)  # what a rank was in that its monitor ended
     SETTINGS["monitor_process_logfile"] = request["output"].replace("slot-", "monitor-of-slot-")
-    rank = Rank(request["slot"], line, _store_settings(request["store"]))
+    directory = Path(request["output"]).parent
+    rank = Rank(request["slot"], line, _store_settings(request["store"]), directory)
     SETTINGS.update(rank.store_settings)
     body: Any = importlib.import_module(request["module"])
     for name in request["body"].split("."):
@@ -529,6 +558,14 @@ class Job:
         """Sends a signal to a rank."""
         self._turn_until(lambda: self.ranks[slot].pid != 0, f"the start of slot {slot}")
         os.kill(self.ranks[slot].pid, signum)
+
+    def kill(self, *slots: int, signum: int = signal.SIGKILL) -> None:
+        """Ends ranks by a signal, while no rank is in its `Rank.collective`, and waits for their end."""
+        with Collective(self._directory, fcntl.LOCK_EX):
+            for slot in slots:
+                self.send_signal(slot, signum)
+            self.wait_for_end(*slots)
+        assert [self.ranks[slot].code for slot in slots] == [-signum] * len(slots)
 
     def lose_hosts(self, *slots: int) -> None:
         """Kills ranks with their monitors, as if their hosts were lost: no one is left to tell of it.

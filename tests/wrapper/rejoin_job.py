@@ -75,7 +75,8 @@ class Trainer:
             self.rank.hear()
         while True:
             finish = torch.tensor(float(self.finish.exists()))
-            dist.all_reduce(finish)
+            with self.rank.collective:
+                dist.all_reduce(finish)
             if finish:
                 return place
             time.sleep(0.005)
@@ -136,10 +137,7 @@ class Training:
 
     def abort(self, *slots: int) -> None:
         """Ends ranks as ``abort()`` in C does, without cleaning up, and waits for their end."""
-        for slot in slots:
-            self.job.send_signal(slot, signal.SIGABRT)
-        self.job.wait_for_end(*slots)
-        assert [self.job[slot].code for slot in slots] == [-signal.SIGABRT] * len(slots)
+        self.job.kill(*slots, signum=signal.SIGABRT)
 
     def await_join(self, n: int, *slots: int) -> None:
         """Waits until new processes of the slots have asked to be let into the iteration after n."""

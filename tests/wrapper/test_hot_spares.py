@@ -128,7 +128,9 @@ def trains_until(rank: Rank, last: int, active: int) -> Any:
         dist.all_reduce(total)
         rank.say("in", n=call_wrapper.iteration)
         while call_wrapper.iteration < last:
-            dist.all_reduce(torch.ones(1))
+            with rank.collective:
+                dist.all_reduce(torch.ones(1))
+            time.sleep(0.001)  # a test finds all ranks outside
         return [call_wrapper.iteration, int(os.environ["RANK"]), int(total.item())]
 
     return train()
@@ -137,9 +139,9 @@ def trains_until(rank: Rank, last: int, active: int) -> Any:
 def test_a_spare_takes_the_place_of_rank_0_and_another_one_that_of_the_next(job: Job) -> None:
     job.start(4, trains_until, 2, 2)
     job.expect("in", 0, 1, n=0)
-    job.send_signal(0, signal.SIGKILL)
+    job.kill(0)
     job.expect("in", 1, 2, n=1)
-    job.send_signal(1, signal.SIGKILL)
+    job.kill(1)
     job.expect("in", 2, 3, n=2)
     assert job.wait(killed=(0, 1)) == [[2, 0, 2], [2, 1, 2]]
     modes = [
@@ -159,7 +161,7 @@ def test_a_spare_takes_the_place_of_rank_0_and_another_one_that_of_the_next(job:
 def test_the_log_says_in_one_line_what_happened(job: Job) -> None:
     job.start(3, trains_until, 1, 2)
     job.expect("in", 0, 1, n=0)
-    job.send_signal(0, signal.SIGKILL)
+    job.kill(0)
     job.wait(killed=(0,))
     lines = [line for slot in range(3) for line in job[slot].log.splitlines() if "restart" in line]
     [line] = lines
@@ -170,8 +172,7 @@ def test_the_log_says_in_one_line_what_happened(job: Job) -> None:
 def test_two_ranks_killed_at_once(job: Job) -> None:
     job.start(5, trains_until, 1, 3)
     job.expect("in", 0, 1, 2, n=0)
-    job.send_signal(0, signal.SIGKILL)
-    job.send_signal(1, signal.SIGKILL)
+    job.kill(0, 1)
     values = job.wait(killed=(0, 1))
     assert [value[1:] for value in values] == [[0, 3], [1, 3], [2, 3]]
     assert values[0][0] in (1, 2)  # by the processes' speed they go in one restart or in two

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,8 +116,7 @@ def test_all_processes_die_and_come_back(run: Training, job: Job, with_monitors:
     if with_monitors:
         job.lose_hosts(0, 1, 2)
     else:
-        for slot in range(3):
-            job.send_signal(slot, signal.SIGKILL)
+        job.kill(0, 1, 2)
     job.wait_for_end()
     job.start_again(0, 1, 2)
     job.expect("in", 0, 1, 2, n=1, world=3)
@@ -314,8 +312,7 @@ def test_a_store_keeps_as_many_keys_after_many_restarts_as_after_few(run: Traini
     few, many = (10, 40) if job.etcd is None else (4, 12)  # a restart takes longer there
     for kill in range(1, many + 1):
         victim = kill % 3
-        job.send_signal(victim, signal.SIGKILL)
-        job.wait_for_end(victim)
+        job.kill(victim)
         job.start_again(victim)
         [entry] = job.expect("in", victim, world=3)
         assert entry["n"] > n
