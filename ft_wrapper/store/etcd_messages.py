@@ -256,10 +256,11 @@ def meaning_of(what: str, endpoint: Endpoint, error: Exception) -> Exception:
     cause: BaseException | None = error
     hint = ""
     while cause is not None:
-        # A server hangs up on TLS that it does not speak, and on plain text where it speaks TLS; so does one
-        # that is killed.
+        # A server hangs up on TLS that it does not speak, on plain text where it speaks TLS, and on a
+        # certificate that it does not accept: its alert may be lost. So does one that is killed.
         if isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError | ConnectionResetError):
-            hint = f"; see whether it {'speaks TLS' if endpoint.tls else 'wants https'}"
+            wants = "speaks TLS and accepts this side's certificate" if endpoint.tls else "wants https"
+            hint = f"; see whether it {wants}"
         if isinstance(cause, ssl.SSLError) and _is_final(cause):
             return StoreError(
                 f"{endpoint}: {what}: no TLS connection: {cause.reason or cause}; see whether the "

@@ -56,18 +56,21 @@ class Kind:
         processes: how many.
         active: how many of them train.
         replicas: of the shards; 0: there are no shards.
+        every: copies go to buddies after so many steps, and there are no checkpoints; 0: the other way round.
     """
 
     script: str
     processes: int
     active: int
     replicas: int
+    every: int = 0
 
 
 KINDS = {
     "ddp": Kind("train_ddp.py", 4, 3, 0),
     "hsdp": Kind("train_hsdp.py", 6, 4, 2),
     "fsdp": Kind("train_hsdp.py", 4, 3, 1),
+    "buddies": Kind("train_hsdp.py", 4, 3, 1, every=4),
 }
 
 
@@ -80,6 +83,7 @@ class Verdict:
         faults: kind and point of those that happened.
         restarts: of the function.
         unasked: kinds of the faults that ended an iteration in which we had injected none.
+        copied: how many steps the recoveries have gone back that went to copies, and had to.
         restored: recoveries that went to the checkpoint, and had to.
         received: bytes that went from rank to rank.
         again: steps done again that were committed and not given up.
@@ -91,6 +95,7 @@ class Verdict:
     faults: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     restarts: int = 0
     unasked: list[str] = dataclasses.field(default_factory=list)
+    copied: list[int] = dataclasses.field(default_factory=list)
     restored: int = 0
     received: int = 0
     again: int = 0
@@ -183,10 +188,13 @@ def judge(number: int, records: list[Record], active: int, reference: str | None
                 if must:
                     verdict.wrong.append(f"iteration {n} went on without a holder of some shard")
             else:
-                committed.clear()
-                verdict.restored += was_sealed
+                if record["rung"] == "COPIES":
+                    verdict.copied.append(max(committed, default=0) - record["step"])
+                else:
+                    verdict.restored += was_sealed
+                committed = {step: by for step, by in committed.items() if step <= record["step"]}
                 if was_sealed and not may:
-                    verdict.wrong.append(f"iteration {n} went to the checkpoint, and need not have")
+                    verdict.wrong.append(f"iteration {n} went down the ladder, and need not have")
     verdict.wrong += _wrong_end(records, active, reference)
     verdict.wrong += [f"{verdict.again} steps were done again"] * bool(verdict.again)
     verdict.wrong += [f"{verdict.lost} steps were lost"] * bool(verdict.lost)
@@ -260,7 +268,8 @@ def run_job(
     folder.mkdir(parents=True)
     words = ["--nproc-per-node", kind.processes, "--max-rank-restarts", 100 * runs, HERE / kind.script]
     words += ["--folder", folder, "--first", first, "--runs", runs, "--steps", STEPS]
-    words += ["--active", kind.active, "--replicas", kind.replicas, "--variant", variant]
+    words += ["--active", kind.active, "--replicas", kind.replicas, "--every", kind.every]
+    words += ["--variant", variant]
     words += [] if faults is None else ["--faults", faults]
     environment = {**ENVIRONMENT, events.ENV: str(folder / "events"), "TMPDIR": str(folder)}
     trouble = []
@@ -324,6 +333,8 @@ def table(verdicts: list[Verdict]) -> str:
             collections.Counter(f"  by {kind}, not ours" for v in verdicts for kind in v.unasked).items()
         ),
         ("MB from rank to rank", round(sum(verdict.received for verdict in runs) / 1e6, 1)),
+        ("went to copies, and had to", sum(len(verdict.copied) for verdict in runs)),
+        ("  steps gone back then, at most", max((max(v.copied, default=0) for v in runs), default=0)),
         ("went to the checkpoint, and had to", sum(verdict.restored > 0 for verdict in runs)),
         ("steps done again", sum(verdict.again for verdict in verdicts)),
         ("steps lost", sum(verdict.lost for verdict in verdicts)),

@@ -103,6 +103,7 @@ class Run:
         folder: for its checkpoints and marks.
         steps: how many it trains.
         replicas: of the state's shards, where it is in shards.
+        every: copies go to buddies after so many steps, and there are no checkpoints; 0: the other way round.
         variant: what a step is made of.
         faults: what is to happen.
     """
@@ -111,6 +112,7 @@ class Run:
     folder: Path
     steps: int
     replicas: int
+    every: int
     variant: Variant
     faults: list[points.Planned]
 
@@ -181,7 +183,7 @@ class Run:
             points.current.check("after commit")
             if self.variant.zero_after:
                 optimizer.zero_grad()
-            if live.step % CHECKPOINT_EVERY == 0:
+            if not self.every and live.step % CHECKPOINT_EVERY == 0:
                 save()
 
     def _backward(self, model: nn.Module, scaler: Any, *, is_infinite: bool) -> None:
@@ -281,6 +283,7 @@ def main(train: Callable[..., None]) -> None:
     parser.add_argument("--runs", type=int, required=True, help="with faults; a clean one comes before")
     parser.add_argument("--active", type=int, required=True)
     parser.add_argument("--replicas", type=int, required=True, help="0: each rank has the whole state")
+    parser.add_argument("--every", type=int, default=0, help="copies to buddies after so many steps")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--variant", type=int, required=True)
     parser.add_argument("--faults", help="of all runs but the clean one; none are chosen then")
@@ -298,8 +301,13 @@ def main(train: Callable[..., None]) -> None:
         faults: list[points.Planned] = []
         if number >= 0:
             chosen = args.faults and points.parse_faults(args.faults)
-            faults = chosen or points.random_faults(number, args.steps, args.active)
-        wrapped(Run(number, args.folder / f"run-{number}", args.steps, args.replicas, variant, faults))
+            faults = chosen or (
+                points.random_kills(number, args.steps, args.active, args.every)
+                if args.every
+                else points.random_faults(number, args.steps, args.active)
+            )
+        folder = args.folder / f"run-{number}"
+        wrapped(Run(number, folder, args.steps, args.replicas, args.every, variant, faults))
     print("all runs are through", flush=True)
 
 

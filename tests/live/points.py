@@ -89,6 +89,27 @@ def random_faults(seed: int, steps: int, active: int) -> list[Planned]:
     return faults
 
 
+def random_kills(seed: int, steps: int, active: int, every: int) -> list[Planned]:
+    """Chooses kills that come one by one: by the next one the copies are with their buddies again.
+
+    Args:
+        seed: of the choice.
+        steps: of the run.
+        active: number of active ranks.
+        every: steps after which there are copies.
+    """
+    choose = random.Random(seed)
+    return [
+        Planned(
+            Fault.SIGKILL,
+            choose.choice(STEP_POINTS),
+            step + choose.randrange(every),
+            choose.randrange(active),
+        )
+        for step in range(every + 1, steps - every, 3 * every)
+    ]
+
+
 class Points:
     """The points of one process, in one iteration.
 

@@ -518,13 +518,15 @@ def test_certificates(encrypted: EtcdServer) -> None:
 
 
 def test_wrong_certificates(encrypted: EtcdServer, ours: Certificates, theirs: Certificates) -> None:
-    for given in (
-        {"ca": theirs.ca, "cert": ours.cert, "key": ours.key},
-        {"ca": ours.ca, "cert": theirs.cert, "key": theirs.key},
-        {"ca": ours.ca},
+    # What etcd says of the client's certificate may be lost with the connection that it closes.
+    refused = "no TLS connection|accepts this side's certificate"
+    for given, message in (
+        ({"ca": theirs.ca, "cert": ours.cert, "key": ours.key}, "no TLS connection"),
+        ({"ca": ours.ca, "cert": theirs.cert, "key": theirs.key}, refused),
+        ({"ca": ours.ca}, refused),
     ):
-        client = EtcdClient(encrypted.endpoints, timeout=20.0, **given)
-        with pytest.raises(StoreError, match="no TLS connection"):
+        client = EtcdClient(encrypted.endpoints, timeout=3.0, **given)
+        with pytest.raises(StoreError, match=message):
             write(client, b"k", b"v")
         client.close()
     with pytest.raises(ValueError, match="do not fit"):
