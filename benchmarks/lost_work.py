@@ -49,6 +49,7 @@ ACTIVE = 3
 # 13 layers of 256 are 3.4 MB of parameters, 10 MB with AdamW's moments. 1 GB: few of its parameters are
 # trained, because gloo's all_reduce of all gradients would take longer than the step.
 SIZES = {"10 MB": Size(256, 13), "1 GB": Size(64, 4, frozen=1_000_000_000 // (PIECE * 3 * 4))}
+PRICED = (4, 2)  # ranks
 SMALL = Size(64, 4)  # so that four ranks do not fight for the cores while they do not sleep
 NEW, AGAIN, FUNCTION, STATE = "first new step done", "steps done again", "back in the function", "state there"
 MEASURED = (FUNCTION, STATE, NEW, AGAIN)
@@ -299,10 +300,10 @@ def measure_faults(arguments: argparse.Namespace, ways: list[Way], folder: Path)
     return samples
 
 
-def measure_price(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_price(arguments: argparse.Namespace, folder: Path, ranks: int) -> dict[str, Any]:
     """Steps with and without ``commit``, in blocks that take turns in the same processes."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks, limit = 4, 60 + arguments.rounds * arguments.block
+    limit = 60 + arguments.rounds * arguments.block
     with job(folder) as job_:
         task = Task(
             module=OURS,
@@ -323,7 +324,7 @@ def measure_price(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         return said
 
 
-def print_price(said: dict[str, Any]) -> None:
+def print_price(said: dict[str, Any], ranks: int) -> None:
     """Prints what ``commit`` costs, and its parts."""
     times = said["times"]
     rows = [[f"step, {name}", spread(values)] for name, values in times.items()]
@@ -332,7 +333,7 @@ def print_price(said: dict[str, Any]) -> None:
         rows.append([title, quartiles(ratios)])
     rows += [[name, duration(seconds)] for name, seconds in said["parts"].items()]
     rows.append(["all_reduce of three numbers, in a row", duration(said["ballot"])])
-    print("\nWithout faults, 4 ranks: medians; then parts of a commit, in steps of their own")
+    print(f"\nWithout faults, {ranks} ranks: medians; then parts of a commit, in steps of their own")
     print(table(["", ""], rows))
 
 
@@ -357,10 +358,10 @@ def main() -> None:
     own_all_descendants()
     folder = Path(tempfile.mkdtemp(prefix="lost_work-"))
     begin = time.monotonic()
-    trouble, samples, names, price = "", None, [], None
+    trouble, samples, names, prices = "", None, [], {}
     try:
         if "price" not in arguments.skip and OURS in arguments.only:
-            price = measure_price(arguments, folder)
+            prices = {ranks: measure_price(arguments, folder, ranks) for ranks in PRICED}
         if "faults" not in arguments.skip:
             try:
                 implementations = chosen(arguments)
@@ -375,8 +376,8 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"\n{time.monotonic() - begin:.0f} s in all")
-    if price:
-        print_price(price)
+    for ranks, said in prices.items():
+        print_price(said, ranks)
     if samples:
         samples.print_details()
         samples.print_stamps()

@@ -213,9 +213,17 @@ def _seed_by(seed: int | None, *parts: object) -> None:
         return
     number = random.Random(repr((seed, *parts))).getrandbits(63)
     random.seed(number)
-    torch.manual_seed(number)
+    _seed_torch(number)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(number % 2**32)
+
+
+def _seed_torch(number: int) -> None:
+    """As ``torch.manual_seed``, which formats the stack for each kind of device not in use: too slow here."""
+    torch.default_generator.manual_seed(number)
+    if torch.accelerator.is_available():
+        module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+        (getattr(module, "manual_seed_all", None) or module.manual_seed)(number)
 
 
 @contextlib.contextmanager

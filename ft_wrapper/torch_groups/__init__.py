@@ -55,11 +55,11 @@ def abort_all() -> None:
     c10d = sys.modules.get(_C10D)
     if c10d is None:
         return
-    # NCCL last: its abort has been known to hang, the other two only touch sockets.
+    # The backends' own last: NCCL's abort has been known to hang, the other two only touch sockets.
     for what, step in (
         ("gloo", functools.partial(shut_down_gloo_sockets, lambda: _size_being_made(c10d))),
         ("the iteration's store", _abort_store_clients),
-        ("NCCL", lambda: _abort_nccl(c10d)),
+        ("the backends", lambda: _abort_backends(c10d)),
     ):
         try:
             step()
@@ -101,37 +101,46 @@ def _abort_store_clients() -> None:
         shut_down_clients(host, int(port))
 
 
-def _abort_nccl(c10d: Any) -> None:
-    if not c10d.is_nccl_available():
+def _abort_backends(c10d: Any) -> None:
+    # By what a backend can do, not by its class: torch >= 2.15 has two for NCCL, and others have their own.
+    backends = {group: _backends(group) for group in c10d._world.pg_names}
+    aborting = [group for group, its in backends.items() if not its or not all(map(_is_gloo, its))]
+    if not aborting:
         return
-    with_nccl = []
-    for group, _ in sorted(c10d._world.pg_names.items(), key=lambda item: str(item[1]), reverse=True):
-        backend = _nccl_backend(c10d, group)
-        if backend is not None:
-            with_nccl.append((group, backend))
-    if not with_nccl:
-        return
+    aborting.sort(key=lambda group: str(c10d._world.pg_names[group]), reverse=True)
     # All within one NCCL group, in the same order on every rank: aborting one communicator may wait for the
     # abort of another. Between start and end nothing may return early.
-    first = with_nccl[0][1]
-    first._group_start()
+    together = next(
+        (one for group in aborting for one in backends[group] if hasattr(one, "_group_start")), None
+    )
+    if together is not None:
+        together._group_start()
     try:
-        for group, _ in with_nccl:
+        for group in aborting:
             try:
                 group.abort()
             except Exception:
-                log.warning("could not abort NCCL group %r", group, exc_info=True)
+                log.warning("could not abort group %s, %r", c10d._world.pg_names[group], group, exc_info=True)
     finally:
-        first._group_end()
+        if together is not None:
+            together._group_end()
 
 
-def _nccl_backend(c10d: Any, group: Any) -> Any:
-    try:
-        backend = group._get_backend(c10d.torch.device("cuda"))
-    except RuntimeError:
-        return None
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-    return backend if isinstance(backend, c10d.ProcessGroupNCCL) else None
+def _backends(group: Any) -> list[Any]:
+    """A group's backends; none of one that is a Python class of its own."""
+    found = []
+    for device in group._device_types:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:
+            continue
+        found.append(getattr(backend, "wrapped_pg", backend))  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    return found
+
+
+def _is_gloo(backend: Any) -> bool:
+    """Whether it is gloo's, whose ``abort`` does nothing: its sockets are shut down instead."""
+    return bool(backend.name() == "gloo")
 
 
 # Releasing them -----------------------------------------------------------------------------------------
