@@ -47,12 +47,13 @@ class Abort(PlugIn):
 class AbortTorchDistributed(Abort):
     """Makes all pending operations of ``torch.distributed`` in this process fail.
 
-    It frees collectives, point-to-point operations and barriers of gloo and NCCL on any group, even if the
-    peer is alive and hangs. It also frees ``init_process_group`` and ``new_group`` while they wait for a peer
-    through the store at ``MASTER_ADDR``:``MASTER_PORT``. It shuts down the connections of all gloo groups and
-    those to that store, no other sockets, and aborts the communicators of all NCCL groups together. It does
-    not destroy groups: `release_process_groups` does, once the function is left. Gloo's connections stay open
-    until `close_aborted_sockets`, so that peers do not fail because this rank left: each rank aborts itself.
+    It frees collectives, point-to-point operations and barriers of gloo, and of any backend that can abort,
+    on any group, even if the peer is alive and hangs. It also frees ``init_process_group`` and ``new_group``
+    while they wait for a peer through the store at ``MASTER_ADDR``:``MASTER_PORT``. It shuts down the
+    connections of all gloo groups and those to that store, no other sockets, and calls ``abort`` of all other
+    groups, in one order on all ranks (the communicators of older NCCL backends together). It does not destroy
+    groups: `release_process_groups` does, once the function is left. Gloo's connections stay open until
+    `close_aborted_sockets`, so that peers do not fail because this rank left: each rank aborts itself.
 
     Not freed, until their own timeout or the wrapper's ``hard_timeout``:
 
