@@ -388,13 +388,12 @@ class Member(Performer):
         self.kept.saved = self.state.buffers
         self.world.checker.finished(self, plan)
         if plan.rung is Rung.COPIES:
-            self._label_copies(plan.step, number)
+            self._label_copies(plan, number)
 
-    def _label_copies(self, step: int, number: int) -> None:
+    def _label_copies(self, plan: Plan, number: int) -> None:
         """The copies that lead to the one gone back to belong to the new history, too."""
-        used = next((one.origins for one in self.process.copies if one.said().step == step), frozenset[int]())
         for one in self.process.copies:
-            if one.said().step <= step and one.origins & used:
+            if one.said().step <= plan.step and plan.origin in one.origins:
                 one.origins |= {number}
 
     def seal(self, plan: Plan, register: Register) -> None:
