@@ -16,6 +16,7 @@ from ..protocol import keys
 from ..restart.call import Call
 from ..store.address import own_address
 from . import checks
+from .ballot import Address, Ballot
 from .buddies import Buddies, Copies, own_node, pack
 from .buffers import Buffers
 from .commit import Kept, Performer
@@ -60,6 +61,21 @@ class Users:
     restore: Callable[[Objects], int] | None
     update: Callable[..., object]
     seed: Callable[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _About:
+    """What a rank says of itself, beside what it holds.
+
+    Args:
+        node: where it runs.
+        digest: of what it has built.
+        votes_at: where it listens for votes.
+    """
+
+    node: str
+    digest: str
+    votes_at: Address
 
 
 def default_update(objects: Objects, *_arguments: object) -> None:
@@ -109,7 +125,9 @@ class TorchPerformer(Performer):
         self._users = users
         self._settings = settings
         self._group = _host_group()
-        self._ballot = torch.zeros(3, dtype=torch.int64)
+        self._host = own_address(os.environ["MASTER_ADDR"])
+        self._ballot = Ballot(self.rank, self._host, call.settings.hard_timeout)
+        call.own.lines.append(self._ballot)
         self._nodes: list[str] = []
         self._register = ""  # as rank 0 has read it
         self._buddies: Buddies | None = None
@@ -130,9 +148,7 @@ class TorchPerformer(Performer):
     def vote(self, step: int) -> None:
         """See `Performer`."""
         stored = -1 if self._buddies is None else self._buddies.stored
-        self._ballot[0], self._ballot[1], self._ballot[2] = step, -step, stored
-        dist.all_reduce(self._ballot, dist.ReduceOp.MIN, self._group)
-        low, high, stored = self._ballot.tolist()
+        low, high, stored = self._ballot.vote((step, -step, stored))
         if low != -high:
             raise RuntimeError(
                 f"the ranks do not do the same steps: one is at step {low}, another at {-high}"
@@ -184,12 +200,14 @@ class TorchPerformer(Performer):
         """See `Performer`."""
         outline = checks.outline(self._kept.objects, self._form, self._users.update, self._settings)
         register = self._read_register() if self.rank == 0 else Register()
-        said = self._gather((mine, register, checks.digest_of(outline), own_node()))
-        if len({digest for _, _, digest, _ in said}) > 1:
+        about = _About(own_node(), checks.digest_of(outline), self._ballot.address)
+        said: list[tuple[Holding, Register, _About]] = self._gather((mine, register, about))
+        if len({its.digest for _, _, its in said}) > 1:
             difference = checks.first_difference(self._gather(outline))
             raise RestartAbort(f"the ranks do not build the same state: {difference}")
-        self._nodes = [node for _, _, _, node in said]
-        return [holding for holding, _, _, _ in said], said[0][1]
+        self._nodes = [its.node for _, _, its in said]
+        self._ballot.open([its.votes_at for _, _, its in said])
+        return [holding for holding, _, _ in said], said[0][1]
 
     def copies(self) -> tuple[Copy, ...]:
         """See `Performer`."""
@@ -231,9 +249,8 @@ class TorchPerformer(Performer):
         return state
 
     def _move(self, routes: tuple[Route, ...], source: Callable[[], Any]) -> Any:
-        host = own_address(os.environ["MASTER_ADDR"])
         timeout = self._call.settings.soft_timeout / 2
-        moved = move(routes, self.rank, source, self._gather, host=host, timeout=timeout)
+        moved = move(routes, self.rank, source, self._gather, host=self._host, timeout=timeout)
         if moved.bytes:
             event = "sent" if moved.state is None else "received"
             self._emit(event, bytes=moved.bytes, seconds=moved.seconds)

@@ -313,6 +313,7 @@ class Call(Performer):
 
     def onward(self) -> None:
         close_aborted_sockets()
+        self.own.close_lines()
         self.own.signals.forget()  # the iteration that they may be about is over
 
     def tidy_up(self) -> None:
@@ -408,6 +409,8 @@ class Call(Performer):
             Agreement(self.own.client).ends.log_fault(member.view.n, fault)
 
     def _abort(self) -> None:
+        for line in list(self.own.lines):
+            line.abort()
         if self.settings.abort is not None:
             self.settings.abort(self.state.freeze())
 

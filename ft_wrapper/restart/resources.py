@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -55,6 +56,16 @@ class Progress:
     thread_stays: bool = False
 
 
+class Line(Protocol):
+    """Connections of the function's helpers to other ranks, in one iteration."""
+
+    def abort(self) -> None:
+        """Ends what waits there, from any thread, and unnoticed by other ranks."""
+
+    def close(self) -> None:
+        """Closes them."""
+
+
 class Resources:
     """All that a call owns: made as a whole, or not at all.
 
@@ -68,6 +79,7 @@ class Resources:
 
     Attributes:
         is_in_time: False if the other ranks had completed the call when this one came.
+        lines: kept open until all ranks have left the iteration, or others would take it for a fault.
 
     Raises:
         RestartError: the store cannot be used, or ranks are missing.
@@ -108,6 +120,8 @@ class Resources:
             owned.callback(Environment().restore)
             self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
             self.memory.lock_life()
+            self.lines: list[Line] = []
+            owned.callback(self.close_lines)
             owned.callback(close_aborted_sockets)
             owned.callback(wait_for_released_groups)
             self._hosts = plan.port is not None and slot == min(slots)
@@ -140,6 +154,11 @@ class Resources:
             self.is_in_time = self._join(remembered, base, since_last_call)
             self.progress.is_in = True
             self._owned = owned.pop_all()
+
+    def close_lines(self) -> None:
+        """Closes the iteration's connections."""
+        while self.lines:
+            self.lines.pop().close()
 
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""

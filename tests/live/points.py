@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ft_wrapper import events
-from ft_wrapper.live import live_state, performer, transfer
+from ft_wrapper.live import ballot, live_state, performer, transfer
 from ft_wrapper.live.plan import Holding, Plan, Register, Rung, make_plan
 from ft_wrapper.testing.inject_fault import Fault, inject_fault
 
@@ -156,17 +156,13 @@ class Points:
 current = Points([], Path())
 """Of the iteration that is on."""
 
-_all_reduce = dist.all_reduce
-_ballot: torch.Tensor | None = None
+_hear = ballot.Ballot._hear
 
 
-def _vote_half_way(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Stops between the begin and the end of a vote; other collectives are as ever."""
-    if tensor is not _ballot:
-        return _all_reduce(tensor, *args, **kwargs)
-    work = _all_reduce(tensor, *args, async_op=True, **kwargs)
+def _hear_half_way(self: ballot.Ballot, line: socket.socket) -> ballot.Values:
+    """Stops between the begin and the end of a vote."""
     current.check("in seal" if current.recovering else "in vote")
-    return work.wait()
+    return _hear(self, line)
 
 
 class Probed(performer.TorchPerformer):
@@ -175,11 +171,6 @@ class Probed(performer.TorchPerformer):
     An event ``holds`` says which shard, None for none. It is ``sure`` where the next recovery must count it,
     wherever the process is made to leave.
     """
-
-    def __init__(self, *args: Any) -> None:
-        global _ballot
-        super().__init__(*args)
-        _ballot = self._ballot
 
     def _holds(self, shard: object, *, sure: bool = True) -> None:
         current.say("holds", shard=None if shard is None else str(shard), sure=sure)
@@ -263,6 +254,6 @@ class TwoGroups(torch.optim.AdamW):
 
 def install() -> None:
     """Puts the points into this process."""
-    dist.all_reduce = _vote_half_way
+    ballot.Ballot._hear = _hear_half_way  # type: ignore[method-assign]
     performer.move = functools.partial(transfer.move, at=lambda point: current.check(point))  # type: ignore[attr-defined]
     live_state.TorchPerformer = Probed  # type: ignore[misc]

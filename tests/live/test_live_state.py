@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import struct
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -125,7 +127,7 @@ def cut_short(rank: Rank, point: str) -> Any:
             if fails and point == "before the vote":
                 raise ValueError(point)
             if fails and point == "in the vote":
-                dist.all_reduce(self._ballot.fill_(2), dist.ReduceOp.MIN, self._group, async_op=True)
+                self._ballot._rounds[0].to.sendall(struct.pack("!qqq", step, -step, -1))
                 raise ValueError(point)
             super().vote(step)
             if fails and point == "after the vote":
@@ -163,6 +165,18 @@ def test_a_step_is_done_by_all_or_by_none(job: Job, point: str, goes_on: int) ->
     assert all(one[2] == "PEERS" for one in results)
     # Before the vote all are prepared here, or one is not: the plan takes what all can reach.
     assert {one[1] for one in results} <= {2, 3} and (goes_on == 2 or results[0][1] == 3)
+
+
+def cut_short_in_a_thread(rank: Rank, point: str) -> Any:
+    """The same, where no signal reaches the function."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(cut_short, rank, point).result()
+
+
+def test_who_waits_in_a_vote_outside_the_main_thread_is_freed(job: Job) -> None:
+    job.start(2, cut_short_in_a_thread, "before the vote")
+    assert all(one[1] in (2, 3) and one[2] == "PEERS" for one in job.wait())
+    assert all("hard_timeout" not in process.log for process in job.ranks.values())
 
 
 # ---- the last rung
