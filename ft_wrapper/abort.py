@@ -1,6 +1,6 @@
 """Plug-ins that free the function's thread at a restart: they make what it waits for fail.
 
-They run in the wrapper's monitor thread while the function is still running: in a collective, in
+They run in a thread of the wrapper's while the function is still running: in a collective, in
 ``init_process_group``, in a backward pass, or anywhere else.
 """
 
@@ -37,10 +37,11 @@ Processes: TypeAlias = Iterable["int | psutil.Process"]
 class Abort(PlugIn):
     """Base of the ``abort`` plug-ins of `Wrapper`: frees the function's thread.
 
-    It runs in the monitor thread, after an iteration has ended and before the function is interrupted, and is
-    given the rank's state in the iteration that is over. It may run again for the same iteration until the
-    function is left. It must not wait for the function or for other ranks. If it raises, the error is logged
-    and the restart goes on.
+    It runs in a thread of the wrapper's, after an iteration has ended and before the function is interrupted,
+    and is given the rank's state in the iteration that is over. It may run again for the same iteration until
+    the function is left. It must not wait for the function or for other ranks. If it raises, the error is
+    logged and the restart goes on. If it has not returned after 5 s, that is logged and the function is
+    interrupted; the restart waits for it, at most until ``hard_timeout`` ends the process.
     """
 
 

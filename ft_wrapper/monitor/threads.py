@@ -33,6 +33,7 @@ _LONG = 86400.0  # seconds; every iteration's wake key is set when it ends, so t
 
 _ENDS_WITHIN = 10.0  # seconds; on a busy machine
 _ABORT_AGAIN = 0.25  # seconds after which the function, still inside, is aborted again
+_ABORT_PATIENCE = 5.0  # seconds after which an abort counts as hung; NCCL's is known to
 
 _libc = ctypes.PyDLL(None)  # which keeps the GIL: no call here waits
 _semaphore = ctypes.create_string_buffer(32)  # a sem_t
@@ -74,7 +75,8 @@ class MonitorThread:
         store: a client of its own: waiting occupies it.
         interrupter: stops the thread that runs the function.
         before_abort: called once the iteration has ended by a fault; its exceptions are logged.
-        abort: frees it from collectives; its exceptions are logged.
+        abort: frees it from collectives, in a thread of its own: it may hang; its exceptions are logged.
+        whereabouts: says what an abort that hangs is doing.
         last_call_wait: seconds to gather further faults before aborting.
     """
 
@@ -82,6 +84,7 @@ class MonitorThread:
     interrupter: Interrupter
     before_abort: Callable[[], None]
     abort: Callable[[], None]
+    whereabouts: Callable[[], str]
     last_call_wait: float
 
     def __post_init__(self) -> None:
@@ -164,11 +167,28 @@ class MonitorThread:
         self._run_logged("looking where the function is", self.before_abort)
         # From here on no atomic() block can begin; one that is on is waited for.
         self.interrupter.request()
-        self._run_logged("abort", self.abort)
+        aborting = self._begin_abort()
         events.emit("abort", iteration=n)
         # A group that was being made may have opened connections since.
         while not self.interrupter.interrupt_until_left(_ABORT_AGAIN):
-            self._run_logged("abort", self.abort)
+            if not aborting.is_alive():
+                aborting = self._begin_abort()
+        aborting.join()  # its groups are not to be touched meanwhile; if it never ends, hard_timeout ends all
+
+    def _begin_abort(self) -> threading.Thread:
+        """Aborts; returns the thread that does it, which has ended unless the abort hangs."""
+        thread = threading.Thread(
+            target=self._run_logged, args=("abort", self.abort), name="ft_wrapper-abort", daemon=True
+        )
+        thread.start()
+        thread.join(_ABORT_PATIENCE)
+        if thread.is_alive():
+            log.error(
+                "abort has not returned for %g s (%s); unless it does, this rank is ended at hard_timeout",
+                _ABORT_PATIENCE,
+                self.whereabouts(),
+            )
+        return thread
 
     def _run_logged(self, what: str, action: Callable[[], None]) -> None:
         try:

@@ -72,7 +72,7 @@ class Settings(Limits):
         store_factory: makes the coordination store; ``ftrun``'s own store comes first.
         store_kwargs: its arguments, ``host_name``, ``port`` and ``timeout`` for the TCPStore.
         initialize: run on each rank before the function, in every iteration.
-        abort: run in the monitor thread to free the function's thread from collectives. By default torch's
+        abort: run in a thread of its own to free the function's thread from collectives. By default torch's
             groups are aborted, then the function's child processes ended; `AbortTorchDistributed` alone does
             the first only.
         finalize: run on each rank once it has left the function after a fault.

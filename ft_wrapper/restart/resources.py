@@ -27,7 +27,7 @@ from ..settings import Limits, formation_size
 from ..state import State
 from ..store import StorePlan
 from ..store.address import own_address
-from ..torch_groups import Environment
+from ..torch_groups import Environment, being_aborted
 from . import Settings
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Resources:
             owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
             self.client = store.clone()
             self.thread = threads.MonitorThread(
-                self.client, self.interrupter, before_abort, abort, limits.last_call_wait
+                self.client, self.interrupter, before_abort, abort, being_aborted, limits.last_call_wait
             )
             owned.callback(self._end_thread)
             self.is_in_time = self._join(remembered, base, since_last_call)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .blocking import BlockingGroup, OnAbort, blocking_backend
 from .clock import Clock, Task
 from .fake_store import FakeStore
 from .scheduler import Deadlock, Scheduler, SchedulerError, TooLong
@@ -9,7 +10,19 @@ from .scheduler import Deadlock, Scheduler, SchedulerError, TooLong
 if TYPE_CHECKING:
     from .etcd_server import EtcdServer
 
-__all__ = ["Clock", "Deadlock", "EtcdServer", "FakeStore", "Scheduler", "SchedulerError", "Task", "TooLong"]
+__all__ = [
+    "BlockingGroup",
+    "Clock",
+    "Deadlock",
+    "EtcdServer",
+    "FakeStore",
+    "OnAbort",
+    "Scheduler",
+    "SchedulerError",
+    "Task",
+    "TooLong",
+    "blocking_backend",
+]
 
 
 def __getattr__(name: str) -> Any:

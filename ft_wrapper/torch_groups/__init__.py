@@ -41,6 +41,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_U
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 _background: list[threading.Thread] = []
+_aborting: list[str] = []  # groups whose abort has not returned
 
 
 # Aborting them ------------------------------------------------------------------------------------------
@@ -65,6 +66,11 @@ def abort_all() -> None:
             step()
         except Exception:
             log.warning("could not abort %s", what, exc_info=True)
+
+
+def being_aborted() -> str:
+    """Says which groups' abort has not returned."""
+    return ", ".join(_aborting) or "not in a process group"
 
 
 def cuda_device() -> int | None:
@@ -113,21 +119,37 @@ def _abort_backends(c10d: Any) -> None:
     together = next(
         (one for group in aborting for one in backends[group] if hasattr(one, "_group_start")), None
     )
-    if together is not None:
-        together._group_start()
+    names = {
+        group: f"group {c10d._world.pg_names[group]} of {', '.join(one.name() for one in backends[group])}"
+        for group in aborting
+    }
     try:
-        for group in aborting:
-            try:
-                group.abort()
-            except Exception:
-                log.warning("could not abort group %s, %r", c10d._world.pg_names[group], group, exc_info=True)
-    finally:
         if together is not None:
-            together._group_end()
+            together._group_start()
+        try:
+            for group in aborting:
+                _aborting.append(names[group])
+                _abort_backend(group, names[group])
+                if together is None:
+                    _aborting.remove(names[group])
+        finally:
+            if together is not None:
+                together._group_end()
+    finally:
+        _aborting.clear()
+
+
+def _abort_backend(group: Any, name: str) -> None:
+    try:
+        group.abort()
+    except Exception:
+        log.warning("could not abort %s; hard_timeout bounds what waits there", name, exc_info=True)
 
 
 def _backends(group: Any) -> list[Any]:
-    """A group's backends; none of one that is a Python class of its own."""
+    """A group's backends; the group itself if it is a Python class of its own."""
+    if not group._device_types:
+        return [group]
     found = []
     for device in group._device_types:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from ft_wrapper import torch_groups
+from ft_wrapper.testing import OnAbort, blocking_backend
 
 TIMEOUT = 60.0
 
@@ -78,51 +81,96 @@ def test_all_are_aborted_within_one_start_and_end(caplog: pytest.LogCaptureFixtu
     assert "could not abort group 2" in caplog.text
 
 
-class Blocking(dist.ProcessGroup):
-    """A Python class of its own: its collectives block until it is aborted."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self.is_in, self._aborted = threading.Event(), threading.Event()
-
-    def getBackendName(self) -> str:
-        return "blocking"
-
-    def barrier(self, options: Any = None) -> Any:
-        self.is_in.set()
-        assert self._aborted.wait(TIMEOUT), "it was not aborted"
-        raise RuntimeError("aborted")
-
-    def abort(self) -> None:
-        self._aborted.set()
+# ---- the stand-in
 
 
 @pytest.fixture
-def blocking() -> Iterator[Blocking]:
-    """The default group of this process."""
-
-    def make(store: Any, rank: int, size: int, timeout: Any) -> Blocking:
-        return Blocking(rank, size)
-
-    dist.Backend.register_backend("blocking", make, devices=["cpu"])
-    dist.init_process_group("blocking", store=dist.HashStore(), rank=0, world_size=1)
-    group: Any = dist.group.WORLD
-    yield group
+def release() -> Iterator[None]:
+    yield
     torch_groups.release_process_groups(aborted=True)
 
 
-def test_a_python_backend_is_freed(blocking: Blocking) -> None:
-    raised: list[str] = []
+class Blocked:
+    """A thread in a collective of a group that never ends by itself."""
 
-    def wait() -> None:
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.raised: list[str] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert group.is_blocked.wait(TIMEOUT)
+
+    def _run(self) -> None:
         try:
-            blocking.barrier()
+            dist.all_reduce(torch.ones(1), group=self.group)
         except RuntimeError as error:
-            raised.append(str(error))
+            self.raised.append(str(error))
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert blocking.is_in.wait(TIMEOUT)
+    def is_freed(self) -> bool:
+        self._thread.join(TIMEOUT)
+        return len(self.raised) == 1 and "was aborted" in self.raised[0]
+
+
+def groups_of(*kinds: OnAbort) -> list[Any]:
+    """Groups of this process alone."""
+    first, *others = map(blocking_backend, kinds)
+    dist.init_process_group(first, store=HashStore(), rank=0, world_size=1)
+    return [dist.group.WORLD, *(dist.new_group([0], backend=name) for name in others)]
+
+
+THREE = (OnAbort.RETURNS, OnAbort.IS_SLOW, OnAbort.RAISES)
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(THREE)))
+def test_three_blocked_groups_are_freed(kinds: tuple[OnAbort, ...], release: None) -> None:
+    blocked = [Blocked(group) for group in groups_of(*kinds)]
     torch_groups.abort_all()
+    assert all(one.is_freed() for one in blocked)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_aborts_that_depend_on_each_other_are_within_one_start_and_end(
+    order: tuple[int, ...], release: None
+) -> None:
+    groups = groups_of(*[OnAbort.DEPENDS] * 3)
+    blocked = [Blocked(groups[number]) for number in order]
+    thread = threading.Thread(target=torch_groups.abort_all, daemon=True)
+    thread.start()
+    assert all(one.is_freed() for one in blocked)
     thread.join(TIMEOUT)
-    assert raised == ["aborted"]
+    assert not thread.is_alive()
+
+
+def test_one_abort_after_the_other_hangs_where_they_depend_on_each_other(release: None) -> None:
+    """So the stand-in is one: without a start and an end the first abort does not return."""
+    groups = groups_of(*[OnAbort.DEPENDS] * 2)
+    first = threading.Thread(target=groups[0].abort, daemon=True)
+    first.start()
+    assert groups[0].is_aborted.wait(TIMEOUT)
+    blocked = Blocked(groups[0])  # had it freed anything, this one would not block
+    assert first.is_alive() and not blocked.raised
+    groups[1].abort()
+    first.join(TIMEOUT)
+    assert not first.is_alive() and blocked.is_freed()
+
+
+def test_the_stand_in_blocks_outside_of_the_gil(release: None) -> None:
+    blocked = Blocked(groups_of(OnAbort.RETURNS)[0])
+    assert sum(range(1000)) == 499_500 and not blocked.raised  # this thread has the GIL
+    blocked.group.abort()
+    assert blocked.is_freed()
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter"])
+def test_collectives_of_the_stand_in(collective: str, release: None) -> None:
+    (group,) = groups_of(OnAbort.RETURNS)
+    one = torch.ones(1)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "broadcast": (one, 0),
+        "barrier": (),
+        "all_gather": ([one], one),
+        "reduce_scatter": (one, [one]),
+    }
+    group.abort()
+    with pytest.raises(RuntimeError, match="a collective of 'blocking-returns' was aborted"):
+        getattr(dist, collective)(*arguments.get(collective, (one,)))

@@ -7,6 +7,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import pytest
 from agent_job import ROOT, FtRun
 
 ALONE = ("--restart-policy", "rank")
@@ -273,3 +274,47 @@ def test_cuda_may_be_in_use_where_no_monitor_is_forked(tmp_path: Path) -> None:
     with FtRun(tmp_path / "beside", source, str(tmp_path / "log")) as job:
         assert job.end() == 1, job.said
         assert "CUDA is already initialized" in job.said
+
+
+@pytest.mark.parametrize("does", ["waits", "trains"])
+def test_a_rank_whose_abort_hangs_is_replaced(tmp_path: Path, does: str) -> None:
+    """It would not come back by itself: its monitor ends it at hard_timeout, also if it makes progress."""
+    source = script(
+        tmp_path,
+        """
+        import os, sys, time
+        import torch
+        import torch.distributed as dist
+        from ft_wrapper import CallWrapper, Wrapper
+        from ft_wrapper.monitor import threads
+        from ft_wrapper.testing import OnAbort, blocking_backend
+
+        threads._ABORT_PATIENCE = 0.1
+
+        @Wrapper(use_global_iteration=True, rejoin_wait=60, min_world_size=2, soft_timeout=2, hard_timeout=3,
+                 heartbeat_timeout=30, monitor_thread_interval=0.2, monitor_process_interval=0.2,
+                 progress_watchdog_interval=0.2, heartbeat_interval=0.2)
+        def train(call_wrapper: CallWrapper = None):
+            if call_wrapper.iteration > 0:
+                print(f"{call_wrapper.iteration}: rank {call_wrapper.state.rank} "
+                      f"of {call_wrapper.state.world_size}\\n", end="")
+                return
+            hangs = os.environ["RANK"] == "0"
+            dist.init_process_group(blocking_backend(OnAbort.HANGS if hangs else OnAbort.RETURNS))
+            group = dist.new_group(backend=blocking_backend())
+            if not hangs:
+                raise ValueError("as planned")
+            while sys.argv[1] == "trains":
+                call_wrapper.ping()
+                time.sleep(0.01)
+            dist.all_reduce(torch.ones(1), group=group)
+
+        train()
+        """,
+    )
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", source, does) as job:
+        assert job.end() == 0, job.said
+        assert "1: rank 0 of 2\n" in job.said
+        assert "1: rank 1 of 2\n" in job.said
+        assert "abort has not returned for 0.1 s (group 0 of blocking-hangs)" in job.said
+        assert [len(job.pids(rank)) for rank in range(2)] == [2, 1]

@@ -1,0 +1,176 @@
+"""A backend for ``torch.distributed`` whose collectives block until they are aborted, as NCCL's do."""
+
+import enum
+import functools
+import threading
+import weakref
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+_LIMIT = timedelta(seconds=600)
+
+
+class OnAbort(enum.Enum):
+    """What the ``abort`` of a group does."""
+
+    RETURNS = "returns"
+    """It frees what blocks, and returns at once."""
+    IS_SLOW = "is-slow"
+    """The same, after a second."""
+    HANGS = "hangs"
+    """It neither frees anything nor returns."""
+    RAISES = "raises"
+    """It frees what blocks, and raises a ``RuntimeError``."""
+    DEPENDS = "depends"
+    """It returns once all such groups of the process are being aborted. So one after the other does not do,
+    unless between ``_group_start`` and ``_group_end``: as with communicators of NCCL on one device."""
+
+
+def blocking_backend(on_abort: OnAbort = OnAbort.RETURNS) -> str:
+    """Registers such a backend, once in a process.
+
+    Its collectives never succeed. They wait outside of the GIL, where no signal ends the wait, and raise a
+    ``RuntimeError`` once their group is aborted. So what frees a program from them is an abort alone::
+
+        torch.distributed.init_process_group(blocking_backend())
+        torch.distributed.barrier()
+
+    Args:
+        on_abort: what ``abort`` does.
+
+    Returns:
+        Its name, for ``init_process_group`` and ``new_group``.
+    """
+    name = f"blocking-{on_abort.value}"
+    if name.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(name, functools.partial(_make, name, on_abort), devices=["cpu"])
+    return name
+
+
+def _make(
+    name: str, on_abort: OnAbort, store: Any, rank: int, size: int, timeout: timedelta
+) -> "BlockingGroup":
+    kind = _Depending if on_abort is OnAbort.DEPENDS else BlockingGroup
+    return kind(rank, size, name, on_abort)
+
+
+class BlockingGroup(dist.ProcessGroup):
+    """A process group of this backend.
+
+    Args:
+        rank: in the group.
+        size: of the group.
+        name: of the backend.
+        on_abort: what ``abort`` does.
+
+    Attributes:
+        is_blocked: set once a collective was called.
+        is_aborted: set once ``abort`` was called.
+    """
+
+    def __init__(self, rank: int, size: int, name: str, on_abort: OnAbort) -> None:
+        init: Any = super().__init__  # torch's stubs know only the one with a store
+        init(rank, size)
+        self.is_blocked = threading.Event()
+        self.is_aborted = threading.Event()
+        self._backend_name = name
+        self._on_abort = on_abort
+        self._ends = HashStore()
+
+    def getBackendName(self) -> str:
+        """The backend's name."""
+        return self._backend_name
+
+    def _block(self, *_arguments: Any, **_more: Any) -> NoReturn:
+        self.is_blocked.set()
+        self._ends.wait(["end"], _LIMIT)
+        raise RuntimeError(f"a collective of {self._backend_name!r} was aborted")
+
+    def abort(self) -> None:
+        """Frees what blocks, or does what else was asked for; the second time nothing, unless it hangs.
+
+        Raises:
+            RuntimeError: that was asked for.
+        """
+        was_aborted = self.is_aborted.is_set()
+        self.is_aborted.set()
+        if self._on_abort is OnAbort.HANGS:
+            HashStore().wait(["never"], _LIMIT)
+        if was_aborted:
+            return
+        if self._on_abort is OnAbort.IS_SLOW:
+            threading.Event().wait(1.0)
+        self._free()
+        if self._on_abort is OnAbort.RAISES:
+            raise RuntimeError(f"abort of {self._backend_name!r} raises")
+
+    def _free(self) -> None:
+        self._ends.set("end", "")
+
+
+for _collective in (
+    *("allgather", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base"),
+    *("barrier", "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter"),
+    *("_reduce_scatter_base", "scatter", "send"),
+):
+    setattr(BlockingGroup, _collective, BlockingGroup._block)
+
+
+class _Device:
+    """What depending groups of a process have in common."""
+
+    def __init__(self) -> None:
+        self._begun = threading.Condition()
+        self._living: weakref.WeakSet[_Depending] = weakref.WeakSet()  # not being aborted
+        self._put_off: list[_Depending] | None = None  # within start and end
+
+    def add(self, group: "_Depending") -> None:
+        with self._begun:
+            self._living.add(group)
+
+    def start(self) -> None:
+        self._put_off = []
+
+    def end(self) -> None:
+        groups, self._put_off = self._put_off or [], None
+        self._abort(groups)
+
+    def abort(self, group: "_Depending") -> None:
+        if self._put_off is None:
+            self._abort([group])
+        else:
+            self._put_off.append(group)
+
+    def _abort(self, groups: list["_Depending"]) -> None:
+        with self._begun:
+            for group in groups:
+                self._living.discard(group)
+            self._begun.notify_all()
+            self._begun.wait_for(lambda: not self._living, _LIMIT.total_seconds())
+        for group in groups:
+            group._free()
+
+
+_device = _Device()
+
+
+class _Depending(BlockingGroup):
+    """A group whose abort depends on that of all others."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        _device.add(self)
+
+    def _group_start(self) -> None:
+        _device.start()
+
+    def _group_end(self) -> None:
+        _device.end()
+
+    def abort(self) -> None:
+        """Waits for the others' abort, or for ``_group_end``."""
+        self.is_aborted.set()
+        _device.abort(self)

@@ -1,0 +1,48 @@
+"""Restarts of ranks that are blocked where only an abort frees them, as in NCCL: on the stand-in backend."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import SETTINGS, Job, Rank
+
+from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.testing import BlockingGroup, OnAbort, blocking_backend
+
+
+def blocks(rank: Rank, restarts: int, *kinds: OnAbort | str) -> list[int]:
+    """Rank 0 blocks in a collective of the last group, and rank 1 fails, so many times."""
+    backends = [blocking_backend(OnAbort(kind)) for kind in kinds]
+
+    @Wrapper(**SETTINGS, max_same_faults=None)
+    def train(call_wrapper: CallWrapper) -> int:
+        if call_wrapper.iteration == restarts:
+            return call_wrapper.iteration
+        dist.init_process_group(backends[0])
+        groups = [dist.new_group(backend=name) for name in backends[1:]]
+        if call_wrapper.state.rank == 1:
+            raise ValueError("as planned")
+        dist.all_reduce(torch.ones(1), group=([dist.group.WORLD, *groups])[-1])
+        raise AssertionError("it never returns")
+
+    iterations = train()
+    gc.collect()
+    return [iterations, sum(isinstance(each, BlockingGroup) for each in gc.get_objects())]
+
+
+@pytest.mark.tcp_only
+@pytest.mark.timeout(300)
+def test_500_restarts_leave_nothing(job: Job) -> None:
+    job.start(2, blocks, 500, *["returns"] * 3)
+    assert job.wait() == [[500, 0]] * 2
+
+
+@pytest.mark.tcp_only
+@pytest.mark.parametrize("kind", ["is-slow", "raises", "depends"])
+def test_aborts_of_other_kinds_free_the_rank(job: Job, kind: str) -> None:
+    job.start(2, blocks, 3, *[kind] * 3)
+    assert job.wait() == [[3, 0]] * 2
+    assert ("could not abort group" in job.ranks[0].log) == (kind == "raises")
