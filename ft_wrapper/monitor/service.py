@@ -1,40 +1,33 @@
-"""Who runs the watch over a rank: the agent, for each of its ranks, or a process forked from the rank.
+"""Who runs the watch over a rank: the agent, for each of its ranks; or a process of its own (`beside`).
 
 Inside the agent, no process is needed beside a rank. A rank that enters a wrapped call connects, says hello
 and hands over the memory that it shares with its monitor. From then on it talks to a `RankWatch`, in a thread
 of the agent. What goes wrong with one rank's monitor ends that one only: the rank sees the line's end. No
 wait is the agent's main thread's, but for the end.
 
-A rank that has no agent, or is refused, forks a process before it uses CUDA.
+A rank that has no agent, or is refused, starts a process.
 """
 
 import contextlib
 import dataclasses
-import gc
 import json
 import logging
 import os
-import signal
 import socket
-import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable
 
 import psutil
 
-from .._files import owners_only
 from ..exception import StoreError
 from ..protocol import keys
 from ..protocol.heart import Heart
 from ..settings import Limits
 from ..store.bounded import in_background
 from ..store.plan import StorePlan, announced_plan
-from .line import VERSION, MonitorLine, peer, receive, receive_fd, send
-from .rank_monitor import await_exit
+from .line import VERSION, peer, receive, receive_fd, send
 from .shared_memory import RankMemory
-from .watch import RankWatch, Stage, step_back_for_good
+from .watch import RankWatch, Stage
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +207,7 @@ class MonitorService:
             attended.process = process
             key = limits, json.dumps(plan.plain, sort_keys=True)
             if key not in self._hearts:
-                self._hearts[key] = Heart(plan.connect, _heart_name(), limits)
+                self._hearts[key] = Heart(plan.connect, heart_name(), limits)
             heart = self._hearts[key]
         limits = dataclasses.replace(limits, replaced=attended.replaced)
         watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, self._job)
@@ -260,7 +253,8 @@ class MonitorService:
             heart.close()
 
 
-def _heart_name() -> str:
+def heart_name() -> str:
+    """A name for a heart, that no other one has."""
     return keys.shared_heart(os.urandom(8).hex())
 
 
@@ -279,132 +273,3 @@ def _hear_hello(line: socket.socket) -> tuple[Limits, StorePlan | None, RankMemo
             os.close(fd)
     except (EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise _Refused(f"no proper hello: {error!r}") from error
-
-
-# ---- a process beside the rank
-
-
-def fork_monitor(
-    limits: Limits,
-    plan: StorePlan,
-    *,
-    hosts: bool,
-    memory: RankMemory,
-    logfile: str | None,
-    pidfile: str | None,
-    on_lost: Callable[[], None],
-) -> MonitorLine:
-    """Forks a monitor process for the calling one, which is a rank.
-
-    Args:
-        limits: the timeouts it keeps.
-        plan: how it gets at the store.
-        hosts: whether it hosts the store's server as well.
-        memory: shared with the rank; the caller holds its life mutex.
-        logfile: where it logs to; None for nowhere.
-        pidfile: where it writes its process id.
-        on_lost: called, in a thread of its own, if the monitor ends without having been told to.
-
-    Returns:
-        The line to it; closing that ends and reaps the process.
-
-    Raises:
-        StoreError: the port to host is taken.
-    """
-    ours, theirs = socket.socketpair()
-    rank_pid = os.getpid()
-    heart = _heart_name()
-    with warnings.catch_warnings():
-        # Python warns of forking with threads: the child takes no lock that a thread of ours may hold.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            # Launchers kill by process group; and a collection here would destroy torch objects of the rank.
-            gc.disable()
-            os.setsid()
-            _reset_signals()
-            _close_inherited({theirs.fileno(), memory.fd})
-            _redirect(logfile, pidfile)
-            _watch_from_beside(limits, plan, hosts, memory, theirs, rank_pid, heart)
-            status = 0
-        except BaseException:
-            log.critical(
-                "the monitor of process %d failed, so the rank leaves the job", rank_pid, exc_info=True
-            )
-        finally:
-            os._exit(status)  # never into the rank's code; what was inherited is never dropped
-    theirs.close()
-    line = MonitorLine(ours, pid, on_lost, heart, is_child=True, replaced=limits.replaced)
-    try:
-        line.await_start()
-    except BaseException:
-        line.kill()
-        raise
-    return line
-
-
-def _watch_from_beside(
-    limits: Limits,
-    plan: StorePlan,
-    hosts: bool,
-    memory: RankMemory,
-    line: socket.socket,
-    pid: int,
-    heart: str,
-) -> None:
-    try:
-        server = plan.open_server() if hosts else None
-    except StoreError as error:
-        send(line, {"error": str(error)})
-        raise
-    pidfd = os.pidfd_open(pid)
-    watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, Heart(plan.connect, heart, limits))
-    send(line, {})
-    died = watch.run()
-    if died:
-        watch.tell_others()
-    if server is not None:
-        watch.await_goodbyes()
-        server.close()  # not left to the exit: the next call's host takes the port once this has ended
-    if died:
-        # Freeing this process's memory takes a CPU for as long as freeing the rank's.
-        await_exit(pidfd, limits.termination_grace_time)
-        step_back_for_good()
-
-
-def _reset_signals() -> None:
-    """The rank's handlers are not for this process, and a terminal's Ctrl-C is meant for the rank."""
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _close_inherited(keep: set[int]) -> None:
-    """Closes every file that is the rank's: peers would see its sockets open until this process ends."""
-    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
-        if fd > 2 and fd not in keep:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-
-
-def _redirect(logfile: str | None, pidfile: str | None) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    out = null
-    if logfile is not None:
-        out = os.open(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    if pidfile is not None:
-        with open(pidfile, "w", encoding="utf-8", opener=owners_only) as file:
-            file.write(f"{os.getpid()}\n")
-    root = logging.getLogger()
-    for logger in (root, *(logging.getLogger(name) for name in root.manager.loggerDict)):
-        logger.handlers = []
-    handler = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1))
-    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
-    root.addHandler(handler)
-    sys.stderr = sys.stdout = handler.stream

@@ -9,13 +9,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
-
 from .._files import check_open_files
 from ..abort import close_aborted_sockets, protect_children, protect_process, wait_for_released_groups
 from ..attribution import Interruption
 from ..exception import StoreError
-from ..monitor import frames, interrupt, service, shared_memory, threads
+from ..monitor import beside, frames, interrupt, shared_memory, threads
 from ..monitor.line import MonitorLine, ask_agent
 from ..monitor.signals import KeptSignals
 from ..protocol import Agreement
@@ -203,13 +201,7 @@ class Resources:
             return self._monitor_process(limits, logfile, pidfile)
 
     def _monitor_process(self, limits: Limits, logfile: str | None, pidfile: str | None) -> MonitorLine:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            raise RuntimeError(
-                "CUDA is already initialized in this process, so the monitor process cannot be forked "
-                "safely; call the wrapped function before anything that touches CUDA, or start the script "
-                "with ftrun, which runs the monitor itself (without monitor_process_logfile and _pidfile)"
-            )
-        return service.fork_monitor(
+        return beside.start_monitor(
             limits,
             self.plan,
             hosts=self._hosts,

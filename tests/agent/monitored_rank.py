@@ -12,8 +12,8 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ft_wrapper.monitor.beside import start_monitor
 from ft_wrapper.monitor.line import AGENT_ENV, MonitorLine, ask_agent, receive
-from ft_wrapper.monitor.service import fork_monitor
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.settings import Limits
 from ft_wrapper.store import Member
@@ -48,7 +48,7 @@ def obey(orders: Connection, agent: str, store: str) -> None:
             if order == "begin":
                 line, _ = ask_agent(SETTINGS, plan, memory, lost.set)
             else:
-                line = fork_monitor(
+                line = start_monitor(
                     SETTINGS,
                     plan,
                     hosts=False,

@@ -252,7 +252,7 @@ def test_a_plain_group_of_gloo_ranks_survives_a_failure(tmp_path: Path) -> None:
         assert [record["exitcode"] for record in job.events("rank_ended")][-2:] == [0, 0]
 
 
-def test_cuda_may_be_in_use_where_no_monitor_is_forked(tmp_path: Path) -> None:
+def test_cuda_may_be_in_use_before_the_call(tmp_path: Path) -> None:
     source = script(
         tmp_path,
         """
@@ -272,8 +272,8 @@ def test_cuda_may_be_in_use_where_no_monitor_is_forked(tmp_path: Path) -> None:
         assert job.end() == 0, job.said
         assert "trained" in job.said
     with FtRun(tmp_path / "beside", source, str(tmp_path / "log")) as job:
-        assert job.end() == 1, job.said
-        assert "CUDA is already initialized" in job.said
+        assert job.end() == 0, job.said
+        assert "trained" in job.said
 
 
 @pytest.mark.parametrize("does", ["waits", "trains"])

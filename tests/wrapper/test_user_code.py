@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from rank_harness import SETTINGS, Job, Rank
@@ -18,6 +18,7 @@ from ft_wrapper.health_check import HealthCheck
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, ShiftRanks
 from ft_wrapper.restart import call, loop
 from ft_wrapper.state import State
+from ft_wrapper.store import TCPStore
 
 # ---- RankShouldRestart, raised by the function itself
 
@@ -282,20 +283,41 @@ def test_call_wrapper_without_an_annotation_is_filled_in_by_its_name(job: Job) -
 # ---- CUDA
 
 
-def has_used_cuda(rank: Rank) -> Any:
+def has_used_cuda(rank: Rank, store: str = "") -> list[Any]:
+    """A restart, and a process that is killed, in ranks that say they use CUDA; slot 0's monitor hosts."""
     torch.cuda.is_initialized = lambda: True
-    began = time.monotonic()
+    torch.cuda.current_device = lambda: 0
+    settings = dict(SETTINGS)
+    if store:
+        settings["store_factory"] = lambda: TCPStore("127.0.0.1", 1)
 
-    @Wrapper(**{**SETTINGS, "monitor_process_logfile": None})
-    def train() -> float:
-        return time.monotonic() - began
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        iteration, state = call_wrapper.iteration, call_wrapper.state
+        if iteration == 0 and rank.slot == 1:
+            raise ValueError("as planned")
+        if iteration == 1:
+            rank.say("trains")
+            rank.train()
+        return [iteration, state.world_size]
 
     return train()
 
 
+@pytest.mark.tcp_only("the monitor hosts the store")
+def test_cuda_before_the_call_has_the_monitor_started_by_exec(job: Job) -> None:
+    job.start(3, has_used_cuda)
+    job.expect("trains")
+    for rank in job.ranks.values():
+        (monitor,) = psutil.Process(rank.pid).children()
+        assert "ft_wrapper.monitor.beside" in " ".join(monitor.cmdline())
+    job.kill(2)
+    assert job.wait(killed=(2,)) == [[2, 2]] * 2
+
+
 @pytest.mark.tcp_only("no store is used")
-def test_cuda_before_the_call_is_refused_where_a_process_would_be_forked(job: Job) -> None:
-    job.start(1, has_used_cuda)
+def test_cuda_before_the_call_with_a_store_that_cannot_be_sent(job: Job) -> None:
+    job.start(1, has_used_cuda, "own")
     job.wait_for_end()
     assert job[0].error == "RuntimeError"
-    assert "CUDA is already initialized" in job[0].text and "ftrun" in job[0].text
+    assert "CUDA is already initialized" in job[0].text and "at the top of a module" in job[0].text

@@ -1,0 +1,222 @@
+"""A monitor in a process beside the rank's: forked from it, or a new Python.
+
+A fork takes milliseconds and shares the rank's memory. But of a process that uses CUDA it would have the
+mappings and descriptors of the devices, and those of a rank that was killed would not be free until its
+monitor has ended. So there a new Python is started, which takes as long as importing torch does.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import gc
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from .._files import owners_only
+from ..exception import StoreError
+from ..protocol.heart import Heart
+from ..settings import Limits
+from ..store.plan import StorePlan
+from .line import MonitorLine, send
+from .rank_monitor import await_exit
+from .service import heart_name
+from .shared_memory import RankMemory
+from .watch import RankWatch, step_back_for_good
+
+log = logging.getLogger(__name__)
+
+# Descriptors of a new Python, and from where on ours do not get in their way.
+_TASK, _LINE, _MEMORY, _ABOVE = 0, 3, 4, 10
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """What the process is to do; the arguments are those of `start_monitor`."""
+
+    limits: Limits
+    plan: StorePlan
+    hosts: bool
+    logfile: str | None
+    pidfile: str | None
+    pid: int
+    heart: str
+
+
+def start_monitor(
+    limits: Limits,
+    plan: StorePlan,
+    *,
+    hosts: bool,
+    memory: RankMemory,
+    logfile: str | None,
+    pidfile: str | None,
+    on_lost: Callable[[], None],
+) -> MonitorLine:
+    """Starts a monitor process for the calling one, which is a rank.
+
+    Args:
+        limits: the timeouts it keeps.
+        plan: how it gets at the store.
+        hosts: whether it hosts the store's server as well.
+        memory: shared with the rank; the caller holds its life mutex.
+        logfile: where it logs to; None for nowhere.
+        pidfile: where it writes its process id.
+        on_lost: called, in a thread of its own, if the monitor ends without having been told to.
+
+    Returns:
+        The line to it; closing that ends and reaps the process.
+
+    Raises:
+        StoreError: the port to host is taken.
+        RuntimeError: CUDA is in use, and the plan cannot be sent to another Python.
+    """
+    task = _Task(limits, plan, hosts, logfile, pidfile, os.getpid(), heart_name())
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            pid = _spawn(task, theirs, memory) if is_in_use else _fork(task, theirs, memory)
+        except BaseException:
+            ours.close()
+            raise
+    line = MonitorLine(ours, pid, on_lost, task.heart, is_child=True, replaced=limits.replaced)
+    try:
+        line.await_start()
+    except BaseException:
+        line.kill()
+        raise
+    return line
+
+
+def _fork(task: _Task, line: socket.socket, memory: RankMemory) -> int:
+    with warnings.catch_warnings():
+        # Python warns of forking with threads: the child takes no lock that a thread of ours may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            # Launchers kill by process group; and a collection here would destroy torch objects of the rank.
+            gc.disable()
+            os.setsid()
+            _reset_signals()
+            status = _run(task, line, memory)
+        finally:
+            os._exit(status)  # never into the rank's code; what was inherited is never dropped
+    return pid
+
+
+def _spawn(task: _Task, line: socket.socket, memory: RankMemory) -> int:
+    try:
+        said = pickle.dumps(task)
+    except Exception as error:
+        raise RuntimeError(
+            f"CUDA is already initialized in this process, so the monitor process cannot be forked, and "
+            f"{task.plan.description} cannot be sent to a new one ({error}); define store_factory at the top "
+            "of a module, call the wrapped function before anything that touches CUDA, or start the script "
+            "with ftrun, which runs the monitor itself"
+        ) from error
+    code = f"from {__name__} import main; main()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with contextlib.ExitStack() as stack:
+        own = []
+        reader, writer = os.pipe()
+        stack.callback(os.close, reader)
+        for number in (reader, line.fileno(), memory.fd):
+            own.append(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _ABOVE))
+            stack.callback(os.close, own[-1])
+        with os.fdopen(writer, "wb") as file:
+            file.write(said)
+        places = zip(own, (_TASK, _LINE, _MEMORY), strict=True)
+        actions = [(os.POSIX_SPAWN_DUP2, number, place) for number, place in places]
+        return os.posix_spawn(
+            sys.executable, [sys.executable, "-c", code], environment, file_actions=actions, setsid=True
+        )
+
+
+def main() -> None:
+    """The monitor of the process that has started this one."""
+    with os.fdopen(_TASK, "rb", closefd=False) as file:
+        task: _Task = pickle.load(file)
+    gc.disable()  # as in a fork: what is made here lives as long as this process
+    memory = RankMemory.from_fd(_MEMORY)
+    os._exit(_run(task, socket.socket(fileno=_LINE), memory))
+
+
+def _run(task: _Task, line: socket.socket, memory: RankMemory) -> int:
+    """All of the process, once it has its own signals; returns its exit status."""
+    try:
+        _close_inherited({line.fileno(), memory.fd})
+        _redirect(task.logfile, task.pidfile)
+        _watch(task, line, memory)
+    except BaseException:
+        log.critical("the monitor of process %d failed, so the rank leaves the job", task.pid, exc_info=True)
+        return 1
+    return 0
+
+
+def _watch(task: _Task, line: socket.socket, memory: RankMemory) -> None:
+    limits, plan = task.limits, task.plan
+    try:
+        server = plan.open_server() if task.hosts else None
+    except StoreError as error:
+        send(line, {"error": str(error)})
+        raise
+    pidfd = os.pidfd_open(task.pid)
+    heart = Heart(plan.connect, task.heart, limits)
+    watch = RankWatch(limits, plan.connect, memory, line, task.pid, pidfd, heart)
+    send(line, {})
+    died = watch.run()
+    if died:
+        watch.tell_others()
+    if server is not None:
+        watch.await_goodbyes()
+        server.close()  # not left to the exit: the next call's host takes the port once this has ended
+    if died:
+        # Freeing this process's memory takes a CPU for as long as freeing the rank's.
+        await_exit(pidfd, limits.termination_grace_time)
+        step_back_for_good()
+
+
+def _reset_signals() -> None:
+    """The rank's handlers are not for this process, and a terminal's Ctrl-C is meant for the rank."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _close_inherited(keep: set[int]) -> None:
+    """Closes every file that is the rank's: peers would see its sockets open until this process ends."""
+    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if fd > 2 and fd not in keep:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _redirect(logfile: str | None, pidfile: str | None) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    out = null
+    if logfile is not None:
+        out = os.open(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    if pidfile is not None:
+        with open(pidfile, "w", encoding="utf-8", opener=owners_only) as file:
+            file.write(f"{os.getpid()}\n")
+    root = logging.getLogger()
+    for logger in (root, *(logging.getLogger(name) for name in root.manager.loggerDict)):
+        logger.handlers = []
+    handler = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
+    root.addHandler(handler)
+    sys.stderr = sys.stdout = handler.stream
