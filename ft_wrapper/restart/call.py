@@ -14,6 +14,7 @@ from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption
 from ..exception import HealthCheckError, InternalError, JobEnded, RankShouldRestart, StoreUnavailable
+from ..health_check import CudaHealthCheck, HealthCheck
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part, whereabouts
 from ..monitor.shared_memory import Phase, RankMemory
 from ..monitor.threads import Watch
@@ -38,6 +39,9 @@ _ABORTED_SOON = 0.5  # seconds
 # Seconds in an iteration. An import cannot be cut short, and a job that does not work mostly fails soon;
 # other ranks need the processors to begin.
 _WARMS_UP_AFTER = 2.0
+# After a fault, whatever the user's own check is: what an abort left running has come to its end, and a CUDA
+# context that an error sticks to would fail each iteration. Its process is replaced.
+_check_device = CudaHealthCheck()
 
 
 @dataclasses.dataclass
@@ -255,10 +259,12 @@ class Call(Performer):
             forget.collect_garbage("warm-up")
 
     def _check_health(self) -> None:
-        if self.settings.health_check is None:
-            return
+        if self.settings.health_check is not None:
+            self._run_check(self.settings.health_check)
+
+    def _run_check(self, check: HealthCheck) -> None:
         try:
-            self.settings.health_check(self.state.freeze())
+            check(self.state.freeze())
         except Exception as error:
             raise HealthCheckError(
                 f"health check failed on rank {self.state.rank} (slot {self.own.member.slot}): {error!r}"
@@ -308,6 +314,7 @@ class Call(Performer):
             if settings.finalize is not None:
                 settings.finalize(self.state.freeze())
             self._check_health()
+            self._run_check(_check_device)
         if own.monitor_lost.is_set():
             raise InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
 

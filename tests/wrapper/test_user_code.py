@@ -11,7 +11,7 @@ import pytest
 import torch
 from rank_harness import SETTINGS, Job, Rank
 
-from ft_wrapper import CallWrapper, FrozenState, Wrapper
+from ft_wrapper import CallWrapper, FrozenState, Wrapper, health_check
 from ft_wrapper.exception import RankShouldRestart
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.health_check import HealthCheck
@@ -283,10 +283,37 @@ def test_call_wrapper_without_an_annotation_is_filled_in_by_its_name(job: Job) -
 # ---- CUDA
 
 
+def has_a_broken_context(rank: Rank) -> list[Any]:
+    """Slot 1's GPU fails for good, as after a device-side assert."""
+
+    def fail(device: int) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        if call_wrapper.iteration == 0 and rank.slot == 1:
+            health_check.cuda_device = lambda: 0
+            torch.cuda.synchronize = fail
+            fail(0)
+        if call_wrapper.iteration == 0:
+            rank.train()
+        return [call_wrapper.iteration, call_wrapper.state.world_size]
+
+    return train()
+
+
+def test_a_rank_whose_cuda_context_is_broken_leaves(job: Job) -> None:
+    job.start(2, has_a_broken_context)
+    job.wait_for_end()
+    assert job[0].value == [1, 1]
+    assert job[1].error == "HealthCheckError" and "device-side assert" in job[1].text
+
+
 def has_used_cuda(rank: Rank, store: str = "") -> list[Any]:
     """A restart, and a process that is killed, in ranks that say they use CUDA; slot 0's monitor hosts."""
     torch.cuda.is_initialized = lambda: True
     torch.cuda.current_device = lambda: 0
+    torch.cuda.synchronize = lambda device: None
     settings = dict(SETTINGS)
     if store:
         settings["store_factory"] = lambda: TCPStore("127.0.0.1", 1)
