@@ -13,12 +13,14 @@ So Python references to every group and backend are kept until the groups' threa
 and a background thread drops them: joining gloo's threads takes about 10 ms a group, too long for a restart.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -110,33 +112,51 @@ def _abort_store_clients() -> None:
 def _abort_backends(c10d: Any) -> None:
     # By what a backend can do, not by its class: torch >= 2.15 has two for NCCL, and others have their own.
     backends = {group: _backends(group) for group in c10d._world.pg_names}
-    aborting = [group for group, its in backends.items() if not its or not all(map(_is_gloo, its))]
+    aborting = [group for group, its in backends.items() if not its or not all(map(_is_gloo, its.values()))]
     if not aborting:
         return
     aborting.sort(key=lambda group: str(c10d._world.pg_names[group]), reverse=True)
-    # All within one NCCL group, in the same order on every rank: aborting one communicator may wait for the
-    # abort of another. Between start and end nothing may return early.
-    together = next(
-        (one for group in aborting for one in backends[group] if hasattr(one, "_group_start")), None
-    )
+    names = {group: f"group {c10d._world.pg_names[group]}" for group in aborting}
     names = {
-        group: f"group {c10d._world.pg_names[group]} of {', '.join(one.name() for one in backends[group])}"
-        for group in aborting
+        group: f"{name} of {', '.join(one.name() for one in backends[group].values())}"
+        for group, name in names.items()
     }
     try:
-        if together is not None:
-            together._group_start()
-        try:
+        with _together({group: backends[group] for group in aborting}) as is_one:
             for group in aborting:
                 _aborting.append(names[group])
                 _abort_backend(group, names[group])
-                if together is None:
+                if not is_one:
                     _aborting.remove(names[group])
-        finally:
-            if together is not None:
-                together._group_end()
     finally:
         _aborting.clear()
+
+
+@contextlib.contextmanager
+def _together(backends: dict[Any, dict[torch.device, Any]]) -> Iterator[bool]:
+    """All within one NCCL group, in the same order on every rank, if there is such a thing; whether there is.
+
+    Aborting one communicator may wait for the abort of another (pytorch issue 119797). Older NCCL backends
+    have a start and an end of their own; torch's own abort has others coalesce, since 2.15.
+    """
+    every = [(group, device, one) for group, its in backends.items() for device, one in its.items()]
+    for _, _, one in every:
+        if hasattr(one, "_group_start"):
+            one._group_start()
+            try:
+                yield True
+            finally:
+                one._group_end()
+            return
+    for group, device, one in every:
+        if not _is_gloo(one) and getattr(one, "supports_coalescing", False):
+            group._start_coalescing(device)
+            try:
+                yield True
+            finally:
+                group._end_coalescing(device)  # what it returns is not waited for: nothing was launched
+            return
+    yield False
 
 
 def _abort_backend(group: Any, name: str) -> None:
@@ -146,17 +166,17 @@ def _abort_backend(group: Any, name: str) -> None:
         log.warning("could not abort %s; hard_timeout bounds what waits there", name, exc_info=True)
 
 
-def _backends(group: Any) -> list[Any]:
-    """A group's backends; the group itself if it is a Python class of its own."""
+def _backends(group: Any) -> dict[torch.device, Any]:
+    """A group's backends, by device; the group itself if it is a Python class of its own."""
     if not group._device_types:
-        return [group]
-    found = []
+        return {torch.device("cpu"): group}
+    found = {}
     for device in group._device_types:
         try:
             backend = group._get_backend(device)
         except RuntimeError:
             continue
-        found.append(getattr(backend, "wrapped_pg", backend))  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+        found[device] = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     return found
 
 

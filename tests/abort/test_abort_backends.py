@@ -23,8 +23,11 @@ TIMEOUT = 60.0
 class Backend:
     """What the wrapper sees of one. Only the older NCCL's has a start and an end of its own."""
 
-    def __init__(self, name: str, said: list[str], *, has_start: bool = False) -> None:
+    def __init__(
+        self, name: str, said: list[str], *, has_start: bool = False, coalesces: bool = False
+    ) -> None:
         self._name = name
+        self.supports_coalescing = coalesces
         if has_start:
             self._group_start = lambda: said.append("start")
             self._group_end = lambda: said.append("end")
@@ -46,6 +49,12 @@ class Group:
         if device not in self._by_device:
             raise RuntimeError("no backend")
         return self._by_device[device]
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._said.append(f"begin {device}")
+
+    def _end_coalescing(self, device: torch.device) -> None:
+        self._said.append("end")
 
     def abort(self) -> None:
         self._said.append(self.name)
@@ -79,6 +88,17 @@ def test_all_are_aborted_within_one_start_and_end(caplog: pytest.LogCaptureFixtu
         abort(Group("0", said, nccl, gloo), broken, Group("1", said, gloo))
     assert said == ["start", "2", "0", "end"]
     assert "could not abort group 2" in caplog.text
+
+
+def test_others_coalesce_as_torch_has_them_do_since_2_15() -> None:
+    said: list[str] = []
+    gloo, nccl2 = Backend("gloo", said, coalesces=True), Backend("nccl2", said, coalesces=True)
+    broken = Group("2", said, nccl2, fails=True)
+    abort(Group("0", said, nccl2, gloo), broken, Group("1", said, gloo))
+    assert said == ["begin cuda", "2", "0", "end"]
+    said.clear()
+    abort(Group("0", said, gloo, Backend("xccl", said)))
+    assert said == ["0"]
 
 
 # ---- the stand-in
