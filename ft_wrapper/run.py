@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from . import check
 from . import report as restarts
 from ._files import replace_broken_streams
 from .agent import classic_nodes, ft_nodes, outputs
@@ -196,6 +197,17 @@ def _log_dir(options: Options) -> Iterator[str]:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _check(options: Options) -> int:
+    """Prints what may go wrong with the job on this node; returns 1 if something may."""
+    nodes = 1 if options.rendezvous is None else options.rendezvous.max_nodes
+    world_size = nodes * options.nproc_per_node
+    found = check.preflight(os.environ, nodes=nodes, world_size=world_size)
+    if options.program.script is not None and not options.program.is_module:
+        unreadable = check.findings.script(options.script, os.access(options.script, os.R_OK))
+        found += [unreadable] if unreadable else []
+    return check.say(found)
+
+
 def _set_up_logging(options: Options) -> None:
     console = logging.StreamHandler()
     console.setFormatter(LineFormatter("ftrun"))
@@ -212,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; ``sys.argv`` without the program's name when None.
 
     Returns:
-        The exit code, see `run`; and that of a command.
+        The exit code, see `run`; that of a command; with ``--check`` 1 if something was found, else 0.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     if words and words[0] in COMMANDS:
@@ -221,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _set_up_logging(options)
     for warning in options.warnings:
         log.warning("%s", warning)
-    return run(options)
+    return _check(options) if options.check else run(options)
 
 
 def command() -> NoReturn:

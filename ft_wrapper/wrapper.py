@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
+from . import check
 from .attribution import InterruptionRecord, by_blame
+from .check.findings import ASYNC_ERRORS
 from .monitor.frames import drop_own_frames
 from .restart import Settings, check_together, default_assignment
 from .restart.call import Call
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 _PARAMETER = "call_wrapper"
+_CHECKS_PATIENCE = 1.0  # seconds for which the end of a call waits for a lookup
 
 
 def _taking(settings: Callable[P, Settings]) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
@@ -169,7 +172,10 @@ class Wrapper:
             name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
             call = Call(self.settings, plan, state, name)
             error: BaseException | None = None
+            checks, is_set = None, False
             try:
+                checks = check.log_once(self.settings.hard_timeout, is_wanted=_begins_job(call))
+                is_set = _take_errors_from_watchdog()
                 return call.run(_filled_in(function, parameter, CallWrapper(call), args, kwargs))
             except BaseException as caught:
                 error = caught
@@ -177,6 +183,10 @@ class Wrapper:
                 raise
             finally:
                 call.close(error)
+                if is_set:
+                    os.environ.pop(ASYNC_ERRORS[0], None)
+                if checks is not None:
+                    checks.join(_CHECKS_PATIENCE)
                 del error, call
 
         return cast(F, wrapped)
@@ -241,6 +251,28 @@ def _launched_active_world_size() -> int | None:
             "sets it by --active-world-size and --spare-nodes; remove it otherwise"
         )
     return int(text)
+
+
+def _begins_job(call: Call) -> bool:
+    """Whether this process is rank 0 of the job's first iteration, as far as it can know."""
+    member = call.own.member
+    if not call.own.is_in_time or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return False
+    return (member.member.slot, member.member.incarnation, member.view.n) == (0, 0, member.view.first)
+
+
+def _take_errors_from_watchdog() -> bool:
+    """Leaves NCCL's errors to the restart, unless the user wants otherwise; says whether a variable was set.
+
+    On an error or timeout, and a peer's death is one, the watchdog of either NCCL backend ends the process
+    (1, as torchrun has it, and 3, torch's default), or aborts the communicators (1 and 2) beside the thread
+    that does so for the restart. With 0 it does neither. Groups read the variable when they are made. It is
+    not ``ftrun`` that sets it: a script without a wrapper needs the watchdog to end a hang.
+    """
+    if any(name in os.environ for name in ASYNC_ERRORS):
+        return False
+    os.environ[ASYNC_ERRORS[0]] = "0"
+    return True
 
 
 def _check_function(function: Callable[..., Any]) -> None:

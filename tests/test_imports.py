@@ -23,7 +23,7 @@ LINES: list[set[str]] = [
     {"torch_groups", "agent"},
     {
         *("abort", "completion", "finalize", "health_check", "initialize", "nested_restarter", "terminate"),
-        "rank_assignment",
+        *("rank_assignment", "check"),
     },
     {"restart"},
     {"wrapper"},

@@ -404,6 +404,11 @@ def _add_own(parser: Parser) -> None:
         help="say which versions of ftrun and torch these are",
     )
     add(
+        "--check",
+        "start nothing: look for what may go wrong with this command on this machine, and say what to do; "
+        "ends with 1 if something is found",
+    )
+    add(
         "--restart-policy POLICY",
         "when a rank fails: rank: it is started again alone; group: all are ended and restarted; "
         "auto: group, and rank once a wrapped job has formed (default: auto)",

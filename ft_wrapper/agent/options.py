@@ -60,6 +60,7 @@ class Options:
         run_id: what the user calls the job if there are no others; empty if nothing.
         log_line_prefix: what ``--tee`` puts before each line; role and rank when None.
         warnings: what the user should be told of the command line, a line each.
+        check: whether to look for what may go wrong, and to start nothing.
     """
 
     nproc_per_node: int
@@ -88,6 +89,7 @@ class Options:
     run_id: str = ""
     log_line_prefix: str | None = None
     warnings: tuple[str, ...] = ()
+    check: bool = False
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -134,6 +136,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         run_id="" if args.standalone or args.rdzv_id == command_line.DEFAULT_RDZV_ID else args.rdzv_id,
         log_line_prefix=args.log_line_prefix_template or os.environ.get(PREFIX_ENV) or None,
         warnings=tuple(parser.warnings),
+        check=bool(args.check),
         **nodes,
     )
 

@@ -111,8 +111,9 @@ class Job:
 
     def shared_environment(self) -> dict[str, str]:
         """What libraries read at import: it must be there before any rank is forked."""
+        # Not TORCH_NCCL_ASYNC_ERROR_HANDLING, as torchrun does: 1 ends ranks that a restart would keep. Where
+        # it is unset the wrapper sets it to 0, and without a wrapper torch's default ends a hang.
         variables = {
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "TORCHELASTIC_RUN_ID": self.run_id,
             # Ranks that wait for another one look after it now and then. At WARNING, c10d writes two lines
             # for each wait that ends in a look.

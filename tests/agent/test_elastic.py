@@ -357,11 +357,11 @@ def test_all_variables_of_a_worker(
             "TORCHELASTIC_MAX_RESTARTS": "4",
             "TORCHELASTIC_RUN_ID": "job",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             "OMP_NUM_THREADS": "3",
             "TORCH_CPP_LOG_LEVEL": "INFO",
         }
         assert {name: found.get(name) for name in expected} == expected
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in found  # that is the wrapper's
     # ${rank} is none of torch's macros, and a shell's own $$ stays.
     said = capfd.readouterr().out.splitlines()
     assert sorted(said) == [f"{worker.local_rank} ${{rank}} {worker.id}" for worker in group.workers]

@@ -1,0 +1,7 @@
+"""``python -m ft_wrapper.check``."""
+
+import sys
+
+from . import main
+
+sys.exit(main())
