@@ -64,6 +64,33 @@ class CallWrapper:
         """A store for this iteration alone; may be passed as ``store=`` to ``init_process_group``."""
         return self._call.user_store()
 
+    def process_group(self, backend: str = "gloo", **options: Any) -> Any:
+        """Makes the default process group of the active ranks, in the place of ``init_process_group``.
+
+        With ``Wrapper(keep_groups=True)`` it is made once in a process. In later iterations the same object,
+        and what was built on it, gets the new peers. Groups and meshes made beside it are made again.
+
+        Args:
+            backend: as for ``init_process_group``.
+            options: its other arguments, but for what the wrapper chooses.
+
+        Returns:
+            The group.
+
+        Raises:
+            TypeError: an option is the wrapper's to choose; or a kept group was made with others.
+        """
+        call, state = self._call, self.state
+        assert state.active_rank is not None and state.active_world_size is not None, "spares do not run this"
+        return call.group.enter(
+            backend,
+            options,
+            n=call.own.member.view.n,
+            rank=state.active_rank,
+            size=state.active_world_size,
+            store=self.store,
+        )
+
     @property
     def faults(self) -> tuple[InterruptionRecord, ...]:
         """What ended the previous iteration, the likeliest cause first; empty in the first one."""

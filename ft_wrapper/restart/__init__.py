@@ -88,6 +88,9 @@ class Settings(Limits):
         collect_garbage: run Python's garbage collector between iterations, while this rank waits for the
             others, so that old models in reference cycles are freed before new ones are made. At the first
             call and the first restart what is left is frozen (``gc.freeze``), which makes it cheap.
+        keep_groups: ``call_wrapper.process_group()`` makes one default group, which stays over restarts and
+            is given its new peers; with torch >= 2.15, and a backend that can. Else it is made in each
+            iteration.
         warm_up: run without arguments on each spare while it waits, once in a process: what would make its
             first step slow (caches, kernels, files). No collectives, for no other rank takes part. Before it,
             and also when None, a spare does what torch leaves to the first step. It is interrupted, and begun
@@ -108,6 +111,7 @@ class Settings(Limits):
     monitor_process_pidfile: Plain[str | None] = Plain(None, _check_path)
     enabled: Plain[bool] = Plain(True, as_switch)
     collect_garbage: Plain[bool] = Plain(True, as_switch)
+    keep_groups: Plain[bool] = Plain(False, as_switch, is_shared=True)
     warm_up: Plain[Callable[[], object] | Literal[False] | None] = Plain(None, _check_warm_up)
 
     @property

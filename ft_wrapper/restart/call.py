@@ -26,6 +26,7 @@ from ..report.restart import began_before, restart_line
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
 from ..torch_groups import forget, warm_up
+from ..torch_groups.kept import KeptGroup
 from . import Settings, torch_state
 from .exit_watch import ExitWatch
 from .loop import Endpoint, Left, Performer, RestartLoop, kind_and_place, times_before
@@ -82,6 +83,7 @@ class Call(Performer):
         pinged: whether the function has pinged in this iteration, though its stamps are new.
         kept: what the function's helpers keep over iterations, by name.
         helpers: what they give back when the iteration ends.
+        group: the default process group, if it outlives iterations.
 
     Raises:
         RestartError: the store cannot be used, or ranks are missing.
@@ -96,6 +98,7 @@ class Call(Performer):
         self.pinged = False
         self.kept: dict[str, Any] = {}
         self.helpers = contextlib.ExitStack()
+        self.group = KeptGroup(settings.keep_groups)
         self._began_at = time.monotonic()
         self._ended_at: float | None = None  # the last iteration
         self._stay = _Stay()
@@ -108,6 +111,7 @@ class Call(Performer):
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
         try:
+            self.group.close()
             self.own.close(error)
         finally:
             # Its frames refer to this object, and would keep it, with its store, until the collector comes.
@@ -301,8 +305,8 @@ class Call(Performer):
             self.own.progress.store_lost = watch.store_lost
         self.own.member.emit("left")
         self.helpers.close()
-        if self.settings.abort is not None:
-            release_process_groups(aborted=True)
+        if self.settings.abort is not None or self.group.group is not None:
+            release_process_groups(aborted=True, kept=self.group.group)
         forget.end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
         self._user_store = None
 

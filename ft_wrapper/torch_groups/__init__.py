@@ -188,7 +188,7 @@ def _is_gloo(backend: Any) -> bool:
 # Releasing them -----------------------------------------------------------------------------------------
 
 
-def release_process_groups(*, aborted: bool = False) -> None:
+def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
     """Destroys all process groups and resets what ``torch.distributed`` remembers of them.
 
     Call it in the thread that ran the function, after that has left and `AbortTorchDistributed` has returned.
@@ -200,13 +200,16 @@ def release_process_groups(*, aborted: bool = False) -> None:
     Args:
         aborted: the function was interrupted. Groups that NCCL has not finished with are aborted, not waited
             for: a peer may be gone. False lets operations in flight come to their end.
+        kept: the default group, if it is to stay; then all others are destroyed.
     """
     c10d = sys.modules.get(_C10D)
     if c10d is None:
         return
     world = c10d._world
-    references = _references(world)
-    if world.default_pg is not None:
+    references = _references(world, kept)
+    if kept is not None:
+        _destroy_others(c10d, kept, aborted)
+    elif world.default_pg is not None:
         try:
             if aborted:
                 c10d._abort_process_group()
@@ -215,7 +218,8 @@ def release_process_groups(*, aborted: bool = False) -> None:
         except Exception:
             log.warning("torch.distributed could not destroy its process groups", exc_info=True)
     try:
-        _forget_leftovers(c10d)
+        if kept is None:
+            _forget_leftovers(c10d)
         _unhook(c10d)
         _leave_meshes()
     except Exception:
@@ -242,10 +246,24 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
     return not _background
 
 
-def _references(world: Any) -> list[Any]:
-    """Every group, its store and its backends, as Python objects."""
+def _destroy_others(c10d: Any, kept: Any, aborted: bool) -> None:
+    """Destroys all groups but one, and lets the names of new ones begin behind its own."""
+    names = c10d._world.pg_names
+    for group in sorted(names, key=lambda each: str(names[each]), reverse=True):
+        if group is not kept:
+            try:
+                (c10d._abort_process_group if aborted else c10d.destroy_process_group)(group)
+            except Exception:
+                log.warning("torch.distributed could not destroy %r", group, exc_info=True)
+    c10d._world.group_count = 1
+
+
+def _references(world: Any, kept: Any) -> list[Any]:
+    """Every group, its store and its backends, as Python objects; but not the one that stays."""
     references: list[Any] = []
     for group, value in list(world.pg_map.items()):
+        if group is kept:
+            continue
         references.append((group, value))
         try:
             references.extend(group._get_backend(device) for device in group._device_types)

@@ -1,0 +1,138 @@
+"""A default process group that outlives an iteration: it is given its new peers instead of being made again.
+
+torch >= 2.15 can do that (``enable_reconfigure``), with the backends that say so. All peers of an iteration
+exchange their handles, and what the backend itself exchanges, through the iteration's store: the group's own
+store is a `_Switch`, which hands everything on to that one. So nothing depends on a store that has ended with
+its host.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from ..store.mixin import HoldingStore, StoreMixin
+from . import release_process_groups
+
+log = logging.getLogger(__name__)
+
+_dist: Any = dist  # for what only newer ones have
+_OURS = ("store", "rank", "world_size", "init_method", "enable_reconfigure", "group_name")
+
+
+class _Switch(HoldingStore, Store):
+    """A store of torch's that stands for the present iteration's."""
+
+    def __init__(self, store: StoreMixin) -> None:
+        HoldingStore.__init__(self, store)
+        Store.__init__(self)
+
+    def turn_to(self, store: StoreMixin) -> None:
+        """From now on every operation is one of that store."""
+        self._store = store
+
+
+class KeptGroup:
+    """This process's default process group, over the iterations of a call.
+
+    Args:
+        wanted: whether it is to be kept; else it is made in each iteration.
+
+    Attributes:
+        group: the kept one; None if there is none.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self.group: Any = None
+        self._wanted = wanted
+        self._switch: _Switch | None = None  # torch's C++ does not keep the Python half of it
+        self._asked: tuple[str, dict[str, Any]] | None = None
+
+    def enter(
+        self, backend: str, options: dict[str, Any], *, n: int, rank: int, size: int, store: StoreMixin
+    ) -> Any:
+        """Makes the group, or gives it its new peers. All active ranks call it.
+
+        Args:
+            backend: as for ``init_process_group``.
+            options: its other arguments.
+            n: the iteration's number; no other one has it.
+            rank: of this process in the group.
+            size: of the group.
+            store: the iteration's.
+
+        Returns:
+            The group, which is the default one.
+
+        Raises:
+            TypeError: the options have one that is not the user's to choose, or others than the first time.
+            RuntimeError: a peer did not come.
+        """
+        wrong = sorted(set(options) & set(_OURS))
+        if wrong:
+            raise TypeError(
+                f"process_group({wrong[0]}=…): the wrapper chooses {', '.join(_OURS)}; leave it out, or call "
+                "torch.distributed.init_process_group yourself"
+            )
+        if dist.is_initialized() and self.group is None:
+            log.warning(
+                "process_group(): torch.distributed.init_process_group was called before; that group is "
+                "used, and is not kept over a restart"
+            )
+            return dist.group.WORLD
+        if self.group is not None and self._asked != (backend, options):
+            raise TypeError(
+                f"process_group({backend!r}, {options}): the kept group was made with {self._asked}; ask for "
+                "the same in each iteration"
+            )
+        if self.group is None and not self._make(backend, options, rank, size, store):
+            dist.init_process_group(backend, **options)
+            return dist.group.WORLD
+        assert self._switch is not None
+        self._switch.turn_to(store)
+        self._meet(n, rank, size, store)
+        return self.group
+
+    def close(self) -> None:
+        """Destroys the kept group, which the call has not ended well with; does nothing if there is none."""
+        if self.group is not None:
+            release_process_groups(aborted=True)
+            self.group = None
+
+    def _make(self, backend: str, options: dict[str, Any], rank: int, size: int, store: StoreMixin) -> bool:
+        """Makes it, without peers so far; whether it can be kept."""
+        if not self._wanted:
+            return False
+        if not hasattr(_dist, "_reconfigure"):
+            self._give_up(f"torch {torch.__version__} cannot give a group new peers; 2.15 can")
+            return False
+        self._switch = _Switch(store)
+        _dist.init_process_group(
+            backend,
+            store=self._switch,
+            rank=rank,
+            world_size=size,
+            enable_reconfigure=True,
+            **options,
+        )
+        if not _dist._supports_reconfigure():
+            dist.destroy_process_group()
+            self._give_up(f"backend {backend!r} cannot be given new peers")
+            return False
+        self.group, self._asked = dist.group.WORLD, (backend, options)
+        return True
+
+    def _give_up(self, why: str) -> None:
+        self._wanted = False
+        log.warning("keep_groups: process groups are made again in each iteration: %s", why)
+
+    def _meet(self, n: int, rank: int, size: int, store: StoreMixin) -> None:
+        names = [f"handle/{each}" for each in range(size)]
+        store.set(names[rank], _dist._get_reconfigure_handle())
+        store.wait(names)
+        handles = [handle.decode() for handle in store.multi_get(names)]
+        _dist._reconfigure(uuid=n, handles=handles).wait()
+        # What new_group and the like take the ranks of the job from.
+        dist.distributed_c10d._world.pg_group_ranks[self.group] = {each: each for each in range(size)}
