@@ -26,6 +26,9 @@ from ft_wrapper.state import FrozenState
 TIMEOUT = 120.0
 """Seconds after which a wait of these tests counts as a hang."""
 
+MAKING = ("_new_process_group_helper", "_create_gloo_process_group")
+"""Names of the functions of torch, before 2.15 and since, in which a group's addresses are exchanged."""
+
 ONCE = 30.0
 """Seconds before another abort where one must do, however busy the machine is."""
 

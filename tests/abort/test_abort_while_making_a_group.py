@@ -12,7 +12,7 @@ import abort_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from abort_ranks import ONCE, Rank, run_ranks
+from abort_ranks import MAKING, ONCE, Rank, run_ranks
 from test_abort_torch_distributed import goes_on
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -22,7 +22,7 @@ def init_waits_for_a_peer(rank: Rank) -> Any:
     if rank.last:
         rank.hang()
         return None
-    return goes_on(rank, rank.freed(rank.init, "_new_process_group_helper", again=ONCE))
+    return goes_on(rank, rank.freed(rank.init, *MAKING, again=ONCE))
 
 
 def new_group_waits_for_a_peer(rank: Rank) -> Any:
@@ -32,7 +32,7 @@ def new_group_waits_for_a_peer(rank: Rank) -> Any:
         rank.hang()
         abort_ranks.leave()
         return None
-    return goes_on(rank, rank.freed(dist.new_group, "_new_process_group_helper", again=ONCE))
+    return goes_on(rank, rank.freed(dist.new_group, *MAKING, again=ONCE))
 
 
 class StopsAfterItsAddress(Store):
@@ -73,7 +73,7 @@ def _peer_is_lost(rank: Rank, stop: Callable[[], object]) -> Any:
         rank.init()  # returns, if this rank is the one to open the connection
         dist.all_reduce(torch.ones(1))
 
-    return goes_on(rank, rank.freed(joins, "_new_process_group_helper", "all_reduce"))
+    return goes_on(rank, rank.freed(joins, *MAKING, "all_reduce"))
 
 
 @pytest.mark.parametrize("body", [init_waits_for_a_peer, new_group_waits_for_a_peer])

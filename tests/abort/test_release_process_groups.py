@@ -13,7 +13,7 @@ import abort_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from abort_ranks import TIMEOUT, Rank, run_ranks
+from abort_ranks import MAKING, TIMEOUT, Rank, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from ft_wrapper.abort import (
@@ -85,7 +85,7 @@ def interrupted_init(rank: Rank) -> Any:
     for iteration in range(3):
         if not rank.last:
             rank.enter(iteration)
-            rank.freed(rank.init, "_new_process_group_helper")
+            rank.freed(rank.init, *MAKING)
             assert not dist.is_initialized()
             counts.append(dist.distributed_c10d._world.group_count)
         abort_ranks.leave()
