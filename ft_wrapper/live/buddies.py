@@ -128,16 +128,28 @@ class Buddies:
         self._thread.start()
 
     def send(self, packed: Packed) -> None:
-        """Puts a copy in, and sends it in the background; waits while the one before is on its way.
+        """Puts a copy in, and sends it in the background.
 
         Raises:
-            RuntimeError: that one could not be sent.
+            RuntimeError: the one before could not be sent.
         """
-        self._free.get()
-        if self._error is not None:
-            raise RuntimeError("copies could not be exchanged with the buddies") from self._error
+        self._take_turn()
         self._copies.add(packed)
         self._todo.put(packed)
+
+    def await_sent(self) -> None:
+        """Waits until no copy is on its way.
+
+        Raises:
+            RuntimeError: it could not be sent.
+        """
+        self._take_turn()
+        self._free.put(None)
+
+    def _take_turn(self) -> None:
+        self._free.get()  # the thread says so, also when it fails
+        if self._error is not None:
+            raise RuntimeError("copies could not be exchanged with the buddies") from self._error
 
     def close(self) -> None:
         """Ends the thread; what is on its way arrives, or was aborted."""

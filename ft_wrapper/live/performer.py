@@ -139,7 +139,12 @@ class TorchPerformer(Performer):
     # ---- a step
 
     def make_ready(self) -> None:
-        """See `Performer`."""
+        """See `Performer`: before the step behind that of a copy, the copy is with the buddies.
+
+        Otherwise more steps than come between two copies could be lost.
+        """
+        if self._buddies is not None:
+            self._buddies.await_sent()
         self._kept.buffers.share()
         self._agree_on_infinities()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -444,3 +445,43 @@ def test_without_a_living_holder_all_go_back_to_the_copies(job: Job) -> None:
     lived = [process.value for process in job.ranks.values() if process.code == 0]
     assert {one[0] for one in lived} == clean
     assert [one[1:] for one in lived] == [[4, "COPIES"]] * 3
+
+
+def sends_slowly(rank: Rank) -> Any:
+    """A copy begins its way when the next step is committed. Returns what was stored at each vote."""
+    from ft_wrapper.live import buddies, live_state
+
+    stored: list[list[int]] = []
+    commits = threading.Semaphore(0)
+    exchange = buddies.Buddies._exchange
+
+    def late(self: buddies.Buddies, *arguments: Any) -> Any:
+        assert commits.acquire(timeout=60)
+        return exchange(self, *arguments)
+
+    class Notes(TorchPerformer):
+        def make_ready(self) -> None:
+            if self._kept.newest % 2 == 0:
+                commits.release()
+            super().make_ready()
+
+        def vote(self, step: int) -> None:
+            if self._buddies is not None:  # not the seal
+                stored.append([step, self._buddies.stored])
+            super().vote(step)
+
+    buddies.Buddies._exchange = late  # type: ignore[method-assign]
+    live_state.TorchPerformer = Notes  # type: ignore[misc]
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        trained(call_wrapper, buddies=1, every=2)
+        commits.release()  # the last copy's
+        return stored
+
+    return train()
+
+
+def test_a_copy_is_with_the_buddies_before_the_next_step_is_committed(job: Job) -> None:
+    job.start(2, sends_slowly)
+    assert job.wait() == [[[step, step - step % 2] for step in range(STEPS)]] * 2
