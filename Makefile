@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 AT_ONCE := --numprocesses $(WORKERS) --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all matrix explore mutants lint format docs \
+.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all matrix matrix-torch explore mutants lint format docs \
 	bench clean distclean
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make test       lint, documentation and all tests but the nightly ones"
 	@echo "make test-all   the nightly ones too"
 	@echo "make matrix     every fault in every place, of which make test runs a part"
+	@echo "make matrix-torch  the tests of processes on other versions of torch, which it installs (gigabytes)"
 	@echo "make explore    simulated jobs with random faults, then every schedule of a small one (tests/exhaustive)"
 	@echo "make mutants    one-line mistakes in the code, each of which the simulations have to find"
 	@echo "make lint       ruff and mypy alone"
@@ -84,6 +85,12 @@ test-all: $(INSTALLED)
 
 matrix: $(INSTALLED)
 	$(PYTEST) $(AT_ONCE) -m "" tests/faults
+
+# A version may say which Python to take: make matrix-torch TORCHES="2.15.0=/usr/bin/python3.13".
+TORCHES ?= 2.6.0 2.15.0
+
+matrix-torch: $(INSTALLED)
+	$(BIN)/python tests/outside/torch_matrix.py $(TORCHES)
 
 explore: $(INSTALLED)
 	$(BIN)/python -m ft_wrapper.testing.explore --random 100000 --processes 2
