@@ -132,6 +132,13 @@ def _abort_backends(c10d: Any) -> None:
         _aborting.clear()
 
 
+def _abort_group(group: Any) -> None:
+    # Before torch 2.8 a group cannot abort, and of backends NCCL's alone can.
+    for one in [group] if hasattr(group, "abort") else _backends(group).values():
+        if hasattr(one, "abort"):
+            one.abort()
+
+
 @contextlib.contextmanager
 def _together(backends: dict[Any, dict[torch.device, Any]]) -> Iterator[bool]:
     """All within one NCCL group, in the same order on every rank, if there is such a thing; whether there is.
@@ -161,7 +168,7 @@ def _together(backends: dict[Any, dict[torch.device, Any]]) -> Iterator[bool]:
 
 def _abort_backend(group: Any, name: str) -> None:
     try:
-        group.abort()
+        _abort_group(group)
     except Exception:
         log.warning("could not abort %s; hard_timeout bounds what waits there", name, exc_info=True)
 
@@ -278,7 +285,7 @@ def _forget_leftovers(c10d: Any) -> None:
     leftovers = list(world.pg_map)
     for group in leftovers:
         try:
-            group.abort()
+            _abort_group(group)
         except Exception:
             log.warning("could not abort %r", group, exc_info=True)
     if leftovers or world.default_pg is not None:

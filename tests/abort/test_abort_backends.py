@@ -101,6 +101,18 @@ def test_others_coalesce_as_torch_has_them_do_since_2_15() -> None:
     assert said == ["0"]
 
 
+def test_before_torch_2_8_backends_are_aborted_where_they_can() -> None:
+    said: list[str] = []
+    nccl, gloo = Backend("nccl", said), Backend("gloo", said)
+    nccl.abort = lambda: said.append("nccl")  # type: ignore[attr-defined]
+
+    class OldGroup(Group):
+        abort = property()  # type: ignore[assignment]  # as if there were none
+
+    abort(OldGroup("0", said, nccl, gloo))
+    assert said == ["nccl"]
+
+
 # ---- the stand-in
 
 

@@ -1,0 +1,94 @@
+"""Where a thread stands in ``torch.distributed``: in which operation, and how many each group has begun.
+
+The operation is in the thread's stack. The numbers are torch's own, which each group keeps to match its
+collectives. Flight Recorder would say the same and more; but it has to be switched on before the groups are
+made, and its dump is of all operations that it remembers.
+"""
+
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+from ..monitor.frames import Place, current_frames, places, stack_in_words
+from ..protocol.standing import Counted, Stood
+from ..store.bounded import in_background
+from . import _C10D, _backends
+
+_COUNTED_WITHIN = 0.05  # seconds; a backend may hold a lock while it hangs
+_MOST_GROUPS = 8
+_LONGEST_NAME = 8  # torch names some groups by 40 digits
+
+
+def standing(thread: int) -> tuple[str, Stood] | None:
+    """Says where a thread stands.
+
+    It waits for nothing that hangs: not for a group's lock, nor for the thread.
+
+    Args:
+        thread: its identifier, as ``threading.get_ident()`` has it.
+
+    Returns:
+        In words, as `ft_wrapper.monitor.frames.whereabouts` but with the operation's number and group, and
+        as data; None if there is no such thread.
+    """
+    frame = current_frames().get(thread)
+    c10d = sys.modules.get(_C10D)
+    if frame is None or c10d is None:
+        words = stack_in_words(list(places(frame)))
+        return None if words is None else (words, Stood())
+    operation = _operation(frame, c10d.__file__ or "")
+    # As a list at once: the thread may go on and make groups.
+    names = [(group, _name(group, name)) for group, name in list(c10d._world.pg_names.items())]
+    if operation is None:
+        words = stack_in_words(list(places(frame)))
+        return None if words is None else (words, Stood(counts=_counts(names[:_MOST_GROUPS])))
+    group = operation.f_locals.get("group") or c10d._world.default_pg
+    names.sort(key=lambda one: one[0] is not group)  # the one that it stands in first
+    of = names[0][1] if names and names[0][0] is group else ""
+    stood = Stood(operation.f_code.co_name, of, _counts(names[:_MOST_GROUPS]))
+    inner, *outer = places(operation)
+    return stack_in_words([Place(inner.file, inner.line, str(stood)), *outer]) or "", stood
+
+
+def _operation(frame: FrameType, c10d: str) -> FrameType | None:
+    """The outermost call of an operation of ``torch.distributed``: those on objects call others."""
+    found = None
+    each: FrameType | None = frame
+    while each is not None:
+        if each.f_code.co_filename == c10d and _is_operation(each.f_code):
+            found = each
+        each = each.f_back
+    return found
+
+
+def _is_operation(code: CodeType) -> bool:
+    if code.co_name.startswith("_") or code.co_name == "destroy_process_group":
+        return False
+    return "group" in code.co_varnames[: code.co_argcount]
+
+
+def _name(group: Any, name: object) -> str:
+    said = str(getattr(group, "group_desc", ""))
+    description = "" if said in ("", "undefined", "default_pg") else f" ({said})"
+    return f"{str(name)[:_LONGEST_NAME]}{description}"
+
+
+def _counts(names: list[tuple[Any, str]]) -> tuple[Counted, ...]:
+    """How many operations each of some groups has begun, as far as the groups say so, and at once."""
+    found: list[Counted] = []
+
+    def ask() -> None:
+        for group, name in names:
+            try:
+                number = int(group._get_sequence_number_for_group())
+                found.append(Counted(name, int(group.size()), number, _is_exact(group)))
+            except Exception:
+                continue  # not all backends count
+
+    in_background("asking the groups for their numbers", ask).join(_COUNTED_WITHIN)
+    return tuple(found)
+
+
+def _is_exact(group: Any) -> bool:
+    """Whether a group counts collectives only: NCCL does, and so should one that is a Python class."""
+    return all(backend is group or backend.name() == "nccl" for backend in _backends(group).values())
