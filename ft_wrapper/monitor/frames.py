@@ -97,7 +97,7 @@ def whereabouts(thread: int) -> str | None:
     Returns:
         The function it is in and the line of the user's code that led there; None if there is no such thread.
     """
-    return stack_in_words(list(_places(current_frames().get(thread))))
+    return stack_in_words(list(places(current_frames().get(thread))))
 
 
 def stack_in_words(stack: Sequence[Place]) -> str | None:
@@ -121,7 +121,8 @@ def is_library(file: str) -> bool:
     return any(part in file for part in _LIBRARIES)
 
 
-def _places(frame: FrameType | None) -> Iterator[Place]:
+def places(frame: FrameType | None) -> Iterator[Place]:
+    """The frame's place, and those of its callers."""
     while frame is not None:
         yield Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back

@@ -18,6 +18,7 @@ from typing_extensions import Self
 from ..attribution import Interruption, InterruptionRecord
 from ..exception import StoreError
 from . import keys
+from .standing import UNKNOWN, Stood
 
 FAULT = "fault"
 DONE = "done"
@@ -184,6 +185,7 @@ class Fault(Record):
         host: where.
         pid: which process.
         at: when it was noticed, in seconds since the epoch; 0 if that is not known.
+        stood: where it stood, if it hung.
     """
 
     member: Member
@@ -193,6 +195,7 @@ class Fault(Record):
     host: str = ""
     pid: int = 0
     at: float = 0.0
+    stood: Stood = UNKNOWN
 
     @property
     def record(self) -> InterruptionRecord:

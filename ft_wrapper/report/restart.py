@@ -8,6 +8,7 @@ from ..protocol import Agreement
 from ..protocol.operations import Operations
 from ..protocol.records import Decision, Fault, Member, View
 from ..state import State
+from .missing import who_is_missing
 
 _SHOWN = 4  # faults and promotions named in a line; the others are counted
 
@@ -119,13 +120,19 @@ def in_words(faults: Sequence[Fault]) -> str:
     culprits = [fault for fault in faults if fault.interruption == worst]
     if worst == Interruption.EXCEPTION:
         culprits = culprits[:1]  # the others' collectives fail in its wake
+    missing = who_is_missing(culprits)
     said: dict[str, list[Fault]] = {}
     for member in dict.fromkeys(fault.member for fault in culprits):
         of_member = [fault for fault in culprits if fault.member == member]
-        said.setdefault(" and ".join(sorted(fault.message for fault in of_member)), []).append(of_member[0])
-    # The odd one out first: the others probably wait for it.
-    groups = sorted(said.items(), key=lambda group: len(group[1]))
-    text = "; ".join(f"{_places(group)} {message}" for message, group in groups)
+        message = " and ".join(sorted(fault.message for fault in of_member))
+        if member in missing:
+            message = f"{missing[member]}, {message}"
+        said.setdefault(message, []).append(of_member[0])
+    # Those whom the others wait for come first; where that is not known, the odd one out: it probably is.
+    groups = sorted(said.items(), key=lambda group: (group[1][0].member not in missing, len(group[1])))
+    parts = [f"{_places(group)} {message}" for message, group in groups[:_SHOWN]]
+    rest = sum(len(group) for _, group in groups[_SHOWN:])
+    text = "; ".join([*parts, f"{rest} more elsewhere"] if rest else parts)
     others = len({fault.member for fault in faults} - {fault.member for fault in culprits})
     return text + (f" (and {others} {plural(others, 'fault')} in its wake)" if others else "")
 

@@ -15,7 +15,7 @@ from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption
 from ..exception import HealthCheckError, InternalError, JobEnded, RankShouldRestart, StoreUnavailable
 from ..health_check import CudaHealthCheck, HealthCheck
-from ..monitor.frames import checkpoint_failure, forget_frames, users_part, whereabouts
+from ..monitor.frames import checkpoint_failure, forget_frames, users_part
 from ..monitor.shared_memory import Phase, RankMemory
 from ..monitor.threads import Watch
 from ..protocol import Agreement
@@ -27,6 +27,7 @@ from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
 from ..torch_groups import forget, warm_up
 from ..torch_groups.kept import KeptGroup
+from ..torch_groups.standing import standing
 from . import Settings, torch_state
 from .exit_watch import ExitWatch
 from .loop import Endpoint, Left, Performer, RestartLoop, kind_and_place, times_before
@@ -413,10 +414,11 @@ class Call(Performer):
         stillness = time.monotonic() - memory.progress_stamp(settings.progress_watchdog_interval)
         if memory.phase != Phase.WATCHED or stillness < settings.soft_timeout / 2:
             return
-        place = whereabouts(self._thread)
+        place = standing(self._thread)
         if place is not None:
-            member = self.own.member
-            fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {place}")
+            member, (words, stood) = self.own.member, place
+            fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {words}")
+            fault = dataclasses.replace(fault, stood=stood)
             Agreement(self.own.client).ends.log_fault(member.view.n, fault)
 
     def _abort(self) -> None:

@@ -5,9 +5,11 @@ import functools
 import threading
 import weakref
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore
 
 _LIMIT = timedelta(seconds=600)
@@ -29,32 +31,35 @@ class OnAbort(enum.Enum):
     unless between ``_group_start`` and ``_group_end``: as with communicators of NCCL on one device."""
 
 
-def blocking_backend(on_abort: OnAbort = OnAbort.RETURNS) -> str:
+def blocking_backend(on_abort: OnAbort = OnAbort.RETURNS, passes: int = 0) -> str:
     """Registers such a backend, once in a process.
 
-    Its collectives never succeed. They wait outside of the GIL, where no signal ends the wait, and raise a
-    ``RuntimeError`` once their group is aborted. So what frees a program from them is an abort alone::
+    Its collectives never succeed, but for the first ones if that is asked for. They wait outside of the GIL,
+    where no signal ends the wait, and raise a ``RuntimeError`` once their group is aborted. So what frees a
+    program from them is an abort alone::
 
         torch.distributed.init_process_group(blocking_backend())
         torch.distributed.barrier()
 
     Args:
         on_abort: what ``abort`` does.
+        passes: how many operations of each group succeed at once, and do nothing, before one blocks. It may
+            differ between ranks.
 
     Returns:
         Its name, for ``init_process_group`` and ``new_group``.
     """
-    name = f"blocking-{on_abort.value}"
+    name = f"blocking-{on_abort.value}" + (f"-{passes}" if passes else "")
     if name.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(name, functools.partial(_make, name, on_abort), devices=["cpu"])
+        dist.Backend.register_backend(name, functools.partial(_make, name, on_abort, passes), devices=["cpu"])
     return name
 
 
 def _make(
-    name: str, on_abort: OnAbort, store: Any, rank: int, size: int, timeout: timedelta
+    name: str, on_abort: OnAbort, passes: int, store: Any, rank: int, size: int, timeout: timedelta
 ) -> "BlockingGroup":
     kind = _Depending if on_abort is OnAbort.DEPENDS else BlockingGroup
-    return kind(rank, size, name, on_abort)
+    return kind(rank, size, name, on_abort, passes)
 
 
 class BlockingGroup(dist.ProcessGroup):
@@ -65,26 +70,43 @@ class BlockingGroup(dist.ProcessGroup):
         size: of the group.
         name: of the backend.
         on_abort: what ``abort`` does.
+        passes: how many operations succeed.
 
     Attributes:
         is_blocked: set once a collective was called.
         is_aborted: set once ``abort`` was called.
     """
 
-    def __init__(self, rank: int, size: int, name: str, on_abort: OnAbort) -> None:
+    def __init__(self, rank: int, size: int, name: str, on_abort: OnAbort, passes: int) -> None:
         init: Any = super().__init__  # torch's stubs know only the one with a store
         init(rank, size)
         self.is_blocked = threading.Event()
         self.is_aborted = threading.Event()
         self._backend_name = name
         self._on_abort = on_abort
+        self._passes = passes
+        self._collectives = 0
         self._ends = HashStore()
 
     def getBackendName(self) -> str:
         """The backend's name."""
         return self._backend_name
 
-    def _block(self, *_arguments: Any, **_more: Any) -> NoReturn:
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives it has begun, as torch's own groups say by this name."""
+        return self._collectives
+
+    def _collective(self, *_arguments: Any, **_more: Any) -> Any:
+        self._collectives += 1
+        return self._block()
+
+    def _block(self, *_arguments: Any, **_more: Any) -> Any:
+        if self._passes > 0:
+            self._passes -= 1
+            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            done.set_result([])
+            create: Any = _distributed_c10d  # torch's stubs do not know it
+            return create._create_work_from_future(done)
         self.is_blocked.set()
         self._ends.wait(["end"], _LIMIT)
         raise RuntimeError(f"a collective of {self._backend_name!r} was aborted")
@@ -111,12 +133,13 @@ class BlockingGroup(dist.ProcessGroup):
         self._ends.set("end", "")
 
 
-for _collective in (
+for _name in (
     *("allgather", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base"),
-    *("barrier", "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter"),
-    *("_reduce_scatter_base", "scatter", "send"),
+    *("barrier", "broadcast", "gather", "reduce", "reduce_scatter", "_reduce_scatter_base", "scatter"),
 ):
-    setattr(BlockingGroup, _collective, BlockingGroup._block)
+    setattr(BlockingGroup, _name, BlockingGroup._collective)
+for _name in ("recv", "recv_anysource", "send"):
+    setattr(BlockingGroup, _name, BlockingGroup._block)
 
 
 class _Device:
