@@ -99,6 +99,14 @@ def test_one_that_waits_for_the_missing_one_is_not_named() -> None:
         assert named == {Member(4, 0): "did not come to all_reduce #5 of group 5"}
 
 
+def test_one_that_stands_with_most_of_another_group_is_not_named() -> None:
+    faults = [fault(rank, "all_reduce 0", True, g0=5) for rank in range(3)]
+    faults.append(fault(3, "all_reduce 1", True, g0=4, g1=2))
+    faults += [fault(rank, "all_reduce 1", True, g1=2) for rank in (4, 5)]
+    why = "was in barrier where the others were in all_reduce #2 of group 1"
+    assert who_is_missing([*faults, fault(6, "barrier 1", True, g1=2)]) == {Member(6, 0): why}
+
+
 def mesh(*stand: tuple[str, int, int]) -> list[Fault]:
     """Four ranks in two rows and two columns: what each does, its number in its row and in its column."""
     rows, columns = ("01", "01", "23", "23"), ("02", "13", "02", "13")
