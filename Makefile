@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 AT_ONCE := --numprocesses $(WORKERS) --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all matrix matrix-torch explore mutants lint format docs \
+.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all test-gpu matrix matrix-torch explore mutants lint format docs \
 	bench clean distclean
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make soak-etcd  the same on three nodes that meet in etcd: any of them is lost, and members of etcd"
 	@echo "make test       lint, documentation and all tests but the nightly ones"
 	@echo "make test-all   the nightly ones too"
+	@echo "make test-gpu   what a GPU shows (with two of them, all of it), and a table of it at the end"
 	@echo "make matrix     every fault in every place, of which make test runs a part"
 	@echo "make matrix-torch  the tests of processes on other versions of torch, which it installs (gigabytes)"
 	@echo "make explore    simulated jobs with random faults, then every schedule of a small one (tests/exhaustive)"
@@ -82,6 +83,10 @@ test-all: $(INSTALLED)
 	$(MAKE) --jobs 2 --output-sync lint docs
 	$(PYTEST) $(AT_ONCE) -m "not alone"
 	$(PYTEST) -m alone
+
+# One at a time: they look at the device's memory and at the time.
+test-gpu: $(INSTALLED)
+	$(PYTEST) -m "" tests/gpu
 
 matrix: $(INSTALLED)
 	$(PYTEST) $(AT_ONCE) -m "" tests/faults
