@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ..monitor.frames import current_frames
 from ..store.mixin import HoldingStore, PrefixStore
-from .gloo import named_threads, shut_down_clients, shut_down_gloo_sockets
+from .gloo import named_threads, shut_down_clients, shut_down_gloo_sockets, unnamed_threads
 
 log = logging.getLogger(__name__)
 _C10D = "torch.distributed.distributed_c10d"
@@ -327,7 +327,7 @@ def _leave_meshes() -> None:
 def _drop_in_background(references: list[Any]) -> None:
     def drop() -> None:
         try:
-            _wait_until_idle(named_threads(_WORKER_NAME))
+            _wait_until_idle(named_threads(_WORKER_NAME) or unnamed_threads())
             while references:
                 references.pop()
         except Exception:

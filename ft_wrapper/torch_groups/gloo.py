@@ -28,8 +28,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+from torch.torch_version import TorchVersion
+
 log = logging.getLogger(__name__)
 _THREAD_NAME = "gloo_tcp_loop"
+_NAMES_THREADS = TorchVersion(torch.__version__) >= "2.13"  # 2.8 does not; between was not looked at
 # epoll_wait, epoll_pwait, epoll_pwait2
 _EPOLL_SYSCALLS = {"x86_64": {232, 281, 441}, "aarch64": {22, 441}}
 _COMM_SIZE = 64  # bytes; a thread's name takes up to 16
@@ -55,7 +59,7 @@ def shut_down_gloo_sockets(being_made: Callable[[], int] = int) -> None:
     Args:
         being_made: gives the size of the group that is being made; 0 for none. Asked if there is a group.
     """
-    pending = named_threads(_THREAD_NAME)
+    pending = named_threads(_THREAD_NAME) or _unnamed_loops()
     newest = pending[-1:]
     size = being_made() if pending else 0
     deadline = time.monotonic() + _BUSY_LIMIT
@@ -95,6 +99,37 @@ def close_aborted_sockets() -> None:
     with _held_lock:
         while _held:
             os.close(_held.popitem()[1])
+
+
+def unnamed_threads() -> list[int]:
+    """Returns the ids of threads that C++ has started and given no name, the oldest first.
+
+    Empty where torch names its own.
+    """
+    if _NAMES_THREADS:
+        return []
+    with open("/proc/self/comm", encoding="utf-8", errors="replace") as file:
+        inherited = file.read().rstrip("\n")
+    pythons = {thread.native_id for thread in threading.enumerate()}
+    return [tid for tid in named_threads(inherited) if tid not in pythons]
+
+
+def _unnamed_loops() -> list[int]:
+    """The same of gloo's devices: in ``epoll_wait``, on nothing that another library would have there."""
+    loops = []
+    for tid in unnamed_threads():
+        with contextlib.suppress(OSError):  # it has ended
+            epoll = _hold_epoll(tid)
+            if epoll is None:
+                continue
+            try:
+                # libuv, which a TCPStore's server runs, wakes its loop by an eventfd; gloo has no such thing.
+                kinds = [os.readlink(f"/proc/self/fd/{fd}") for fd, _ in _watched(epoll)]
+            finally:
+                os.close(epoll)
+            if not any("eventfd" in kind for kind in kinds):
+                loops.append(tid)
+    return loops
 
 
 def named_threads(name: str) -> list[int]:
