@@ -1,6 +1,7 @@
 """What has happened in a simulated job, seen from outside, and how long it may take to be known to all."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -249,7 +250,11 @@ class History:
             since: when it ended.
         """
         scenario = self.scenario
-        long_ago = since - 2 * scenario.heartbeat_timeout - 8 * scenario.heartbeat_interval
+        known_within = 2 * scenario.heartbeat_timeout + 8 * scenario.heartbeat_interval
+        long_ago = since - known_within
+        alive = [process.facts.started_at for process in self.simulation.processes if process.alive]
+        if since - min(alive, default=since) < known_within:
+            long_ago = -math.inf  # those who came after all others were lost begin to look only now
         # But each call has another monitor.
         several = scenario.calls > 1
         troubles = [trouble for trouble in self.simulation.troubles if several or trouble[1] >= long_ago]

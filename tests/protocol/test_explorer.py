@@ -29,6 +29,11 @@ def test_random_jobs_that_nobody_has_seen_before(capsys: pytest.CaptureFixture[s
     assert report.failure is None, f"explore --replay {report.seed}:\n{report.failure}"
 
 
+def test_who_comes_after_all_were_lost_looks_for_their_silence_first() -> None:
+    """That takes as long as it takes, however long ago they were lost."""
+    assert Explorer().replay(530082893) is None
+
+
 def test_joiner_does_not_give_up_when_the_last_between_two_calls_has_arrived() -> None:
     """It was found at random: who has arrived last is stopped before it proposes."""
     again = Disturbance("respawn", 1, 17, 7.0)
