@@ -48,7 +48,7 @@ WAIT = all_others("all_reduce 0", g0=5, g1=1)
         pytest.param(
             "barrier 0",
             {"g0": 5, "g1": 1},
-            "was in barrier where the others were in all_reduce #5 of group 0",
+            "was in barrier instead of all_reduce #5 of group 0",
             id="another operation",
         ),
         pytest.param(
@@ -103,7 +103,7 @@ def test_one_that_stands_with_most_of_another_group_is_not_named() -> None:
     faults = [fault(rank, "all_reduce 0", True, g0=5) for rank in range(3)]
     faults.append(fault(3, "all_reduce 1", True, g0=4, g1=2))
     faults += [fault(rank, "all_reduce 1", True, g1=2) for rank in (4, 5)]
-    why = "was in barrier where the others were in all_reduce #2 of group 1"
+    why = "was in barrier instead of all_reduce #2 of group 1"
     assert who_is_missing([*faults, fault(6, "barrier 1", True, g1=2)]) == {Member(6, 0): why}
 
 

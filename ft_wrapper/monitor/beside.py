@@ -130,11 +130,11 @@ def _spawn(task: _Task, line: socket.socket, memory: RankMemory) -> int:
         own = []
         reader, writer = os.pipe()
         stack.callback(os.close, reader)
+        with os.fdopen(writer, "wb") as file:
+            file.write(said)
         for number in (reader, line.fileno(), memory.fd):
             own.append(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _ABOVE))
             stack.callback(os.close, own[-1])
-        with os.fdopen(writer, "wb") as file:
-            file.write(said)
         places = zip(own, (_TASK, _LINE, _MEMORY), strict=True)
         actions = [(os.POSIX_SPAWN_DUP2, number, place) for number, place in places]
         return os.posix_spawn(

@@ -16,7 +16,7 @@ _At = tuple[int, str]  # an operation's number, and its name; or a place in a li
 
 
 def who_is_missing(faults: Iterable[Fault]) -> dict[Member, str]:
-    """Says which ranks the others waited for.
+    """Names the ranks that kept the others waiting.
 
     Args:
         faults: of ranks that hung, with where each stood.
@@ -29,7 +29,7 @@ def who_is_missing(faults: Iterable[Fault]) -> dict[Member, str]:
     for member, fault in said.items():
         for count in fault.stood.counts:
             groups[count.group][member] = count
-    # The others may wait for one that says nothing.
+    # A silent rank may be the missing one.
     whole = {name: counts for name, counts in groups.items() if _is_whole(counts)}
     found: dict[Member, str] = {}
     settled: set[Member] = set()
@@ -89,7 +89,7 @@ def _why(group: str, count: Counted, at: _At | None, most: _At, fault: Fault) ->
         is_sure = is_known and (is_there or count.is_exact)
         return f"was {further} further than the others, who were in {what}" if is_sure else None
     if is_there and is_known and at is not None:
-        return f"was in {at[1]} where the others were in {what}"
+        return f"was in {at[1]} instead of {what}"
     return None  # it has begun it, and may wait for its end
 
 

@@ -128,7 +128,7 @@ def in_words(faults: Sequence[Fault]) -> str:
         if member in missing:
             message = f"{missing[member]}, {message}"
         said.setdefault(message, []).append(of_member[0])
-    # Those whom the others wait for come first; where that is not known, the odd one out: it probably is.
+    # Missing ranks first; if none is known, the odd one out: it is the likely cause.
     groups = sorted(said.items(), key=lambda group: (group[1][0].member not in missing, len(group[1])))
     parts = [f"{_places(group)} {message}" for message, group in groups[:_SHOWN]]
     rest = sum(len(group) for _, group in groups[_SHOWN:])

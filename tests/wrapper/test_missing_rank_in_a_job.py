@@ -17,7 +17,7 @@ SIZE = 4
 WHY = {
     "another group": "did not come to all_reduce #{} of group 0",
     "elsewhere": "did not come to all_reduce #{} of group 0",
-    "another operation": "was in barrier where the others were in all_reduce #{} of group 0",
+    "another operation": "was in barrier instead of all_reduce #{} of group 0",
     "further": "was 1 further than the others, who were in all_reduce #{} of group 0",
 }
 NIGHTLY = pytest.mark.nightly("another seed runs always")
