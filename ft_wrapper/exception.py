@@ -12,8 +12,18 @@ class RestartAbort(BaseException):
     """
 
 
+class JobAbort(RestartAbort):
+    """Ends the wrapped call on all ranks: what is wrong would come again in each iteration.
+
+    To be raised in the function or in ``initialize``. The ranks agree on it, so that none goes on without
+    this one, whichever of them sees it first; the others leave with `JobEnded`.
+    """
+
+
 class JobEnded(RestartAbort, SystemExit):
-    """Ends the wrapped call on the ranks beside the one whose error ends the job; see ``max_same_faults``.
+    """Ends the wrapped call on the ranks beside the one whose error ends the job.
+
+    That is a `JobAbort`, or the same fault too often: see ``max_same_faults``.
 
     A ``SystemExit`` too: a process that lets it pass exits with 1 and without a traceback, so that the error
     that counts stands alone.

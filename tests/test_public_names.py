@@ -28,7 +28,8 @@ NAMES = {
         "StoreMixin TCPStore FileStore PrefixStore EtcdStore BarrierError BarrierTimeout BarrierOverflow"
     ),
     "exception": (
-        "RestartError RestartAbort HealthCheckError InternalError TimeoutError RankShouldRestart StoreError"
+        "RestartError RestartAbort JobAbort HealthCheckError InternalError TimeoutError RankShouldRestart "
+        "StoreError"
     ),
     "attribution": "Interruption InterruptionRecord",
     "testing": "FakeStore EtcdServer",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..exception import RestartAbort
+from ..exception import JobAbort
 from ..report.restart import duration, plural
 from ..settings import as_int, as_limit, check_callable
 from ..wrapper import CallWrapper
@@ -59,7 +59,7 @@ class LiveState:
         name: tells several states of a wrapped call apart.
 
     Raises:
-        RestartAbort: what would come again in each iteration: an argument or what ``build`` returned is not
+        JobAbort: what would come again in each iteration: an argument or what ``build`` returned is not
             right, there is no process group of all active ranks, or the ranks do not build the same; the
             message names the first difference.
     """
@@ -92,7 +92,7 @@ class LiveState:
         self._iteration = call.own.member.view.n
         self._kept: TorchKept = call.kept.setdefault(name, TorchKept())
         if self._kept.iteration == self._iteration:
-            raise RestartAbort(
+            raise JobAbort(
                 f"name={name!r}: there is a LiveState of this name in this iteration already; give one of "
                 "them another name"
             )
@@ -232,7 +232,7 @@ def _for_good() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise RestartAbort(f"LiveState: {error}") from error
+        raise JobAbort(f"LiveState: {error}") from error
 
 
 def _check_arguments(
@@ -255,12 +255,12 @@ def _check_arguments(
 def _check_group(call_wrapper: CallWrapper) -> None:
     state = call_wrapper.state
     if not dist.is_initialized():
-        raise RestartAbort(
+        raise JobAbort(
             "LiveState needs the process group: call torch.distributed.init_process_group() before it, in "
             "the wrapped function"
         )
     if dist.get_world_size() != state.active_world_size:
-        raise RestartAbort(
+        raise JobAbort(
             f"LiveState needs a default process group of all active ranks: it has {dist.get_world_size()}, "
             f"and {state.active_world_size} are active"
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..exception import RestartAbort
+from ..exception import JobAbort
 from ..protocol import keys
 from ..restart.call import Call
 from ..store.address import own_address
@@ -195,7 +195,7 @@ class TorchPerformer(Performer):
         try:
             checks.check_built(objects, self._form, has_update=self._users.update is not default_update)
         except (TypeError, ValueError) as error:
-            raise RestartAbort(f"LiveState: {error}") from error
+            raise JobAbort(f"LiveState: {error}") from error
         self._kept.buffers.forget()
         self._kept.buffers.watch(objects)
         self._kept.modes = [(part, part.training) for _, one in modules(objects) for part in one.modules()]
@@ -209,7 +209,7 @@ class TorchPerformer(Performer):
         said: list[tuple[Holding, Register, _About]] = self._gather((mine, register, about))
         if len({its.digest for _, _, its in said}) > 1:
             difference = checks.first_difference(self._gather(outline))
-            raise RestartAbort(f"the ranks do not build the same state: {difference}")
+            raise JobAbort(f"the ranks do not build the same state: {difference}")
         self._nodes = [its.node for _, _, its in said]
         self._ballot.open([its.votes_at for _, _, its in said])
         return [holding for holding, _, _ in said], said[0][1]
@@ -279,14 +279,10 @@ class TorchPerformer(Performer):
         is_step = isinstance(step, int) and not isinstance(step, bool) and step >= 0
         said = self._gather(step if is_step else repr(step))
         if not is_step:
-            raise RestartAbort(
-                f"restore() returned {step!r}; it must return the checkpoint's step, 0 for none"
-            )
+            raise JobAbort(f"restore() returned {step!r}; it must return the checkpoint's step, 0 for none")
         if len(set(said)) > 1:
             steps = ", ".join(f"{one} on active rank {rank}" for rank, one in enumerate(said))
-            raise RestartAbort(
-                f"restore() returned different steps: {steps}; load the same checkpoint on all"
-            )
+            raise JobAbort(f"restore() returned different steps: {steps}; load the same checkpoint on all")
         return step
 
     def equalize(self) -> None:

@@ -17,10 +17,11 @@ from datetime import timedelta
 from ..exception import RestartError, TimeoutError
 from ..settings import Limits, OnJoin
 from . import Agreement, keys
+from .entries import to_number
 from .evidence import HeartbeatObserver
 from .joining import Entry
 from .operations import Operations, claim, looks_for, read
-from .records import FAULT, Member, MemberRecord, View, to_number
+from .records import FAULT, Member, MemberRecord, View
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from ..exception import InternalError, RankShouldRestart, RestartError, TimeoutError
 from . import keys, operations
+from .entries import present, split_entry, to_number
 from .evidence import Ends
 from .operations import Append, Claim, Count, Operations, Read, ReadLog, Step, Write, read, read_log
-from .records import FAULT, Member, present, split_entry, to_number
+from .records import FAULT, Member
 
 _LOOK_EVERY = 1.0  # seconds between looks whether waiting has lost its point
 

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from ..exception import StoreError
 from ..settings import Limits
-from . import keys, operations, records
+from . import entries, keys, operations
 from .operations import LAPSED, Append, Beat, Claim, Operations, Step, Wake, read, read_log
 from .records import DONE, FAULT, GAVE_UP, RETURNS, Fault, Member, MemberRecord
 
@@ -210,7 +210,7 @@ class Ends:
         *_, stands, _ = self.store.execute([*before, *_ending(n, outcome)])
         if stands is None:
             raise StoreError(f"store key {keys.end(n)!r} is gone, though it was written just now")
-        return records.outcome_in(n, stands) or outcome
+        return entries.outcome_in(n, stands) or outcome
 
     def pass_on_end(self, n: int) -> None:
         """Wakes everybody again, for iteration n has ended.
@@ -221,7 +221,7 @@ class Ends:
 
     def outcome_of(self, n: int) -> str | None:
         """How iteration n ended: ``fault``, ``done``, or None while it is on."""
-        return records.outcome_in(n, read(self.store, keys.end(n)))
+        return entries.outcome_in(n, read(self.store, keys.end(n)))
 
     def log_fault(self, n: int, fault: Fault) -> None:
         """Writes down, for people, what happened to a member in iteration n."""
@@ -246,7 +246,7 @@ class Ends:
 
     def marked_deaths_of(self, n: int) -> dict[Member, set[str]]:
         """The members of n that have ended, each with what was noted: `RETURNS`, `GAVE_UP` or nothing."""
-        return records.deaths_in(n, read_log(self.store, keys.dead(n)))
+        return entries.deaths_in(n, read_log(self.store, keys.dead(n)))
 
     def give_up(self, n: int, member: Member) -> None:
         """Says that a member waits no more for the iteration after n, and must not be reckoned with."""
@@ -318,7 +318,7 @@ class Ends:
     def finished_in(self, n: int) -> set[int]:
         """The active ranks that have returned from the function of n."""
         key = keys.finished(n)
-        return {records.to_number(rank, key) for rank in read_log(self.store, key)}
+        return {entries.to_number(rank, key) for rank in read_log(self.store, key)}
 
     def say_goodbye(self, member: Member) -> None:
         """A member's last word: it needs the store no more."""

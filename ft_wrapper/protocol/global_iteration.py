@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .. import events
 from ..exception import InternalError, StoreError, TimeoutError
-from . import keys, operations, records
+from . import entries, keys, operations, records
 from .evidence import Ends, HeartbeatObserver, Heartbeats
 from .operations import Append, Count, Move, Operations, Read, ReadLog, Wake, Write, looks_for, read, read_log
 from .records import DONE, FAULT, RETURNS, Decision, Head, Member, View
@@ -69,14 +69,14 @@ class GlobalIteration:
     def read_decision(self, head: Head) -> Decision:
         """The decision behind a head."""
         key = keys.decision(head.n, head.nonce)
-        return records.decision_in(head, records.present(key, read(self.store, key)))
+        return entries.decision_in(head, entries.present(key, read(self.store, key)))
 
     def read_iteration(self, head: Head) -> tuple[View, Decision]:
         """A head's iteration and the decision behind it: O(world size), for those who come from outside."""
         key, decision_key = keys.roster(head.n, head.nonce), keys.decision(head.n, head.nonce)
         roster, text = self.store.execute([Read(key), Read(decision_key)])
-        members = records.roster_from_json(records.present(key, roster), key)
-        decision = records.decision_in(head, records.present(decision_key, text))
+        members = records.roster_from_json(entries.present(key, roster), key)
+        decision = entries.decision_in(head, entries.present(decision_key, text))
         return View.of(decision, head.nonce, members), decision
 
     def read_current(self) -> tuple[View, Decision] | None:
@@ -94,7 +94,7 @@ class GlobalIteration:
 
     def wanted(self) -> int:
         """The most active ranks that any iteration had; with fewer the job is degraded. 0: not known yet."""
-        return records.to_number(read(self.store, keys.WANTED) or "0", keys.WANTED)
+        return entries.to_number(read(self.store, keys.WANTED) or "0", keys.WANTED)
 
     # Leaving an iteration ------------------------------------------------------------------------------
 
@@ -128,11 +128,11 @@ class GlobalIteration:
             n: the iteration.
             call: only those that come for this call; all when None.
         """
-        return records.joins_in(n, read_log(self.store, keys.join(n)), call)
+        return entries.joins_in(n, read_log(self.store, keys.join(n)), call)
 
     def arrivals_of(self, n: int) -> set[Member]:
         """The members that have left the function of n."""
-        return set(records.arrivals_in(n, read_log(self.store, keys.arrived(n))))
+        return set(entries.arrivals_in(n, read_log(self.store, keys.arrived(n))))
 
     def count_deaths(self, view: View, deaths: int = 1) -> None:
         """Counts logged deaths; decides the next iteration if they were the last thing missing."""
@@ -168,13 +168,13 @@ class GlobalIteration:
         end, *logs = self.store.execute(
             [Read(keys.end(n)), ReadLog(keys.arrived(n)), ReadLog(keys.join(n)), ReadLog(keys.dead(n))]
         )
-        outcome = records.outcome_in(n, end)
+        outcome = entries.outcome_in(n, end)
         if outcome is None:
             return None
         arrivals, joins, deaths = ((log or "").splitlines() for log in logs)
-        arrived = records.arrivals_in(n, arrivals)
-        joining = records.joins_in(n, joins, _call_after(view, outcome))
-        dead = records.deaths_in(n, deaths)
+        arrived = entries.arrivals_in(n, arrivals)
+        joining = entries.joins_in(n, joins, _call_after(view, outcome))
+        dead = entries.deaths_in(n, deaths)
         if proposer is not None and (proposer in dead or proposer not in arrived):
             return None
         latest = {member.slot: member for member in sorted(joining)}
@@ -200,9 +200,9 @@ class GlobalIteration:
         if hold and announced - {member.slot for member in newcomers} and left < self.wanted():
             return None
         decision = self._next_decision(view, outcome, kept, newcomers, arrived)
-        if not decision.removed:  # else the loss of a rank may be why the others failed
-            same = records.count_same_faults(view.same_faults, records.faults_in(n, arrivals))
-            decision = dataclasses.replace(decision, same_faults=same)
+        faults = entries.faults_in(n, arrivals)
+        same = records.count_same_faults(view.same_faults, faults, is_any_lost=bool(decision.removed))
+        decision = dataclasses.replace(decision, same_faults=same)
         return self._decide(view.head, decision, tuple(sorted(kept + newcomers)))
 
     def await_next(
@@ -382,7 +382,7 @@ class GlobalIteration:
         likely = Head.parse(said, keys.HEAD)
         text, decision = self.store.execute([Read(keys.HEAD), Read(keys.decision(likely.n, likely.nonce))])
         head = None if text is None else Head.parse(text, keys.HEAD)
-        return head, None if decision is None or head != likely else records.decision_in(head, decision)
+        return head, None if decision is None or head != likely else entries.decision_in(head, decision)
 
     def _follow(
         self, view: View, member: Member, head: Head | None, decision: Decision | None = None

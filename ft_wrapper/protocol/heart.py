@@ -17,10 +17,11 @@ from ..exception import StoreError
 from ..settings import Limits
 from . import Agreement, keys
 from .entering import active_ranks_in
+from .entries import to_number
 from .evidence import beat_lasts
 from .neighbours import NeighbourWatch, Sight
 from .operations import Delete, Operations, Read, beats, read
-from .records import Head, Member, View, to_number
+from .records import Head, Member, View
 
 log = logging.getLogger(__name__)
 

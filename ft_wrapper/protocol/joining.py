@@ -16,10 +16,11 @@ from ..exception import StoreError, TimeoutError
 from ..settings import Limits, OnJoin
 from . import keys
 from .entering import Entering
+from .entries import to_number
 from .evidence import HeartbeatObserver
 from .global_iteration import GlobalIteration, keeps_lookout
 from .operations import Count, Operations, claim, looks_for, read
-from .records import DONE, FAULT, Decision, Member, MemberRecord, View, roster_from_json, to_number
+from .records import DONE, FAULT, Decision, Member, MemberRecord, View, roster_from_json
 
 _FIRST_LOOK = 0.5  # seconds until a process that wants in looks at head again, should no wake reach it
 _LONGEST_LOOK = 8.0

@@ -172,10 +172,10 @@ class Membership:
         return self.agreement.ends.outcome_of(self.view.n) == FAULT
 
     def hopeless(self, decision: Decision | None = None) -> SameFault | None:
-        """The fault that came too often before the present iteration, or a given one; then the job ends."""
+        """The fault before the present iteration, or a given one, that ends the job, if there is one."""
         limit = self.limits.max_same_faults
         for fault in (decision or self.decision).same_faults:
-            if limit is not None and fault.count >= limit:
+            if fault.is_for_good or (limit is not None and fault.count >= limit):
                 return fault
         return None
 

@@ -14,8 +14,9 @@ from torch.distributed import DistError
 
 from ..exception import StoreError
 from ..protocol import Agreement, keys
+from ..protocol.entries import split_entry, to_number
 from ..protocol.operations import Operations, read
-from ..protocol.records import FAULT, split_entry, to_number
+from ..protocol.records import FAULT
 from ..rendezvous.backends import RENDEZVOUS, workers_namespace
 from ..rendezvous.record import Place, Record
 from ..rendezvous.register import RECORD_KEY, endpoint_key

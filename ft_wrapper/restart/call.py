@@ -13,11 +13,17 @@ from .. import torch_groups
 from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption
-from ..exception import HealthCheckError, InternalError, JobEnded, RankShouldRestart, StoreUnavailable
+from ..exception import (
+    HealthCheckError,
+    InternalError,
+    JobAbort,
+    JobEnded,
+    RankShouldRestart,
+    StoreUnavailable,
+)
 from ..health_check import CudaHealthCheck, HealthCheck
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part
 from ..monitor.shared_memory import Phase, RankMemory
-from ..monitor.threads import Watch
 from ..protocol import Agreement
 from ..protocol.heart import note_wanted
 from ..protocol.records import Decision, View
@@ -30,13 +36,12 @@ from ..torch_groups.kept import KeptGroup
 from ..torch_groups.standing import standing
 from . import Settings, torch_state
 from .exit_watch import ExitWatch
-from .loop import Endpoint, Left, Performer, RestartLoop, kind_and_place, times_before
+from .loop import Endpoint, Left, Performer, RestartLoop
 from .resources import Resources
+from .same_faults import Stay, times_before
 
 log = logging.getLogger(__name__)
 
-#: Seconds in the function after which it has made progress, whether it said so (``ping``) or not.
-PROGRESS_AFTER = 60.0
 _ABORTED_SOON = 0.5  # seconds
 # Seconds in an iteration. An import cannot be cut short, and a job that does not work mostly fails soon;
 # other ranks need the processors to begin.
@@ -44,18 +49,6 @@ _WARMS_UP_AFTER = 2.0
 # After a fault, whatever the user's own check is: what an abort left running has come to its end, and a CUDA
 # context that an error sticks to would fail each iteration. Its process is replaced.
 _check_device = CudaHealthCheck()
-
-
-@dataclasses.dataclass
-class _Stay:
-    """One stay of this rank in the function."""
-
-    entered_at: float = 0.0  # in monotonic seconds
-    watch: Watch | None = None  # the monitor thread's, until it is settled
-    error: BaseException | None = None  # by which the function was left
-    is_cause: bool = False  # whether that ended the iteration, as far as this rank can see
-    fault: str | None = None  # what is counted of it: kind and place
-    is_last: bool = False  # whether it has come so often that it ends the job
 
 
 class _Watched:
@@ -102,7 +95,7 @@ class Call(Performer):
         self.group = KeptGroup(settings.keep_groups)
         self._began_at = time.monotonic()
         self._ended_at: float | None = None  # the last iteration
-        self._stay = _Stay()
+        self._stay = Stay()
         self._thread = threading.get_ident()
         self._exit_watch = ExitWatch()
         self._user_store: PrefixStore | None = None
@@ -197,7 +190,7 @@ class Call(Performer):
         own = self.own
         own.interrupter.reset()
         self.pinged = False
-        self._stay = stay = _Stay(time.monotonic())
+        self._stay = stay = Stay(time.monotonic())
         is_spare = state.mode == Mode.INACTIVE
         report = functools.partial(self._report_entry, entered)
         stay.watch = watch = own.thread.watch(own.member.view.n, report, may_be_done=is_spare)
@@ -207,7 +200,7 @@ class Call(Performer):
                 left.value = own.interrupter.call(self._body)
             finally:
                 own.signals.hold()
-        except (Exception, RankShouldRestart) as caught:
+        except (Exception, RankShouldRestart, JobAbort) as caught:
             if is_spare and isinstance(caught, HealthCheckError):
                 raise  # it leaves, and ends nothing by it; else it is asked again, now that there is a fault
             if not (own.interrupter.requested and watch.is_done):  # else this spare warmed up
@@ -216,9 +209,10 @@ class Call(Performer):
             if isinstance(raised, Exception):
                 self.state.fn_exception = raised
             # A RankShouldRestart that no one asked for is the function's own.
-            if isinstance(caught, Exception) or not own.interrupter.requested:
-                left.error, left.fault = caught, self._counted(caught)
-                stay.fault = left.fault
+            if not isinstance(caught, RankShouldRestart) or not own.interrupter.requested:
+                has_pinged = self.pinged or bool(own.memory.ping_stamp)
+                stay.count(caught, own.member.view, self.settings.max_same_faults, has_pinged)
+                left.error, left.fault = caught, stay.fault
                 # And not merely a collective that fails because the iteration is over.
                 stay.is_cause = watch.ended_at is None
         own.signals.hold()  # again, if a signal came just then
@@ -274,17 +268,6 @@ class Call(Performer):
             raise HealthCheckError(
                 f"health check failed on rank {self.state.rank} (slot {self.own.member.slot}): {error!r}"
             ) from error
-
-    def _counted(self, error: BaseException) -> str | None:
-        """Names a fault that counts: there was no progress before it, and it follows from no other fault."""
-        stay, limit = self._stay, self.settings.max_same_faults
-        if limit is None or (stay.watch is not None and stay.watch.ended_at is not None):
-            return None
-        if self.pinged or self.own.memory.ping_stamp or time.monotonic() - stay.entered_at > PROGRESS_AFTER:
-            return None
-        fault = kind_and_place(error)
-        stay.is_last = times_before(self.own.member.view, fault) + 1 >= limit
-        return fault
 
     # ---- out of the function
 

@@ -7,7 +7,6 @@ job, `ft_wrapper.testing.process` in the explorer. So both run the same loop.
 import copy
 import dataclasses
 import logging
-import traceback
 
 from ..attribution import Interruption
 from ..exception import (
@@ -18,18 +17,15 @@ from ..exception import (
     RestartAbort,
     StoreUnavailable,
 )
-from ..monitor.frames import Place, is_library, is_own, users_part
 from ..protocol.entering import BarrierTimeout, Entered
 from ..protocol.membership import Membership
-from ..protocol.records import DONE, Decision, SameFault, View
+from ..protocol.records import DONE, Decision, View
 from ..state import Mode, State
+from . import same_faults
 
 log = logging.getLogger(__name__)
 
 Endpoint = tuple[str, int]
-
-_FIRST_PAUSE = 0.5
-_LONGEST_PAUSE = 10.0
 
 
 @dataclasses.dataclass
@@ -219,22 +215,22 @@ class RestartLoop:
         """Ends the job, or backs off, if the same fault comes again and again; the same on all ranks."""
         member, limit = self.member, self.limits.max_same_faults
         error, self._error = self._error, None
-        if limit is None or not member.decision.same_faults:
-            return
         hopeless = member.hopeless()
         if hopeless is not None:
-            member.ended_job = in_words(hopeless, limit)
+            member.ended_job = same_faults.in_words(hopeless, limit)
             if hopeless.member != member.member:
                 raise JobEnded(f"another rank's error ended the job: {member.ended_job}")
             log.error("the job ends: %s", member.ended_job)
-            if not isinstance(error, Exception):  # the function's own RankShouldRestart, which stays inside
+            if error is None or isinstance(error, RankShouldRestart):  # which never leaves the call
                 raise RestartAbort(member.ended_job)
             raise error
+        if limit is None or not member.decision.same_faults:
+            return
         worst = member.decision.same_faults[0]
-        pause = min(pause_before_entering(worst.count), self.limits.barrier_timeout / 4)
+        pause = min(same_faults.pause_before_entering(worst.count), self.limits.barrier_timeout / 4)
         if pause:
             if worst.member == member.member:
-                log.warning("%s; trying again in %g s", in_words(worst, limit), pause)
+                log.warning("%s; trying again in %g s", same_faults.in_words(worst, limit), pause)
             self.performer.pause(pause)
 
     def _leave(self, error: BaseException) -> None:
@@ -270,41 +266,3 @@ def check(state: State) -> None:
             f"rank_assignment gave active_world_size={state.active_world_size}, which is more than "
             f"world_size={state.world_size}"
         )
-
-
-# A function that fails again and again in the same way ----------------------------------------------------
-
-
-def kind_and_place(error: BaseException) -> str:
-    """Says in one line what was raised, and where: the innermost line of the user's code that led there.
-
-    Not the message, which may have an address or a number in it that differs each time.
-    """
-    kind, lines = type(error).__name__, list(traceback.walk_tb(users_part(error.__traceback__)))
-    if not lines:
-        return kind
-    users = [line for line in lines if not (is_own(line[0]) or is_library(line[0].f_code.co_filename))]
-    frame, number = users[-1] if users else lines[0]
-    return f"{kind} at {Place(frame.f_code.co_filename, number, frame.f_code.co_name)}"
-
-
-def times_before(view: View, what: str) -> int:
-    """How often in a row a fault, by kind and place, had ended iterations before this one."""
-    return next((fault.count for fault in view.same_faults if fault.what == what), 0)
-
-
-def pause_before_entering(count: int) -> float:
-    """Seconds to wait before the function is entered again.
-
-    Args:
-        count: how many times in a row it has failed in the same way. The first time may be chance.
-    """
-    return 0.0 if count < 2 else float(min(_FIRST_PAUSE * 2 ** (count - 2), _LONGEST_PAUSE))
-
-
-def in_words(fault: SameFault, limit: int) -> str:
-    """Says that a fault comes again and again; ``limit`` is the argument ``max_same_faults``."""
-    return (
-        f"{fault.what} on slot {fault.member.slot}, {fault.count} times in a row without progress "
-        f"(max_same_faults={limit})"
-    )

@@ -282,7 +282,7 @@ def with_plateau() -> Objects:
 def test_what_would_come_again_ends_the_call(job: Job, what: str, text: str) -> None:
     job.start(1, lonely, what)
     job.wait_for_end()
-    assert job[0].error == "RestartAbort"
+    assert job[0].error == "JobAbort"
     assert text in job[0].text
 
 
@@ -317,7 +317,9 @@ def test_ranks_that_differ_are_told_how_before_anything_is_overwritten(
 ) -> None:
     job.start(2, different, what)
     job.wait_for_end()
-    assert [process.error for process in job.ranks.values()] == ["RestartAbort"] * 2
+    # Which of the two is interrupted by the other's is chance; neither goes on alone.
+    errors = [process.error for process in job.ranks.values()]
+    assert "JobAbort" in errors and {*errors} <= {"JobAbort", "JobEnded"}
     assert all("the ranks do not build the same state" in process.text for process in job.ranks.values())
     assert all(text in process.text for process in job.ranks.values())
 

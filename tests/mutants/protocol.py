@@ -182,15 +182,15 @@ MUTANTS = [
     _job(
         "joins-for-the-call-that-is-over",
         ITERATION,
-        "joining = records.joins_in(n, joins, _call_after(view, outcome))",
-        "joining = records.joins_in(n, joins, view.call)",
+        "joining = entries.joins_in(n, joins, _call_after(view, outcome))",
+        "joining = entries.joins_in(n, joins, view.call)",
         "who comes for the next call is let in after this one is done",
     ),
     _job(
         "joins-for-any-call",
         ITERATION,
-        "joining = records.joins_in(n, joins, _call_after(view, outcome))",
-        "joining = records.joins_in(n, joins, None)",
+        "joining = entries.joins_in(n, joins, _call_after(view, outcome))",
+        "joining = entries.joins_in(n, joins, None)",
         "who comes for a call is not let into another one",
     ),
     _job(

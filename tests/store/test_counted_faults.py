@@ -8,7 +8,7 @@ from store_jobs import formed
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.operations import Append
-from ft_wrapper.protocol.records import SameFault
+from ft_wrapper.protocol.records import FOR_GOOD, SameFault
 from ft_wrapper.store import Decision, Member, View
 from ft_wrapper.testing import FakeStore
 
@@ -46,6 +46,20 @@ def test_where_a_rank_is_lost_nothing_is_counted() -> None:
     Agreement(store).iterations.count_deaths(view)
     view, _ = go_on(store, view, HERE, HERE)
     assert view.same_faults == ()
+
+
+def test_what_ends_the_job_for_good_does_so_where_a_rank_is_lost_too() -> None:
+    store, view, members = formed([0, 1, 2])
+    Agreement(store).ends.log_deaths(view.n, {members[2]: None}, ends=True)
+    Agreement(store).iterations.count_deaths(view)
+    view, _ = go_on(store, view, HERE, FOR_GOOD + HERE)
+    assert view.same_faults == (SameFault(FOR_GOOD + HERE, 1, members[1]),)
+
+
+def test_what_ends_the_job_for_good_is_never_left_out() -> None:
+    store, view, members = formed(range(6))
+    view, _ = go_on(store, view, "A", "B", "C", "D", "E", FOR_GOOD + HERE)
+    assert view.same_faults[0] == SameFault(FOR_GOOD + HERE, 1, members[5])
 
 
 def test_few_are_counted() -> None:

@@ -8,8 +8,8 @@ import pytest
 from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
-from ft_wrapper.exception import RestartAbort
-from ft_wrapper.restart import call, loop
+from ft_wrapper.exception import JobAbort, RestartAbort
+from ft_wrapper.restart import same_faults
 
 
 def fail(number: int) -> NoReturn:
@@ -18,9 +18,9 @@ def fail(number: int) -> NoReturn:
 
 def fails_at_once(rank: Rank, slots: list[int], rounds: int = 100, place: str = "", **settings: Any) -> Any:
     """One of some slots after the other fails at once, always; the others train."""
-    loop._FIRST_PAUSE = 0.0
+    same_faults._FIRST_PAUSE = 0.0
     if place == "minutes":
-        call.PROGRESS_AFTER = 0.0
+        same_faults.PROGRESS_AFTER = 0.0
 
     @Wrapper(**{**SETTINGS, **settings})
     def train(call_wrapper: CallWrapper) -> int:
@@ -106,15 +106,46 @@ def test_none_never_ends_it(job: Job) -> None:
     assert job.wait() == [7, 7]
 
 
+def gives_up(rank: Rank, slots: list[int], **settings: Any) -> Any:
+    @Wrapper(**{**SETTINGS, **settings})
+    def train(call_wrapper: CallWrapper) -> str:
+        rank.say("in", n=call_wrapper.iteration)
+        if rank.slot in slots:
+            raise JobAbort(f"no such\ncolumn on {rank.slot}")
+        return rank.train()
+
+    return train()
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+def test_what_ends_the_job_for_good_ends_it_on_all_ranks_at_once(job: Job, limit: int | None) -> None:
+    job.start(4, gives_up, [1], active_world_size=3, max_same_faults=limit)
+    job.wait_for_end()
+    errors = [process.error for process in job.ranks.values()]
+    assert errors == ["JobEnded", "JobAbort", "JobEnded", "JobEnded"]
+    assert all(len(process.said("in")) <= 1 for process in job.ranks.values())
+    assert (
+        "another rank's error ended the job: ft_wrapper.exception.JobAbort: no such (slot 1)" in job[0].text
+    )
+    assert "in gives_up" not in job[0].log.partition("JobEnded")[0].partition("leaves the job")[2]
+
+
+def test_several_that_end_it_end_it_once(job: Job) -> None:
+    job.start(3, gives_up, [0, 1, 2])
+    job.wait_for_end()
+    errors = [process.error for process in job.ranks.values()]
+    assert "JobAbort" in errors and {*errors} <= {"JobAbort", "JobEnded"}
+
+
 def test_the_pause_grows() -> None:
-    pauses = [loop.pause_before_entering(count) for count in (1, 2, 3, 4, 5, 100)]
+    pauses = [same_faults.pause_before_entering(count) for count in (1, 2, 3, 4, 5, 100)]
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 10.0]
 
 
 def backs_off(rank: Rank) -> Any:
     paused = []
-    pause = loop.pause_before_entering
-    loop.pause_before_entering = lambda count: paused.append(pause(count)) or 0.0
+    pause = same_faults.pause_before_entering
+    same_faults.pause_before_entering = lambda count: paused.append(pause(count)) or 0.0
 
     @Wrapper(**{**SETTINGS, "max_same_faults": 4})
     def train() -> None:

@@ -1,0 +1,92 @@
+"""A function that fails again and again: what counts as the same fault, and when it is too often."""
+
+import dataclasses
+import time
+import traceback
+
+from ..exception import JobAbort, in_one_line
+from ..monitor.frames import Place, is_library, is_own, users_part
+from ..monitor.threads import Watch
+from ..protocol.records import FOR_GOOD, SameFault, View
+
+#: Seconds in the function after which it has made progress, whether it said so (``ping``) or not.
+PROGRESS_AFTER = 60.0
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 10.0
+
+
+@dataclasses.dataclass
+class Stay:
+    """One stay of this rank in the function.
+
+    Args:
+        entered_at: when it began, in monotonic seconds.
+        watch: the monitor thread's, until it is settled.
+        error: by which the function was left.
+        is_cause: whether that ended the iteration, as far as this rank can see.
+        fault: what is counted of it: kind and place.
+        is_last: whether it has come so often that it ends the job.
+    """
+
+    entered_at: float = 0.0
+    watch: Watch | None = None
+    error: BaseException | None = None
+    is_cause: bool = False
+    fault: str | None = None
+    is_last: bool = False
+
+    def count(self, error: BaseException, view: View, limit: int | None, has_pinged: bool) -> None:
+        """Names the fault, if it counts: there was no progress before it, and it follows from no other fault.
+
+        Args:
+            error: by which the function was left.
+            view: the present iteration's.
+            limit: the argument ``max_same_faults``.
+            has_pinged: whether there was progress, by the function's own word.
+        """
+        if isinstance(error, JobAbort):
+            self.fault, self.is_last = FOR_GOOD + in_one_line(error), True
+            return
+        if limit is None or (self.watch is not None and self.watch.ended_at is not None):
+            return
+        if has_pinged or time.monotonic() - self.entered_at > PROGRESS_AFTER:
+            return
+        self.fault = kind_and_place(error)
+        self.is_last = times_before(view, self.fault) + 1 >= limit
+
+
+def kind_and_place(error: BaseException) -> str:
+    """Says in one line what was raised, and where: the innermost line of the user's code that led there.
+
+    Not the message, which may have an address or a number in it that differs each time.
+    """
+    kind, lines = type(error).__name__, list(traceback.walk_tb(users_part(error.__traceback__)))
+    if not lines:
+        return kind
+    users = [line for line in lines if not (is_own(line[0]) or is_library(line[0].f_code.co_filename))]
+    frame, number = users[-1] if users else lines[0]
+    return f"{kind} at {Place(frame.f_code.co_filename, number, frame.f_code.co_name)}"
+
+
+def times_before(view: View, what: str) -> int:
+    """How often in a row a fault, by kind and place, had ended iterations before this one."""
+    return next((fault.count for fault in view.same_faults if fault.what == what), 0)
+
+
+def pause_before_entering(count: int) -> float:
+    """Seconds to wait before the function is entered again.
+
+    Args:
+        count: how many times in a row it has failed in the same way. The first time may be chance.
+    """
+    return 0.0 if count < 2 else float(min(_FIRST_PAUSE * 2 ** (count - 2), _LONGEST_PAUSE))
+
+
+def in_words(fault: SameFault, limit: int | None) -> str:
+    """Says that a fault comes again and again; ``limit`` is the argument ``max_same_faults``."""
+    if fault.is_for_good:
+        return f"{fault.what.removeprefix(FOR_GOOD)} (slot {fault.member.slot})"
+    return (
+        f"{fault.what} on slot {fault.member.slot}, {fault.count} times in a row without progress "
+        f"(max_same_faults={limit})"
+    )
