@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..exception import JobAbort
 from ..report.restart import duration, plural
@@ -85,7 +87,7 @@ class LiveState:
             self._verify_every = as_limit("verify_every", verify_every, at_least=1)
             self._buddies = as_int("buddies", buddies, at_least=0)
             self._every = as_int("every", every, at_least=1)
-            form = _form(build, mesh)
+            self._form = form = _form(build, mesh)
         _check_group(call_wrapper)
         self._call_wrapper = call_wrapper
         call = call_wrapper._call
@@ -125,6 +127,32 @@ class LiveState:
         if name not in self._objects:
             raise KeyError(f"{name!r}: build() returned {', '.join(map(repr, self._objects))}")
         return self._objects[name]
+
+    def data_parallel(self, name: str = "model", **options: Any) -> DistributedDataParallel:
+        """A module of the state in ``DistributedDataParallel``, over the default process group.
+
+        With ``Wrapper(keep_groups=True)``, `CallWrapper.process_group` and ``find_unused_parameters=True`` it
+        is made once in a process; in later iterations the same object goes on, with the peers of that
+        iteration. Else it is made each time.
+
+        Args:
+            name: of the module.
+            options: for ``DistributedDataParallel``, whose ``init_sync`` is False here: the state is the same
+                on all ranks already.
+
+        Raises:
+            KeyError: ``build`` returned none of this name.
+            TypeError: it is no module, or the state is in shards.
+        """
+        module = self[name]
+        if not isinstance(module, nn.Module) or not isinstance(self._form, Replicated):
+            kind = type(module).__name__
+            raise TypeError(
+                f"data_parallel({name!r}): it takes a module of a state without mesh=, and this is {kind}"
+                + ("" if isinstance(self._form, Replicated) else " in shards; call it as it is")
+            )
+        group = self._call_wrapper._call.group.group
+        return self._kept.data_parallel.over(name, module, options, group)
 
     @property
     def _objects(self) -> Objects:

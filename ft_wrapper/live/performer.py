@@ -20,6 +20,7 @@ from .ballot import Address, Ballot
 from .buddies import Buddies, Copies, own_node, pack
 from .buffers import Buffers
 from .commit import Kept, Performer
+from .data_parallel import DataParallel
 from .form import Form, Objects, Replicated, modules, optimizers
 from .plan import Copy, Held, Holding, Plan, Register, Route, Rung
 from .transfer import move
@@ -34,6 +35,7 @@ class TorchKept(Kept):
     Attributes:
         buffers: copies of what a forward pass may change.
         copies: of shards, in host memory.
+        data_parallel: DDP objects.
         modes: all modules, and whether each was in training when it was built.
         iteration: the one in which it was used last.
     """
@@ -42,6 +44,7 @@ class TorchKept(Kept):
         super().__init__()
         self.buffers = Buffers()
         self.copies = Copies()
+        self.data_parallel = DataParallel()
         self.modes: list[tuple[torch.nn.Module, bool]] = []
         self.iteration = -1
 

@@ -57,6 +57,7 @@ class Kind:
         active: how many of them train.
         replicas: of the shards; 0: there are no shards.
         every: copies go to buddies after so many steps, and there are no checkpoints; 0: the other way round.
+        keep: the process group stays, and DDP where it can; needs torch 2.15.
     """
 
     script: str
@@ -64,10 +65,12 @@ class Kind:
     active: int
     replicas: int
     every: int = 0
+    keep: bool = False
 
 
 KINDS = {
     "ddp": Kind("train_ddp.py", 4, 3, 0),
+    "ddp-kept": Kind("train_ddp.py", 4, 3, 0, keep=True),
     "hsdp": Kind("train_hsdp.py", 6, 4, 2),
     "fsdp": Kind("train_hsdp.py", 4, 3, 1),
     "buddies": Kind("train_hsdp.py", 4, 3, 1, every=4),
@@ -270,6 +273,7 @@ def run_job(
     words += ["--folder", folder, "--first", first, "--runs", runs, "--steps", STEPS]
     words += ["--active", kind.active, "--replicas", kind.replicas, "--every", kind.every]
     words += ["--variant", variant]
+    words += ["--keep"] * kind.keep
     words += [] if faults is None else ["--faults", faults]
     environment = {**ENVIRONMENT, events.ENV: str(folder / "events"), "TMPDIR": str(folder)}
     trouble = []

@@ -137,7 +137,7 @@ class Run:
     def begin(self, call: CallWrapper) -> None:
         """Makes this iteration's group, and its points."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        dist.init_process_group("gloo")
+        call.process_group("gloo")
         slot, rank = call.state.initial_rank, dist.get_rank()
         place = {"run": self.number, "iteration": call.iteration, "slot": slot, "rank": rank}
         points.current = points.Points(self.faults, self.folder, **place)
@@ -286,6 +286,7 @@ def main(train: Callable[..., None]) -> None:
     parser.add_argument("--every", type=int, default=0, help="copies to buddies after so many steps")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--variant", type=int, required=True)
+    parser.add_argument("--keep", action="store_true", help="keep the process group, and DDP")
     parser.add_argument("--faults", help="of all runs but the clean one; none are chosen then")
     args = parser.parse_args()
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.INFO)
@@ -296,6 +297,7 @@ def main(train: Callable[..., None]) -> None:
     variant = Variant.of(args.variant)
     places = _places(variant, args.active, args.replicas)
     settings = {**SETTINGS, "rank_assignment": places, "min_world_size": args.active}
+    settings["keep_groups"] = args.keep
     wrapped = Wrapper(**settings)(train)
     for number in (-1, *range(args.first, args.first + args.runs)):
         faults: list[points.Planned] = []

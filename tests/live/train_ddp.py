@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from live_job import Model, Run, loss_of, main
-from torch.nn.parallel import DistributedDataParallel
 
 from ft_wrapper import CallWrapper, LiveState
 
@@ -25,7 +24,7 @@ def train(run: Run, call_wrapper: CallWrapper = None) -> None:
     run.recovered(live)
     # Buckets in the same order in each iteration, or the sums of the first step have other bits.
     in_order = not run.variant.warm_up
-    ddp = DistributedDataParallel(live["model"], init_sync=False, find_unused_parameters=in_order)
+    ddp = live.data_parallel("model", find_unused_parameters=in_order)
     if run.variant.warm_up:
         loss_of(ddp).backward()
         live["optimizer"].zero_grad()
