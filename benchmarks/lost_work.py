@@ -64,10 +64,12 @@ class Way:
     Args:
         implementation: what restarts it.
         live: whether from living peers; else from the newest checkpoint.
+        task: further fields of the task.
     """
 
     implementation: Implementation
     live: bool
+    task: dict[str, bool] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -150,7 +152,7 @@ def run(
     """
     implementation = way.implementation
     torchrun = implementation.name == TORCHRUN
-    patience = PATIENCE[TORCHRUN if torchrun else ""]
+    patience = PATIENCE[TORCHRUN if torchrun or way.task.get("compiled") else ""]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with job(folder) as job_:
         task = Task(
@@ -166,6 +168,7 @@ def run(
             own_group_store=implementation.own_group_store,
             faults=tuple(faults),
             stamps=stamps,
+            **way.task,
         )
         worker = [str(WORKER), task.to_json()]
         if torchrun:

@@ -66,6 +66,9 @@ class Task:
         stamps: whether the parts of a recovery are stamped, which takes time.
         rounds: of blocks of steps, to find out what ``commit`` costs; 0: the job has faults instead.
         block: steps in a block.
+        compares: whether DDP is made as one that stays has to be made.
+        keep: whether the process group and DDP stay; needs torch 2.15.
+        compiled: whether DDP is compiled.
     """
 
     module: str
@@ -82,6 +85,9 @@ class Task:
     stamps: bool = False
     rounds: int = 0
     block: int = 0
+    compares: bool = False
+    keep: bool = False
+    compiled: bool = False
 
     def to_json(self) -> str:
         """Returns the task as one line."""
@@ -164,8 +170,11 @@ class Checkpoint:
         return step
 
 
-def begin_group(task: Task, count: Store, iteration: int) -> None:
+def begin_group(task: Task, count: Store, iteration: int, call_wrapper: Any) -> None:
     """Makes the process group."""
+    if task.keep:
+        call_wrapper.process_group("gloo")
+        return
     if not task.own_group_store:
         dist.init_process_group("gloo")
         return
@@ -209,7 +218,7 @@ class Train:
         task = self.task
         self.index = self.count.add("faults", 0)
         self.log.write("function", entered, index=self.index)
-        begin_group(task, self.count, iteration)
+        begin_group(task, self.count, iteration, call_wrapper)
         self.say("group")
         torch.manual_seed(0)
         objects: Any
@@ -224,13 +233,18 @@ class Train:
             objects = build(task.size)
             steps, commit = pinging(self.checkpoint.load(objects), ping), objects["optimizer"].step
         self.say("state")
-        ddp = DistributedDataParallel(objects["model"], init_sync=False)
+        if task.keep:
+            ddp = objects.data_parallel(find_unused_parameters=True)
+        else:
+            ddp = DistributedDataParallel(
+                objects["model"], init_sync=False, find_unused_parameters=task.compares
+            )
+        if task.compiled:
+            ddp = torch.compile(ddp)
         self.detail("ddp")
         self.train(steps, ddp, objects, commit)
 
-    def train(
-        self, steps: Iterator[int], ddp: DistributedDataParallel, objects: Any, commit: Callable[[], None]
-    ) -> None:
+    def train(self, steps: Iterator[int], ddp: nn.Module, objects: Any, commit: Callable[[], None]) -> None:
         """The training loop."""
         task, rank = self.task, dist.get_rank()
         batch = torch.ones(8, task.size.width)
@@ -296,7 +310,7 @@ class Price:
         """The wrapped function."""
         from ft_wrapper import LiveState
 
-        begin_group(self.task, self.count, iteration)
+        begin_group(self.task, self.count, iteration, call_wrapper)
         size = self.task.size
         self.batch = torch.ones(8, size.width)
         self.ping = ping
@@ -421,6 +435,8 @@ def main() -> None:
         settings["rank_assignment"] = inprocess.Compose(active, assignment.ShiftRanks())
     else:
         settings["active_world_size"] = task.active
+        if task.keep:
+            settings["keep_groups"] = True
 
     @inprocess.Wrapper(**settings)  # type: ignore[untyped-decorator]
     def call(call_wrapper: inprocess.CallWrapper = None) -> None:  # type: ignore[name-defined]
