@@ -1,0 +1,214 @@
+"""What the fault runs of all frameworks have in common, in a rank: many wrapped calls, and their faults.
+
+A run is one wrapped call with a folder of its own. The first one has no faults, and all others must end with
+the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import io
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ft_wrapper import CallWrapper, Wrapper, events
+from ft_wrapper.checkpoints import Checkpoints
+from ft_wrapper.testing.inject_fault import Fault, inject_fault
+
+EVERY = 4
+"""Steps between two checkpoints."""
+
+SETTINGS: dict[str, Any] = {
+    # Long enough that a busy machine, which halts a healthy rank for a second, costs none.
+    "soft_timeout": 4.0,
+    "hard_timeout": 8.0,
+    "heartbeat_timeout": 10.0,
+    "barrier_timeout": 60.0,
+    "completion_timeout": 60.0,
+    "heartbeat_interval": 0.2,
+    "monitor_thread_interval": 0.1,
+    "monitor_process_interval": 0.1,
+    "progress_watchdog_interval": 0.1,
+    "termination_grace_time": 0.5,
+    "join_window": 0.1,
+    "use_global_iteration": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A fault that is to happen once.
+
+    Args:
+        kind: what happens.
+        point: ``step``, where a step begins; ``write``, in the middle of a file of a checkpoint; or ``seal``,
+            where this rank has written, and the checkpoint is not sealed.
+        step: at this step, or the first time that the point is met after it.
+        rank: the active rank.
+    """
+
+    kind: Fault
+    point: str
+    step: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}:{self.point}:{self.step}:{self.rank}"
+
+    @classmethod
+    def parse(cls, text: str) -> Planned:
+        """Reads what ``str`` made."""
+        kind, point, step, rank = text.split(":")
+        return cls(Fault(kind), point, int(step), int(rank))
+
+
+@dataclasses.dataclass
+class Run:
+    """One run of a job.
+
+    Args:
+        number: seed of its faults; the first one has none.
+        folder: for its checkpoints and marks.
+        steps: how many it trains.
+        way: what differs between the jobs of a script, such as ``sync`` and ``async``.
+        faults: what is to happen.
+    """
+
+    number: int
+    folder: Path
+    steps: int
+    way: str
+    faults: list[Planned]
+    step: int = 0
+    rank: int = -1
+
+    def begin(self, call: CallWrapper) -> None:
+        """Takes an iteration up."""
+        global _current
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.rank = call.state.active_rank or 0
+        self._say("entered", iteration=call.iteration)
+        _current = self
+
+    def at(self, step: int) -> None:
+        """A step begins."""
+        self.step = step
+        self.check("step")
+
+    def check(self, point: str) -> None:
+        """Makes a fault happen that belongs here, unless it has happened."""
+        fault = self.due(point)
+        if fault is not None:
+            inject_fault(fault.kind)
+
+    def due(self, point: str) -> Planned | None:
+        """The fault that is to happen here; only once."""
+        for index, fault in enumerate(self.faults):
+            if fault.point != point or fault.rank != self.rank or fault.step > self.step:
+                continue
+            fired = self.folder / "fired"
+            fired.mkdir(exist_ok=True)
+            try:
+                (fired / str(index)).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            self._say("inject", kind=fault.kind.value, point=point, step=self.step)
+            return fault
+        return None
+
+    def end(self, state: Any) -> None:
+        """Says what came out.
+
+        Args:
+            state: dictionaries and lists of tensors; all of it must come out the same.
+        """
+        digest = hashlib.sha256()
+        for name, tensor in _tensors("", state):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            digest.update(name.encode())
+            digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        self._say("finished", digest=digest.hexdigest(), step=self.step)
+
+    def _say(self, event: str, **fields: Any) -> None:
+        events.emit(event, run=self.number, rank=self.rank, **fields)
+
+
+_current: Run | None = None
+_save, _seal = torch.save, Checkpoints.seal
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key in sorted(value, key=repr):
+            yield from _tensors(f"{name}.{key}", value[key])
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _tensors(f"{name}.{index}", each)
+
+
+def _save_half(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    """Writes a file, or half of it and no more: what a SIGKILL in the middle leaves."""
+    fault = None if _current is None else _current.due("write")
+    if fault is None:
+        _save(obj, f, *args, **kwargs)
+        return
+    whole = io.BytesIO()
+    _save(obj, whole, *args, **kwargs)
+    half = whole.getvalue()[: len(whole.getvalue()) // 2]
+    if hasattr(f, "write"):
+        f.write(half)
+        f.flush()
+    else:
+        Path(f).write_bytes(half)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _seal_late(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:
+    if _current is not None:
+        _current.check("seal")
+    return _seal(self, *args, **kwargs)
+
+
+def main(train: Callable[..., None], **settings: Any) -> None:
+    """What the scripts do: as many wrapped calls as there are runs.
+
+    Args:
+        train: what is wrapped; called with the run.
+        settings: of the wrapper, beside those that all have.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--way", default="")
+    parser.add_argument("--active", type=int, required=True)
+    parser.add_argument("--faults", nargs="*", default=[], help="of each run: kind:point:step:rank,…")
+    args = parser.parse_args()
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.INFO)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    torch.save, Checkpoints.seal = _save_half, _seal_late  # type: ignore[assignment,method-assign]
+    numbered = [(-1, ""), *enumerate(args.faults)]
+    wrapped = Wrapper(
+        **{**SETTINGS, "active_world_size": args.active, "min_world_size": args.active, **settings}
+    )(train)
+    for number, faults in numbered:
+        planned = [Planned.parse(each) for each in faults.split(",") if each]
+        wrapped(Run(number, args.folder / f"run-{number}", args.steps, args.way, planned))
+    print("all runs are through", flush=True)
+
+
+def seed_step(step: int) -> None:
+    """Makes a step's random numbers depend on it and the rank alone."""
+    torch.manual_seed(10_007 * step + dist.get_rank())

@@ -1,0 +1,249 @@
+"""Fault runs of the frameworks with real processes.
+
+    python tests/frameworks/framework_runs.py --job lightning --runs 10 --seed 0
+
+A job is one ftrun with many wrapped calls. Each call is a run: it trains a small model through an exception,
+a SIGKILL, a SIGKILL in the middle of a checkpoint and a hang, three ranks and a spare, which moves ranks. The
+first run has no faults, and all others must end with its bits. Prints a table; ends with 1 if anything is
+wrong, and keeps that job's files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE.parent, HERE.parent / "live"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+from fault_runs import _end_left, by_run, digest_of  # noqa: E402
+from support import warm_ftrun  # noqa: E402
+
+from ft_wrapper import events  # noqa: E402
+
+STEPS = 24
+CLEAN = -1
+START, A_RUN = 240.0, 120.0
+"""Seconds in which a job starts, and in which a run of it ends."""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of job.
+
+    Args:
+        script: what its ranks run.
+        packages: what has to be installed for it.
+        way: passed on to the script.
+        processes: how many.
+        active: how many of them train.
+        saves: points in mid-save where one of its ranks can be killed; see `framework_job.Planned`.
+    """
+
+    script: str
+    packages: tuple[str, ...] = ()
+    way: str = ""
+    processes: int = 4
+    active: int = 3
+    saves: tuple[str, ...] = ("write", "seal")
+
+    def missing(self) -> str | None:
+        """What of it is not installed."""
+        return next((each for each in self.packages if importlib.util.find_spec(each) is None), None)
+
+    def versions(self) -> str:
+        """What it was run with."""
+        return ", ".join(f"{each} {importlib.metadata.version(each)}" for each in ("torch", *self.packages))
+
+
+KINDS = {
+    "fsdp2-sync": Kind("train_torch.py"),
+    "fsdp2-async": Kind("train_torch.py", way="async"),
+    "fsdp2-process": Kind("train_torch.py", way="process", saves=("seal",)),  # another process writes
+    "hsdp": Kind("train_torch.py", way="hsdp", processes=5, active=4),
+    "tp": Kind("train_torch.py", way="tp"),
+    "compiled": Kind("train_torch.py", way="compiled", saves=("seal",)),  # one rank writes
+    "loader": Kind("train_torch.py", ("torchdata",), way="loader"),
+}
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What became of a run.
+
+    Args:
+        number: of the run.
+        faults: kind and point of those that happened.
+        restarts: of the function.
+        digest: of what came out.
+        wrong: what must not be.
+    """
+
+    number: int
+    faults: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    restarts: int = 0
+    digest: str = ""
+    wrong: list[str] = dataclasses.field(default_factory=list)
+
+
+def random_faults(seed: int, kind: Kind) -> str:
+    """Chooses a run's faults, one of each kind, in random order: ``kind:point:step:rank,…``."""
+    choose = random.Random(seed)
+    save = choose.choice(kind.saves)
+    kinds = [("exception", "step"), ("sigkill", "step"), ("sigkill", save), ("sleep", "step")]
+    choose.shuffle(kinds)
+    part = STEPS // len(kinds)
+    return ",".join(
+        f"{what}:{point}:{index * part + choose.randint(1, part - 2)}:{choose.randrange(kind.active)}"
+        for index, (what, point) in enumerate(kinds)
+    )
+
+
+def judge(number: int, records: list[Record], active: int, reference: str | None, planned: int) -> Verdict:
+    """Judges a run by its events.
+
+    Args:
+        number: of the run.
+        records: those of its iterations, in order.
+        active: number of active ranks.
+        reference: digest of the clean run; None: this is it.
+        planned: how many faults must have happened.
+    """
+    verdict = Verdict(number)
+    verdict.faults = [(each["kind"], each["point"]) for each in records if each["event"] == "inject"]
+    iterations = {each["iteration"] for each in records if each["event"] == "entered"}
+    verdict.restarts = len(iterations) - 1
+    finished = [each for each in records if each["event"] == "finished"]
+    verdict.digest = next((each["digest"] for each in finished), "")
+    digests = {each["digest"] for each in finished} | ({reference} if reference else set())
+    if {each["rank"] for each in finished} != set(range(active)):
+        verdict.wrong.append(f"finished on ranks {sorted({each['rank'] for each in finished})} only")
+    if len(digests) != 1:
+        verdict.wrong.append(f"{len(digests)} different digests")
+    if len(verdict.faults) != planned:
+        verdict.wrong.append(f"{len(verdict.faults)} faults happened, and {planned} were planned")
+    # A rank that was hung or killed may fail once more in what it left; but none restarts again and again.
+    if verdict.restarts > 2 * planned:
+        verdict.wrong.append(f"{verdict.restarts} restarts after {planned} faults")
+    return verdict
+
+
+def run_job(kind: Kind, folder: Path, faults: list[str]) -> list[Verdict]:
+    """Runs a job to its end.
+
+    Args:
+        kind: of job.
+        folder: for its files.
+        faults: of each run, after the clean one.
+
+    Returns:
+        A verdict on each run; what is wrong with the job counts for its last one.
+    """
+    folder.mkdir(parents=True)
+    words = ["--nproc-per-node", kind.processes, "--max-rank-restarts", 100 * (len(faults) + 1)]
+    words += [HERE / kind.script, "--folder", folder, "--steps", STEPS, "--way", kind.way]
+    words += ["--active", kind.active, "--faults", *faults]
+    environment = {**ENVIRONMENT, events.ENV: str(folder / "events"), "TMPDIR": str(folder)}
+    trouble = []
+    with open(folder / "output", "wb") as output:
+        ftrun = warm_ftrun.start_ftrun([str(word) for word in words], output.fileno(), folder, environment)
+    try:
+        code = ftrun.wait(START + A_RUN * (len(faults) + 1))
+        trouble += [f"ftrun ended with {code}"] * (code != 0)
+    except subprocess.TimeoutExpired:
+        trouble.append("the job did not end")
+    finally:
+        ftrun.kill()
+        ftrun.wait()
+    trouble += [f"a process was left: {command}" for command in _end_left(folder)]
+    path = folder / "events"
+    records = by_run(events.read(str(path)) if path.exists() else [])
+    reference = digest_of(records.get(CLEAN, []))
+    verdicts = [
+        judge(
+            number,
+            records[number],
+            kind.active,
+            reference,
+            0 if number < 0 else faults[number].count(",") + 1,
+        )
+        for number in sorted(records)
+    ]
+    missing = len(faults) + 1 - len(verdicts)
+    trouble += [f"{missing} runs did not begin"] * bool(missing)
+    verdicts = verdicts or [Verdict(CLEAN)]
+    verdicts[-1].wrong += trouble
+    return verdicts
+
+
+def row(name: str, kind: Kind, verdicts: list[Verdict]) -> list[str]:
+    """What the docs' table says of a job."""
+    runs = [each for each in verdicts if each.number != CLEAN]
+    wrong = sum(bool(each.wrong) for each in verdicts)
+    restarts = str(sum(each.restarts for each in runs))
+    result = f"{wrong} of {len(verdicts)} wrong" if wrong else "the same bits"
+    return [name, kind.versions(), str(len(runs)), restarts, result]
+
+
+def main() -> int:
+    """Runs jobs, and prints what became of them."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--job", choices=KINDS, nargs="+", default=list(KINDS))
+    parser.add_argument("--runs", type=int, default=2, help="with faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; the next one has the next")
+    parser.add_argument("--faults", nargs="*", help="kind:point:step:rank,… of each run (default: by seed)")
+    parser.add_argument("--folder", type=Path, help="for files of jobs in which something is wrong")
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("FT_WRAPPER_TEST_ENDS", "quick")
+    folder = (args.folder or Path(tempfile.mkdtemp(prefix="framework-runs-"))).resolve()
+    rows, is_wrong = [], False
+    with warm_ftrun.warm():
+        for name in args.job:
+            kind = KINDS[name]
+            if (missing := kind.missing()) is not None:
+                print(f"{name}: {missing} is not installed")
+                continue
+            seeds = range(args.seed, args.seed + args.runs)
+            faults = args.faults or [random_faults(seed, kind) for seed in seeds]
+            verdicts = run_job(kind, folder / name, faults)
+            bad = [verdict for verdict in verdicts if verdict.wrong]
+            for verdict in verdicts:
+                told = ", ".join(f"{what} at {point}" for what, point in verdict.faults)
+                ending = "; ".join(verdict.wrong) or verdict.digest[:12]
+                print(f"{name} run {verdict.number}: {told or 'clean'}: {ending}", flush=True)
+            if bad:
+                print(f"  see {folder / name}", flush=True)
+            else:
+                shutil.rmtree(folder / name)
+            rows.append(row(name, kind, verdicts))
+            is_wrong |= bool(bad)
+    print("\n| job | versions | runs | restarts | result |\n| --- | --- | --- | --- | --- |")
+    for cells in rows:
+        print(f"| {' | '.join(cells)} |")
+    return int(is_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
