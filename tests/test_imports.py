@@ -27,7 +27,7 @@ LINES: list[set[str]] = [
     },
     {"restart"},
     {"wrapper"},
-    {"live"},
+    {"live", "checkpoints"},
     {"run"},
     {"__init__"},
     {"testing"},

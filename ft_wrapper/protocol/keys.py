@@ -60,6 +60,11 @@ def live(name: str) -> str:
     return f"{_ROOT}/live/{name}/sealed"
 
 
+def checkpoints(folder: str) -> str:
+    """Register: what the job calls itself in a folder of checkpoints."""
+    return f"{_ROOT}/checkpoints/{folder}"
+
+
 def wake_goodbye(name: str) -> str:
     """Set once a member needs the store no more."""
     return f"{_ROOT}/wake/goodbye/{name}"

@@ -76,6 +76,7 @@ class Call(Performer):
     Attributes:
         pinged: whether the function has pinged in this iteration, though its stamps are new.
         kept: what the function's helpers keep over iterations, by name.
+        keeps: what they give back when the call ends.
         helpers: what they give back when the iteration ends.
         group: the default process group, if it outlives iterations.
 
@@ -91,6 +92,7 @@ class Call(Performer):
         self.state = state
         self.pinged = False
         self.kept: dict[str, Any] = {}
+        self.keeps = contextlib.ExitStack()
         self.helpers = contextlib.ExitStack()
         self.group = KeptGroup(settings.keep_groups)
         self._began_at = time.monotonic()
@@ -105,6 +107,7 @@ class Call(Performer):
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
         try:
+            self.keeps.close()
             self.group.close()
             self.own.close(error)
         finally:

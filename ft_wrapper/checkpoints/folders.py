@@ -1,0 +1,260 @@
+"""What is in a folder of checkpoints: where each one is, which are sealed, which may go.
+
+``root/run-2/iteration-7/checkpoint-120`` is what the second job that used the folder has written in iteration
+7 at step 120. The newest one is that of the highest run, then iteration, then step: what an earlier iteration
+still writes is never the newest.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+#: In a folder that all ranks have written; put there by ``seal``.
+SEAL = ".sealed"
+#: What ``torch.distributed.checkpoint`` writes last.
+DCP_METADATA = ".metadata"
+#: What a run has beside its iterations: whose it is, and what all ranks of that job hold a lock on.
+JOB_FILE, LOCK_FILE = "job", "lock"
+#: What the name of a single file, or of a framework's folder, may end with.
+SUFFIXES = ("", ".pt", ".pth", ".ckpt", ".safetensors")
+
+_NUMBER = r"(0|[1-9][0-9]*)"
+_RUN = re.compile(f"run-{_NUMBER}")
+_ITERATION = re.compile(f"iteration-{_NUMBER}")
+_CHECKPOINT = re.compile(f"checkpoint-{_NUMBER}({'|'.join(map(re.escape, SUFFIXES))})")
+_REMOVED = ".removed-"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Entry:
+    """A checkpoint, whole or not; the greater, the newer.
+
+    Args:
+        run: the number of the job among those that used the folder.
+        iteration: of that job.
+        step: of that iteration.
+        path: where it is.
+        lacks: what it lacks to be sealed; empty if it is.
+    """
+
+    run: int
+    iteration: int
+    step: int
+    path: Path = dataclasses.field(compare=False)
+    lacks: str = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass
+class Found:
+    """What a look has found.
+
+    Args:
+        entries: the checkpoints, the newest first.
+        others: what else there is, and why it is none, by path.
+        removed: what was being removed when the process died that did so.
+    """
+
+    entries: list[Entry] = dataclasses.field(default_factory=list)
+    others: dict[Path, str] = dataclasses.field(default_factory=dict)
+    removed: list[Path] = dataclasses.field(default_factory=list)
+
+    @property
+    def sealed(self) -> list[Entry]:
+        """The sealed ones, the newest first."""
+        return [entry for entry in self.entries if not entry.lacks]
+
+
+def iteration_folder(root: Path, run: int, iteration: int) -> Path:
+    """Where an iteration writes, and no other one."""
+    return root / f"run-{run}" / f"iteration-{iteration}"
+
+
+def run_numbers(root: Path) -> list[int]:
+    """The numbers of all runs in the folder, in order."""
+    return sorted(int(found[1]) for found in map(_RUN.fullmatch, os.listdir(root)) if found)
+
+
+def step_of(path: str | os.PathLike[str]) -> int:
+    """The step of a checkpoint, by its name.
+
+    Args:
+        path: what ``newest()`` or ``folder()`` has returned.
+
+    Raises:
+        ValueError: it is no checkpoint's name.
+    """
+    found = _CHECKPOINT.fullmatch(os.path.basename(os.fspath(path)))
+    if found is None:
+        raise ValueError(f"path={os.fspath(path)!r} must be a checkpoint's, such as 'checkpoint-120'")
+    return int(found[1])
+
+
+def look(root: Path) -> Found:
+    """Looks for all checkpoints below the folder. What cannot be read is among the others."""
+    found = Found()
+    for run in _children(root, found):
+        if not (is_run := _RUN.fullmatch(run.name)):
+            found.others[run] = "no run"
+            continue
+        for iteration in _children(run, found):
+            if iteration.name in (JOB_FILE, LOCK_FILE):
+                continue
+            if not (is_iteration := _ITERATION.fullmatch(iteration.name)):
+                found.others[iteration] = "no iteration"
+                continue
+            for path in _children(iteration, found):
+                is_checkpoint = _CHECKPOINT.fullmatch(path.name)
+                if path.name.startswith(_REMOVED):
+                    found.removed.append(path)
+                elif not is_checkpoint:
+                    found.others[path] = "no checkpoint"
+                else:
+                    numbers = (int(is_run[1]), int(is_iteration[1]), int(is_checkpoint[1]))
+                    found.entries.append(Entry(*numbers, path, _lacks(path)))
+    found.entries.sort(reverse=True)
+    return found
+
+
+def _children(path: Path, found: Found) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except OSError as error:
+        found.others[path] = os.strerror(error.errno or 0)
+        return []
+
+
+def _lacks(path: Path) -> str:
+    """What a checkpoint lacks to be sealed; empty if it is."""
+    try:
+        about = os.stat(path)
+        if stat.S_ISREG(about.st_mode):  # it was written beside, and renamed
+            return "" if about.st_size else "it is empty"
+        if not stat.S_ISDIR(about.st_mode):
+            return "it is neither a file nor a folder"
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(path / SEAL)
+            return ""
+        with contextlib.suppress(FileNotFoundError):
+            return "" if os.stat(path / DCP_METADATA).st_size else f"its {DCP_METADATA} is empty"
+    except OSError as error:
+        return os.strerror(error.errno or 0)
+    return "it is not sealed"
+
+
+def seal(root: Path, path: Path) -> None:
+    """Seals what was written for a step, so that it is still sealed after a crash of the machine.
+
+    Args:
+        root: the folder of all checkpoints.
+        path: what ``folder`` has returned. A single file may have a suffix.
+
+    Raises:
+        FileNotFoundError: nothing was written there.
+        OSError: the seal cannot be written.
+    """
+    written = [path.with_name(path.name + suffix) for suffix in SUFFIXES]
+    written = [each for each in written if each.exists()]
+    if not written:
+        raise FileNotFoundError(errno.ENOENT, "nothing was written to be sealed", str(path))
+    for each in written:
+        if each.is_dir():
+            unfinished = each / f"{SEAL}.tmp"
+            write_through(unfinished, "all ranks have written\n")
+            os.replace(unfinished, each / SEAL)
+            sync(each)
+    for above in path.parents:
+        sync(above)  # or the names on the way to it may be lost
+        if above == root:
+            break
+
+
+def write_through(path: Path, text: str) -> None:
+    """Writes a small file down to the disk."""
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(folder: Path) -> None:
+    """Makes sure that the names in a folder are on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can
+            raise
+    finally:
+        os.close(fd)
+
+
+def too_many(found: Found, keep: int, run: int, iteration: int, *, own_run_only: bool) -> list[Path]:
+    """What may be removed: old sealed ones, and what earlier iterations have left without a seal.
+
+    What this iteration has not sealed may yet be: it is left alone. So are later runs.
+
+    Args:
+        found: what is there.
+        keep: so many sealed ones stay; at least 1.
+        run: the caller's.
+        iteration: the caller's.
+        own_run_only: leaves other runs alone, too.
+    """
+
+    def may_go(entry: Entry) -> bool:
+        return entry.run == run if own_run_only else entry.run <= run
+
+    old = [entry.path for entry in found.sealed[keep:] if may_go(entry)]
+    torn = [
+        entry.path
+        for entry in found.entries
+        if entry.lacks and may_go(entry) and (entry.run, entry.iteration) < (run, iteration)
+    ]
+    return [*old, *torn]
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint: first its name, so that a half of it is never taken for the whole.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if not path.name.startswith(_REMOVED):
+        gone = path.with_name(f"{_REMOVED}{path.name}")
+        if gone.is_dir():
+            shutil.rmtree(gone)
+        os.rename(path, gone)
+        path = gone
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def remove_empty(root: Path, run: int, iteration: int, *, own_run_only: bool) -> None:
+    """Removes the folders of earlier iterations and runs that have nothing in them any more."""
+    for number in run_numbers(root):
+        if number > run or (own_run_only and number < run):
+            continue
+        folder = root / f"run-{number}"
+        for name in _names_in(folder):
+            found = _ITERATION.fullmatch(name)
+            if found and (number, int(found[1])) < (run, iteration):
+                with contextlib.suppress(OSError):  # something is in it
+                    os.rmdir(folder / name)
+        if number < run and set(_names_in(folder)) <= {JOB_FILE, LOCK_FILE}:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(folder)
+
+
+def _names_in(folder: Path) -> Iterator[str]:
+    try:
+        yield from os.listdir(folder)
+    except OSError:
+        return
