@@ -1,4 +1,4 @@
-"""The fault runs' training with torch alone: FSDP2, HSDP and tensor parallel with DCP, compiled DDP, loaders."""
+"""The fault runs' training with torch alone: FSDP2, HSDP, tensor parallel with DCP; compiled DDP, loaders."""
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ def compiled(run: Run, call: CallWrapper) -> None:
     def loss(batch: torch.Tensor) -> torch.Tensor:
         return (ddp(batch) - dist.get_rank() - 1).square().mean()
 
-    first = load_file(run, call, model, optimizer)
+    checkpoints = Checkpoints(call, run.folder / "checkpoints")
+    first = load_file(checkpoints, model, optimizer)
     for step in range(first, run.steps):
         call.ping()
         run.at(step)
@@ -164,7 +165,7 @@ def compiled(run: Run, call: CallWrapper) -> None:
         with patience:
             loss(torch.randn(4, WIDTH)).backward()
         optimizer.step()
-        save_file(run, call, model, optimizer, step + 1)
+        save_file(checkpoints, model, optimizer, step + 1)
     run.end({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
 
 
@@ -179,7 +180,8 @@ def loaded(run: Run, call: CallWrapper) -> None:
     model = layers()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first = load_file(run, call, model, optimizer, loader, sampler)
+    checkpoints = Checkpoints(call, run.folder / "checkpoints")
+    first = load_file(checkpoints, model, optimizer, loader)
     batches = epochs(loader, sampler, first * 2 * dist.get_world_size() // len(data))
     for step in range(first, run.steps):
         call.ping()
@@ -188,7 +190,7 @@ def loaded(run: Run, call: CallWrapper) -> None:
         optimizer.zero_grad()
         ddp(next(batches)).square().mean().backward()
         optimizer.step()
-        save_file(run, call, model, optimizer, step + 1, loader)
+        save_file(checkpoints, model, optimizer, step + 1, loader)
     run.end({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
 
 
@@ -202,13 +204,13 @@ def epochs(loader: Any, sampler: Any, first: int) -> Iterator[torch.Tensor]:
 
 
 def save_file(
-    run: Run, call: CallWrapper, model: nn.Module, optimizer: Any, step: int, loader: Any = None
+    checkpoints: Checkpoints, model: nn.Module, optimizer: Any, step: int, loader: Any = None
 ) -> None:
     """Rank 0 writes the state, and each rank where its loader stands."""
     if step % EVERY:
         return
-    checkpoints = Checkpoints(call, run.folder / "checkpoints")
     folder = checkpoints.folder(step)
+    folder.mkdir(exist_ok=True)
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
         torch.save(state, folder / "state.pt")
@@ -217,11 +219,9 @@ def save_file(
     checkpoints.seal(step)
 
 
-def load_file(
-    run: Run, call: CallWrapper, model: nn.Module, optimizer: Any, loader: Any = None, sampler: Any = None
-) -> int:
+def load_file(checkpoints: Checkpoints, model: nn.Module, optimizer: Any, loader: Any = None) -> int:
     """Loads the newest checkpoint; returns its step."""
-    newest = Checkpoints(call, run.folder / "checkpoints").newest()
+    newest = checkpoints.newest()
     if newest is None:
         return 0
     state = torch.load(newest / "state.pt")
