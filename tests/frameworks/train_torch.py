@@ -64,13 +64,13 @@ def sharded(run: Run, call: CallWrapper) -> None:
         parallelize_module(model, mesh, plan)
     else:
         shape = (2, dist.get_world_size() // 2) if run.way == "hsdp" else (dist.get_world_size(),)
-        mesh = init_device_mesh("cpu", shape)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
         for layer in (model[0], model[3], model):
             fully_shard(layer, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     checkpoints = Checkpoints(call, run.folder / "checkpoints")
     first = load(model, optimizer, checkpoints.newest())
-    saver = Saver(run, checkpoints)
+    saver = Saver(run, call, checkpoints)
     for step in range(first, run.steps):
         call.ping()
         run.at(step)
@@ -106,10 +106,12 @@ class Saver:
 
     Args:
         run: its way says how.
+        call: the wrapped call.
         checkpoints: where.
     """
 
-    def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
+    def __init__(self, run: Run, call: CallWrapper, checkpoints: Checkpoints) -> None:
+        self._call = call
         self._checkpoints = checkpoints
         self._kind = {
             "async": AsyncCheckpointerType.THREAD,
@@ -136,7 +138,8 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None:
             future, step = pending
-            future.result()
+            with self._call.disable_hang_protection():  # torch's checkpoint process imports torch at first
+                future.result()
             self._checkpoints.seal(step)
 
 
@@ -182,13 +185,15 @@ def loaded(run: Run, call: CallWrapper) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     checkpoints = Checkpoints(call, run.folder / "checkpoints")
     first = load_file(checkpoints, model, optimizer, loader)
-    batches = epochs(loader, sampler, first * 2 * dist.get_world_size() // len(data))
+    # Behind the last batch of an epoch the loader still is in it.
+    batches = epochs(loader, sampler, max(0, first - 1) * 2 * dist.get_world_size() // len(data))
     for step in range(first, run.steps):
         call.ping()
         run.at(step)
-        seed_step(step)
+        batch = next(batches)
+        seed_step(step)  # behind it: a loader that begins an epoch, or goes on in one, draws a number
         optimizer.zero_grad()
-        ddp(next(batches)).square().mean().backward()
+        ddp(batch).square().mean().backward()
         optimizer.step()
         save_file(checkpoints, model, optimizer, step + 1, loader)
     run.end({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
