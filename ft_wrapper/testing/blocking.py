@@ -136,6 +136,10 @@ class BlockingGroup(dist.ProcessGroup):
 for _name in (
     *("allgather", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base"),
     *("barrier", "broadcast", "gather", "reduce", "reduce_scatter", "_reduce_scatter_base", "scatter"),
+    *("allgather_coalesced", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+    # Since torch 2.15.
+    *("all_gather_single", "all_to_all_single", "gather_single", "reduce_scatter_single"),
+    *("all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
 ):
     setattr(BlockingGroup, _name, BlockingGroup._collective)
 for _name in ("recv", "recv_anysource", "send"):
