@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 AT_ONCE := --numprocesses $(WORKERS) --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all test-gpu matrix matrix-torch explore mutants lint format docs \
+.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all test-gpu test-frameworks test-frameworks-all matrix matrix-torch explore mutants lint format docs \
 	bench clean distclean
 
 help:
@@ -31,6 +31,8 @@ help:
 	@echo "make test       lint, documentation and all tests but the nightly ones"
 	@echo "make test-all   the nightly ones too"
 	@echo "make test-gpu   what a GPU shows (with two of them, all of it), and a table of it at the end"
+	@echo "make test-frameworks  FSDP2, Lightning, Hugging Face and others through faults, in $(FRAMEWORKS)"
+	@echo "make test-frameworks-all  the same, ten runs of each"
 	@echo "make matrix     every fault in every place, of which make test runs a part"
 	@echo "make matrix-torch  the tests of processes on other versions of torch, which it installs (gigabytes)"
 	@echo "make explore    simulated jobs with random faults, then every schedule of a small one (tests/exhaustive)"
@@ -87,6 +89,24 @@ test-all: $(INSTALLED)
 # One at a time: they look at the device's memory and at the time.
 test-gpu: $(INSTALLED)
 	$(PYTEST) -m "" tests/gpu
+
+# In a virtual environment of their own; torch goes first again.
+FRAMEWORKS := .venv-frameworks
+RUNS ?= 2
+
+$(FRAMEWORKS)/.installed: pyproject.toml
+	@echo "installing into $(FRAMEWORKS) (only when pyproject.toml has changed)"
+	@$(PYTHON) -m venv $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check install -qq "$(TORCH)"
+	@$(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check install -qq --editable ".[dev,frameworks]"
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python tests/frameworks/framework_runs.py --runs $(RUNS) --docs docs/frameworks.md
+	$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks
+
+test-frameworks-all:
+	$(MAKE) test-frameworks RUNS=10
 
 matrix: $(INSTALLED)
 	$(PYTEST) $(AT_ONCE) -m "" tests/faults

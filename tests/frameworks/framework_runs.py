@@ -33,6 +33,7 @@ from support import warm_ftrun  # noqa: E402
 
 from ft_wrapper import events  # noqa: E402
 
+BEGIN, END = "<!-- written by make test-frameworks -->", "<!-- to here -->"
 STEPS = 24
 CLEAN = -1
 START, A_RUN = 240.0, 120.0
@@ -51,6 +52,7 @@ class Kind:
     """A kind of job.
 
     Args:
+        about: what it is, for the docs.
         script: what its ranks run.
         packages: what has to be installed for it.
         way: passed on to the script.
@@ -59,6 +61,7 @@ class Kind:
         saves: points in mid-save where one of its ranks can be killed; see `framework_job.Planned`.
     """
 
+    about: str
     script: str
     packages: tuple[str, ...] = ()
     way: str = ""
@@ -76,13 +79,19 @@ class Kind:
 
 
 KINDS = {
-    "fsdp2-sync": Kind("train_torch.py"),
-    "fsdp2-async": Kind("train_torch.py", way="async"),
-    "fsdp2-process": Kind("train_torch.py", way="process", saves=("seal",)),  # another process writes
-    "hsdp": Kind("train_torch.py", way="hsdp", processes=5, active=4),
-    "tp": Kind("train_torch.py", way="tp"),
-    "compiled": Kind("train_torch.py", way="compiled", saves=("seal",)),  # one rank writes
-    "loader": Kind("train_torch.py", ("torchdata",), way="loader"),
+    "fsdp2-sync": Kind("FSDP2, `dcp.save`", "train_torch.py"),
+    "fsdp2-async": Kind("FSDP2, `dcp.async_save` in a thread", "train_torch.py", way="async"),
+    # Another process writes.
+    "fsdp2-process": Kind(
+        "FSDP2, `dcp.async_save` in a process", "train_torch.py", way="process", saves=("seal",)
+    ),
+    "hsdp": Kind("HSDP 2 x 2, `dcp.save`", "train_torch.py", way="hsdp", processes=5, active=4),
+    "tp": Kind("tensor parallel, `dcp.save`", "train_torch.py", way="tp"),
+    # One rank writes.
+    "compiled": Kind(
+        "compiled DDP that asks for its rank", "train_torch.py", way="compiled", saves=("seal",)
+    ),
+    "loader": Kind("`StatefulDataLoader`, two workers", "train_torch.py", ("torchdata",), way="loader"),
 }
 
 
@@ -199,9 +208,27 @@ def row(name: str, kind: Kind, verdicts: list[Verdict]) -> list[str]:
     """What the docs' table says of a job."""
     runs = [each for each in verdicts if each.number != CLEAN]
     wrong = sum(bool(each.wrong) for each in verdicts)
-    restarts = str(sum(each.restarts for each in runs))
+    faults = sum(len(each.faults) for each in runs)
+    restarts = sum(each.restarts for each in runs)
     result = f"{wrong} of {len(verdicts)} wrong" if wrong else "the same bits"
-    return [name, kind.versions(), str(len(runs)), restarts, result]
+    return [f"{kind.about} (`{name}`)", kind.versions(), str(len(runs)), str(faults), str(restarts), result]
+
+
+def table(rows: list[list[str]]) -> str:
+    """The rows as Markdown."""
+    head = ["job", "versions", "runs", "faults", "restarts", "result"]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def write_table(path: Path, rows: list[list[str]]) -> None:
+    """Puts the rows into a page of the docs, in the place of those of the same jobs."""
+    before, begin, rest = path.read_text().partition(BEGIN)
+    old, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} has no lines {BEGIN!r} and {END!r}")
+    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in old.strip().splitlines()[2:]]
+    merged = {each[0]: each for each in [*cells, *rows]}
+    path.write_text(f"{before}{begin}\n{table([*merged.values()])}\n{end}{after}")
 
 
 def main() -> int:
@@ -214,6 +241,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next one has the next")
     parser.add_argument("--faults", nargs="*", help="kind:point:step:rank,… of each run (default: by seed)")
     parser.add_argument("--folder", type=Path, help="for files of jobs in which something is wrong")
+    parser.add_argument("--docs", type=Path, help="a page whose table gets the rows")
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     os.environ.setdefault("FT_WRAPPER_TEST_ENDS", "quick")
@@ -239,9 +267,9 @@ def main() -> int:
                 shutil.rmtree(folder / name)
             rows.append(row(name, kind, verdicts))
             is_wrong |= bool(bad)
-    print("\n| job | versions | runs | restarts | result |\n| --- | --- | --- | --- | --- |")
-    for cells in rows:
-        print(f"| {' | '.join(cells)} |")
+    print(f"\n{table(rows)}")
+    if args.docs is not None:
+        write_table(args.docs, rows)
     return int(is_wrong)
 
 
