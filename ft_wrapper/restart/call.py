@@ -327,6 +327,7 @@ class Call(Performer):
             forget_frames(error)
             error.__traceback__ = trace  # with which it leaves the call
         self._torch_state.restore()
+        self.own.signals.put_back()
         forget.forget_old_ranks()
 
     def complete(self) -> None:

@@ -132,8 +132,10 @@ class Resources:
             # A store that is on no one host says nothing of the way to the other ranks.
             towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
             self._address = own_address(towards)
-            self.interrupter = interrupt.Interrupter()
+            self.interrupter = interrupt.Interrupter(settings.unwind_grace)
             owned.callback(self.interrupter.close)
+            self.signals.note()  # with the interrupter's
+            owned.callback(self.signals.put_back)
             if is_main_thread:
                 owned.callback(frames.StackDump(self.memory).close)
             interval = limits.progress_watchdog_interval
