@@ -126,8 +126,10 @@ class LoaderWatch:
         if waiting is None:
             return None
         pid = waiting.workers[0]
-        stood = _where(pid, self._memory)
-        return f"waited for its loader's worker {pid}" + (f", which stood {stood}" if stood else "")
+        does = what_ails(pid)
+        if does is None and (stood := _where(pid, self._memory)):
+            does = f"stood {stood}"
+        return _waited_for(pid, does)
 
     def _run(self) -> None:
         last: Awaited | None = None
@@ -141,13 +143,8 @@ class LoaderWatch:
                 if self._waiting is not None:
                     self._waiting = None
                     self._tell(n, False, None)
-                last, began, n, has_logged, ailing = (
-                    now,
-                    time.monotonic(),
-                    self._memory.iteration,
-                    False,
-                    None,
-                )
+                last, began, n = now, time.monotonic(), self._memory.iteration
+                has_logged, ailing = False, None
                 continue
             waited = time.monotonic() - began
             ails = [what_ails(pid) for pid in now.workers]
@@ -155,7 +152,7 @@ class LoaderWatch:
             is_fault, ailing = ailing is not None and all(ails), ails[0] if all(ails) else None
             if is_fault:
                 self._waiting = None
-                self._tell(n, False, f"waited for its loader's worker {now.workers[0]}, which {ailing}")
+                self._tell(n, False, _waited_for(now.workers[0], ailing))
                 ailing = None
             elif ailing is None and self._waiting is None and waited >= self._said_after:
                 self._waiting = now
@@ -176,13 +173,17 @@ class LoaderWatch:
         log.warning("rank %s waits for its loader's worker %d%s", self._memory.rank, pid, which)
 
 
+def _waited_for(pid: int, does: str | None) -> str:
+    return f"waited for its loader's worker {pid}" + (f", which {does}" if does else "")
+
+
 def _has_children() -> bool:
     return bool(getattr(multiprocessing.process, "_children", True))
 
 
 def _where(pid: int, memory: RankMemory) -> str | None:
     """Where a worker's main thread stands, if it was forked in this call: else it cannot be asked."""
-    stack = [] if what_ails(pid) else stack_of_child(pid, memory)
+    stack = stack_of_child(pid, memory)
     if not stack:
         return None
     place = next((place for place in stack if not is_library(place.file)), stack[0])
