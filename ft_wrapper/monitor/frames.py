@@ -146,6 +146,7 @@ class StackDump:
         self._memory = memory
         self._signum = free_signal()
         self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)  # a child of an earlier call has a pipe that no one reads
         faulthandler.register(self._signum, file=self._write, all_threads=False, chain=False)
         memory.dump_fd = self._read
         memory.dump_signal = self._signum  # last: it says that there is one to ask
