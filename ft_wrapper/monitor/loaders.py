@@ -56,7 +56,7 @@ def awaited(frame: FrameType | None) -> Awaited | None:
             iterator: Any = frame.f_locals.get("self")
             try:
                 return Awaited((id(iterator), iterator._rcvd_idx), _workers_awaited(iterator))
-            except (AttributeError, LookupError, RuntimeError):  # of another version, or it changes just now
+            except Exception:  # of another version, or it changes just now
                 return None
         frame = frame.f_back
     return None
