@@ -157,6 +157,7 @@ class AbortProcesses(Abort):
                     running[pidfd] = pid
             for signum in (signal.SIGTERM, signal.SIGKILL):
                 _send(running, signum)
+                _send(running, signal.SIGCONT)  # one that is stopped would not hear it
                 _wait_for_end(running, self._grace)
                 if not running:
                     break

@@ -303,6 +303,36 @@ def test_a_rank_that_was_stopped_past_every_timeout_writes_no_checkpoint_any_mor
     assert len(FINAL.findall(output)) == 1, output
 
 
+# stateful_loader.py --------------------------------------------------------------------------------------
+
+SEEN = re.compile(r"^rank \d epoch \d step \d+ rows .*$", re.MULTILINE)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed: pip install torchdata"
+)
+def test_loaders_go_on_where_they_were_in_the_second_epoch(tmp_path: Path) -> None:
+    clean, faulty = (
+        run(*FTRUN, "--nproc-per-node", 2, EXAMPLES / "stateful_loader.py", tmp_path / name, *options)
+        for name, options in (("clean", ["--clean"]), ("faulty", []))
+    )
+    assert (clean.returncode, faulty.returncode) == (0, 0), clean.stdout + faulty.stdout
+    assert "restart 1: rank 1" in faulty.stdout and "restart" not in clean.stdout
+    # From the checkpoint of step 12 on, in the middle of the second of three epochs of eight steps.
+    all_rows, rows = SEEN.findall(clean.stdout), SEEN.findall(faulty.stdout)
+    assert len(all_rows) == 2 * 24 and len(rows) == 2 * 12
+    assert set(rows) == {row for row in all_rows if int(row.split()[5]) > 12}
+    weights = [re.findall("final weights sha256 ([0-9a-f]{64})", one.stdout) for one in (clean, faulty)]
+    assert weights[0] == weights[1] and len(weights[0]) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchdata") is not None, reason="torchdata is installed")
+def test_without_torchdata_the_example_says_what_to_install(tmp_path: Path) -> None:
+    done = run(sys.executable, EXAMPLES / "stateful_loader.py", tmp_path)
+    assert done.returncode == 1
+    assert "pip install torchdata" in done.stdout
+
+
 # live_ddp.py, live_hsdp.py -----------------------------------------------------------------------------
 
 WITH_FAULTS = f"""

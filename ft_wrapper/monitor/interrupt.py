@@ -30,6 +30,7 @@ from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from ..exception import RankShouldRestart
+from ..settings import Limits
 from . import signals
 from .frames import current_exception, current_frames
 from .right_place import obstacle, prepare
@@ -48,6 +49,9 @@ class Interrupter:
     Made by the thread that runs the function: the main thread installs a signal's handler. To that thread
     belong all methods but `look_ahead`, `request` and `interrupt_until_left`.
 
+    Args:
+        unwind_grace: seconds for the function's clean-up, before that is interrupted, too.
+
     Attributes:
         signum: the signal in use; None outside the main thread.
         requested: whether this iteration's function was interrupted.
@@ -56,13 +60,13 @@ class Interrupter:
         RuntimeError: no real-time signal is free.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unwind_grace: float = Limits.unwind_grace) -> None:
         self._thread = threading.get_ident()
         self.signum: int | None = None
         # Written by the function's thread.
         self._armed = False
         self._depth = 0
-        self._deferral = Deferral(_run.__code__)
+        self._deferral = Deferral(_run.__code__, unwind_grace)
         self._traced = False
         self._atomic = Atomic(self)
         # Written by the monitor thread.

@@ -3,8 +3,9 @@
 One JSON object a line, over a stream socket. An agent hears hello first, with the memory's descriptor, and
 answers which heart beats for the rank and whether its process is replaced, or why it gets no monitor there.
 Then the rank says ``join`` (who it is), ``view`` (the iteration it is in), ``serve`` (open the store of an
-iteration; answered with its port), ``between`` (it has left a call, and may come to another one; answered
-once the monitor looks at the shared memory no more), ``bye`` (it leaves in order). What the monitor does with
+iteration; answered with its port), ``loader`` (it waits for a data loader's worker, or does so no more; or
+what ails that worker), ``between`` (it has left a call, and may come to another one; answered once the
+monitor looks at the shared memory no more), ``bye`` (it leaves in order). What the monitor does with
 it is in `watch`.
 """
 
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 #: Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front.
 AGENT_ENV = "FT_WRAPPER_AGENT"
 #: Of hello: another Python, with another ft_wrapper, may run the ranks.
-VERSION = 5
+VERSION = 6
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port
@@ -65,6 +66,7 @@ class MonitorLine:
         self.name = "monitor process" if self.is_child else "monitor inside the agent"
         self.log_of = "monitor_process_logfile" if self.is_child else "what ftrun says"
         self._leaving = False
+        self._sending = threading.Lock()
         self.line.settimeout(_ANSWER_TIMEOUT)
         self._watcher: threading.Thread | None = in_background("watching the monitor", self._watch)
 
@@ -91,6 +93,19 @@ class MonitorLine:
             self._send({"type": "view", "whole": view.to_json()})
         else:
             self._send({"type": "view", "nonce": view.nonce, "decision": decision.to_json()})
+
+    def loader(self, n: int, waits: bool, ails: str | None) -> None:
+        """Says how it stands with the function's data loader; from any thread.
+
+        Args:
+            n: the iteration.
+            waits: whether the function waits for a worker that lives.
+            ails: that the worker it waits for will not answer, in words; None if that is not so.
+
+        Raises:
+            InternalError: the monitor has ended.
+        """
+        self._send({"type": "loader", "iteration": n, "waits": waits, "ails": ails})
 
     def serve(self, host: str) -> int:
         """Has the monitor open the store that ``torch.distributed`` uses in one iteration.
@@ -185,7 +200,8 @@ class MonitorLine:
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
-            send(self.line, message)
+            with self._sending:
+                send(self.line, message)
         except OSError as error:
             raise InternalError(f"this rank's {self.name} ({self.pid}) ended; see {self.log_of}") from error
 

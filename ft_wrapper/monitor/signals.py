@@ -9,6 +9,11 @@ before, but an ``Exception`` that it raises is put aside. Any other ``BaseExcept
 for one, passes. Before the function is entered the handlers are put back. Only the main thread runs handlers;
 in a call made by another thread nothing is done.
 
+A function that was cut short may leave handlers behind. The next entry would find them, and one that calls
+its predecessor (a framework's, for SIGTERM) would nest one deeper at each restart. So the handlers of before
+the call are put back at each restart and at the call's end. Not SIGCHLD's: torch installs it once in a
+process, with its first loader, and would not do so again.
+
 The wrapper's own handler makes the function leave where it stands. It cannot
 
 - where a frame up to the function's is at a wrong place (`right_place`): one that makes, enters or leaves a
@@ -27,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import CodeType, FrameType
+from typing import Any
 
 from ..exception import RankShouldRestart
 from .right_place import Obstacle, obstacle
@@ -35,17 +41,16 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two attempts while the function does not leave; the first few follow each other faster.
 RESEND_INTERVAL = 0.02
-#: Seconds for an interrupted function's ``finally`` and ``except`` blocks, and to come to a right place.
-CLEANUP_GRACE = 0.5
 
 _STUCK_AFTER = 3  # resend intervals at one instruction
 
 Handler = Callable[[int, FrameType | None], object]
 
 _SIGNALS = tuple(int(signum) for signum in signal.valid_signals())
+_NAMES = {int(one): one.name for one in signal.Signals}
 # What `signal` wraps: enums, which take 60 times as long, have no part in a restart.
 _getsignal: Callable[[int], object] = signal._signal.getsignal  # type: ignore[attr-defined]
-_setsignal: Callable[[int, Handler], object] = signal._signal.signal  # type: ignore[attr-defined]
+_setsignal: Callable[[int, Any], object] = signal._signal.signal  # type: ignore[attr-defined]
 
 
 def free_signal() -> int:
@@ -55,10 +60,10 @@ def free_signal() -> int:
         RuntimeError: there is none.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    caught = _caught()
+    in_use = caught()
     for signum in range(signal.SIGRTMIN + 1, signal.SIGRTMAX + 1):
         is_default = signal.getsignal(signum) is signal.SIG_DFL
-        if signum not in blocked and is_default and not caught >> (signum - 1) & 1:
+        if signum not in blocked and is_default and not in_use >> (signum - 1) & 1:
             return signum
     raise RuntimeError(
         "every real-time signal is in use, ignored or blocked in this process; "
@@ -66,9 +71,16 @@ def free_signal() -> int:
     )
 
 
-def _caught() -> int:
-    """The signals with a handler, as bits; Python does not know of those that a C library has installed."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+def caught(pid: int | None = None) -> int:
+    """The signals with a handler, as bits; Python does not know of those that a C library has installed.
+
+    Args:
+        pid: of the process; None for this one.
+
+    Raises:
+        OSError: the process has gone.
+    """
+    with open(f"/proc/{pid or 'self'}/status", encoding="ascii", errors="replace") as status:
         for line in status:
             field, _, value = line.partition(":")
             if field == "SigCgt":
@@ -97,6 +109,30 @@ class KeptSignals:
         self._kept: list[Exception] = []
         self._holds = False
         self._wrapped: list[int] = []
+        self._before: dict[int, Any] = {}
+        self._are_told = False
+
+    def note(self) -> None:
+        """Notes the handlers of before the function's first entry, for `put_back`."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {signum: _getsignal(signum) for signum in _SIGNALS if signum != signal.SIGCHLD}
+
+    def put_back(self) -> None:
+        """Puts back the handlers that were noted, in place of others that the function has left."""
+        changed = []
+        for signum, before in self._before.items():
+            now = _getsignal(signum)
+            now = now.handler if isinstance(now, _Keeping) else now
+            # None: a C library's, which Python cannot put back.
+            if now != before and now is not None and before is not None:
+                _setsignal(signum, before)
+                changed.append(_NAMES.get(signum, str(signum)))
+        if changed and self._holds:
+            self._holds = False
+            self.hold()
+        if changed and not self._are_told:
+            self._are_told = True
+            logger.info("the function left signal handlers behind (%s): put back", ", ".join(changed))
 
     def hold(self) -> None:
         """Wraps all handlers that can raise; again is harmless, and finishes what a signal cut short."""
@@ -147,10 +183,12 @@ class Deferral:
 
     Args:
         end: the code of the frame outside of the function.
+        unwind_grace: seconds for its ``finally`` and ``except`` blocks, and to come to a right place.
     """
 
-    def __init__(self, end: CodeType) -> None:
+    def __init__(self, end: CodeType, unwind_grace: float) -> None:
         self._end = end
+        self._grace = unwind_grace
         # When the clean-up after an interruption began, or was first met; None if there was none.
         self._grace_since: float | None = None
         # Put off at a wrong place: which frames are at one since when, and the innermost instruction with the
@@ -196,7 +234,7 @@ class Deferral:
         if (wrong is not None and wrong.finalizer is not None) or self._is_cleaning_up(handled):
             if self._grace_since is None:
                 self._grace_since = now
-            return now - self._grace_since >= CLEANUP_GRACE
+            return now - self._grace_since >= self._grace
         return True
 
     def is_right(self, frame: FrameType, handled: BaseException | None) -> bool:
@@ -211,7 +249,7 @@ class Deferral:
     def has_waited(self, frame: FrameType) -> bool:
         """Whether a frame has been at wrong places for so long that this does not count any more."""
         since = self._wrong_since.get(frame)
-        return since is not None and time.monotonic() - since >= CLEANUP_GRACE
+        return since is not None and time.monotonic() - since >= self._grace
 
     def _is_cleaning_up(self, handled: BaseException | None) -> bool:
         """Whether the exception being handled is an interruption, or closes a generator."""

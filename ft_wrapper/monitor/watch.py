@@ -228,6 +228,9 @@ class RankWatch:
             case "view":
                 assert self._monitor is not None
                 self._monitor.view = self._view(message)
+            case "loader":
+                if self._monitor is not None:
+                    self._monitor.note_loader(message["iteration"], message["waits"], message["ails"])
             case "serve":
                 self._serve(message["host"])
             case "between":  # the monitor does not look at the shared memory any more, and serves nothing

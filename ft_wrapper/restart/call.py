@@ -330,6 +330,7 @@ class Call(Performer):
             forget_frames(error)
             error.__traceback__ = trace  # with which it leaves the call
         self._torch_state.restore()
+        self.own.signals.put_back()
         forget.forget_old_ranks()
 
     def complete(self) -> None:
@@ -398,12 +399,13 @@ class Call(Performer):
         """Of a rank that made no progress, says where it stood: waiting for the others, or not."""
         memory, settings = self.own.memory, self.settings
         stillness = time.monotonic() - memory.progress_stamp(settings.progress_watchdog_interval)
-        if memory.phase != Phase.WATCHED or stillness < settings.soft_timeout / 2:
+        waited = self.own.loaders.in_words()  # which may have been progress, in a way: the loader looks about
+        if memory.phase != Phase.WATCHED or (stillness < settings.soft_timeout / 2 and waited is None):
             return
         place = standing(self._thread)
         if place is not None:
             member, (words, stood) = self.own.member, place
-            fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {words}")
+            fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, waited or f"stood {words}")
             fault = dataclasses.replace(fault, stood=stood)
             Agreement(self.own.client).ends.log_fault(member.view.n, fault)
 

@@ -15,6 +15,7 @@ from ..attribution import Interruption
 from ..exception import StoreError
 from ..monitor import beside, frames, interrupt, shared_memory, threads
 from ..monitor.line import MonitorLine, ask_agent
+from ..monitor.loaders import LoaderWatch
 from ..monitor.signals import KeptSignals
 from ..protocol import Agreement
 from ..protocol.membership import Membership, Remembered
@@ -132,10 +133,15 @@ class Resources:
             # A store that is on no one host says nothing of the way to the other ranks.
             towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
             self._address = own_address(towards)
-            self.interrupter = interrupt.Interrupter()
+            self.interrupter = interrupt.Interrupter(settings.unwind_grace)
             owned.callback(self.interrupter.close)
+            self.signals.note()  # with the interrupter's
+            owned.callback(self.signals.put_back)
             if is_main_thread:
                 owned.callback(frames.StackDump(self.memory).close)
+            thread, soft_timeout = threading.get_ident(), limits.soft_timeout
+            self.loaders = LoaderWatch(self.memory, thread, soft_timeout, self.monitor.loader)
+            owned.callback(self.loaders.stop)
             interval = limits.progress_watchdog_interval
             owned.callback(threads.ProgressWatchdog(self.memory, interval, is_main_thread).stop)
             terms = {"function": function_name, "formation_size": size, **settings.shared}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -55,6 +58,13 @@ def test_who_ignores_sigterm_is_killed(helpers: list[subprocess.Popen[bytes]]) -
     find = [psutil.Process(helpers[2].pid)]
     AbortProcesses(lambda: find, termination_grace_time=timedelta(seconds=0.1))(STATE)
     assert helpers[2].wait(TIMEOUT) == -9
+
+
+def test_who_is_stopped_ends_by_sigterm_all_the_same(helpers: list[subprocess.Popen[bytes]]) -> None:
+    helpers[0].send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, helpers[0].pid, os.WSTOPPED | os.WNOWAIT)
+    AbortProcesses([helpers[0].pid], termination_grace_time=TIMEOUT)(STATE)
+    assert helpers[0].wait(TIMEOUT) == -15
 
 
 def test_the_monitor_process_is_never_ended(
@@ -107,6 +117,45 @@ def data_loader_workers(method: str) -> Any:
     helper.wait(TIMEOUT)
     helper.stdout.close()
     return ended, lives
+
+
+class Hangs:
+    """A dataset whose worker tells of its start, and answers no more."""
+
+    def __init__(self) -> None:
+        self.begun = multiprocessing.get_context("fork").Semaphore(0)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        self.begun.release()
+        signal.pause()
+        return index
+
+
+def hung_torchdata_workers(rank: Rank) -> Any:
+    """Whether they are ended, and are so before SIGKILL: within the grace time."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    data = Hangs()
+    loader = StatefulDataLoader(data, num_workers=2, multiprocessing_context="fork", snapshot_every_n_steps=1)
+    thread = threading.Thread(target=lambda: next(iter(loader)), daemon=True)
+    thread.start()
+    begun = [data.begun.acquire(timeout=TIMEOUT) for _ in range(2)]
+    children = multiprocessing.active_children()
+    AbortProcesses(termination_grace_time=TIMEOUT)(STATE)
+    codes = [child.exitcode for child in children]
+    return begun, codes
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed: pip install torchdata"
+)
+def test_hung_workers_of_torchdata_are_ended_within_the_grace_time() -> None:
+    assert run_ranks(hung_torchdata_workers, world_size=1) == [
+        ([True, True], [0, 0])
+    ]  # torch's own handler of SIGTERM
 
 
 @pytest.mark.parametrize("body", [forked_data_loader_workers, served_data_loader_workers])

@@ -27,6 +27,7 @@ from ft_wrapper.exception import RankShouldRestart
 from ft_wrapper.monitor import right_place, signals
 from ft_wrapper.monitor.frames import current_exception, interruptions_unreported
 from ft_wrapper.monitor.interrupt import Interrupter
+from ft_wrapper.settings import Limits
 
 LIMIT = 30.0
 
@@ -47,13 +48,12 @@ def quick_switches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(
-    resend_interval: float = signals.RESEND_INTERVAL, cleanup_grace: float = signals.CLEANUP_GRACE
+    resend_interval: float = signals.RESEND_INTERVAL, unwind_grace: float = Limits.unwind_grace
 ) -> Iterator[Interrupter]:
     """An interrupter for the calling thread."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signals, "RESEND_INTERVAL", resend_interval)
-        patch.setattr(signals, "CLEANUP_GRACE", cleanup_grace)
-        with contextlib.closing(Interrupter()) as interrupter:
+        with contextlib.closing(Interrupter(unwind_grace)) as interrupter:
             yield interrupter
 
 
@@ -517,7 +517,7 @@ def test_cleaning_up_after_it_is_not_interrupted() -> None:
             raise
         del held
 
-    with installed(cleanup_grace=LIMIT) as interrupter:
+    with installed(unwind_grace=LIMIT) as interrupter:
         error = interrupted(interrupter, fn)
     error.__traceback__ = None
     del error
@@ -540,7 +540,7 @@ def test_a_destructor_is_not_cut_short() -> None:
         loop()
 
     with (
-        installed(cleanup_grace=LIMIT) as interrupter,
+        installed(unwind_grace=LIMIT) as interrupter,
         monitor(interrupter) as begin,
         pytest.raises(RankShouldRestart),
     ):
@@ -567,7 +567,7 @@ def test_the_report_of_an_ignored_exception_is_not_cut_short(monkeypatch: pytest
     monkeypatch.setattr(sys, "unraisablehook", report)
     with (
         interruptions_unreported(),
-        installed(cleanup_grace=LIMIT) as interrupter,
+        installed(unwind_grace=LIMIT) as interrupter,
         monitor(interrupter) as begin,
         pytest.raises(RankShouldRestart),
     ):
@@ -582,7 +582,7 @@ def test_cleaning_up_for_ever_is_interrupted() -> None:
         finally:
             time.sleep(60)
 
-    with installed(cleanup_grace=0.05) as interrupter:
+    with installed(unwind_grace=0.05) as interrupter:
         interrupted(interrupter, fn)
 
 
@@ -669,7 +669,7 @@ class Aliased(Slow):
 @pytest.mark.parametrize("leaving", [False, True])
 def test_entering_and_leaving_are_whole_whatever_they_call(leaving: bool) -> None:
     entered: list[Aliased] = []
-    with installed(resend_interval=10.0, cleanup_grace=LIMIT) as interrupter:
+    with installed(resend_interval=10.0, unwind_grace=LIMIT) as interrupter:
 
         class Begins(Aliased):
             def acquire(self) -> None:
@@ -820,7 +820,7 @@ def test_a_wrong_place_for_ever_is_left_after_a_grace_time() -> None:
         with Busy():
             pass
 
-    with installed(cleanup_grace=0.05) as interrupter:
+    with installed(unwind_grace=0.05) as interrupter:
         interrupted(interrupter, fn)
 
 
@@ -850,7 +850,7 @@ def test_a_long_call_from_a_wrong_place_does_not_lay_open_what_it_calls() -> Non
         finally:
             ended.append("which had not begun")
 
-    with installed(cleanup_grace=0.05) as interrupter:
+    with installed(unwind_grace=0.05) as interrupter:
         for _ in range(20):
             interrupted(interrupter, fn)
             interrupter.reset()
@@ -871,7 +871,7 @@ def test_torchs_call_into_python_is_never_left() -> None:
     """Not even after the grace time, and not though nothing moves; at once when it is over."""
     end = threading.Event()
     answers: list[bool] = []
-    with installed(resend_interval=0.001, cleanup_grace=0.01) as interrupter:
+    with installed(resend_interval=0.001, unwind_grace=0.01) as interrupter:
 
         def __torch_dispatch__() -> None:
             begin()
@@ -934,7 +934,7 @@ def close_for_ever() -> None:
 @pytest.mark.parametrize("fn", [delete_for_ever, close_for_ever])
 def test_a_loop_over_busy_finalizers_is_left(swallowed: list[str], fn: Callable[[], None]) -> None:
     """Between two of them, so that nothing is swallowed."""
-    with installed(cleanup_grace=LIMIT) as interrupter:
+    with installed(unwind_grace=LIMIT) as interrupter:
         for _ in range(10):
             interrupter.reset()
             interrupted(interrupter, fn)
@@ -966,7 +966,7 @@ def test_what_a_finalizer_swallows_is_raised_again_outside(
             send(thread, signum)
 
     monkeypatch.setattr(signal, "pthread_kill", only_the_first)
-    with installed(cleanup_grace=0.1) as interrupter:
+    with installed(unwind_grace=0.1) as interrupter:
         interrupted(interrupter, fn)
     assert swallowed == ["RankShouldRestart"]
 
@@ -1343,7 +1343,7 @@ def in_thread(test: Callable[[Interrupter], None], resend_interval: float = 0.02
 
     def run() -> None:
         try:
-            with installed(resend_interval=resend_interval, cleanup_grace=LIMIT) as interrupter:
+            with installed(resend_interval=resend_interval, unwind_grace=LIMIT) as interrupter:
                 assert interrupter.signum is None
                 test(interrupter)
         except BaseException as error:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from ft_wrapper.monitor import rank_monitor
+from ft_wrapper.monitor import patience, rank_monitor
 from ft_wrapper.monitor.rank_monitor import Pauses, RankMonitor
 from ft_wrapper.monitor.shared_memory import Phase
 from ft_wrapper.settings import Limits
@@ -61,13 +61,14 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         self.sent: list[int] = []
-        clock = mock.Mock(monotonic=lambda: self.now)
+        clock = mock.Mock(monotonic=lambda: self.now, time=lambda: 0.0)
         monkeypatch.setattr(rank_monitor, "time", clock)
+        monkeypatch.setattr(patience, "time", clock)
         self.memory: Any = mock.Mock(
             phase=Phase.WATCHED, hang_protection_disabled=0, iteration=0, rank=None, active=True
         )
         self.stamp()
-        store = FakeStore()
+        self.store = store = FakeStore()
         self.monitor = RankMonitor(lambda: store, Member(0, 0), self.memory, 0, SETTINGS, mock.Mock())
         monkeypatch.setattr(self.monitor, "_end_rank", self._end)
 
@@ -86,13 +87,20 @@ class Watched:
         end = self.now + seconds
         while self.now < end and not self.sent:
             self.now = min(end, self.now + self.monitor.pause())
-            self.monitor.keep_time(-1)
+            self.look()
+
+    def look(self) -> None:
+        """The monitor looks, and tells what it has to tell."""
+        self.monitor.keep_time(-1)
+        for teller in self.monitor._tellers:
+            teller.join(60.0)
+            assert not teller.is_alive()
 
     def pause(self, seconds: float) -> None:
         """Neither of them runs."""
         self.monitor.pause()
         self.now += seconds
-        self.monitor.keep_time(-1)
+        self.look()
 
 
 @pytest.fixture
