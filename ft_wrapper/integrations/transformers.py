@@ -43,9 +43,6 @@ class FT:
         return None if newest is None else str(newest)
 
 
-_ORDERS = ("random", "sequential")  # another one draws numbers that are in no checkpoint
-
-
 class _Callback(TrainerCallback):
     def __init__(self, call_wrapper: CallWrapper, checkpoints: Checkpoints, output_dir: str) -> None:
         self._call_wrapper, self._checkpoints, self._output_dir = call_wrapper, checkpoints, output_dir
@@ -59,7 +56,7 @@ class _Callback(TrainerCallback):
             (args.save_only_model, "save_only_model=True leaves out what a restart needs: leave it False"),
             (args.save_on_each_node, "save_on_each_node=True writes a file several times: leave it False"),
             (not is_seeded, "use_seedable_sampler=False loses the order of the data: leave it True"),
-            (order not in _ORDERS, f"train_sampling_strategy={order!r} loses it, too: use {_ORDERS}"),
+            (order not in ("random", "sequential"), f"train_sampling_strategy={order!r} does so, too"),
             (state.is_hyper_param_search, "hyperparameter_search() has other folders: wrap single trials"),
             (state.global_step < self._sealed, "a second train() would save a step again: make another FT"),
         ):
