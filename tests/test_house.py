@@ -11,8 +11,8 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
-MOST_FILES = 135  # 14 of them for live state
-MOST_CODE_LINES = 20_990  # 1,770 of them for live state
+MOST_FILES = 138  # 14 of them for live state, 3 for checkpoints
+MOST_CODE_LINES = 21_494  # 1,770 of them for live state, 501 for checkpoints
 MOST_LINES_OF_A_FILE = 450
 
 # Files that are still too long, with their lines.
