@@ -112,6 +112,57 @@ def test_a_job_whose_processes_were_all_killed_goes_on_in_the_same_folder(
         assert again.wait() == [expected] * 2
 
 
+def asks(rank: Rank, root: str) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        checkpoints = Checkpoints(call_wrapper, root)
+        assert rank.hear() == "look"
+        newest = checkpoints.newest()
+        rank.say("looked")
+        return parts(newest)
+
+    return train()
+
+
+def test_rank_0_looks_and_all_are_given_its_answer(job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    above = folders.iteration_folder(root, 1, 0)
+    for step in (1, 2):
+        (above / f"checkpoint-{step}").mkdir(parents=True)
+    (above / "checkpoint-1" / folders.SEAL).touch()
+    job.start(2, asks, str(root))
+    job.tell("look", 0)
+    job.expect("looked", 0)
+    (above / "checkpoint-2" / folders.SEAL).touch()
+    job.tell("look", 1)
+    assert job.wait() == [[1], [1]]
+
+
+def begins_and_dies(rank: Rank, root: str) -> Any:
+    if rank.slot == 0:
+
+        def hangs(*_: object) -> None:
+            rank.say("begun")
+            rank.hang()
+
+        runs.check_alone = hangs  # type: ignore[assignment]
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        checkpoints = Checkpoints(call_wrapper, root)
+        return str(checkpoints.folder(1).relative_to(root))
+
+    return train()
+
+
+def test_the_next_rank_0_takes_the_run_that_the_last_one_has_begun(job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(3, begins_and_dies, str(root))
+    job.expect("begun", 0)
+    job.kill(0)
+    assert job.wait(killed=(0,)) == ["run-1/iteration-1/checkpoint-1"] * 2
+
+
 # ---- what is sealed, and what is not
 
 
@@ -259,14 +310,24 @@ def test_a_seal_is_written_to_its_end_or_not_at_all(job: Job, tmp_path: Path) ->
     assert job.wait() == [[5, "part-0", "part-1", "part-2"]] * 3
 
 
-def removes_late(rank: Rank, root: str) -> Any:
-    @Wrapper(**SETTINGS)
+def keeps_one(rank: Rank, root: str, is_late: bool) -> Any:
+    @Wrapper(finalize=SaysWhenItHasLeft(rank), **SETTINGS)
     def train(call_wrapper: CallWrapper) -> Any:
         checkpoints = Checkpoints(call_wrapper, root, keep=1)
         if call_wrapper.iteration == 1:
             return parts(checkpoints.newest())
+        remove = checkpoints._remove_old
+
+        def late() -> None:
+            with call_wrapper.atomic():  # as one that was paused goes on
+                rank.say("removes")
+                assert rank.hear() == "go on"
+                remove()
+
         for step in (1, 2):
             write(checkpoints, step, rank.slot)
+            if is_late and step == 2 and rank.slot == 0:
+                checkpoints._remove_old = late  # type: ignore[method-assign]
             checkpoints.seal(step)
         rank.say("sealed")
         assert rank.hear() == "fail"
@@ -277,11 +338,22 @@ def removes_late(rank: Rank, root: str) -> Any:
 
 def test_all_but_the_newest_ones_go(job: Job, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    job.start(2, removes_late, str(root))
+    job.start(2, keeps_one, str(root), False)
     job.expect("sealed")
     assert [entry.step for entry in folders.look(root).entries] == [2]
     job.tell("fail")
     assert job.wait() == [[2, "part-0", "part-1"]] * 2
+
+
+def test_who_is_late_removes_nothing(job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(3, keeps_one, str(root), True)
+    job.expect("removes", 0)
+    job.tell("fail", 1)
+    job.expect("left", 1, 2)
+    job.tell("go on", 0)
+    assert job.wait() == [[2, "part-0", "part-1", "part-2"]] * 3
+    assert [entry.step for entry in folders.look(root).entries] == [2, 1]
 
 
 # ---- bad input
