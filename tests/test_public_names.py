@@ -34,6 +34,7 @@ NAMES = {
     "attribution": "Interruption InterruptionRecord",
     "testing": "FakeStore EtcdServer",
     "testing.inject_fault": "Fault FaultSpec InjectInitialize InjectFinalize inject_fault",
+    "checkpoints": "Checkpoints step_of",
     "run": "main",
 }
 ON_EVERY_STORE = (

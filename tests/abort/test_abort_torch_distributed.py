@@ -9,7 +9,7 @@ import abort_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from abort_ranks import ONCE, Rank, run_ranks
+from abort_ranks import MOST_ABORTS, ONCE, Rank, run_ranks
 
 
 def all_reduce(rank: Rank) -> None:
@@ -98,7 +98,8 @@ class Case:
 )
 def test_an_operation_behind_a_hung_peer_is_freed(stuck: Callable[[Rank], None], where: str) -> None:
     results = run_ranks(Case(stuck, where))[:2]
-    assert max(aborts for _, aborts, _ in results) == 1  # the first to abort may free the other as well
+    # The first to abort may free the other as well.
+    assert 1 <= max(aborts for _, aborts, _ in results) <= MOST_ABORTS
     for error, _, total in results:
         assert issubclass(error, RuntimeError)
         assert total == 2

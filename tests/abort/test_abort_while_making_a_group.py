@@ -12,7 +12,7 @@ import abort_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from abort_ranks import MAKING, ONCE, Rank, run_ranks
+from abort_ranks import MAKING, MOST_ABORTS, ONCE, Rank, run_ranks
 from test_abort_torch_distributed import goes_on
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -80,7 +80,7 @@ def _peer_is_lost(rank: Rank, stop: Callable[[], object]) -> Any:
 def test_a_group_that_a_peer_does_not_join(body: Callable[[Rank], Any]) -> None:
     for error, aborts, total in run_ranks(body)[:2]:
         assert issubclass(error, RuntimeError)
-        assert (aborts, total) == (1, 2)
+        assert 1 <= aborts <= MOST_ABORTS and total == 2
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ ALWAYS_ON_ETCD = (
     "test_nothing_is_kept_after_a_call[[]etcd-raises]",
     "test_it_never_leaves_the_call[[]etcd]",
     "test_a_spare_that_is_needed_leaves_its_warm_up[[]etcd-waits once]",
+    "test_ranks_go_on_from_the_newest_sealed_one[[]etcd-0]",
 )
 
 

@@ -1,0 +1,610 @@
+"""Checkpoints of real ranks: the same answer on all, seals, jobs that come back, two jobs, a full disk."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import SETTINGS, Job, Rank, Template, running
+
+from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.checkpoints import Checkpoints, folders, runs, step_of
+from ft_wrapper.finalize import Finalize
+from ft_wrapper.state import FrozenState
+
+
+def write(checkpoints: Checkpoints, step: int, rank: int) -> Path:
+    """A rank's part of a checkpoint."""
+    path = checkpoints.folder(step)
+    path.mkdir(exist_ok=True)
+    (path / f"part-{rank}").write_text(str(step))
+    return path
+
+
+def parts(path: Path | None) -> list[Any] | None:
+    """Step and parts of a checkpoint."""
+    if path is None:
+        return None
+    return [step_of(path), *sorted(name for name in os.listdir(path) if name.startswith("part-"))]
+
+
+# ---- a job, from its first checkpoint to its next start
+
+
+def trains(rank: Rank, root: str) -> Any:
+    @Wrapper(active_world_size=3, **SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        number = call_wrapper.state.active_rank
+        assert number is not None
+        checkpoints = Checkpoints(call_wrapper, root, keep=2)
+        begins_with = parts(checkpoints.newest())
+        first = 0 if begins_with is None else begins_with[0]
+        for step in range(first + 1, first + 4):
+            write(checkpoints, step, number)
+            checkpoints.seal(step)
+        if call_wrapper.iteration == 0:
+            write(checkpoints, first + 4, number)  # and is killed before it is sealed
+            rank.say("in")
+            rank.hang()
+        newest = checkpoints.newest()
+        assert newest is not None
+        return [begins_with, parts(newest), str(newest.relative_to(root))]
+
+    return train()
+
+
+@pytest.mark.parametrize("dies", [0, 2])
+def test_ranks_go_on_from_the_newest_sealed_one(job: Job, tmp_path: Path, dies: int) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(4, trains, str(root))
+    job.expect("in", 0, 1, 2)
+    job.kill(dies)
+    all_parts = ["part-0", "part-1", "part-2"]
+    expected = [[3, *all_parts], [6, *all_parts], "run-1/iteration-1/checkpoint-6"]
+    assert job.wait(killed=(dies,)) == [expected] * 3
+    left = [str(entry.path.relative_to(root)) for entry in folders.look(root).entries]
+    # The unsealed step 4 of iteration 0 is gone, and so is that iteration's folder.
+    assert left == ["run-1/iteration-1/checkpoint-6", "run-1/iteration-1/checkpoint-5"]
+    assert not (root / "run-1" / "iteration-0").exists()
+
+
+def starts_again(rank: Rank, root: str) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        checkpoints = Checkpoints(call_wrapper, root)
+        begins_with = parts(checkpoints.newest())
+        step = 1 if begins_with is None else begins_with[0] + 1
+        write(checkpoints, step, rank.slot)
+        checkpoints.seal(step)
+        rank.say("sealed")
+        if begins_with is None:
+            rank.hang()
+        newest = checkpoints.newest()
+        assert newest is not None
+        return [begins_with, str(newest.relative_to(root))]
+
+    return train()
+
+
+def test_a_job_whose_processes_were_all_killed_goes_on_in_the_same_folder(
+    job: Job, template: Template, tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(2, starts_again, str(root))
+    job.expect("sealed")
+    for slot in (0, 1):
+        job.send_signal(slot, signal.SIGKILL)
+    job.wait_for_end()
+    template.await_ends()
+    directory = tmp_path / "again"
+    directory.mkdir()
+    with running(template, directory) as again:
+        again.start(2, starts_again, str(root))
+        expected = [[1, "part-0", "part-1"], "run-2/iteration-0/checkpoint-2"]
+        assert again.wait() == [expected] * 2
+
+
+def asks(rank: Rank, root: str) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        checkpoints = Checkpoints(call_wrapper, root)
+        assert rank.hear() == "look"
+        newest = checkpoints.newest()
+        rank.say("looked")
+        return parts(newest)
+
+    return train()
+
+
+def test_rank_0_looks_and_all_are_given_its_answer(job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    above = folders.iteration_folder(root, 1, 0)
+    for step in (1, 2):
+        (above / f"checkpoint-{step}").mkdir(parents=True)
+    (above / "checkpoint-1" / folders.SEAL).touch()
+    job.start(2, asks, str(root))
+    job.tell("look", 0)
+    job.expect("looked", 0)
+    (above / "checkpoint-2" / folders.SEAL).touch()
+    job.tell("look", 1)
+    assert job.wait() == [[1], [1]]
+
+
+def begins_and_dies(rank: Rank, root: str) -> Any:
+    if rank.slot == 0:
+
+        def hangs(*_: object) -> None:
+            rank.say("begun")
+            rank.hang()
+
+        runs.check_alone = hangs  # type: ignore[assignment]
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        checkpoints = Checkpoints(call_wrapper, root)
+        return str(checkpoints.folder(1).relative_to(root))
+
+    return train()
+
+
+def test_the_next_rank_0_takes_the_run_that_the_last_one_has_begun(job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(3, begins_and_dies, str(root))
+    job.expect("begun", 0)
+    job.kill(0)
+    assert job.wait(killed=(0,)) == ["run-1/iteration-1/checkpoint-1"] * 2
+
+
+# ---- what is sealed, and what is not
+
+
+def one_part_missing(rank: Rank, root: str) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        checkpoints = Checkpoints(call_wrapper, root)
+        if call_wrapper.iteration == 1:
+            return parts(checkpoints.newest())
+        if rank.slot == 1:
+            assert rank.hear() == "fail"
+            raise ValueError("in mid-save")
+        write(checkpoints, 5, rank.slot)
+        rank.say("written")
+        checkpoints.seal(5)
+        return "sealed"
+
+    return train()
+
+
+def test_nothing_is_sealed_without_a_rank_that_failed_in_mid_save(job: Job, tmp_path: Path) -> None:
+    job.start(3, one_part_missing, str(tmp_path / "checkpoints"))
+    job.expect("written", 0, 2)
+    job.tell("fail", 1)
+    assert job.wait() == [None] * 3
+    assert "none is sealed in" in job[0].log and "1 without a seal passed over" in job[0].log
+
+
+def late(rank: Rank, root: str) -> Any:
+    settings = {**SETTINGS, "max_same_faults": 1}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> None:
+        checkpoints = Checkpoints(call_wrapper, root, timeout=1.0)
+        write(checkpoints, 5, rank.slot)
+        if rank.slot == 1:
+            rank.hang()
+        checkpoints.seal(5)
+
+    return train()
+
+
+def test_a_seal_that_does_not_come_names_who_is_missing(job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(3, late, str(root))
+    job.wait_for_end()
+    logs = "".join(job[slot].log for slot in range(3))
+    assert f"seal(5) in {root}, seal 1' timed out after 0:00:01: missing ranks [1] of 3" in logs
+    assert folders.look(root).sealed == []
+
+
+def rank_0_is_late(rank: Rank, root: str, where: str) -> Any:
+    settings = {**SETTINGS, "max_same_faults": 1}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> None:
+        if where == "Checkpoints" and rank.slot == 0:
+            rank.hang()
+        checkpoints = Checkpoints(call_wrapper, root, timeout=1.0)
+        if rank.slot == 0:
+            rank.hang()
+        checkpoints.newest()
+
+    return train()
+
+
+@pytest.mark.parametrize("where", ["Checkpoints", "newest()"])
+def test_who_waits_for_rank_0_says_so(job: Job, tmp_path: Path, where: str) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(2, rank_0_is_late, str(root), where)
+    job.wait_for_end()
+    assert f"{where} in {root}: timed out after 0:00:01: missing ranks [0] of 2" in job[1].log
+
+
+def cannot_seal(rank: Rank, root: str) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        checkpoints = Checkpoints(call_wrapper, root)
+        if call_wrapper.iteration == 2:
+            return parts(checkpoints.newest())
+        write(checkpoints, call_wrapper.iteration, rank.slot)
+        if call_wrapper.iteration == 1 and rank.slot == 0:
+
+            def full(*_: object) -> None:
+                raise OSError(28, "No space left on device")
+
+            folders.write_through = full  # type: ignore[assignment]
+        checkpoints.seal(call_wrapper.iteration)
+        raise ValueError("no more than one seal in an iteration")
+
+    return train()
+
+
+def test_a_seal_that_cannot_be_written_is_a_fault_like_others(job: Job, tmp_path: Path) -> None:
+    job.start(2, cannot_seal, str(tmp_path / "checkpoints"))
+    assert job.wait() == [[0, "part-0", "part-1"]] * 2
+    assert "OSError: [Errno 28] No space left on device" in job[0].log
+
+
+# ---- interrupts
+
+
+class SaysWhenItHasLeft(Finalize):
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        self.rank.say("left")
+        return state
+
+
+def seals_while_another_fails(rank: Rank, root: str) -> Any:
+    @Wrapper(finalize=SaysWhenItHasLeft(rank), **SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        checkpoints = Checkpoints(call_wrapper, root)
+        if call_wrapper.iteration == 1:
+            return parts(checkpoints.newest())
+        write(checkpoints, 5, rank.slot)
+        if rank.slot == 0:
+            replace = os.replace
+
+            def slowly(old: Any, new: Any) -> None:
+                rank.say("replacing")
+                assert rank.hear() == "go on"
+                replace(old, new)
+
+            os.replace = slowly
+        if rank.slot == 2:
+            call_wrapper.store.barrier([2], f"seal(5) in {root}, seal 1", 3, checkpoints._timeout)
+            assert rank.hear() == "fail"
+            raise ValueError("while rank 0 seals")
+        checkpoints.seal(5)
+        return "not interrupted"
+
+    return train()
+
+
+def test_a_seal_is_written_to_its_end_or_not_at_all(job: Job, tmp_path: Path) -> None:
+    job.start(3, seals_while_another_fails, str(tmp_path / "checkpoints"))
+    job.expect("replacing", 0)
+    job.tell("fail", 2)
+    job.expect("left", 1, 2)
+    job.tell("go on", 0)
+    job.expect("left", 0)
+    assert job.wait() == [[5, "part-0", "part-1", "part-2"]] * 3
+
+
+def keeps_one(rank: Rank, root: str, is_late: bool) -> Any:
+    @Wrapper(finalize=SaysWhenItHasLeft(rank), **SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        checkpoints = Checkpoints(call_wrapper, root, keep=1)
+        if call_wrapper.iteration == 1:
+            return parts(checkpoints.newest())
+        remove = checkpoints._remove_old
+
+        def late() -> None:
+            with call_wrapper.atomic():  # as one that was paused goes on
+                rank.say("removes")
+                assert rank.hear() == "go on"
+                remove()
+
+        for step in (1, 2):
+            write(checkpoints, step, rank.slot)
+            if is_late and step == 2 and rank.slot == 0:
+                checkpoints._remove_old = late  # type: ignore[method-assign]
+            checkpoints.seal(step)
+        rank.say("sealed")
+        assert rank.hear() == "fail"
+        raise ValueError
+
+    return train()
+
+
+def test_all_but_the_newest_ones_go(job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(2, keeps_one, str(root), False)
+    job.expect("sealed")
+    assert [entry.step for entry in folders.look(root).entries] == [2]
+    job.tell("fail")
+    assert job.wait() == [[2, "part-0", "part-1"]] * 2
+
+
+def test_who_is_late_removes_nothing(job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(3, keeps_one, str(root), True)
+    job.expect("removes", 0)
+    job.tell("fail", 1)
+    job.expect("left", 1, 2)
+    job.tell("go on", 0)
+    assert job.wait() == [[2, "part-0", "part-1", "part-2"]] * 3
+    assert [entry.step for entry in folders.look(root).entries] == [2, 1]
+
+
+# ---- bad input
+
+
+def passes(rank: Rank, **arguments: Any) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        return Checkpoints(**{"call_wrapper": call_wrapper, **arguments}).newest()
+
+    return train()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"root": ""}, "root='' must name a folder"),
+        ({"root": 7}, "root=7 must be a path: a str or a pathlib.Path"),
+        ({"root": "{file}"}, "is no folder; name one, which need not be there yet"),
+        ({"root": "r", "keep": 0}, "keep=0 is too small; it must be at least 1"),
+        ({"root": "r", "keep": "3"}, "keep='3' must be an int, not str"),
+        ({"root": "r", "timeout": 0}, "timeout=0 must be more than 0 seconds"),
+        ({"root": "r", "call_wrapper": None}, "call_wrapper=None must be the CallWrapper"),
+    ],
+)
+def test_bad_arguments_end_the_job_at_once(
+    job: Job, tmp_path: Path, arguments: dict[str, Any], words: str
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    if arguments["root"] == "{file}":
+        arguments = {**arguments, "root": str(file)}
+    job.start(1, passes, **arguments)
+    job.wait_for_end()
+    assert job[0].error == "JobAbort"
+    assert words in job[0].text
+    assert "restart 1" not in job[0].log
+
+
+def misuses(rank: Rank, root: str) -> Any:
+    said: list[str] = []
+    old: list[Checkpoints] = []
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[str]:
+        if call_wrapper.iteration == 0:
+            old.append(Checkpoints(call_wrapper, root))
+            raise ValueError
+        checkpoints = Checkpoints(call_wrapper, root)
+        write(checkpoints, 1, 0)
+        checkpoints.seal(1)
+        for call in (
+            lambda: old[0].newest(),
+            lambda: old[0].seal(1),
+            lambda: checkpoints.folder(1),
+            lambda: checkpoints.folder(-1),
+            lambda: checkpoints.seal("2"),  # type: ignore[arg-type]
+            lambda: checkpoints.seal(2),
+        ):
+            try:
+                call()
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+        rank.say("told", said=said)
+        Checkpoints(call_wrapper, root)
+        return []
+
+    return train()
+
+
+def test_misuse_is_told_with_the_way_out(job: Job, tmp_path: Path) -> None:
+    root = str(tmp_path / "checkpoints")
+    job.start(1, misuses, root)
+    said = job.expect("told")[0]["said"]
+    kinds = [*["RuntimeError"] * 2, *["ValueError"] * 2, "TypeError", "FileNotFoundError"]
+    assert [words.partition(":")[0] for words in said] == kinds
+    assert "make one in the function, in each iteration" in said[0]
+    assert "step=1 was sealed in this iteration already; save a step once" in said[2]
+    job.wait_for_end()
+    assert job[0].error == "JobAbort"
+    assert job[0].text.endswith("already; use that one")
+
+
+def sees_another_folder(rank: Rank, root: str) -> Any:
+    import ft_wrapper.checkpoints
+
+    ft_wrapper.checkpoints._SEEN_WITHIN = 0.2
+    settings = {**SETTINGS, "max_same_faults": 1}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> None:
+        if rank.slot == 1:  # as on another node, whose disk has nothing there
+            exists = Path.exists
+            Path.exists = lambda path: False if "run-" in path.name else exists(path)  # type: ignore
+        Checkpoints(call_wrapper, root)
+        rank.hang()
+
+    return train()
+
+
+def test_a_folder_that_the_nodes_do_not_share_is_found(job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(2, sees_another_folder, str(root))
+    job.wait_for_end()
+    assert f"active rank 1 does not see {root}/run-1, which active rank 0 has begun: root=" in job[1].log
+    assert "must be a folder that all nodes share" in job[1].log
+
+
+def names_others(rank: Rank, root: str) -> Any:
+    logging.getLogger().addHandler(logging.StreamHandler())
+    logging.getLogger("ft_wrapper.checkpoints").setLevel(logging.DEBUG)
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        checkpoints = Checkpoints(call_wrapper, root)
+        newest = checkpoints.newest()
+        assert newest == checkpoints.newest()
+        if call_wrapper.iteration == 0:
+            raise ValueError
+        return parts(newest)
+
+    return train()
+
+
+def test_what_is_passed_over_is_named_once(job: Job, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    above = folders.iteration_folder(root, 1, 0)
+    for step in (3, 4):
+        (above / f"checkpoint-{step}").mkdir(parents=True)
+    (above / "checkpoint-3" / folders.SEAL).touch()
+    (root / "notes").touch()
+    job.start(1, names_others, str(root))
+    assert job.wait() == [[3]]
+    for line in (
+        f"{above}/checkpoint-4 is passed over: it is not sealed",
+        f"{root}/notes is passed over: no run",
+    ):
+        assert job[0].log.count(line) == 1, job[0].log
+    assert f"goes on from {above}/checkpoint-3" in job[0].log
+
+
+# ---- two jobs
+
+
+def shares(rank: Rank, root: str, is_second: bool = False) -> Any:
+    runs.LASTS = 0.0
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        checkpoints = Checkpoints(call_wrapper, root)
+        rank.say("in", n=call_wrapper.iteration)
+        if not is_second and rank.hear() == "fail":
+            raise ValueError
+        return None if checkpoints.newest() is None else "newest"
+
+    return train()
+
+
+def test_a_second_job_in_the_folder_is_refused_and_the_first_goes_on(
+    job: Job, template: Template, tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(2, shares, str(root))
+    job.expect("in", n=0)
+    job.tell("fail", 0, 1)  # its locks are kept over restarts
+    job.expect("in", n=1)
+    directory = tmp_path / "second"
+    directory.mkdir()
+    with running(template, directory) as second:
+        second.start(2, shares, str(root), True)
+        second.wait_for_end()
+        assert second[0].error == "JobAbort"
+        assert f"{root} is in use by another job: run 1, begun " in second[0].text
+        assert "give each job a folder of its own, or end that job" in second[0].text
+        assert second[1].error == "JobEnded"
+    assert os.listdir(root) == ["run-1"]
+    job.tell("go on")
+    assert job.wait() == [None, None]
+
+
+def test_a_job_is_found_by_each_of_its_ranks(job: Job, template: Template, tmp_path: Path) -> None:
+    """Also while rank 0, which has begun it, is dead and the others have not come back yet."""
+    root = tmp_path / "checkpoints"
+    job.start(2, shares, str(root))
+    job.expect("in", n=0)
+    job.send_signal(1, signal.SIGSTOP)  # it cannot leave the iteration
+    job.send_signal(0, signal.SIGKILL)
+    job.wait_for_end(0, leftovers=False)
+    directory = tmp_path / "second"
+    directory.mkdir()
+    with running(template, directory) as second:
+        second.start(1, shares, str(root), True)
+        second.wait_for_end()
+        assert second[0].error == "JobAbort"
+    job.send_signal(1, signal.SIGKILL)
+    job.wait_for_end()
+
+
+# ---- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    path = tmp_path / "small-disk"
+    path.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"none", bytes(path), b"tmpfs", 0, b"size=64k"):
+        pytest.skip(f"a tmpfs cannot be mounted: {os.strerror(ctypes.get_errno())}")
+    yield path
+    assert libc.umount2(bytes(path), 2) == 0  # MNT_DETACH
+
+
+def saves_on_a_full_disk(rank: Rank, root: str, small: str) -> Any:
+    import torch.distributed.checkpoint as dcp
+
+    # Importing what DCP needs takes seconds of CPU.
+    settings = {**SETTINGS, "soft_timeout": 80.0, "hard_timeout": 90.0, "barrier_timeout": 100.0}
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> Any:
+        dist.init_process_group("gloo")
+        checkpoints = Checkpoints(call_wrapper, root)
+        newest = checkpoints.newest()
+        state = {f"weight-{dist.get_rank()}": torch.zeros(100_000), "step": 0}
+        if newest is not None:
+            dcp.load(state, checkpoint_id=newest)
+            return [os.getpid(), state["step"], float(state[f"weight-{dist.get_rank()}"].sum())]  # type: ignore
+        for step in (1, 2):
+            state = {f"weight-{dist.get_rank()}": torch.full((100_000,), float(step)), "step": step}
+            folder = checkpoints.folder(step)
+            if step == 2 and dist.get_rank() == 1:
+                folder.mkdir(exist_ok=True)
+                (folder / "__1_0.distcp").symlink_to(Path(small, "part"))
+                rank.say("saves", pid=os.getpid())
+            dcp.save(state, checkpoint_id=folder)
+            checkpoints.seal(step)
+        return "saved on a full disk"
+
+    return train()
+
+
+def test_a_full_disk_on_one_rank_costs_one_checkpoint_and_no_process(
+    job: Job, tmp_path: Path, small_disk: Path
+) -> None:
+    root = tmp_path / "checkpoints"
+    job.start(3, saves_on_a_full_disk, str(root), str(small_disk))
+    values = job.wait()
+    assert values == [[job[slot].pid, 1, 100_000.0] for slot in range(3)]
+    logs = "".join(job[slot].log for slot in range(3))
+    # What torch says in the place of "no space": closing its archive fails, too, and that error is kept.
+    assert "CheckpointException: rank 1: RuntimeError: [enforce fail at inline_container" in logs
+    assert [entry.step for entry in folders.look(root).sealed] == [1]
+    assert [entry.step for entry in folders.look(root).entries] == [2, 1]
