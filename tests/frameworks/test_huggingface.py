@@ -357,3 +357,19 @@ def test_the_line_that_makes_arguments_too_early_is_named(tmp_path: Path) -> Non
     )
     assert said in ended.stdout + ended.stderr
     assert "it was called" not in ended.stdout + ended.stderr
+
+
+# ---- the pages
+
+
+@pytest.mark.parametrize(
+    ("page", "result"), [("transformers", "final/model.safetensors"), ("accelerate", "final.pt")]
+)
+def test_the_script_on_the_page_runs(tmp_path: Path, page: str, result: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+    (script,) = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+    (tmp_path / "train.py").write_text(script)
+    options = ["--nproc-per-node", "3", "--active-world-size", "2", "--max-rank-restarts", "0"]
+    command = [sys.executable, "-m", "ft_wrapper.run", *options, "train.py"]
+    subprocess.run(command, cwd=tmp_path, timeout=300, check=True)
+    assert (tmp_path / result).is_file()
