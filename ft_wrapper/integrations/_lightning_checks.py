@@ -1,0 +1,35 @@
+"""What a Trainer is refused: what would come again in each iteration."""
+
+from typing import Any
+
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+from ..exception import JobAbort
+from ..settings import as_int
+from ._lightning import Environment, WholeFiles
+
+
+def as_every(every: Any) -> int:
+    """Checks it; what is wrong would come again in each iteration."""
+    try:
+        return as_int("every", every, at_least=1)
+    except (TypeError, ValueError) as error:
+        raise JobAbort(f"FT: {error}") from error
+
+
+def check(trainer: Any) -> None:
+    """Refuses what cannot work.
+
+    Raises:
+        JobAbort: with the way out.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    is_placed = trainer.world_size == 1 or isinstance(environment, Environment)
+    if not is_placed or not isinstance(trainer.strategy.checkpoint_io, WholeFiles):
+        raise JobAbort("FT: the Trainer has no arguments of FT: Trainer(**ft.trainer(), …)")
+    for each in trainer.callbacks:
+        if isinstance(each, OnExceptionCheckpoint) or getattr(each, "save_on_exception", False):
+            raise JobAbort(
+                f"FT: {type(each).__name__} saves when there is an exception, and then waits for ranks "
+                "that do not come: leave save_on_exception=False"
+            )
