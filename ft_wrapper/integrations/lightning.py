@@ -65,8 +65,7 @@ class FT:
     def save(self, fabric: Any, state: dict[str, Any], step: int, loader: Any = None) -> None:
         """Of Fabric: as ``fabric.save``, with each rank's position in its loader; seals it. All ranks."""
         positions = of_all_ranks(None if loader is None else loader.state_dict())
-        folder = self._checkpoints.folder(step)
-        fabric.save(file_of(folder), {**state, LOADERS: positions})
+        fabric.save(file_of(self._checkpoints.folder(step)), {**state, LOADERS: positions})
         self._checkpoints.seal(step)
 
     def load(self, fabric: Any, state: dict[str, Any], loader: Any = None) -> int:
