@@ -10,7 +10,8 @@ from ..exception import JobAbort
 from ..wrapper import CallWrapper
 from ._lightning import file_of
 from ._lightning_checks import check
-from ._lightning_data import LOADERS, begin_loaders, of_all_ranks, own_of, seed
+from ._lightning_data import seed
+from ._lightning_loaders import Positions
 
 
 class Callback(Checkpoint):
@@ -20,7 +21,7 @@ class Callback(Checkpoint):
         self._call_wrapper, self._checkpoints = call_wrapper, checkpoints
         self._every, self._seed = every, seed
         self._step = 0  # of the newest checkpoint
-        self._positions: list[Any] | None = None  # of the loaders in what was loaded
+        self._positions = Positions()
         self._sigterm: Any = None
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -28,16 +29,11 @@ class Callback(Checkpoint):
         check(trainer)
 
     def on_load_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
-        loop = checkpoint["loops"]["fit_loop"]
-        self._positions = own_of(checkpoint.get(LOADERS, [[]]))
-        loop["state_dict"]["combined_loader"] = self._positions
-        for progress in (loop["epoch_progress"]["total"], loop["epoch_progress"]["current"]):
-            # With max_steps Lightning goes through the end of an epoch again, and counts it twice.
-            progress["processed"] -= trainer.max_steps != -1 and progress["processed"] == progress["ready"]
+        self._positions.load(trainer, checkpoint)
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         self._forget_handler()
-        begin_loaders(trainer, self._positions)
+        self._positions.begin(trainer)
         if not self._step and (newest := self._checkpoints.newest()) is not None:
             self._step = step_of(newest)
         if trainer.global_step < self._step:
@@ -53,6 +49,7 @@ class Callback(Checkpoint):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if not trainer.is_last_batch:  # from there Lightning would go on with the epoch after the next
             self.on_train_epoch_end(trainer)
+        self._positions.note(trainer)
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         step = trainer.global_step
@@ -62,8 +59,7 @@ class Callback(Checkpoint):
             self._step = step
 
     def on_save_checkpoint(self, _: Any, __: Any, checkpoint: dict[str, Any]) -> None:
-        positions = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
-        checkpoint[LOADERS] = of_all_ranks(positions)
+        self._positions.save(checkpoint)
 
     def on_validation_batch_start(self, *_: Any) -> None:
         self._call_wrapper.ping()

@@ -116,6 +116,13 @@ KINDS = {
     "lightning-steps": Kind(
         "the same with `max_steps`", "train_lightning.py", ("lightning", "torchdata"), way="steps", writers=1
     ),
+    "lightning-stream": Kind(
+        "the same with an endless `IterableDataset`",
+        "train_lightning.py",
+        ("lightning", "torchdata"),
+        way="stream",
+        writers=1,
+    ),
     "lightning-fabric": Kind(
         "Lightning Fabric, `StatefulDataLoader` with two workers",
         "train_lightning.py",

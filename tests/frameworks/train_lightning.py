@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import torch
 from framework_job import EVERY, Run, main
 from torch import nn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ft_wrapper import CallWrapper
@@ -25,7 +26,7 @@ def train(run: Run, call_wrapper: CallWrapper = None) -> None:
     """One run."""
     run.begin(call_wrapper)
     ft = FT(call_wrapper, run.folder / "checkpoints", every=EVERY)
-    {"epochs": with_trainer, "steps": with_trainer, "fabric": with_fabric}[run.way](run, ft)
+    (with_fabric if run.way == "fabric" else with_trainer)(run, ft)
 
 
 def loader(run: Run, first: int, count: int) -> Any:
@@ -33,6 +34,28 @@ def loader(run: Run, first: int, count: int) -> Any:
     rows = [torch.randn(8, generator=torch.Generator().manual_seed(first + row)) for row in range(count)]
     sampler = DistributedSampler(rows, 3, run.rank)  # type: ignore[var-annotated,arg-type]
     return StatefulDataLoader(rows, batch_size=2, sampler=sampler, num_workers=2, persistent_workers=True)
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Endless; each rank's goes on at a speed of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._position = rank, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker: Any = get_worker_info()
+        while True:
+            self._position += self._rank + 1
+            seed = 100_000 * worker.id + 10_000 * self._rank + self._position
+            yield torch.randn(8, generator=torch.Generator().manual_seed(seed))
+
+    def state_dict(self) -> dict[str, int]:
+        """The position."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on there."""
+        self._position = state["position"]
 
 
 def layers() -> nn.Sequential:
@@ -83,7 +106,10 @@ def with_trainer(run: Run, ft: FT) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, loader(run, 0, 48), loader(run, 100, 12), ckpt_path=ft.newest())
+    data = (
+        StatefulDataLoader(Stream(run.rank), 2, num_workers=2) if run.way == "stream" else loader(run, 0, 48)
+    )
+    trainer.fit(module, data, loader(run, 100, 12), ckpt_path=ft.newest())
     (optimizer,) = trainer.optimizers
     run.end({"model": module.layers.state_dict(), "optimizer": optimizer.state_dict()["state"]})
 
