@@ -22,6 +22,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ft_wrapper import CallWrapper
 
 WARM_UP = 10  # restarts until caches are full
+FOLDER_ENV = "FT_WRAPPER_FLAT_FOLDER"
 GROWTH = 1.02  # of resident memory, from the early restarts to the late ones
 
 
@@ -131,7 +133,7 @@ def rank_main(name: str, restarts: int, collects: bool) -> None:
     from ft_wrapper import Wrapper
 
     torch.set_num_threads(1)
-    flat = Flat(restarts, Path.cwd() / f"flat-{name}")
+    flat = Flat(restarts, Path(os.environ[FOLDER_ENV]))
     work = getattr(importlib.import_module(KINDS[name].module), name.replace("-", "_"))
 
     # The same fault, two hundred times, is what is asked for.
@@ -150,11 +152,17 @@ def run(kind: str, restarts: int, *, collects: bool = True) -> list[list[Look]]:
     Raises:
         RuntimeError: a rank failed.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(kind, restarts, collects, folder)
+
+
+def _run(kind: str, restarts: int, collects: bool, folder: str) -> list[list[Look]]:
     port = str(free_port_pair())
     ranks = []
     for slot in range(2):
         environment = {
             **os.environ,
+            FOLDER_ENV: folder,
             "RANK": str(slot),
             "LOCAL_RANK": str(slot),
             "WORLD_SIZE": "2",

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from ..exception import JobAbort
@@ -33,3 +34,17 @@ def check(trainer: Any) -> None:
                 f"FT: {type(each).__name__} saves when there is an exception, and then waits for ranks "
                 "that do not come: leave save_on_exception=False"
             )
+
+
+def check_order(sampler: Any) -> None:
+    """Refuses a loader's sampler whose order a restart does not bring back.
+
+    Raises:
+        JobAbort: with the way out.
+    """
+    sampler = sampler.dataset._sampler if isinstance(sampler, DistributedSamplerWrapper) else sampler
+    if hasattr(sampler, "generator"):
+        raise JobAbort(
+            f"FT: a loader takes its order from a {type(sampler).__name__}, whose random numbers are in no "
+            "checkpoint: pass sampler=DistributedSampler(…), or one whose order depends on set_epoch"
+        )

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
 
-from ..exception import JobAbort
+from ._lightning_checks import check_order
 from ._lightning_data import LOADERS, of_all_ranks, own_of
 
 
@@ -36,9 +35,7 @@ class Positions:
         fit_loop, loaders = trainer.fit_loop, _loaders(trainer)
         samplers = [_sampler(loader) for loader in loaders]
         for sampler in samplers:
-            _check_order(
-                sampler.dataset._sampler if isinstance(sampler, DistributedSamplerWrapper) else sampler
-            )
+            check_order(sampler)
         if self._loaded is not None:
             for sampler in samplers:
                 if hasattr(sampler, "set_epoch"):
@@ -73,12 +70,3 @@ def _is_stateful(loader: Any) -> bool:
 def _sampler(loader: Any) -> Any:
     batches = getattr(loader, "batch_sampler", None)
     return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
-
-
-def _check_order(sampler: Any) -> None:
-    sampler = sampler.dataset._sampler if isinstance(sampler, DistributedSamplerWrapper) else sampler
-    if hasattr(sampler, "generator"):
-        raise JobAbort(
-            f"FT: a loader takes its order from a {type(sampler).__name__}, whose random numbers are in no "
-            "checkpoint: pass sampler=DistributedSampler(…), or one whose order depends on set_epoch"
-        )

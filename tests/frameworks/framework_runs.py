@@ -197,13 +197,14 @@ def judge(number: int, records: list[Record], active: int, reference: str | None
     return verdict
 
 
-def run_job(kind: Kind, folder: Path, faults: list[str]) -> list[Verdict]:
+def run_job(kind: Kind, folder: Path, faults: list[str], temporary: Path | None = None) -> list[Verdict]:
     """Runs a job to its end.
 
     Args:
         kind: of job.
         folder: for its files.
         faults: of each run, after the clean one.
+        temporary: folder for temporary files; by default the same.
 
     Returns:
         A verdict on each run; what is wrong with the job counts for its last one.
@@ -212,7 +213,7 @@ def run_job(kind: Kind, folder: Path, faults: list[str]) -> list[Verdict]:
     words = ["--nproc-per-node", kind.processes, "--max-rank-restarts", 100 * (len(faults) + 1)]
     words += [HERE / kind.script, "--folder", folder, "--steps", STEPS, "--way", kind.way]
     words += ["--active", kind.active, "--faults", *faults]
-    environment = {**ENVIRONMENT, events.ENV: str(folder / "events"), "TMPDIR": str(folder)}
+    environment = {**ENVIRONMENT, events.ENV: str(folder / "events"), "TMPDIR": str(temporary or folder)}
     trouble = []
     with open(folder / "output", "wb") as output:
         ftrun = warm_ftrun.start_ftrun([str(word) for word in words], output.fileno(), folder, environment)

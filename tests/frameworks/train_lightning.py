@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import signal
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from framework_job import EVERY, Run, main
+from framework_job import EVERY, Run, is_due, main
 from torch import nn
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -137,8 +141,21 @@ def with_fabric(run: Run, ft: FT) -> None:
     run.end({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
 
 
+_copy = shutil.copyfile
+
+
+def _copy_half(source: Any, target: Any, **options: Any) -> Any:
+    """What moves a file to another file system."""
+    if not is_due("write"):
+        return _copy(source, target, **options)
+    half = Path(source).read_bytes()
+    Path(target).write_bytes(half[: len(half) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
+    shutil.copyfile = _copy_half
     main(train, unwind_grace=2.0)
