@@ -87,11 +87,18 @@ class Flat:
         self._iteration = 0
 
     def enter(self, call_wrapper: CallWrapper) -> None:
-        """An iteration begins: looks at what the earlier ones have left."""
+        """An iteration begins: looks at what the earlier ones have left.
+
+        Raises:
+            JobAbort: something beside the faults makes it restart.
+        """
         import ft_wrapper
         from ft_wrapper.abort import wait_for_released_groups
+        from ft_wrapper.exception import JobAbort
 
         self._iteration = call_wrapper.iteration
+        if self._iteration > self.restarts + WARM_UP:
+            raise JobAbort("more restarts than faults: see what was raised")
         wait_for_released_groups()
         self._libc.malloc_trim(0)
         process = psutil.Process()

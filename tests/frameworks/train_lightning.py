@@ -146,11 +146,11 @@ _copy = shutil.copyfile
 
 def _copy_half(source: Any, target: Any, **options: Any) -> Any:
     """What moves a file to another file system."""
-    if not is_due("write"):
-        return _copy(source, target, **options)
-    half = Path(source).read_bytes()
-    Path(target).write_bytes(half[: len(half) // 2])
-    os.kill(os.getpid(), signal.SIGKILL)
+    if is_due("write"):
+        half = Path(source).read_bytes()
+        Path(target).write_bytes(half[: len(half) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _copy(source, target, **options)
 
 
 if __name__ == "__main__":
