@@ -5,10 +5,40 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "flat.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+from flat import wrong  # noqa: E402
+
+
+def looks(**last: Any) -> list[Any]:
+    """Of thirty restarts, of which the last ten have something that the others have not."""
+    same = {"models": 0, "groups": 0, "descriptors": 9, "threads": 4, "resident": 100.0}
+    return [dict(same) for _ in range(20)] + [{**same, **last} for _ in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        ({"resident": 101.9}, []),
+        ({"resident": 102.1}, ["rank 1: resident grew from 100.0 to 102.1"]),
+        ({"descriptors": 10}, ["rank 1: descriptors grew from 9.0 to 10.0"]),
+        ({"threads": 5}, ["rank 1: threads grew from 4.0 to 5.0"]),
+        (
+            {"models": 2, "held": ["a DDP of iteration 3 is held by x.y"]},
+            [
+                "rank 1: 2 models of earlier iterations were alive: a DDP of iteration 3 is held by x.y",
+            ],
+        ),
+        ({"groups": 1}, ["rank 1: 1 groups of earlier iterations were alive: "]),
+    ],
+)
+def test_it_says_what_stays(last: Any, says: list[str]) -> None:
+    assert wrong([looks(), looks(**last)]) == says
 
 
 @pytest.mark.nightly("what it measures is tested in tests/test_torch_state.py")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampl
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ft_wrapper.exception import JobAbort
+from ft_wrapper.integrations._lightning import WholeFiles
 from ft_wrapper.integrations._lightning_checks import check_order
 from ft_wrapper.integrations.lightning import FT
 
@@ -45,10 +48,30 @@ def test_no_torn_file_is_loaded_with_temporary_files_on_another_file_system(tmp_
     assert not wrong, "\n".join(wrong)
     assert len(verdicts) == 21
     assert [verdict.restarts for verdict in verdicts] == [0, *[1] * 20]
-    written = list((tmp_path / "job").rglob("state.ckpt"))
-    assert len(written) >= 21
-    for path in written:
-        assert torch.load(path, weights_only=False)["global_step"] % 4 == 0
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_file_is_whole_or_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    def tears(_: object, file: Any) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    def no_temporary_files(*_: object, **__: object) -> None:
+        raise AssertionError("TMPDIR is used")
+
+    path = tmp_path / "folder" / "state.ckpt"
+    if is_there:
+        WholeFiles().save_checkpoint({"a": 1}, path)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", tears)
+        patched.setattr(tempfile, "mkstemp", no_temporary_files)
+        with pytest.raises(KeyboardInterrupt):
+            WholeFiles().save_checkpoint({"a": 2}, path)
+    assert [each.name for each in path.parent.iterdir()] == ["state.ckpt"] * is_there
+    if is_there:
+        assert WholeFiles().load_checkpoint(path) == {"a": 1}
 
 
 # ---- a Trainer on one process
@@ -254,3 +277,105 @@ def test_an_order_that_lightning_has_wrapped() -> None:
         DistributedSamplerWrapper(range(4), num_replicas=2, rank=0),
     ):
         check_order(fine)
+
+
+# ---- Lightning's clean-up behind an interrupt
+
+SCRIPT = """
+import signal
+import sys
+import threading
+import time
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import Logger
+
+from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.integrations.lightning import FT
+
+GRACE, SECONDS = map(float, sys.argv[1:])
+
+
+class Slow(Logger):
+    name = version = "slow"
+
+    def log_metrics(self, *_, **__):
+        pass
+
+    log_hyperparams = log_metrics
+
+    def finalize(self, status):
+        if status == "failed":
+            time.sleep(SECONDS)
+            print("finalized", flush=True)
+
+
+class Module(L.LightningModule):
+    def __init__(self, fails):
+        super().__init__()
+        self.line = torch.nn.Linear(4, 1)
+        self.fails = fails
+
+    def training_step(self, rows, index):
+        if self.fails and self.trainer.global_step == 2:
+            if self.global_rank == 1:
+                raise ValueError
+            threading.Event().wait()  # for the interruption: in a collective the broken connection is faster
+        return self.line(rows).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+
+def own(*_):
+    pass
+
+
+@Wrapper(unwind_grace=GRACE, barrier_timeout=200, max_same_faults=None)
+def train(call_wrapper: CallWrapper = None):
+    slot, iteration = call_wrapper.state.active_rank, call_wrapper.iteration
+    print("entered with", signal.getsignal(signal.SIGTERM).__qualname__, flush=True)
+    ft = FT(call_wrapper, "checkpoints")
+    logger = Slow() if slot == 0 else False
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": logger}
+    trainer = L.Trainer(**ft.trainer(), **quiet, strategy="ddp", max_steps=4, callbacks=[ft.checkpoint])
+    data = torch.utils.data.DataLoader(list(torch.ones(64, 4)))
+    trainer.fit(Module(iteration < 3), data, ckpt_path=ft.newest())
+
+
+signal.signal(signal.SIGTERM, own)
+train()
+print("left with", signal.getsignal(signal.SIGTERM).__qualname__, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("grace", "seconds", "finalized"), [(60.0, 1.5, 3), (0.5, 1000.0, 0)])
+def test_a_slow_logger_gets_its_grace_and_no_handler_is_left(
+    tmp_path: Path, grace: float, seconds: float, finalized: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-W", "ignore", "-m", "ft_wrapper.run", "--nproc-per-node", "2"]
+    command += ["--max-rank-restarts", "0", str(script), str(grace), str(seconds)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("entered with own") == 2 * 4
+    assert lines.count("left with own") == 2
+    assert lines.count("finalized") == finalized
+
+
+# ---- the page
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_scripts_on_the_page_run(tmp_path: Path, number: int) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text()
+    scripts = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+    assert len(scripts) == 2
+    (tmp_path / "train.py").write_text(scripts[number])
+    options = ["--nproc-per-node", "3", "--active-world-size", "2", "--max-rank-restarts", "0"]
+    command = [sys.executable, "-m", "ft_wrapper.run", *options, "train.py"]
+    subprocess.run(command, cwd=tmp_path, timeout=300, check=True)
+    assert (tmp_path / "final.ckpt").is_file()
