@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from .check.findings import ASYNC_ERRORS
 from .monitor.frames import drop_own_frames
 from .restart import Settings, check_together, default_assignment
 from .restart.call import Call
+from .restart.early_group import already_initialized
 from .settings import ACTIVE_WORLD_SIZE_ENV, Limits, about, formation_size
 from .state import FrozenState, State
 from .store import PrefixStore
@@ -231,10 +233,7 @@ class Wrapper:
                 )
         self._say_who_wins(state)
         if torch.distributed.is_initialized():
-            raise ValueError(
-                "a process group is already initialized; call torch.distributed.destroy_process_group() "
-                "before the wrapped function, and init_process_group() inside it"
-            )
+            raise ValueError(already_initialized(sys._getframe(2)))  # beyond `wrapped`
         return state
 
     def _say_who_wins(self, state: State) -> None:

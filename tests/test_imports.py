@@ -28,6 +28,7 @@ LINES: list[set[str]] = [
     {"restart"},
     {"wrapper"},
     {"live", "checkpoints"},
+    {"integrations"},
     {"run"},
     {"__init__"},
     {"testing"},

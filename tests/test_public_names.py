@@ -32,6 +32,7 @@ NAMES = {
         "StoreError"
     ),
     "attribution": "Interruption InterruptionRecord",
+    "integrations.accelerate": "ForgetAccelerate load_newest begin_step save_state",
     "testing": "FakeStore EtcdServer",
     "testing.inject_fault": "Fault FaultSpec InjectInitialize InjectFinalize inject_fault",
     "checkpoints": "Checkpoints step_of",

@@ -51,8 +51,9 @@ class Planned:
 
     Args:
         kind: what happens.
-        point: ``step``, where a step begins; ``write``, in the middle of a file of a checkpoint; or ``seal``,
-            where this rank has written, and the checkpoint is not sealed.
+        point: ``step``, where a step begins; ``write``, in the middle of a file of a checkpoint, or ``write``
+            and a file's name, in that one; or ``seal``, where this rank has written, and the checkpoint is
+            not sealed.
         step: at this step, or the first time that the point is met after it.
         rank: the active rank.
     """
@@ -163,6 +164,8 @@ def _save_half(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
     fault = None if _current is None else _current.due("write")
     if fault is None:
         _save(obj, f, *args, **kwargs)
+        if isinstance(f, (str, os.PathLike)):
+            cut(f)
         return
     whole = io.BytesIO()
     _save(obj, whole, *args, **kwargs)
@@ -173,6 +176,14 @@ def _save_half(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
     else:
         Path(f).write_bytes(half)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cut(path: str | os.PathLike[str]) -> None:
+    """Ends this rank, and leaves half of a file, if such a fault is due; call it behind each write."""
+    path = Path(path)
+    if _current is not None and _current.due(f"write {path.name}") is not None:
+        os.truncate(path, path.stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _seal_late(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:

@@ -40,6 +40,7 @@ START, A_RUN = 240.0, 120.0
 """Seconds in which a job starts, and in which a run of it ends."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
@@ -90,6 +91,18 @@ KINDS = {
     # One rank writes.
     "compiled": Kind(
         "compiled DDP that asks for its rank", "train_torch.py", way="compiled", saves=("seal",)
+    ),
+    "transformers": Kind(
+        "Hugging Face Trainer, evaluation, two workers",
+        "train_huggingface.py",
+        ("transformers", "accelerate"),
+        way="trainer",
+    ),
+    "accelerate": Kind(
+        "Accelerate, shuffled, dropout, three epochs",
+        "train_huggingface.py",
+        ("accelerate",),
+        way="accelerate",
     ),
     "loader": Kind("`StatefulDataLoader`, two workers", "train_torch.py", ("torchdata",), way="loader"),
 }

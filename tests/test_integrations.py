@@ -1,0 +1,65 @@
+"""Integrations of frameworks, where none of these is installed: small, and imported by their users alone."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+from test_imports import PACKAGE, imports, module, room, sources
+
+from ft_wrapper import Wrapper
+from ft_wrapper.integrations.accelerate import ForgetAccelerate
+from ft_wrapper.state import FrozenState
+
+FOLDER = PACKAGE / "integrations"
+
+
+def test_nothing_of_the_package_imports_them() -> None:
+    users = [
+        f"{path}:{number}"
+        for path in sources()
+        if room(module(path)) != "integrations"
+        for number, name in imports(path)
+        if room(name) == "integrations"
+    ]
+    assert not users
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_they_are_small(path: object) -> None:
+    assert len(path.read_text().splitlines()) < 80  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "framework", "install"),
+    [("transformers", "transformers", r"pip install 'transformers\[torch\]'")],
+)
+def test_a_framework_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, name: str, framework: str, install: str
+) -> None:
+    monkeypatch.setitem(sys.modules, framework, None)
+    monkeypatch.delitem(sys.modules, f"ft_wrapper.integrations.{name}", raising=False)
+    with pytest.raises(ImportError, match=install):
+        importlib.import_module(f"ft_wrapper.integrations.{name}")
+
+
+def test_accelerate_that_is_not_imported_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for known in [each for each in sys.modules if each.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, known)
+    monkeypatch.setitem(sys.modules, "accelerate", None)  # an import would fail
+    state = FrozenState(rank=0, world_size=1)
+    assert ForgetAccelerate()(state) is state
+    Wrapper(finalize=ForgetAccelerate(), initialize=ForgetAccelerate())
+
+
+def test_importing_the_one_for_accelerate_imports_no_framework() -> None:
+    code = (
+        "import sys; import ft_wrapper.integrations.accelerate; "
+        "print(sorted({'accelerate', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "[]"
