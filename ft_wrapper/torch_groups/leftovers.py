@@ -1,0 +1,85 @@
+"""What of earlier iterations is still alive, and who holds it: `leftovers`."""
+
+import dataclasses
+import sys
+from collections.abc import Collection
+
+import torch
+
+from . import made
+from .made import Made
+from .ways import Walk
+
+_NO_WAY = (
+    "no module, frame or thread leads to it: C++ holds it, or it waits in a reference cycle for the collector"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leftover:
+    """A thing of an earlier iteration that is still alive.
+
+    Args:
+        what: its kind: ``DeviceMesh``, ``ProcessGroup``, the class of a wrapped module.
+        iteration: the one that it was made in.
+        held_by: the way to it from a module's global, a frame or a thread; None if none was found.
+        within: whether it is only held by way of others that are left over.
+    """
+
+    what: str
+    iteration: int
+    held_by: str | None
+    within: bool = False
+
+    def __str__(self) -> str:
+        """One line."""
+        article = "an" if self.what.startswith(("FSDP", "A", "E", "I", "O")) else "a"
+        holder = f"is held by {self.held_by}" if self.held_by is not None else f"is alive, and {_NO_WAY}"
+        if self.within:
+            holder = "is held by another leftover"
+        stays = {
+            "DeviceMesh": "its sockets and memory stay, and it may be taken for the new one",
+            "ProcessGroup": "its sockets and threads stay",
+        }.get(self.what, "its memory and its process groups stay")
+        return f"{article} {self.what} of iteration {self.iteration} {holder}: {stays}"
+
+
+def leftovers() -> list[Leftover]:
+    """Looks for what the function has made in earlier iterations and what is still alive, and who holds it.
+
+    Looked for are meshes (``DeviceMesh``), process groups, and modules in ``DistributedDataParallel``, FSDP1
+    or FSDP2. Process groups kept by ``Wrapper(keep_groups=True)`` and what a `LiveState` holds do not
+    count. In a test, call it in the wrapped function, after a restart. Process groups end in the background:
+    call ``ft_wrapper.abort.wait_for_released_groups`` before.
+
+    Where something is alive, all objects of the process are walked through. That may take seconds.
+
+    Returns:
+        What is alive, the oldest first, and last what others hold; empty if all is clean, or there was no
+        restart.
+    """
+    things = made.things.earlier()
+    if not things:
+        return []
+    walk = Walk(things, made.things.spared, caller=sys._getframe(1))
+    for _ in walk.steps():
+        pass
+    return told(things, walk)
+
+
+def told(things: Collection[Made], walk: Walk) -> list[Leftover]:
+    """What a walk has found, of what is still alive."""
+    left = []
+    for each in things:
+        thing = each()
+        if thing is not None and each not in walk.kept:
+            left.append(Leftover(_kind(thing), each.iteration, walk.found.get(each), each in walk.within))
+        del thing
+    return sorted(left, key=lambda each: each.within)  # by its number, else
+
+
+def _kind(thing: object) -> str:
+    if isinstance(thing, torch.distributed.ProcessGroup):
+        return "ProcessGroup"
+    is_mesh = isinstance(thing, torch.distributed.device_mesh.DeviceMesh)
+    return "DeviceMesh" if is_mesh else type(thing).__name__
