@@ -8,11 +8,7 @@ import torch
 
 from . import made
 from .made import Made
-from .ways import Walk
-
-_NO_WAY = (
-    "no module, frame or thread leads to it: C++ holds it, or it waits in a reference cycle for the collector"
-)
+from .ways import Walk, cycle_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,20 +19,28 @@ class Leftover:
         what: its kind: ``DeviceMesh``, ``ProcessGroup``, the class of a wrapped module.
         iteration: the one that it was made in.
         held_by: the way to it from a module's global, a frame or a thread; None if none was found.
+        cycle: the way from it to itself, if there is one: then it may but wait for the collector, which never
+            comes to what ``gc.freeze`` froze.
         within: whether it is only held by way of others that are left over.
     """
 
     what: str
     iteration: int
     held_by: str | None
+    cycle: str | None = None
     within: bool = False
 
     def __str__(self) -> str:
         """One line."""
         article = "an" if self.what.startswith(("FSDP", "A", "E", "I", "O")) else "a"
-        holder = f"is held by {self.held_by}" if self.held_by is not None else f"is alive, and {_NO_WAY}"
         if self.within:
             holder = "is held by another leftover"
+        elif self.held_by is not None:
+            holder = f"is held by {self.held_by}"
+        elif self.cycle is not None:
+            holder = f"is held by itself ({self.cycle}), until the collector comes, or by C++"
+        else:
+            holder = "is held by no module, frame or thread, so by C++"
         stays = {
             "DeviceMesh": "its sockets and memory stay, and it may be taken for the new one",
             "ProcessGroup": "its sockets and threads stay",
@@ -64,16 +68,18 @@ def leftovers() -> list[Leftover]:
     walk = Walk(things, made.things.spared, caller=sys._getframe(1))
     for _ in walk.steps():
         pass
-    return told(things, walk)
+    return told(things, walk, cycles=True)
 
 
-def told(things: Collection[Made], walk: Walk) -> list[Leftover]:
-    """What a walk has found, of what is still alive."""
+def told(things: Collection[Made], walk: Walk, *, cycles: bool = False) -> list[Leftover]:
+    """What a walk has found, of what is still alive; with ``cycles``, also whether it holds itself."""
     left = []
     for each in things:
         thing = each()
         if thing is not None and each not in walk.kept:
-            left.append(Leftover(_kind(thing), each.iteration, walk.found.get(each), each in walk.within))
+            way, within = walk.found.get(each), each in walk.within
+            cycle = cycle_of(thing) if way is None and not within and cycles else None
+            left.append(Leftover(_kind(thing), each.iteration, way, cycle, within))
         del thing
     return sorted(left, key=lambda each: each.within)  # by its number, else
 

@@ -175,15 +175,8 @@ class Walk:
         while chain[-1] not in self._roots and self._parents.get(chain[-1]):
             chain.append(self._parents[chain[-1]])
         way, where = self._roots.get(chain[-1], ("?", ""))
-        holder, before = self._root(chain.pop(), way), None
-        while chain and holder is not None:
-            number = chain.pop()
-            child = next((each for each in gc.get_referents(holder) if id(each) == number), None)
-            if child is None:
-                return f"{way} …{where}"
-            way += _step(before, holder, child)
-            before, holder = holder, child
-        return f"{way}{' …' if chain else ''}{where}"
+        holder = self._root(chain.pop(), way)
+        return _follow(way, None, holder, chain) + where
 
     def _root(self, number: int, name: str) -> Any:
         module = sys.modules.get(name)
@@ -193,6 +186,36 @@ class Walk:
             if id(thread) == number:
                 return thread
         return next((value for _, _, value in _locals(self._caller) if id(value) == number), None)
+
+
+def cycle_of(thing: Any) -> str | None:
+    """The way from a thing through data to itself; None if there is none."""
+    parents, todo = {id(sys.modules): 0}, collections.deque([thing])
+    while todo:
+        holder = todo.popleft()
+        for child in gc.get_referents(holder):
+            if child is thing:
+                chain = [id(thing), id(holder)]
+                while chain[-1] != id(thing):
+                    chain.append(parents[chain[-1]])
+                return _follow(type(thing).__name__, None, thing, chain[:-1])
+            is_data = type(child) not in _ATOMS and not _is(child, (*_CODE, types.ModuleType))
+            if is_data and id(child) not in parents and gc.is_tracked(child):
+                parents[id(child)] = id(holder)
+                todo.append(child)
+    return None
+
+
+def _follow(way: str, before: Any, holder: Any, chain: list[int]) -> str:
+    """A way in words, from where it begins along a chain of objects' numbers, the first one last."""
+    while chain and holder is not None:
+        number = chain.pop()
+        child = next((each for each in gc.get_referents(holder) if id(each) == number), None)
+        if child is None:
+            return f"{way} …"
+        way += _step(before, holder, child)
+        before, holder = holder, child
+    return f"{way} …" if chain else way
 
 
 def _is(thing: Any, kinds: Any) -> bool:
