@@ -117,9 +117,21 @@ class Walk:
                 yield
                 if not self._wanted:
                     return
+        yield from self._inside()
+        # What no way leads to may still hold others: models their meshes, and these their groups.
+        lost = list(self._wanted.values())
+        for made in sorted(lost, key=_depth):
+            if made not in self.within and (thing := made()) is not None:
+                self._wanted.pop(id(thing), None)
+                self._inner.append(thing)
+                del thing
+                yield from self._inside()
+
+    def _inside(self) -> Iterator[None]:
         while self._inner and self._wanted:
             self._look_within(self._inner.popleft())
             yield
+        self._inner.clear()
 
     def _begin(self, name: str, where: str, value: Any) -> None:
         if type(value) not in _ATOMS and id(value) not in self._parents:
@@ -146,7 +158,7 @@ class Walk:
             self._look(child, number)
         elif _is(child, _CODE):
             self._queues[number | 1].append(child)
-        elif gc.is_tracked(child):
+        elif _may_hold(child):
             self._queues[number].append(child)
 
     def _look_within(self, thing: Any) -> None:
@@ -188,6 +200,19 @@ class Walk:
         return next((value for _, _, value in _locals(self._caller) if id(value) == number), None)
 
 
+def _depth(made: Made) -> tuple[int, int]:
+    """Sorts before others what may hold them."""
+    thing = made()
+    return 0 if _is(thing, torch.nn.Module) else 2 if _is(
+        thing, torch.distributed.ProcessGroup
+    ) else 1, -made.number
+
+
+def _may_hold(thing: Any) -> bool:
+    """Containers always: the collector does not look into those of groups alone, which C++ has made."""
+    return gc.is_tracked(thing) or type(thing) in _CONTAINERS
+
+
 def cycle_of(thing: Any) -> str | None:
     """The way from a thing through data to itself; None if there is none."""
     parents, todo = {id(sys.modules): 0}, collections.deque([thing])
@@ -200,7 +225,7 @@ def cycle_of(thing: Any) -> str | None:
                     chain.append(parents[chain[-1]])
                 return _follow(type(thing).__name__, None, thing, chain[:-1])
             is_data = type(child) not in _ATOMS and not _is(child, (*_CODE, types.ModuleType))
-            if is_data and id(child) not in parents and gc.is_tracked(child):
+            if is_data and id(child) not in parents and _may_hold(child):
                 parents[id(child)] = id(holder)
                 todo.append(child)
     return None
