@@ -6,9 +6,11 @@ from collections.abc import Collection
 
 import torch
 
-from . import made
+from . import await_released_groups, made
 from .made import Made
 from .ways import Walk, cycle_of
+
+_RELEASED_WITHIN = 10.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +55,8 @@ def leftovers() -> list[Leftover]:
 
     Looked for are meshes (``DeviceMesh``), process groups, and modules in ``DistributedDataParallel``, FSDP1
     or FSDP2. Process groups kept by ``Wrapper(keep_groups=True)`` and what a `LiveState` holds do not
-    count. In a test, call it in the wrapped function, after a restart. Process groups end in the background:
-    call ``ft_wrapper.abort.wait_for_released_groups`` before.
+    count. In a test, call it in the wrapped function, after a restart. Process groups end in the background,
+    which it waits for, at most 10 s.
 
     Where something is alive, all objects of the process are walked through. That may take seconds.
 
@@ -62,6 +64,7 @@ def leftovers() -> list[Leftover]:
         What is alive, the oldest first, and last what others hold; empty if all is clean, or there was no
         restart.
     """
+    await_released_groups(_RELEASED_WITHIN)
     things = made.things.earlier()
     if not things:
         return []

@@ -1,8 +1,8 @@
 """Ways from a module's global, a frame or a thread to objects: who holds what should be gone.
 
 Walked forward, from what is always alive, by ``gc.get_referents``. The collector's own way back,
-``gc.get_referrers``, does not see what ``gc.freeze`` froze. Data is looked at before code, the user's modules
-before those of libraries: most of the time the way is short, and the rest need not be walked.
+``gc.get_referrers``, does not see what ``gc.freeze`` froze. Short ways are tried before long ones, and the
+user's modules before those of libraries and code: most of the time the rest need not be walked.
 
 Of what was walked only numbers are kept, so that nothing lives longer for it than it takes to look at it.
 """
@@ -35,8 +35,10 @@ _MOST_ENTRIES = 5_000  # of a container: a larger one would take more than a mil
 _OPTIMIZED = inspect.CO_OPTIMIZED
 _OURS = f"{__package__.partition('.')[0]}.live"
 
-# In this order; in each of them code comes after all data.
-_OF_THREADS, _OF_USER, _OF_LIBRARIES, _OF_TORCH, _OF_PYTHON, _GROUPS = range(6)
+# By how many steps a way may be longer to be tried as early as one from a frame or a module of the user's.
+_OF_USER, _OF_LIBRARIES, _OF_TORCH, _OF_PYTHON = 0, 1, 3, 5
+_THROUGH_CODE = 3
+_LONGEST = 40  # ways that are longer are tried in any order
 
 
 class Walk:
@@ -74,7 +76,7 @@ class Walk:
         self._caller = caller
         self._spared: collections.deque[Any] = collections.deque(spared.values())
         self._inner: collections.deque[Any] = collections.deque()
-        self._queues = [collections.deque[Any]() for _ in range(2 * _GROUPS)]
+        self._queues = [collections.deque[Any]() for _ in range(_LONGEST + 1)]
         for thing in (
             unseen,
             *unseen,
@@ -89,9 +91,7 @@ class Walk:
 
     def steps(self) -> Iterator[None]:
         """Walks, an object a step."""
-        modules = [
-            (name, each) for name, each in list(sys.modules.items()) if isinstance(each, types.ModuleType)
-        ]
+        modules = [(name, each) for name, each in list(sys.modules.items()) if _is(each, types.ModuleType)]
         for _, module in modules:
             self._parents[id(module)] = self._parents[id(vars(module))] = 0
         yield
@@ -108,7 +108,7 @@ class Walk:
         yield
         for name, module in modules:
             self._roots.setdefault(id(vars(module)), (name, ""))
-            self._queues[2 * _group(name, module)].append(vars(module))
+            self._queues[_lateness(name, module)].append(vars(module))
             yield
         del modules
         for number, queue in enumerate(self._queues):
@@ -136,7 +136,7 @@ class Walk:
     def _begin(self, name: str, where: str, value: Any) -> None:
         if type(value) not in _ATOMS and id(value) not in self._parents:
             self._roots[id(value)] = name, where
-            self._meet(value, 0, 2 * _OF_THREADS)
+            self._meet(value, 0, _OF_USER)
 
     def _look(self, thing: Any, number: int) -> None:
         if type(thing) in _CONTAINERS and len(thing) > self._most:
@@ -157,9 +157,9 @@ class Walk:
             # At once, and not kept until its turn comes: it may be large.
             self._look(child, number)
         elif _is(child, _CODE):
-            self._queues[number | 1].append(child)
+            self._queues[min(number + 1 + _THROUGH_CODE, _LONGEST)].append(child)
         elif _may_hold(child):
-            self._queues[number].append(child)
+            self._queues[min(number + 1, _LONGEST)].append(child)
 
     def _look_within(self, thing: Any) -> None:
         for child in gc.get_referents(thing):
@@ -313,7 +313,7 @@ def _short(key: Any) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
-def _group(name: str, module: types.ModuleType) -> int:
+def _lateness(name: str, module: types.ModuleType) -> int:
     first = name.partition(".")[0]
     if first in ("torch", "torchgen", "functorch"):
         return _OF_TORCH

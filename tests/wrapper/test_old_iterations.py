@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ft_wrapper
 from ft_wrapper import CallWrapper, LiveState, Wrapper
-from ft_wrapper.abort import wait_for_released_groups
 from ft_wrapper.restart import leftover_check
 
 # Importing FSDP takes seconds of CPU: of no interest here.
@@ -115,7 +114,6 @@ def trains(rank: Rank, name: str) -> list[int]:
                 if dist.get_rank() == n % size:
                     raise ValueError("as planned")
                 dist.barrier()
-        assert wait_for_released_groups(60)
         found.append(len(ft_wrapper.leftovers()))
         return n
 
@@ -256,7 +254,6 @@ def lives(rank: Rank, shards: bool) -> list[Any]:
             if rank.slot == n % 2:
                 raise ValueError("as planned")
             rank.hang()
-        assert wait_for_released_groups(60)
         return [live.step, [str(each) for each in ft_wrapper.leftovers() if each.held_by is not None]]
 
     return train()
@@ -282,7 +279,6 @@ def keeps_its_group(rank: Rank) -> list[str]:
         dist.barrier()
         if call_wrapper.iteration < 2:
             raise ValueError("as planned")
-        assert wait_for_released_groups(60)
         return [str(each) for each in ft_wrapper.leftovers()]
 
     return train()
