@@ -1,104 +1,175 @@
 """Whether a process stays as small as it was over many restarts: memory, descriptors, threads, old models.
 
-    python benchmarks/flat.py                # 200 restarts with DDP, 100 with FSDP2, two ranks each
+    python benchmarks/flat.py                # 200 restarts with DDP, 100 with each other kind, two ranks each
     python benchmarks/flat.py --ddp 20 --fsdp2 10
+    python benchmarks/flat.py --fsdp2 20 --no-collect-garbage     # what the wrapper's collection is for
 
 Each rank raises in turn, in the midst of a step, while the other sits in a collective. Before each entry the
 process is looked at, once its old groups are gone and glibc has given back what it can (``malloc_trim``,
 without which its free lists grow). The table has the first restarts and the last ones: the same, or something
-stays.
+stays; then it says what, and this ends with 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
+import importlib
+import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from jobs import free_port_pair
 
+if TYPE_CHECKING:
+    from ft_wrapper import CallWrapper
+
 WARM_UP = 10  # restarts until caches are full
-WIDTH = 1024  # of a layer: 4 MB of weights
+FOLDER_ENV = "FT_WRAPPER_FLAT_FOLDER"
+GROWTH = 1.02  # of resident memory, from the early restarts to the late ones
 
 
-def look(models: list[weakref.ref[Any]], libc: ctypes.CDLL) -> dict[str, float]:
-    """What this process has: memory in MiB (beyond what it shares), descriptors, threads, old models."""
-    libc.malloc_trim(0)
-    process = psutil.Process()
-    return {
-        "MiB": process.memory_full_info().uss / 2**20,
-        "descriptors": process.num_fds(),
-        "threads": process.num_threads(),
-        "models": sum(model() is not None for model in models),
-    }
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What trains.
+
+    Args:
+        module: has a function of the kind's name, with ``_`` for ``-``, which trains in an iteration: it is
+            given the rank's `Flat` and a ``CallWrapper``.
+        restarts: how many, if not told.
+        needs: what has to be installed beside torch.
+    """
+
+    module: str
+    restarts: int = 100
+    needs: tuple[str, ...] = ()
+
+    def missing(self) -> str | None:
+        """What of it is not installed."""
+        return next((each for each in self.needs if importlib.util.find_spec(each) is None), None)
 
 
-def rank_main(kind: str, restarts: int) -> None:
+KINDS = {
+    "ddp": Kind("flat_torch", 200),
+    "fsdp2": Kind("flat_torch"),
+    "lightning": Kind("flat_lightning", needs=("lightning", "torchdata")),
+    "lightning-fabric": Kind("flat_lightning", needs=("lightning", "torchdata")),
+}
+
+Look = dict[str, Any]
+
+
+class Flat:
+    """A rank's looks at itself, and its faults.
+
+    Args:
+        restarts: how many.
+        folder: which all ranks share.
+    """
+
+    def __init__(self, restarts: int, folder: Path) -> None:
+        self.restarts = restarts
+        self.folder = folder
+        self.looks: list[Look] = []
+        self._slot = int(os.environ["RANK"])
+        self._made: dict[str, list[weakref.ref[Any]]] = {"models": [], "groups": []}
+        self._libc = ctypes.CDLL(None)
+        self._iteration = 0
+
+    def enter(self, call_wrapper: CallWrapper) -> None:
+        """An iteration begins: looks at what the earlier ones have left.
+
+        Raises:
+            JobAbort: something beside the faults makes it restart.
+        """
+        import ft_wrapper
+        from ft_wrapper.abort import wait_for_released_groups
+        from ft_wrapper.exception import JobAbort
+
+        self._iteration = call_wrapper.iteration
+        if self._iteration > self.restarts + WARM_UP:
+            raise JobAbort("more restarts than faults: see what was raised")
+        wait_for_released_groups()
+        self._libc.malloc_trim(0)
+        process = psutil.Process()
+        memory = process.memory_full_info()
+        look: Look = {
+            "MiB": memory.uss / 2**20,  # what it shares with no other process
+            "resident": memory.rss / 2**20,
+            "descriptors": process.num_fds(),
+            "threads": process.num_threads(),
+            **{what: sum(each() is not None for each in made) for what, made in self._made.items()},
+        }
+        find = getattr(ft_wrapper, "leftovers", None)
+        if find is not None and (look["models"] or look["groups"]):
+            look["held"] = [str(each) for each in find()]
+        self.looks.append(look)
+
+    def made(self, model: Any) -> None:
+        """Notes a model of this iteration, and the process group."""
+        import torch.distributed as dist
+
+        self._made["models"].append(weakref.ref(model))
+        self._made["groups"].append(weakref.ref(dist.group.WORLD))
+
+    @property
+    def is_over(self) -> bool:
+        """No fault comes any more."""
+        return self._iteration >= self.restarts
+
+    def fail(self) -> None:
+        """In the midst of the second step of an iteration: raises on one rank, in turn."""
+        if not self.is_over and self._slot == self._iteration % 2:
+            raise RuntimeError("a fault of the benchmark")
+
+
+def rank_main(name: str, restarts: int, collects: bool) -> None:
     """Runs one rank; prints its looks as JSON."""
     import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
-    from ft_wrapper import CallWrapper, Wrapper
-    from ft_wrapper.abort import wait_for_released_groups
+    from ft_wrapper import Wrapper
 
     torch.set_num_threads(1)
-    slot, libc = int(os.environ["RANK"]), ctypes.CDLL(None)
-    looks: list[dict[str, float]] = []
-    models: list[weakref.ref[Any]] = []
+    flat = Flat(restarts, Path(os.environ[FOLDER_ENV]))
+    work = getattr(importlib.import_module(KINDS[name].module), name.replace("-", "_"))
 
-    def build() -> torch.nn.Module:
-        model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        if kind == "ddp":
-            return torch.nn.parallel.DistributedDataParallel(model)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for part in (*model, model):
-            fully_shard(part, mesh=mesh)
-        return model
-
-    @Wrapper(max_same_faults=None)  # the same one, two hundred times, is what is asked for
+    # The same fault, two hundred times, is what is asked for.
+    @Wrapper(max_same_faults=None, collect_garbage=collects)
     def train(call_wrapper: CallWrapper) -> None:
-        n = call_wrapper.iteration
-        wait_for_released_groups()
-        looks.append(look(models, libc))
-        dist.init_process_group("gloo")
-        model = build()
-        models.append(weakref.ref(model))
-        optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(2):
-            model(torch.ones(4, WIDTH)).sum().backward()
-            if n < restarts and step and slot == n % 2:
-                raise RuntimeError("a fault of the benchmark")
-            optimizer.step()
-            optimizer.zero_grad()
-        if n < restarts:
-            dist.barrier()  # which the other one does not reach
+        flat.enter(call_wrapper)
+        work(flat, call_wrapper)
 
     train()
-    print(json.dumps(looks))
+    print(json.dumps(flat.looks))
 
 
-def run(kind: str, restarts: int) -> list[list[dict[str, float]]]:
+def run(kind: str, restarts: int, *, collects: bool = True) -> list[list[Look]]:
     """Runs a job of two ranks; returns each one's looks.
 
     Raises:
         RuntimeError: a rank failed.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(kind, restarts, collects, folder)
+
+
+def _run(kind: str, restarts: int, collects: bool, folder: str) -> list[list[Look]]:
     port = str(free_port_pair())
     ranks = []
     for slot in range(2):
         environment = {
             **os.environ,
+            FOLDER_ENV: folder,
             "RANK": str(slot),
             "LOCAL_RANK": str(slot),
             "WORLD_SIZE": "2",
@@ -107,6 +178,7 @@ def run(kind: str, restarts: int) -> list[list[dict[str, float]]]:
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, __file__, "--rank", kind, str(restarts)]
+        command += [] if collects else ["--no-collect-garbage"]
         with Path(f"flat-{kind}-{slot}.log").open("w") as log:
             ranks.append(
                 subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -122,7 +194,30 @@ def run(kind: str, restarts: int) -> list[list[dict[str, float]]]:
             rank.wait()
 
 
-def report(kind: str, looks: list[list[dict[str, float]]], seconds: float) -> None:
+def wrong(looks: list[list[Look]]) -> list[str]:
+    """What does not stay as it was, in words: at late restarts, compared with those from the tenth on.
+
+    Args:
+        looks: of each rank; at least twice `WARM_UP`.
+    """
+    found = []
+    for rank, of_rank in enumerate(looks):
+        for what in ("models", "groups"):
+            most = max(look[what] for look in of_rank)
+            if most:
+                held = dict.fromkeys(line for look in of_rank for line in look.get("held", ()))
+                found.append(
+                    f"rank {rank}: {most} {what} of earlier iterations were alive: {'; '.join(held)}"
+                )
+        early, late = of_rank[WARM_UP : 2 * WARM_UP], of_rank[-WARM_UP:]
+        for what, growth in (("descriptors", 1.0), ("threads", 1.0), ("resident", GROWTH)):
+            before, after = (statistics.median(look[what] for look in part) for part in (early, late))
+            if after > before * growth:
+                found.append(f"rank {rank}: {what} grew from {before:.1f} to {after:.1f}")
+    return found
+
+
+def report(kind: str, looks: list[list[Look]], seconds: float) -> None:
     """Prints a table."""
     restarts = len(looks[0]) - 1
     print(f"\n{kind}: {restarts} restarts of two ranks in {seconds:.0f} s")
@@ -130,7 +225,7 @@ def report(kind: str, looks: list[list[dict[str, float]]], seconds: float) -> No
     early = [row for rank in looks for row in rank[WARM_UP : 2 * WARM_UP]]
     late = [row for rank in looks for row in rank[-WARM_UP:]]
     between = max(1, restarts - 2 * WARM_UP)
-    for name in looks[0][0]:
+    for name in (each for each in looks[0][0] if each != "held"):
         first, last = (max(rank[i][name] for rank in looks) for i in (0, -1))
         a, b = (statistics.median(row[name] for row in rows) for rows in (early, late))
         print(f"{name:12}{first:10.1f}{a:10.1f}{b:10.1f}{last:10.1f}{(b - a) / between:12.3f}")
@@ -140,23 +235,38 @@ def report(kind: str, looks: list[list[dict[str, float]]], seconds: float) -> No
     )
 
 
-def main() -> None:
-    """Runs both jobs, or one rank of one."""
+def main() -> int:
+    """Runs the jobs, or one rank of one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ddp", type=int, default=200, help="restarts with DDP")
-    parser.add_argument("--fsdp2", type=int, default=100, help="restarts with FSDP2")
+    for name, kind in KINDS.items():
+        parser.add_argument(f"--{name}", type=int, help=f"restarts ({kind.restarts}, if no kind is chosen)")
+    parser.add_argument("--no-collect-garbage", action="store_true", help="Wrapper(collect_garbage=False)")
     parser.add_argument("--rank", nargs=2, metavar=("KIND", "RESTARTS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    collects = not options.no_collect_garbage
     if options.rank:
-        rank_main(options.rank[0], int(options.rank[1]))
-        return
-    for kind, restarts in (("ddp", options.ddp), ("fsdp2", options.fsdp2)):
-        if restarts:
-            began = time.monotonic()
-            report(kind, run(kind, restarts), time.monotonic() - began)
+        rank_main(options.rank[0], int(options.rank[1]), collects)
+        return 0
+    chosen = {name: getattr(options, name.replace("-", "_")) for name in KINDS}
+    if not any(chosen.values()):
+        chosen = {name: kind.restarts for name, kind in KINDS.items()}
+    is_wrong = False
+    for name, restarts in chosen.items():
+        if not restarts:
+            continue
+        if (missing := KINDS[name].missing()) is not None:
+            print(f"\n{name}: {missing} is not installed")
+            continue
+        began = time.monotonic()
+        looks = run(name, restarts, collects=collects)
+        report(name, looks, time.monotonic() - began)
+        for line in wrong(looks) if restarts >= 2 * WARM_UP else ():
+            print(f"WRONG: {line}")
+            is_wrong = True
+    return int(is_wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,8 +6,15 @@ import sys
 import types
 from collections.abc import Iterator
 
-_FRAMEWORKS = ("accelerate", "transformers")
-_MAKERS = ("Accelerator", "TrainingArguments", "PartialState", "AcceleratorState", "Trainer")
+_Makers = dict[str, tuple[str, ...]]  # classes, by their package
+
+_HUGGING_FACE: _Makers = {
+    "accelerate": ("Accelerator", "PartialState", "AcceleratorState"),
+    "transformers": ("TrainingArguments", "Trainer"),
+}
+_LIGHTNING: _Makers = dict.fromkeys(
+    ("lightning", "lightning_fabric", "pytorch_lightning"), ("Fabric", "Trainer")
+)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -15,39 +22,41 @@ def already_initialized(caller: types.FrameType | None) -> str:
     """The error's text.
 
     Hugging Face makes a group in ``TrainingArguments()`` and ``Accelerator()``, which many scripts call at
-    their top. Of such objects the text names the one that was made first, if a variable holds it.
+    their top; Lightning in ``Fabric.launch()`` and ``Trainer.validate()``. Of such objects the text names the
+    one that was made first, if a variable holds it.
 
     Args:
         caller: the frame that calls the wrapped function.
     """
     states = sys.modules.get("accelerate.state")
-    if not getattr(getattr(states, "PartialState", None), "_shared_state", None):
-        return (
-            "a process group is already initialized; call torch.distributed.destroy_process_group() before "
-            "the wrapped function, and init_process_group() inside it"
-        )
-    made = next(_made(caller), None)
-    if made is None:
+    is_accelerate = bool(getattr(getattr(states, "PartialState", None), "_shared_state", None))
+    made = next(_made(caller, _HUGGING_FACE if is_accelerate else _LIGHTNING), None)
+    if made is not None:
+        return f"a process group is already initialized, by {made}: move this line into the wrapped function"
+    if is_accelerate:
         return (
             "a process group is already initialized, by an Accelerator or TrainingArguments of Hugging Face: "
             "make that inside the wrapped function"
         )
-    return f"a process group is already initialized, by {made}: move this line into the wrapped function"
+    return (
+        "a process group is already initialized; call torch.distributed.destroy_process_group() before "
+        "the wrapped function, and init_process_group() inside it"
+    )
 
 
-def _made(frame: types.FrameType | None) -> Iterator[str]:
+def _made(frame: types.FrameType | None, makers: _Makers) -> Iterator[str]:
     """The lines that have made such objects: of the nearest frame first, and of that in order."""
     while frame is not None:
         for variables, code in ((frame.f_locals, frame.f_code), (frame.f_globals, None)):
-            held = {name: kind for name, value in list(variables.items()) if (kind := _kind(value))}
+            held = {name: kind for name, value in list(variables.items()) if (kind := _kind(value, makers))}
             if held:
                 yield from _lines(held, frame.f_code.co_filename, code)
         frame = frame.f_back
 
 
-def _kind(value: object) -> str | None:
+def _kind(value: object, makers: _Makers) -> str | None:
     for base in type(value).__mro__:
-        if base.__name__ in _MAKERS and base.__module__.partition(".")[0] in _FRAMEWORKS:
+        if base.__name__ in makers.get(base.__module__.partition(".")[0], ()):
             return base.__name__
     return None
 

@@ -144,6 +144,11 @@ class Run:
         events.emit(event, run=self.number, rank=self.rank, **fields)
 
 
+def is_due(point: str) -> bool:
+    """Whether this rank is to be killed at this point; only once."""
+    return _current is not None and _current.due(point) is not None
+
+
 _current: Run | None = None
 _save, _seal = torch.save, Checkpoints.seal
 
@@ -161,7 +166,8 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _save_half(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
     """Writes a file, or half of it and no more: what a SIGKILL in the middle leaves."""
-    fault = None if _current is None else _current.due("write")
+    is_file = not isinstance(f, io.BytesIO)
+    fault = _current.due("write") if _current is not None and is_file else None
     if fault is None:
         _save(obj, f, *args, **kwargs)
         if isinstance(f, (str, os.PathLike)):

@@ -60,6 +60,7 @@ class Kind:
         processes: how many.
         active: how many of them train.
         saves: points in mid-save where one of its ranks can be killed; see `framework_job.Planned`.
+        writers: so many ranks write; 0: all of them.
     """
 
     about: str
@@ -69,6 +70,7 @@ class Kind:
     processes: int = 4
     active: int = 3
     saves: tuple[str, ...] = ("write", "seal")
+    writers: int = 0
 
     def missing(self) -> str | None:
         """What of it is not installed."""
@@ -104,6 +106,30 @@ KINDS = {
         ("accelerate",),
         way="accelerate",
     ),
+    "lightning": Kind(
+        "Lightning Trainer, evaluation, `StatefulDataLoader` with two workers",
+        "train_lightning.py",
+        ("lightning", "torchdata"),
+        way="epochs",
+        writers=1,
+    ),
+    "lightning-steps": Kind(
+        "the same with `max_steps`", "train_lightning.py", ("lightning", "torchdata"), way="steps", writers=1
+    ),
+    "lightning-stream": Kind(
+        "the same with an endless `IterableDataset`",
+        "train_lightning.py",
+        ("lightning", "torchdata"),
+        way="stream",
+        writers=1,
+    ),
+    "lightning-fabric": Kind(
+        "Lightning Fabric, `StatefulDataLoader` with two workers",
+        "train_lightning.py",
+        ("lightning", "torchdata"),
+        way="fabric",
+        writers=1,
+    ),
     "loader": Kind("`StatefulDataLoader`, two workers", "train_torch.py", ("torchdata",), way="loader"),
 }
 
@@ -133,11 +159,13 @@ def random_faults(seed: int, kind: Kind) -> str:
     save = choose.choice(kind.saves)
     kinds = [("exception", "step"), ("sigkill", "step"), ("sigkill", save), ("sleep", "step")]
     choose.shuffle(kinds)
-    part = STEPS // len(kinds)
-    return ",".join(
-        f"{what}:{point}:{index * part + choose.randint(1, part - 2)}:{choose.randrange(kind.active)}"
-        for index, (what, point) in enumerate(kinds)
-    )
+    part, planned = STEPS // len(kinds), []
+    for index, (what, point) in enumerate(kinds):
+        step, rank = index * part + choose.randint(1, part - 2), choose.randrange(kind.active)
+        if point == "write" and kind.writers:
+            rank %= kind.writers
+        planned.append(f"{what}:{point}:{step}:{rank}")
+    return ",".join(planned)
 
 
 def judge(number: int, records: list[Record], active: int, reference: str | None, planned: int) -> Verdict:
@@ -169,13 +197,14 @@ def judge(number: int, records: list[Record], active: int, reference: str | None
     return verdict
 
 
-def run_job(kind: Kind, folder: Path, faults: list[str]) -> list[Verdict]:
+def run_job(kind: Kind, folder: Path, faults: list[str], temporary: Path | None = None) -> list[Verdict]:
     """Runs a job to its end.
 
     Args:
         kind: of job.
         folder: for its files.
         faults: of each run, after the clean one.
+        temporary: folder for temporary files; by default the same.
 
     Returns:
         A verdict on each run; what is wrong with the job counts for its last one.
@@ -184,7 +213,7 @@ def run_job(kind: Kind, folder: Path, faults: list[str]) -> list[Verdict]:
     words = ["--nproc-per-node", kind.processes, "--max-rank-restarts", 100 * (len(faults) + 1)]
     words += [HERE / kind.script, "--folder", folder, "--steps", STEPS, "--way", kind.way]
     words += ["--active", kind.active, "--faults", *faults]
-    environment = {**ENVIRONMENT, events.ENV: str(folder / "events"), "TMPDIR": str(folder)}
+    environment = {**ENVIRONMENT, events.ENV: str(folder / "events"), "TMPDIR": str(temporary or folder)}
     trouble = []
     with open(folder / "output", "wb") as output:
         ftrun = warm_ftrun.start_ftrun([str(word) for word in words], output.fileno(), folder, environment)

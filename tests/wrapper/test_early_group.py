@@ -21,6 +21,10 @@ def made_class(module: str, name: str) -> type:
 TrainingArguments = made_class("transformers.training_args", "TrainingArguments")
 Accelerator = made_class("accelerate.accelerator", "Accelerator")
 Own = type("Own", (TrainingArguments,), {"__module__": "__main__"})
+Fabric = made_class("lightning.fabric.fabric", "Fabric")
+OwnTrainer = type(
+    "OwnTrainer", (made_class("pytorch_lightning.trainer.trainer", "Trainer"),), {"__module__": "__main__"}
+)
 Unrelated = made_class("mylib.accelerate", "Accelerator")
 
 
@@ -107,6 +111,24 @@ GLOBAL = """
 def test_the_line_to_move_is_named(accelerate: object, run: Any, script: str, made: str) -> None:
     expected = f"a process group is already initialized, by {made}: move this line into the wrapped function"
     assert run(script) == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "made"),
+    [
+        ("fabric = Fabric()\nsaid = wrapped()", "fabric (Fabric)"),
+        ("trainer = OwnTrainer()\nsaid = wrapped()", "trainer (Trainer)"),
+    ],
+)
+def test_lightning_has_made_it(run: Any, script: str, made: str) -> None:
+    expected = f"already initialized, by {made} in train.py, line 1: move this line into the wrapped function"
+    assert expected in run(script)
+
+
+def test_accelerate_has_made_it_if_it_has_a_state(accelerate: object, run: Any) -> None:
+    assert "by args (TrainingArguments)" in run(
+        "fabric = Fabric()\nargs = TrainingArguments()\nsaid = wrapped()"
+    )
 
 
 def test_an_object_that_no_variable_holds(accelerate: object, run: Any) -> None:

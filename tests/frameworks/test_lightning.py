@@ -1,0 +1,256 @@
+"""Lightning: kills in mid-write, what the integration refuses, signal handlers, memory over many restarts."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+pytest.importorskip("torchdata")
+
+import lightning as L
+import torch
+from framework_runs import KINDS, run_job
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ft_wrapper.exception import JobAbort
+from ft_wrapper.integrations._lightning_checks import check_order
+from ft_wrapper.integrations.lightning import FT
+
+pytestmark = pytest.mark.frameworks("lightning, torchdata")
+
+# ---- killed in mid-write
+
+
+@pytest.mark.usefixtures("warm_process")
+@pytest.mark.timeout(900)
+def test_no_torn_file_is_loaded_with_temporary_files_on_another_file_system(tmp_path: Path) -> None:
+    """Where Lightning itself copies; twenty kills, in each of the first five checkpoints."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("/dev/shm is no other file system")
+    faults = [f"sigkill:write:{step}:0" for step in (0, 4, 8, 12, 16) * 4]
+    with tempfile.TemporaryDirectory(dir=memory) as temporary:
+        verdicts = run_job(KINDS["lightning"], tmp_path / "job", faults, Path(temporary))
+    wrong = [f"{faults[v.number]}: {'; '.join(v.wrong)}" for v in verdicts if v.wrong]
+    assert not wrong, "\n".join(wrong)
+    assert len(verdicts) == 21
+    assert [verdict.restarts for verdict in verdicts] == [0, *[1] * 20]
+    written = list((tmp_path / "job").rglob("state.ckpt"))
+    assert len(written) >= 21
+    for path in written:
+        assert torch.load(path, weights_only=False)["global_step"] % 4 == 0
+
+
+# ---- a Trainer on one process
+
+
+class FakeCheckpoints:
+    """Notes what is sealed, and what was there then."""
+
+    def __init__(self, call_wrapper: Any, root: Path, keep: int) -> None:
+        self.root = root
+        self.sealed: dict[int, set[str]] = {}
+
+    def folder(self, step: int) -> Path:
+        return self.root / f"checkpoint-{step}"
+
+    def newest(self) -> Path | None:
+        return self.folder(max(self.sealed)) if self.sealed else None
+
+    def seal(self, step: int) -> None:
+        self.sealed[step] = {path.name for path in self.folder(step).iterdir()}
+
+
+class Call:
+    """In the place of a `CallWrapper`."""
+
+    state = SimpleNamespace(active_rank=0)
+    pings = 0
+
+    def ping(self) -> None:
+        self.pings += 1
+
+
+class Module(L.LightningModule):
+    """Notes a random number, and SIGTERM's handler, in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(4, 1)
+        self.drawn: list[float] = []
+        self.handlers: set[Any] = set()
+
+    def training_step(self, rows: torch.Tensor, index: int) -> torch.Tensor:
+        self.drawn.append(torch.rand(()).item())
+        self.handlers.add(signal.getsignal(signal.SIGTERM))
+        loss: torch.Tensor = self.line(rows).square().mean()
+        return loss
+
+    def validation_step(self, rows: torch.Tensor, index: int) -> None:
+        self.handlers.add(signal.getsignal(signal.SIGTERM))
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def ft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FT:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ft_wrapper.integrations.lightning.Checkpoints", FakeCheckpoints)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    return FT(Call(), tmp_path / "out", every=2)  # type: ignore[arg-type]
+
+
+def data(rows: int, **arguments: Any) -> DataLoader[Any]:
+    every: Any = list(torch.ones(rows, 4))
+    return DataLoader(every, **arguments)
+
+
+def trainer(ft: FT, *callbacks: Any, **arguments: Any) -> L.Trainer:
+    arguments = {**ft.trainer(), "max_steps": 6, "callbacks": [*callbacks, ft.checkpoint], **arguments}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    return L.Trainer(**quiet, **arguments)
+
+
+def test_it_pings_saves_and_seals(ft: FT) -> None:
+    one = trainer(ft, num_sanity_val_steps=1)
+    one.fit(Module(), data(4), data(3), ckpt_path=ft.newest())
+    call: Any = ft._call_wrapper
+    assert call.pings == 6 + 1 + 3
+    assert ft._checkpoints.sealed == {step: {"state.ckpt"} for step in (2, 4, 6)}  # type: ignore[attr-defined]
+    assert ft.newest() == str(Path("out/checkpoint-6/state.ckpt").absolute())
+    for run in (one.test, one.predict):
+        before = call.pings
+        run(Module(), data(3))
+        assert call.pings == before + 3
+
+
+def test_a_step_with_several_batches_is_saved_once(ft: FT) -> None:
+    trainer(ft, accumulate_grad_batches=3).fit(Module(), data(100))
+    assert set(ft._checkpoints.sealed) == {2, 4, 6}  # type: ignore[attr-defined]
+
+
+def test_a_step_has_its_own_random_numbers_whatever_was_drawn_before(ft: FT) -> None:
+    drawn = []
+    for others in (3, 8):
+        torch.rand(others)
+        module = Module()
+        trainer(ft, max_steps=1, accumulate_grad_batches=2).fit(module, data(4))
+        drawn.append(module.drawn)
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 2
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_lightning_s_signal_handlers_are_not_there(ft: FT, is_interrupted: bool) -> None:
+    def own(*_: object) -> None:
+        pass
+
+    class Interrupted(BaseException):
+        pass
+
+    class Interrupts(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if is_interrupted:
+                raise Interrupted
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        module = Module()
+        one = trainer(ft, Interrupts())
+        try:
+            one.fit(module, data(4), data(2))
+            one.validate(module, data(2))
+            one.test(module, data(2))
+            one.predict(module, data(2))
+        except Interrupted:
+            pass
+        assert module.handlers == {own}
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [lambda: ModelCheckpoint("best", save_on_exception=True), lambda: OnExceptionCheckpoint("best")],
+)
+def test_checkpoints_on_an_exception(ft: FT, callback: Any) -> None:
+    with pytest.raises(JobAbort, match=r"Checkpoint saves when there is an exception.*leave save_on_exc"):
+        trainer(ft, callback()).fit(Module(), data(4))
+    assert not ft._checkpoints.sealed  # type: ignore[attr-defined]
+
+
+def test_other_checkpoints_are_fine(ft: FT) -> None:
+    trainer(ft, ModelCheckpoint("best")).fit(Module(), data(4))
+    assert list(Path("best").iterdir())
+
+
+def test_a_trainer_without_its_arguments(ft: FT) -> None:
+    with pytest.raises(
+        JobAbort, match=r"the Trainer has no arguments of FT: Trainer\(\*\*ft.trainer\(\), …\)"
+    ):
+        L.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[ft.checkpoint]).fit(
+            Module(), data(4)
+        )
+
+
+def test_other_plugins_are_kept(ft: FT) -> None:
+    mine = object()
+    assert ft.trainer(mine)["plugins"][-1] is mine
+    with pytest.raises(Exception, match="Received multiple values for CheckpointIO"):
+        L.Trainer(**ft.trainer(TorchCheckpointIO()))
+
+
+@pytest.mark.parametrize("every", [0, "often", 2.5])
+def test_every_is_a_number_of_steps(ft: FT, tmp_path: Path, every: Any) -> None:
+    with pytest.raises(JobAbort, match=f"FT: every={every!r}"):
+        FT(Call(), tmp_path, every=every)  # type: ignore[arg-type]
+
+
+def test_no_call_wrapper(tmp_path: Path) -> None:
+    with pytest.raises(JobAbort, match="must be the CallWrapper that the wrapped function is given"):
+        FT(None, tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_training_that_does_not_go_on(ft: FT) -> None:
+    trainer(ft).fit(Module(), data(4))
+    with pytest.raises(
+        JobAbort, match=r"begins at step 0, but step 6 is saved: pass fit\(…, ckpt_path=ft.newest"
+    ):
+        trainer(ft).fit(Module(), data(4))
+    trainer(ft, max_steps=8).fit(Module(), data(4), ckpt_path=ft.newest())
+    assert set(ft._checkpoints.sealed) == {2, 4, 6, 8}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_an_order_that_is_in_no_checkpoint(ft: FT, kind: Any) -> None:
+    with pytest.raises(JobAbort, match=r"from a RandomSampler.*pass sampler=DistributedSampler\(…\)"):
+        trainer(ft).fit(Module(), kind(list(torch.ones(4, 4)), shuffle=True))
+
+
+def test_an_order_that_lightning_has_wrapped() -> None:
+    rows: Any = range(4)
+    with pytest.raises(JobAbort, match="from a WeightedRandomSampler"):
+        check_order(DistributedSamplerWrapper(WeightedRandomSampler([1.0] * 4, 4), num_replicas=2, rank=0))
+    for fine in (
+        None,
+        DistributedSampler(rows, 2, 0),
+        DistributedSamplerWrapper(range(4), num_replicas=2, rank=0),
+    ):
+        check_order(fine)
