@@ -7,7 +7,6 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ft_wrapper import CallWrapper, LiveState, Wrapper
 
@@ -26,7 +25,7 @@ def batch(step):
 def train(steps, call_wrapper: CallWrapper = None):
     dist.init_process_group("gloo")
     live = LiveState(call_wrapper, build, seed=0)
-    ddp = DistributedDataParallel(live["model"], init_sync=False, find_unused_parameters=True)
+    ddp = live.data_parallel(find_unused_parameters=True)
     for step in live.steps(steps):
         live["optimizer"].zero_grad()
         loss = (ddp(batch(step)) - 1).square().mean()

@@ -291,7 +291,7 @@ def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper =
         first, saved = live.step, -1
         steps, commit = live.steps(args.steps), live.commit
         # Looking for unused parameters, DDP keeps the order that it begins with.
-        ddp = DistributedDataParallel(live["model"], init_sync=False, find_unused_parameters=True)
+        ddp = live.data_parallel(find_unused_parameters=True)
     else:
         seed_everything(args.seed)
         objects = build()

@@ -20,6 +20,8 @@ from .log_lines import install as _install_log_handler
 from .state import FrozenState as FrozenState
 from .state import Mode as Mode
 from .state import State as State
+from .torch_groups.leftovers import Leftover as Leftover
+from .torch_groups.leftovers import leftovers as leftovers
 from .wrapper import CallWrapper as CallWrapper
 from .wrapper import Wrapper as Wrapper
 

@@ -1,9 +1,13 @@
 """``DistributedDataParallel`` over a state's modules, made once in a process where that is possible."""
 
+import inspect
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+_HAS_INIT_SYNC = "init_sync" in inspect.signature(DistributedDataParallel).parameters  # not torch 2.6
+_DEFAULTS = {"init_sync": False} if _HAS_INIT_SYNC else {}
 
 
 class DataParallel:
@@ -29,7 +33,7 @@ class DataParallel:
         ddp, its_options = self._kept.pop(name, (None, None))
         if group is None or ddp is None or ddp.module is not module or its_options != options:
             del ddp  # with its hooks, before another one gets its own
-            ddp = DistributedDataParallel(module, **{"init_sync": False, **options})
+            ddp = DistributedDataParallel(module, **{**_DEFAULTS, **options})
         else:
             _reset(ddp, group)
         has_fixed_buckets = options.get("find_unused_parameters") and not options.get("static_graph")

@@ -36,7 +36,7 @@ class LiveState:
     shard of the state is held by a rank that lives::
 
         live = LiveState(call_wrapper, build, seed=0)
-        ddp = DistributedDataParallel(live["model"], init_sync=False)
+        ddp = live.data_parallel()
         for step in live.steps(1000):
             live["optimizer"].zero_grad()
             loss_of(ddp, batch(step)).backward()
@@ -137,8 +137,8 @@ class LiveState:
 
         Args:
             name: of the module.
-            options: for ``DistributedDataParallel``, whose ``init_sync`` is False here: the state is the same
-                on all ranks already.
+            options: for ``DistributedDataParallel``. ``init_sync`` is False here, where torch has it: the
+                state is the same on all ranks already.
 
         Raises:
             KeyError: ``build`` returned none of this name.

@@ -36,6 +36,7 @@ from ..torch_groups.kept import KeptGroup
 from ..torch_groups.standing import standing
 from . import Settings, torch_state
 from .exit_watch import ExitWatch
+from .leftover_check import LeftoverCheck, when_to_look
 from .loop import Endpoint, Left, Performer, RestartLoop
 from .resources import Resources
 from .same_faults import Stay, times_before
@@ -86,6 +87,7 @@ class Call(Performer):
     """
 
     def __init__(self, settings: Settings, plan: StorePlan, state: State, function_name: str) -> None:
+        when = when_to_look()
         if settings.collect_garbage:
             forget.collect_garbage("call")
         self.settings = settings
@@ -103,6 +105,7 @@ class Call(Performer):
         self._user_store: PrefixStore | None = None
         self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
         self._watched = _Watched(self.own.memory)
+        self._leftovers = LeftoverCheck(when, self.kept, collects=settings.collect_garbage)
 
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
@@ -111,6 +114,7 @@ class Call(Performer):
             self.group.close()
             self.own.close(error)
         finally:
+            self._leftovers.close()
             # Its frames refer to this object, and would keep it, with its store, until the collector comes.
             self.state.fn_exception = None
 
@@ -170,6 +174,7 @@ class Call(Performer):
         self.own.memory.rank = state.rank
         self.own.memory.active = state.mode == Mode.ACTIVE
         state.set_distributed_vars()
+        self._leftovers.enter(state.iteration)
         return state.active_rank is not None and forget.forget_compiled_ranks(
             state.active_rank, state.active_world_size or 0
         )
@@ -186,6 +191,7 @@ class Call(Performer):
     # ---- in the function
 
     def call_function(self, state: State, entered: int) -> Left:
+        self._leftovers.look()
         with self._watched:
             return self._call_function(state, entered)
 

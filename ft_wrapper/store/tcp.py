@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import tenacity
 from torch._C._distributed_c10d import TCPStore as TorchTCPStore
@@ -121,7 +121,8 @@ class TCPStore(HoldingStore):
 
     def clone(self) -> "TCPStore":
         other = copy.copy(self)
-        other._store, other._unanswered, other._observer = self._store.clone(), [], None
+        client: Any = another_client(self._store)
+        other._store, other._unanswered, other._observer = client, [], None
         return other
 
     def _read(self, key: str) -> str | None:
@@ -278,6 +279,15 @@ class TCPStoreServer:
         del self._store
 
 
+def another_client(store: Any) -> TorchTCPStore:
+    """A further connection to the server of a client of torch's."""
+    if hasattr(store, "clone"):
+        return store.clone()  # type: ignore[no-any-return]
+    # torch 2.6
+    options: dict[str, Any] = {"is_master": False, "wait_for_workers": False, "timeout": store.timeout}
+    return TorchTCPStore(store.host, store.port, **options)
+
+
 def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
     """Opens a TCPStore server. It listens where `listening_address` says.
 
@@ -303,14 +313,13 @@ def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
-        return TorchTCPStore(
-            host_name,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listener.detach(),  # the server closes it
-        )
+        port = listener.getsockname()[1]
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
+        options["master_listen_fd"] = listener.detach()  # the server closes it
+        try:
+            return TorchTCPStore(host_name, port, **options)
+        except NotImplementedError:  # torch 2.6: its newer kind of server takes no socket
+            return TorchTCPStore(host_name, port, **options, use_libuv=False)
 
 
 def raise_file_limit() -> None:

@@ -253,6 +253,13 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
     return not _background
 
 
+def await_released_groups(timeout: float) -> None:
+    """As `wait_for_released_groups`, in any thread; says nothing."""
+    deadline = time.monotonic() + timeout
+    for thread in list(_background):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
 def _destroy_others(c10d: Any, kept: Any, aborted: bool) -> None:
     """Destroys all groups but one, and lets the names of new ones begin behind its own."""
     names = c10d._world.pg_names

@@ -15,6 +15,7 @@ import contextlib
 import gc
 import logging
 import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 log = logging.getLogger(__name__)
 
 _KNOWN = (2, 13)
+_SLOW_COLLECTION = 1.0  # seconds
 _KILL_PATIENCE = 5.0  # seconds, for a process to be gone after SIGKILL
 
 _warned: set[str] = set()
@@ -95,7 +97,18 @@ def collect_garbage(when: str) -> None:
     """
     if (when == "call" and _frozen) or (when == "warm-up" and when in _frozen):
         return
+    began = time.monotonic()
     gc.collect()
+    seconds = time.monotonic() - began
+    if when == "restart" and seconds > _SLOW_COLLECTION and "collection" not in _warned:
+        _warned.add("collection")
+        log.warning(
+            "collecting garbage took %.1f s of this restart: there are %d objects. Import at the top of the "
+            "script, and make what is large there: what is there before the call is not looked at. "
+            "collect_garbage=False leaves it to Python; see docs/usage.md, 'What torch keeps'",
+            seconds,
+            len(gc.get_objects()),
+        )
     if when not in _frozen:
         gc.freeze()
         _frozen.add(when)

@@ -65,7 +65,7 @@ def trained(
     dist.init_process_group("gloo")
     live = LiveState(call_wrapper, arguments.pop("build", build), seed=3, **arguments)
     first = live.step
-    ddp = DistributedDataParallel(live["model"], init_sync=False, find_unused_parameters=True)
+    ddp = live.data_parallel(find_unused_parameters=True)
     for step in live.steps(STEPS):
         live["optimizer"].zero_grad()
         loss_of(ddp, step).backward()

@@ -84,6 +84,10 @@ IN_A_CALLER = """
     said = main()
 """
 GLOBAL = """
+    def other():
+        args = None
+        return args
+
     def main():
         global args
         return wrapped()
@@ -101,7 +105,7 @@ GLOBAL = """
         (AT_THE_TOP, "args (TrainingArguments) in train.py, line 2"),
         (IN_A_FUNCTION, "accelerator (Accelerator) in train.py, line 8"),
         (IN_A_CALLER, "own_args (TrainingArguments) in train.py, line 7"),
-        (GLOBAL, "args (TrainingArguments) in train.py, line 7"),
+        (GLOBAL, "args (TrainingArguments) in train.py, line 11"),
     ],
 )
 def test_the_line_to_move_is_named(accelerate: object, run: Any, script: str, made: str) -> None:

@@ -1,0 +1,194 @@
+"""What the function makes that belongs to one iteration: meshes, process groups, wrapped modules.
+
+Weak references to them, taken when they are made, tell after a restart what is still alive. Asking the
+collector for all objects would not: what ``gc.freeze`` froze is in none of its lists.
+
+Each kind is noticed where that costs a training step nothing. Meshes and groups are made by one method and
+one function of torch, which are wrapped for the length of a call. ``DistributedDataParallel`` and FSDP1,
+whenever they are imported, register the module that they wrap, and torch tells of that. FSDP2 keeps weak
+references of its own.
+"""
+
+import contextlib
+import functools
+import itertools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+# As what `DistributedDataParallel` and `FullyShardedDataParallel` register the module that they wrap.
+_REGISTERED_AS = frozenset({"module", "_fsdp_wrapped_module"})
+
+
+class Made(weakref.ref[Any]):
+    """A weak reference to a thing, and the iteration that it was made in.
+
+    Attributes:
+        iteration: its number, as the function knows it.
+        entry: tells iterations of this process apart; a later one has a higher number.
+        number: tells things apart; a later one has a higher number.
+    """
+
+    __slots__ = ("entry", "iteration", "number")
+
+    iteration: int
+    entry: int
+    number: int
+
+    def __new__(cls, thing: object, gone: Callable[[Any], object], iteration: int, entry: int) -> "Made":
+        """Takes it. ``gone`` is called once the thing is."""
+        made = super().__new__(cls, thing, gone)
+        made.iteration, made.entry, made.number = iteration, entry, next(_numbers)
+        return made
+
+    def __init__(self, thing: object, gone: Callable[[Any], object], *_: int) -> None:
+        super().__init__(thing, gone)  # type: ignore[call-arg]
+
+    # Not the thing's, which may be under construction, and meshes of two iterations may be equal.
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class Things:
+    """What this process has made in the iterations of one wrapped call.
+
+    Args:
+        spared: holds what stays on purpose; see `spared`.
+
+    Attributes:
+        spared: what these hold, by whatever way, is not left over: the live state.
+    """
+
+    def __init__(self, spared: Mapping[str, Any]) -> None:
+        self.spared = spared
+        self._living: set[Made] = set()
+        self._iteration = 0
+        self._entry = 0
+        self._hooks = contextlib.ExitStack()
+
+    def open(self) -> None:
+        """Begins to notice what is made. A name that this torch does not have is left out."""
+        for hook in (self._notice_meshes, self._notice_groups, self._notice_wrapped_modules):
+            try:
+                hook()
+            except AttributeError as error:
+                log.debug("torch %s: %s: some leftovers are not seen", torch.__version__, error)
+
+    def close(self) -> None:
+        """Ends it. What was noticed stays, as long as it lives."""
+        self._hooks.close()
+        self.spared = {}
+
+    def enter(self, iteration: int) -> None:
+        """Says that an iteration begins: what is made from now on is of that one."""
+        self._note_sharded_modules()
+        self._iteration = iteration
+        self._entry += 1
+
+    def note(self, thing: object) -> None:
+        """Notes a thing that was just made."""
+        self._living.add(Made(thing, self._living.discard, self._iteration, self._entry))
+
+    def keep(self, thing: object) -> None:
+        """Strikes off a thing that is to outlive its iteration."""
+        self._living -= {made for made in list(self._living) if made() is thing}
+
+    def earlier(self) -> list[Made]:
+        """What lives of earlier iterations than the present one, the oldest first."""
+        self._note_sharded_modules()
+        found = [made for made in list(self._living) if made.entry < self._entry and made() is not None]
+        return sorted(found, key=lambda made: made.number)
+
+    # ---- noticing
+
+    def _notice_meshes(self) -> None:
+        mesh: Any = sys.modules["torch.distributed.device_mesh"].DeviceMesh
+        self._wrap(mesh, "__init__", self._noting_self)
+        if "__setstate__" in vars(mesh):  # a loaded checkpoint's, or a copy
+            self._wrap(mesh, "__setstate__", self._noting_self)
+
+    def _notice_groups(self) -> None:
+        c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+        self._wrap(c10d, "_new_process_group_helper", self._noting_group)
+
+    def _notice_wrapped_modules(self) -> None:
+        def notice(module: Any, name: str, _: Any) -> None:
+            if name in _REGISTERED_AS and _wraps(module):
+                self.note(module)
+
+        register: Any = torch.nn.modules.module.register_module_module_registration_hook
+        self._hooks.callback(register(notice).remove)
+
+    def _note_sharded_modules(self) -> None:
+        """Those of FSDP2, of which torch keeps weak references. After a collection next to none are left."""
+        composable = sys.modules.get("torch.distributed._composable_state")
+        references: list[Any] = getattr(
+            composable, "_module_state_mapping", weakref.WeakKeyDictionary()
+        ).keyrefs()
+        if references:
+            known = {id(made()) for made in list(self._living)}
+            for module in (reference() for reference in references):
+                if module is not None and id(module) not in known:
+                    self.note(module)
+
+    def _wrap(self, owner: Any, name: str, wrapping: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        ours = functools.wraps(original)(wrapping(original))
+
+        def put_back() -> None:
+            if vars(owner).get(name) is ours:  # else another program has put its own around it
+                setattr(owner, name, original)
+
+        setattr(owner, name, ours)
+        self._hooks.callback(put_back)
+
+    def _noting_self(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(made: Any, *arguments: Any, **options: Any) -> Any:
+            self.note(made)
+            return original(made, *arguments, **options)
+
+        return run
+
+    def _noting_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            made = original(*arguments, **options)
+            if isinstance(made[0], torch.distributed.ProcessGroup):  # else this rank is not in it
+                self.note(made[0])
+            return made
+
+        return run
+
+
+#: Those of the present call, or of the last one.
+things = Things({})
+
+
+def begin(spared: Mapping[str, Any]) -> Things:
+    """Begins a call's.
+
+    Args:
+        spared: see `Things`.
+    """
+    global things
+    things = Things(spared)
+    things.open()
+    return things
+
+
+def keep(thing: object) -> None:
+    """Strikes off a thing that is to outlive its iteration."""
+    things.keep(thing)
+
+
+def _wraps(module: Any) -> bool:
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        return True
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)

@@ -1,0 +1,152 @@
+"""Compiled code of an old rank, garbage, and the process that writes checkpoints: in one process."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ft_wrapper.torch_groups import forget, release_process_groups
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(forget, "_compiled_for", None)
+    monkeypatch.setattr(forget, "_frozen", set())
+    monkeypatch.setattr(forget, "_warned", set())
+    yield
+    gc.unfreeze()
+
+
+# ---- compiled code
+
+
+@torch.compile(backend="eager")
+def rank_of_four(x: torch.Tensor) -> torch.Tensor:
+    return x + dist.get_rank() + 10 * dist.get_world_size()
+
+
+def asked_as(rank: int) -> float:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    try:
+        return rank_of_four(torch.zeros(1)).item()
+    finally:
+        release_process_groups(aborted=True)
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_compiled_code_of_the_old_rank_is_dropped(compiled: None) -> None:
+    forget.forget_compiled_ranks(1, 4)
+    assert asked_as(1) == 41
+    assert forget.forget_compiled_ranks(0, 4)
+    assert asked_as(0) == 40
+
+
+def test_torch_alone_goes_on_as_the_old_rank(compiled: None) -> None:
+    """Once this fails, torch knows that ranks move, and compiled code need not be dropped."""
+    assert asked_as(1) == 41
+    assert asked_as(0) == 41
+
+
+def test_what_a_spare_has_compiled_is_dropped_when_it_enters(compiled: None) -> None:
+    forget.forget_compiled_code_at_entry()
+    assert asked_as(1) == 41  # in its warm-up, whatever it was there
+    assert forget.forget_compiled_ranks(0, 4)
+    assert asked_as(0) == 40
+
+
+def test_a_rank_that_keeps_its_number_keeps_its_code(compiled: None) -> None:
+    forget.forget_compiled_ranks(1, 4)
+    assert asked_as(1) == 41
+    assert not forget.forget_compiled_ranks(1, 4)
+
+
+# ---- garbage
+
+
+class Cycle:
+    """An object that refers to itself."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_what_refers_to_itself_is_freed_at_each_restart(uncollected: None) -> None:
+    for _ in range(3):
+        gone = weakref.ref(Cycle())
+        assert gone() is not None
+        forget.collect_garbage("restart")
+        assert gone() is None
+
+
+def test_what_is_there_is_frozen_once_at_each_point(uncollected: None) -> None:
+    kept = []
+    for when in ("call", "restart", "warm-up"):
+        before = gc.get_freeze_count()
+        kept.append([[object()] for _ in range(1000)])
+        forget.collect_garbage(when)
+        frozen = gc.get_freeze_count()
+        assert frozen >= before + 1000, when
+        more = [[object()] for _ in range(1000)]
+        forget.collect_garbage(when)
+        assert gc.get_freeze_count() < frozen + 1000, when
+        del more
+
+
+def test_a_slow_collection_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(forget, "_SLOW_COLLECTION", -1.0)
+    forget.collect_garbage("call")  # before the function, where it costs no restart time
+    assert not caplog.records
+    objects = [[] for _ in range(5000)]  # type: ignore[var-annotated]
+    forget.collect_garbage("restart")
+    forget.collect_garbage("restart")
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "Import at the top of the script" in message and "docs/usage.md, 'What torch keeps'" in message
+    count = int(message.partition("there are ")[2].partition(" objects")[0])
+    assert len(objects) <= count < 10_000_000
+
+
+def test_a_quick_collection_is_not_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(forget, "_SLOW_COLLECTION", 1e6)
+    forget.collect_garbage("restart")
+    assert not caplog.records
+
+
+# ---- the process of async_save
+
+
+def test_the_process_that_writes_checkpoints_is_ended_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed.checkpoint._async_process_executor as executor
+
+    done: list[Any] = []
+    process = SimpleNamespace(kill=lambda: done.append("kill"), join=lambda timeout: done.append(timeout > 0))
+    monkeypatch.setattr(executor, "_CHECKPOINT_PROCESS", SimpleNamespace(_save_process=process))
+    forget.end_checkpoint_process()
+    assert done == ["kill", True] and executor._CHECKPOINT_PROCESS is None
+    forget.end_checkpoint_process()
+    assert done == ["kill", True]

@@ -1,0 +1,381 @@
+"""What `leftovers` finds in one process, on torch's fake process group, and what the search leaves alone."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import pickle
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ft_wrapper
+from ft_wrapper.restart import leftover_check
+from ft_wrapper.restart.leftover_check import LeftoverCheck
+from ft_wrapper.torch_groups import made, release_process_groups, wait_for_released_groups, ways
+from ft_wrapper.torch_groups.forget import forget_old_ranks
+from ft_wrapper.torch_groups.made import Things
+from ft_wrapper.torch_groups.ways import Walk
+
+
+@pytest.fixture
+def things() -> Iterator[Things]:
+    """Iteration 0 is on, with process groups."""
+    things = made.begin({})
+    things.enter(0)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield things
+    restart(things, 100)
+    things.close()
+    assert wait_for_released_groups(60)
+
+
+def restart(things: Things, iteration: int = 1) -> None:
+    release_process_groups(aborted=True)
+    forget_old_ranks()
+    gc.collect()
+    things.enter(iteration)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[: len(shape)])
+
+
+def found() -> list[tuple[str, str | None]]:
+    return [(each.what, each.held_by) for each in ft_wrapper.leftovers() if not each.within]
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    """A module of the user's."""
+    library = types.ModuleType("mylib")
+    sys.modules["mylib"] = library
+    yield library
+    del sys.modules["mylib"]
+
+
+class Slotted:
+    """Has no dict."""
+
+    __slots__ = ("mesh",)
+
+
+class Owner:
+    """Has attributes, of its own and of its class."""
+
+    kept: Any = None
+
+    def method(self) -> None:
+        """Bound to it."""
+
+
+def a_closure(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def put_attribute(library: Any, mesh: Any) -> None:
+    library.owner = Owner()
+    library.owner.mesh = mesh
+
+
+def put_slot(library: Any, mesh: Any) -> None:
+    library.owner = Slotted()
+    library.owner.mesh = mesh
+
+
+def put_method(library: Any, mesh: Any) -> None:
+    owner = Owner()
+    setattr(owner, "mesh", mesh)  # noqa: B010
+    library.call = owner.method
+
+
+def put_in_class(library: Any, mesh: Any) -> None:
+    class Registry:
+        table = {"a": [mesh]}
+
+    Registry.__module__ = "mylib"
+    library.Registry = Registry
+
+
+def put_in_cache(library: Any, mesh: Any) -> None:
+    library.cached = functools.lru_cache(lambda mesh: None)
+    library.cached(mesh)
+
+
+PLACES: dict[str, tuple[Callable[[Any, Any], None], str]] = {
+    "global": (lambda library, mesh: setattr(library, "MESH", mesh), "mylib.MESH"),
+    "dict": (lambda library, mesh: setattr(library, "M", {"dp": mesh}), "mylib.M['dp']"),
+    "list": (lambda library, mesh: setattr(library, "M", [0, (mesh,)]), "mylib.M[1][0]"),
+    "set": (lambda library, mesh: setattr(library, "M", {mesh}), "mylib.M (in a set)"),
+    "key": (lambda library, mesh: setattr(library, "M", {mesh: 1}), "mylib.M (a key)"),
+    "attribute": (put_attribute, "mylib.owner.mesh"),
+    "slot": (put_slot, "mylib.owner.mesh"),
+    "class": (put_in_class, "mylib.Registry.table['a'][0]"),
+    "method": (put_method, "mylib.call.__self__.mesh"),
+    "closure": (lambda library, mesh: setattr(library, "f", a_closure(mesh)), "mylib.f.__closure__[0]"),
+    "cache": (put_in_cache, "mylib.cached (its cache)[0]"),
+    "partial": (
+        lambda library, mesh: setattr(library, "f", functools.partial(print, mesh)),
+        "mylib.f.args[0]",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("what", ["DeviceMesh", "ProcessGroup"])
+def test_the_way_from_a_global_is_told(things: Things, library: Any, place: str, what: str) -> None:
+    """A group, too: the collector does not track containers of what C++ has made."""
+    put, way = PLACES[place]
+    put(library, mesh_of(2, 2) if what == "DeviceMesh" else dist.new_group([0, 1]))
+    restart(things)
+    assert found() == [(what, way)]
+
+
+def test_what_the_present_iteration_has_made_is_not_told(things: Things, library: Any) -> None:
+    restart(things)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    library.mesh = mesh_of(4)
+    assert found() == []
+    restart(things, 2)
+    assert found() == [("DeviceMesh", "mylib.mesh")]
+
+
+def test_what_was_frozen_is_found(things: Things, library: Any) -> None:
+    library.table = {"dp": mesh_of(4)}
+    gc.freeze()
+    try:
+        restart(things)
+        assert not gc.get_referrers(library.table["dp"]), "else the collector would do"
+        assert found() == [("DeviceMesh", "mylib.table['dp']")]
+    finally:
+        gc.unfreeze()
+
+
+def test_slices_and_copies_of_meshes_are_found(things: Things, library: Any) -> None:
+    mesh = mesh_of(2, 2)
+    library.slice = mesh["r"]
+    library.loaded = pickle.loads(pickle.dumps(mesh))
+    library.slice._root_mesh = None
+    del mesh
+    restart(things)
+    assert sorted(found(), key=str) == [("DeviceMesh", "mylib.loaded"), ("DeviceMesh", "mylib.slice")]
+
+
+def test_what_holds_itself_is_told(things: Things) -> None:
+    gc.disable()
+    try:
+        model = DistributedDataParallel(torch.nn.Linear(1, 1))
+        model.own = [model]
+        del model
+        release_process_groups(aborted=True)
+        forget_old_ranks()  # and no collection
+        things.enter(1)
+        (left,) = [each for each in ft_wrapper.leftovers() if not each.within]
+        assert left.held_by is None and left.cycle is not None
+        assert "is held by itself (DistributedDataParallel" in str(left)
+    finally:
+        gc.enable()
+
+
+# ---- local variables and threads
+
+
+def test_frames_and_threads_are_looked_at(things: Things) -> None:
+    def holds(mesh: Any, begun: threading.Event, over: threading.Event) -> None:
+        own = {"mesh": mesh}
+        del mesh
+        begun.set()
+        over.wait(60)
+        own.clear()
+
+    begun, over = threading.Event(), threading.Event()
+    given = [mesh_of(4)]
+    thread = threading.Thread(target=lambda: holds(given.pop(), begun, over), name="prefetch")
+    thread.start()
+    assert begun.wait(60)
+    restart(things)
+    try:
+        ((what, way),) = found()
+    finally:
+        over.set()
+        thread.join(60)
+    assert what == "DeviceMesh" and way is not None
+    assert way.startswith("own['mesh'] in holds (test_leftovers.py:") and way.endswith("thread 'prefetch'")
+
+
+def test_a_local_variable_lives_no_longer_for_being_looked_at(things: Things, library: Any) -> None:
+    """Before Python 3.13 whoever looks leaves a copy of all of them in the frame."""
+    thing = Owner()
+    gone = weakref.ref(thing)
+    library.mesh = mesh_of(4)
+    restart(things)
+    assert found() == [("DeviceMesh", "mylib.mesh")]
+    del thing
+    assert gone() is None
+
+
+def test_what_locals_has_given_to_someone_stays_whole(things: Things, library: Any) -> None:
+    mine = locals()
+    library.mesh = mesh_of(4)
+    restart(things)
+    assert found() == [("DeviceMesh", "mylib.mesh")]
+    assert mine["library"] is library and mine["things"] is things
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="nothing is left in frames there")
+def test_how_many_references_a_frames_copy_has_is_known() -> None:
+    assert ways._ALONE > 0
+
+
+def test_nothing_that_asks_an_object_for_its_class_is_run(things: Things, library: Any) -> None:
+    class Proxy:
+        @property
+        def __class__(self) -> Any:  # type: ignore[override]
+            raise AssertionError("asked")
+
+    library.proxy = [Proxy()]
+    library.behind = {"a": [mesh_of(4)]}
+    restart(things)
+    assert found() == [("DeviceMesh", "mylib.behind['a'][0]")]
+
+
+# ---- noticing
+
+
+def test_torch_is_as_it_was_afterwards() -> None:
+    c10d: Any = dist.distributed_c10d
+    hooks = torch.nn.modules.module._global_module_registration_hooks
+    before = [DeviceMesh.__init__, DeviceMesh.__setstate__, c10d._new_process_group_helper, len(hooks)]
+    things = made.begin({})
+    assert DeviceMesh.__init__ is not before[0] and len(hooks) == before[3] + 1
+    things.close()
+    assert before == [
+        DeviceMesh.__init__,
+        DeviceMesh.__setstate__,
+        c10d._new_process_group_helper,
+        len(hooks),
+    ]
+
+
+def test_a_program_that_has_wrapped_it_too_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back in the end
+    things = made.begin({})
+    ours = DeviceMesh.__init__
+
+    def theirs(*arguments: Any, **options: Any) -> None:
+        ours(*arguments, **options)
+
+    setattr(DeviceMesh, "__init__", theirs)  # noqa: B010
+    things.close()
+    assert DeviceMesh.__init__ is theirs
+
+
+def test_a_torch_that_has_none_of_the_names_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, library: Any
+) -> None:
+    monkeypatch.delattr(dist.distributed_c10d, "_new_process_group_helper")
+    things = made.begin({})
+    things.enter(0)
+    things.close()
+
+
+def test_what_is_gone_leaves_no_trace(things: Things) -> None:
+    before = len(things._living)
+    for _ in range(100):
+        mesh_of(4)
+    gc.collect()
+    assert len(things._living) == before
+
+
+def test_a_compiled_function_may_slice_a_mesh(things: Things) -> None:
+    mesh = mesh_of(2, 2)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def add_size(x: torch.Tensor) -> torch.Tensor:
+        return x + mesh["s"].size()
+
+    assert add_size(torch.ones(1)).item() == 3
+
+
+# ---- the wrapper's look
+
+
+class Clock:
+    """Each look at it takes a ten-thousandth of a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+
+def test_it_walks_in_slices_and_ends_in_time(
+    things: Things, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, slices = Clock(), list[float]()
+    monkeypatch.setattr(leftover_check.time, "thread_time", clock)
+    library.mesh = mesh_of(4)
+    restart(things)
+    assert wait_for_released_groups(60)
+    check = LeftoverCheck(None, {}, collects=True)
+    monkeypatch.setattr(check._over, "wait", lambda pause: bool(slices.append(clock.now)))
+    walk = Walk(things.earlier(), {})
+    walk._wanted = {0: walk._wanted.popitem()[1]}  # which it never finds
+    assert not check._walk(walk)
+    check.close()
+    longest = max(later - before for before, later in zip([0.0, *slices], slices, strict=False))
+    assert longest <= 1e-3 and slices[-1] <= 0.2 and len(slices) > 50
+
+
+def test_the_thread_ends_with_the_call(things: Things, library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.mesh = mesh_of(4)
+    check = LeftoverCheck(None, {}, collects=True)
+    check.enter(0)
+    library.mesh = mesh_of(4)
+    restart(things)
+    check.enter(1)
+    monkeypatch.setattr(leftover_check, "_PAUSE", 3600.0)
+    monkeypatch.setattr(leftover_check, "_SLICE", 0.0)
+    check.look()
+    thread = check._thread
+    assert thread is not None
+    check.close()
+    assert not thread.is_alive()
+
+
+def test_it_looks_once_or_each_time_or_never(things: Things, library: Any) -> None:
+    for when, looks in ((None, [True, False]), (True, [True, True]), (False, [False, False])):
+        check = LeftoverCheck(when, {}, collects=True)
+        check.enter(0)
+        check._things.note(library)
+        began = []
+        for n in (1, 2):
+            check.enter(n)
+            before = check._thread
+            check.look()
+            began.append(check._thread is not before)
+            if check._thread is not None:
+                check._thread.join(60)
+        check.close()
+        assert began == looks, when
+
+
+def test_where_nothing_is_left_no_thread_is_started(things: Things) -> None:
+    check = LeftoverCheck(True, {}, collects=True)
+    for n in range(3):
+        check.enter(n)
+        check.look()
+    check.close()
+    assert check._thread is None
