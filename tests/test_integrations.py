@@ -34,7 +34,10 @@ def test_they_are_small(path: object) -> None:
 
 @pytest.mark.parametrize(
     ("name", "framework", "install"),
-    [("transformers", "transformers", r"pip install 'transformers\[torch\]'")],
+    [
+        ("lightning", "lightning", "this needs Lightning: pip install lightning"),
+        ("transformers", "transformers", r"pip install 'transformers\[torch\]'"),
+    ],
 )
 def test_a_framework_that_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, name: str, framework: str, install: str
