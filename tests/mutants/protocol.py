@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-LOGS = "protocol/records.py"
+LOGS = "protocol/entries.py"
 ITERATION = "protocol/global_iteration.py"
 INTERRUPTION = "protocol/evidence.py"
 JOINING = "protocol/joining.py"
