@@ -6,6 +6,7 @@ slices, and ends after a while whether it has found everything or not.
 
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -59,32 +60,44 @@ class LeftoverCheck:
         self._spared = spared
         self._collects = collects
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
         self._things = made.begin(spared)
+        self._has_looked = False
+        self._wanted: queue.SimpleQueue[list[Made] | None] = queue.SimpleQueue()
+        # Begun before the first iteration: to begin one takes a restart some tenths of a millisecond.
+        self._thread: threading.Thread | None = None
+        if when is not False:
+            self._thread = threading.Thread(target=self._run, name="ft_wrapper-leftovers", daemon=True)
+            self._thread.start()
 
     def enter(self, iteration: int) -> None:
         """Says that an iteration begins."""
         self._things.enter(iteration)
 
-    def look(self) -> None:
-        """Looks, if it is time to, in the background."""
-        if self._when is False or (self._thread is not None and (not self._when or self._thread.is_alive())):
-            return
+    def look(self) -> bool:
+        """Looks, if it is time to and something is alive, in the background; whether it does."""
+        if self._when is False or (self._has_looked and not self._when):
+            return False
         things = self._things.earlier()
         if things:
-            self._thread = threading.Thread(
-                target=self._run, args=[things], name="ft_wrapper-leftovers", daemon=True
-            )
-            self._thread.start()
+            self._has_looked = True
+            self._wanted.put(things)
+        return bool(things)
 
     def close(self) -> None:
         """Ends the thread, and notices nothing more."""
         self._over.set()
+        self._wanted.put(None)
         if self._thread is not None:
             self._thread.join()
         self._things.close()
 
-    def _run(self, things: list[Made]) -> None:
+    def _run(self) -> None:
+        while (things := self._wanted.get()) is not None:
+            self._look_at(things)
+            if not self._when:
+                return
+
+    def _look_at(self, things: list[Made]) -> None:
         try:
             torch_groups.await_released_groups(_RELEASED_WITHIN)
             things[:] = [each for each in things if each() is not None]

@@ -210,7 +210,7 @@ def test_frames_and_threads_are_looked_at(things: Things) -> None:
         over.set()
         thread.join(60)
     assert what == "DeviceMesh" and way is not None
-    assert way.startswith("own['mesh'] in holds (test_leftovers.py:") and way.endswith("thread 'prefetch'")
+    assert way.startswith("own['mesh'] in holds (test_what_is_left.py:") and way.endswith("thread 'prefetch'")
 
 
 def test_a_local_variable_lives_no_longer_for_being_looked_at(things: Things, library: Any) -> None:
@@ -348,9 +348,17 @@ def test_the_thread_ends_with_the_call(things: Things, library: Any, monkeypatch
     check.enter(1)
     monkeypatch.setattr(leftover_check, "_PAUSE", 3600.0)
     monkeypatch.setattr(leftover_check, "_SLICE", 0.0)
-    check.look()
+    assert check.look()
     thread = check._thread
-    assert thread is not None
+    assert thread is not None and thread.is_alive()
+    check.close()
+    assert not thread.is_alive()
+
+
+def test_the_thread_ends_with_a_call_that_had_no_restart(things: Things) -> None:
+    check = LeftoverCheck(None, {}, collects=True)
+    thread = check._thread
+    assert thread is not None and thread.is_alive()
     check.close()
     assert not thread.is_alive()
 
@@ -363,19 +371,14 @@ def test_it_looks_once_or_each_time_or_never(things: Things, library: Any) -> No
         began = []
         for n in (1, 2):
             check.enter(n)
-            before = check._thread
-            check.look()
-            began.append(check._thread is not before)
-            if check._thread is not None:
-                check._thread.join(60)
+            began.append(check.look())
         check.close()
         assert began == looks, when
 
 
-def test_where_nothing_is_left_no_thread_is_started(things: Things) -> None:
+def test_where_nothing_is_left_it_does_not_look(things: Things) -> None:
     check = LeftoverCheck(True, {}, collects=True)
     for n in range(3):
         check.enter(n)
-        check.look()
+        assert not check.look()
     check.close()
-    assert check._thread is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import sys
 import threading
 import types
@@ -32,25 +33,25 @@ def settings() -> dict[str, Any]:
 def watch_looks() -> list[threading.Event]:
     """Has the check say when it has looked; for each look one event."""
     looks: list[threading.Event] = []
-    look, run = leftover_check.LeftoverCheck.look, leftover_check.LeftoverCheck._run
+    look, look_at = leftover_check.LeftoverCheck.look, leftover_check.LeftoverCheck._look_at
+    waiting: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
 
     def looking(self: Any) -> None:
-        before = self._thread
         ended = threading.Event()
-        self._ended = ended
-        look(self)
-        if self._thread is before:
+        if look(self):
+            waiting.put(ended)
+        else:
             ended.set()
         looks.append(ended)
 
-    def running(self: Any, things: Any) -> None:
+    def looking_at(self: Any, things: Any) -> None:
         try:
-            run(self, things)
+            look_at(self, things)
         finally:
-            self._ended.set()
+            waiting.get(timeout=60).set()
 
     setattr(leftover_check.LeftoverCheck, "look", looking)  # noqa: B010
-    setattr(leftover_check.LeftoverCheck, "_run", running)  # noqa: B010
+    setattr(leftover_check.LeftoverCheck, "_look_at", looking_at)  # noqa: B010
     return looks
 
 
