@@ -15,8 +15,8 @@ class RestartAbort(BaseException):
 class JobAbort(RestartAbort):
     """Ends the wrapped call on all ranks: what is wrong would come again in each iteration.
 
-    To be raised in the function or in ``initialize``. The ranks agree on it, so that none goes on without
-    this one, whichever of them sees it first; the others leave with `JobEnded`.
+    To be raised in the function or in ``initialize``. The ranks agree on it, so that none goes on alone, even
+    if only one has seen the error. The others leave with `JobEnded`.
     """
 
 

@@ -14,7 +14,7 @@ from ft_wrapper.testing.inject_fault import ENV, parse_faults
 
 pytestmark = pytest.mark.timeout(600)
 
-# In a save is after this rank has written its part, and before the others know.
+# "In a save": this rank has written its part, and the others do not know it.
 WITH_FAULTS = f"""
 import argparse, sys
 sys.path.insert(0, {str(EXAMPLES)!r})

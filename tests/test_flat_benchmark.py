@@ -16,7 +16,7 @@ from flat import wrong  # noqa: E402
 
 
 def looks(**last: Any) -> list[Any]:
-    """Of thirty restarts, of which the last ten have something that the others have not."""
+    """Thirty restarts; the last ten have something extra."""
     same = {"models": 0, "groups": 0, "descriptors": 9, "threads": 4, "resident": 100.0}
     return [dict(same) for _ in range(20)] + [{**same, **last} for _ in range(10)]
 

@@ -146,7 +146,7 @@ class Checkpoints:
             ValueError: it is negative.
             BarrierTimeout: not all ranks came in time; the message names those that are missing.
             FileNotFoundError: nothing was written.
-            OSError: active rank 0 cannot write the seal; the others restart.
+            OSError: on active rank 0, if it cannot write the seal; that restarts all ranks.
             RuntimeError: the iteration for which this was made is over.
         """
         step = as_int("step", step, at_least=0)

@@ -197,7 +197,7 @@ def sync(folder: Path) -> None:
 def too_many(found: Found, keep: int, run: int, iteration: int, *, own_run_only: bool) -> list[Path]:
     """What may be removed: old sealed ones, and what earlier iterations have left without a seal.
 
-    What this iteration has not sealed may yet be: it is left alone. So are later runs.
+    What this iteration has not sealed yet stays, and so do later runs.
 
     Args:
         found: what is there.

@@ -146,7 +146,7 @@ class StackDump:
         self._memory = memory
         self._signum = free_signal()
         self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)  # a child of an earlier call has a pipe that no one reads
+        os.set_blocking(self._write, False)  # a child of an earlier call has a pipe without a reader
         faulthandler.register(self._signum, file=self._write, all_threads=False, chain=False)
         memory.dump_fd = self._read
         memory.dump_signal = self._signum  # last: it says that there is one to ask
@@ -160,7 +160,7 @@ class StackDump:
 
 
 def where_it_stands(memory: RankMemory, pid: int, pidfd: int) -> str | None:
-    """Says where a rank's main thread stands, which is about to be ended. Takes half a second at the most.
+    """Says where a rank's main thread stands, which is about to be ended. Takes at most half a second.
 
     Args:
         memory: shared with the rank.

@@ -299,7 +299,7 @@ class Membership:
         if current is not None and current[0].call == self.call:
             fault = self.hopeless(current[1])
             if fault is not None:
-                raise RestartAbort(f"slot {self.slot} comes too late: the job was ended by {fault.what}")
+                raise RestartAbort(f"slot {self.slot} comes too late: the job was ended by {fault.in_words}")
         # Longer than the members', who go on without a straggler, and with this one, when theirs ends.
         patience = self.limits.barrier_timeout + self.limits.heartbeat_timeout
         asked = keys.BEFORE_FIRST if is_early and self.slot in self.slots else None

@@ -223,6 +223,11 @@ class SameFault:
         """Whether it ends the job, however often it came."""
         return self.what.startswith(FOR_GOOD)
 
+    @property
+    def in_words(self) -> str:
+        """What it is, for people."""
+        return self.what.removeprefix(FOR_GOOD)
+
 
 def count_same_faults(
     before: Iterable[SameFault], faults: Mapping[str, Member], *, is_any_lost: bool = False

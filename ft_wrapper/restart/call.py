@@ -105,16 +105,21 @@ class Call(Performer):
         self._user_store: PrefixStore | None = None
         self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
         self._watched = _Watched(self.own.memory)
-        self._leftovers = LeftoverCheck(when, self.kept, collects=settings.collect_garbage)
+        try:
+            self._leftovers = LeftoverCheck(when, self.kept, collects=settings.collect_garbage)
+        except BaseException as error:  # no thread can be started
+            self.own.close(error)
+            raise
 
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
         try:
-            self.keeps.close()
-            self.group.close()
-            self.own.close(error)
+            with contextlib.ExitStack() as ending:  # all of it, from below, whatever raises
+                ending.callback(self._leftovers.close)
+                ending.callback(self.own.close, error)
+                ending.callback(self.group.close)
+                ending.callback(self.keeps.close)
         finally:
-            self._leftovers.close()
             # Its frames refer to this object, and would keep it, with its store, until the collector comes.
             self.state.fn_exception = None
 

@@ -27,6 +27,7 @@ _LIMIT = 0.1  # of the thread's own time
 _SLICE = 0.0005  # a step that begins within it may take as long again
 _PAUSE = 0.005  # between two slices, as long as a thread waits for the interpreter's lock
 _RELEASED_WITHIN = 10.0  # process groups that end in the background
+_CALL_ENDS_WITHIN = 0.1  # while that is waited for
 _STEPS_AT_ONCE = 4  # between two looks at the clock
 _MOST_LINES = 10
 
@@ -99,7 +100,10 @@ class LeftoverCheck:
 
     def _look_at(self, things: list[Made]) -> None:
         try:
-            torch_groups.await_released_groups(_RELEASED_WITHIN)
+            deadline = time.monotonic() + _RELEASED_WITHIN
+            while not torch_groups.await_released_groups(_CALL_ENDS_WITHIN):
+                if self._over.is_set() or time.monotonic() > deadline:
+                    break
             things[:] = [each for each in things if each() is not None]
             if not things or self._over.is_set():
                 return

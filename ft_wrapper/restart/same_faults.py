@@ -85,7 +85,7 @@ def pause_before_entering(count: int) -> float:
 def in_words(fault: SameFault, limit: int | None) -> str:
     """Says that a fault comes again and again; ``limit`` is the argument ``max_same_faults``."""
     if fault.is_for_good:
-        return f"{fault.what.removeprefix(FOR_GOOD)} (slot {fault.member.slot})"
+        return f"{fault.in_words} (slot {fault.member.slot})"
     return (
         f"{fault.what} on slot {fault.member.slot}, {fault.count} times in a row without progress "
         f"(max_same_faults={limit})"

@@ -253,11 +253,13 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
     return not _background
 
 
-def await_released_groups(timeout: float) -> None:
-    """As `wait_for_released_groups`, in any thread; says nothing."""
+def await_released_groups(timeout: float) -> bool:
+    """As `wait_for_released_groups`, in any thread; says nothing. Whether all have ended."""
     deadline = time.monotonic() + timeout
-    for thread in list(_background):
+    threads = list(_background)
+    for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def _destroy_others(c10d: Any, kept: Any, aborted: bool) -> None:

@@ -21,8 +21,8 @@ class Leftover:
         what: its kind: ``DeviceMesh``, ``ProcessGroup``, the class of a wrapped module.
         iteration: the one that it was made in.
         held_by: the way to it from a module's global, a frame or a thread; None if none was found.
-        cycle: the way from it to itself, if there is one: then it may but wait for the collector, which never
-            comes to what ``gc.freeze`` froze.
+        cycle: the way from it to itself, if there is one: then it may only wait for the collector, which
+            never looks at what ``gc.freeze`` froze.
         within: whether it is only held by way of others that are left over.
     """
 

@@ -17,7 +17,6 @@ import importlib.util
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -28,10 +27,8 @@ for folder in (HERE.parent, HERE.parent / "live"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from fault_runs import _end_left, by_run, digest_of  # noqa: E402
+from fault_runs import digest_of, run_ftrun  # noqa: E402
 from support import warm_ftrun  # noqa: E402
-
-from ft_wrapper import events  # noqa: E402
 
 BEGIN, END = "<!-- written by make test-frameworks -->", "<!-- to here -->"
 STEPS = 24
@@ -213,21 +210,8 @@ def run_job(kind: Kind, folder: Path, faults: list[str], temporary: Path | None 
     words = ["--nproc-per-node", kind.processes, "--max-rank-restarts", 100 * (len(faults) + 1)]
     words += [HERE / kind.script, "--folder", folder, "--steps", STEPS, "--way", kind.way]
     words += ["--active", kind.active, "--faults", *faults]
-    environment = {**ENVIRONMENT, events.ENV: str(folder / "events"), "TMPDIR": str(temporary or folder)}
-    trouble = []
-    with open(folder / "output", "wb") as output:
-        ftrun = warm_ftrun.start_ftrun([str(word) for word in words], output.fileno(), folder, environment)
-    try:
-        code = ftrun.wait(START + A_RUN * (len(faults) + 1))
-        trouble += [f"ftrun ended with {code}"] * (code != 0)
-    except subprocess.TimeoutExpired:
-        trouble.append("the job did not end")
-    finally:
-        ftrun.kill()
-        ftrun.wait()
-    trouble += [f"a process was left: {command}" for command in _end_left(folder)]
-    path = folder / "events"
-    records = by_run(events.read(str(path)) if path.exists() else [])
+    environment = {**ENVIRONMENT, "TMPDIR": str(temporary or folder)}
+    records, trouble = run_ftrun(words, folder, environment, START + A_RUN * (len(faults) + 1))
     reference = digest_of(records.get(CLEAN, []))
     verdicts = [
         judge(

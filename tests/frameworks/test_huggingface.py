@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from fakes import FakeCall, FakeCheckpoints
 from framework_runs import KINDS, run_job
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
@@ -58,32 +59,6 @@ def test_a_trainer_killed_in_mid_save_is_back_in_one_restart(tmp_path: Path) -> 
 # ---- the Trainer's callback, in a Trainer on one process
 
 
-class FakeCheckpoints:
-    """Notes what is sealed, and what was there then."""
-
-    def __init__(self, call_wrapper: Any, root: Path, keep: int) -> None:
-        self.root, self.keep = root, keep
-        self.sealed: dict[int, set[str]] = {}
-
-    def folder(self, step: int) -> Path:
-        return self.root / f"checkpoint-{step}"
-
-    def newest(self) -> Path | None:
-        return self.folder(max(self.sealed)) if self.sealed else None
-
-    def seal(self, step: int) -> None:
-        self.sealed[step] = {path.name for path in self.folder(step).iterdir()}
-
-
-class Pings:
-    """In the place of a `CallWrapper`."""
-
-    count = 0
-
-    def ping(self) -> None:
-        self.count += 1
-
-
 class Model(torch.nn.Module):
     """A Trainer's model with dropout."""
 
@@ -99,7 +74,7 @@ class Model(torch.nn.Module):
 @pytest.fixture
 def ft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FT:
     monkeypatch.setattr("ft_wrapper.integrations.transformers.Checkpoints", FakeCheckpoints)
-    return FT(Pings(), tmp_path / "out")  # type: ignore[arg-type]
+    return FT(FakeCall(), tmp_path / "out")  # type: ignore[arg-type]
 
 
 def trainer(ft: FT, *callbacks: TrainerCallback, **arguments: Any) -> Trainer:
@@ -118,7 +93,7 @@ def trainer(ft: FT, *callbacks: TrainerCallback, **arguments: Any) -> Trainer:
 def test_it_pings_and_seals_when_all_is_written(ft: FT) -> None:
     trainer(ft).train(resume_from_checkpoint=ft.newest())
     callback: Any = ft.callback
-    assert callback._call_wrapper.count == 2 + 2 * 4
+    assert callback._call_wrapper.pings == 2 + 2 * 4
     assert set(callback._checkpoints.sealed) == {1, 2}
     for names in callback._checkpoints.sealed.values():
         assert names >= {
@@ -260,18 +235,18 @@ def test_the_order_goes_on_with_the_seed_that_it_began_with(tmp_path: Path) -> N
 
 
 def test_a_step_depends_on_seed_step_and_rank_alone() -> None:
-    made, pings = accelerator(), Pings()
+    made, call = accelerator(), FakeCall()
 
     def drawn(step: int, seed: int = 0) -> float:
         torch.rand(7)
-        begin_step(made, pings, step, seed)  # type: ignore[arg-type]
+        begin_step(made, call, step, seed)  # type: ignore[arg-type]
         return torch.rand(()).item()
 
     assert drawn(3) == drawn(3)
     assert len({drawn(3), drawn(4), drawn(3, seed=1)}) == 3
-    assert pings.count == 5
+    assert call.pings == 5
     ranked = SimpleNamespace(process_index=1)
-    begin_step(ranked, pings, 3)  # type: ignore[arg-type]
+    begin_step(ranked, call, 3)  # type: ignore[arg-type]
     assert torch.rand(()).item() != drawn(3)
 
 

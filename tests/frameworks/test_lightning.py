@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ pytest.importorskip("torchdata")
 
 import lightning as L
 import torch
+from fakes import FakeCall, FakeCheckpoints
 from framework_runs import KINDS, run_job
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
@@ -77,33 +77,6 @@ def test_a_file_is_whole_or_as_it_was(
 # ---- a Trainer on one process
 
 
-class FakeCheckpoints:
-    """Notes what is sealed, and what was there then."""
-
-    def __init__(self, call_wrapper: Any, root: Path, keep: int) -> None:
-        self.root = root
-        self.sealed: dict[int, set[str]] = {}
-
-    def folder(self, step: int) -> Path:
-        return self.root / f"checkpoint-{step}"
-
-    def newest(self) -> Path | None:
-        return self.folder(max(self.sealed)) if self.sealed else None
-
-    def seal(self, step: int) -> None:
-        self.sealed[step] = {path.name for path in self.folder(step).iterdir()}
-
-
-class Call:
-    """In the place of a `CallWrapper`."""
-
-    state = SimpleNamespace(active_rank=0)
-    pings = 0
-
-    def ping(self) -> None:
-        self.pings += 1
-
-
 class Module(L.LightningModule):
     """Notes a random number, and SIGTERM's handler, in each step."""
 
@@ -134,7 +107,7 @@ def ft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FT:
     monkeypatch.setattr("ft_wrapper.integrations.lightning.Checkpoints", FakeCheckpoints)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    return FT(Call(), tmp_path / "out", every=2)  # type: ignore[arg-type]
+    return FT(FakeCall(), tmp_path / "out", every=2)  # type: ignore[arg-type]
 
 
 def data(rows: int, **arguments: Any) -> DataLoader[Any]:
@@ -243,7 +216,7 @@ def test_other_plugins_are_kept(ft: FT) -> None:
 @pytest.mark.parametrize("every", [0, "often", 2.5])
 def test_every_is_a_number_of_steps(ft: FT, tmp_path: Path, every: Any) -> None:
     with pytest.raises(JobAbort, match=f"FT: every={every!r}"):
-        FT(Call(), tmp_path, every=every)  # type: ignore[arg-type]
+        FT(FakeCall(), tmp_path, every=every)  # type: ignore[arg-type]
 
 
 def test_no_call_wrapper(tmp_path: Path) -> None:
@@ -282,6 +255,7 @@ def test_an_order_that_lightning_has_wrapped() -> None:
 # ---- Lightning's clean-up behind an interrupt
 
 SCRIPT = """
+import os
 import signal
 import sys
 import threading
@@ -308,7 +282,7 @@ class Slow(Logger):
     def finalize(self, status):
         if status == "failed":
             time.sleep(SECONDS)
-            print("finalized", flush=True)
+            os.write(1, b"finalized\n")
 
 
 class Module(L.LightningModule):
@@ -335,7 +309,7 @@ def own(*_):
 @Wrapper(unwind_grace=GRACE, barrier_timeout=200, max_same_faults=None)
 def train(call_wrapper: CallWrapper = None):
     slot, iteration = call_wrapper.state.active_rank, call_wrapper.iteration
-    print("entered with", signal.getsignal(signal.SIGTERM).__qualname__, flush=True)
+    os.write(1, f"entered with {signal.getsignal(signal.SIGTERM).__qualname__}\n".encode())  # in one piece
     ft = FT(call_wrapper, "checkpoints")
     logger = Slow() if slot == 0 else False
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": logger}
@@ -346,7 +320,7 @@ def train(call_wrapper: CallWrapper = None):
 
 signal.signal(signal.SIGTERM, own)
 train()
-print("left with", signal.getsignal(signal.SIGTERM).__qualname__, flush=True)
+os.write(1, f"left with {signal.getsignal(signal.SIGTERM).__qualname__}\n".encode())
 """
 
 

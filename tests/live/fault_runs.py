@@ -275,12 +275,36 @@ def run_job(
     words += ["--variant", variant]
     words += ["--keep"] * kind.keep
     words += [] if faults is None else ["--faults", faults]
-    environment = {**ENVIRONMENT, events.ENV: str(folder / "events"), "TMPDIR": str(folder)}
+    records, trouble = run_ftrun(words, folder, ENVIRONMENT, START + A_RUN * (runs + 1))
+    reference = digest_of(records.get(CLEAN, []))
+    verdicts = [judge(number, records[number], kind.active, reference) for number in sorted(records)]
+    missing = runs + 1 - len(verdicts)
+    trouble += [f"{missing} runs did not begin"] * bool(missing)
+    verdicts = verdicts or [Verdict(CLEAN)]
+    verdicts[-1].wrong += trouble
+    return verdicts
+
+
+def run_ftrun(
+    words: list[Any], folder: Path, environment: dict[str, str], limit: float
+) -> tuple[dict[int, list[Record]], list[str]]:
+    """Runs an ftrun to its end.
+
+    Args:
+        words: its arguments.
+        folder: for its output, its events and its temporary files.
+        environment: further variables.
+        limit: seconds that it may take.
+
+    Returns:
+        The events of each run, and what was wrong.
+    """
+    environment = {"TMPDIR": str(folder), **environment, events.ENV: str(folder / "events")}
     trouble = []
     with open(folder / "output", "wb") as output:
         ftrun = warm_ftrun.start_ftrun([str(word) for word in words], output.fileno(), folder, environment)
     try:
-        code = ftrun.wait(START + A_RUN * (runs + 1))
+        code = ftrun.wait(limit)
         trouble += [f"ftrun ended with {code}"] * (code != 0)
     except subprocess.TimeoutExpired:
         trouble.append("the job did not end")
@@ -289,14 +313,7 @@ def run_job(
         ftrun.wait()
     trouble += [f"a process was left: {command}" for command in _end_left(folder)]
     path = folder / "events"
-    records = by_run(events.read(str(path)) if path.exists() else [])
-    reference = digest_of(records.get(CLEAN, []))
-    verdicts = [judge(number, records[number], kind.active, reference) for number in sorted(records)]
-    missing = runs + 1 - len(verdicts)
-    trouble += [f"{missing} runs did not begin"] * bool(missing)
-    verdicts = verdicts or [Verdict(CLEAN)]
-    verdicts[-1].wrong += trouble
-    return verdicts
+    return by_run(events.read(str(path)) if path.exists() else []), trouble
 
 
 def _end_left(folder: Path) -> list[str]:

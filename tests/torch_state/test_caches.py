@@ -210,7 +210,7 @@ def test_torch_alone_gives_another_ranks_rows(mesh: dict[str, Any]) -> None:
     """Once this fails, torch knows that ranks move, and the caches need not be cleared."""
     left = what_is_left(mesh, forgets=False)
     assert "wrong rows" in left["wrong"]
-    # The first one that is found hides the others that hold it.
+    # One holder is named; others would be hidden behind it.
     assert {RANDOM, SYMMETRIC, FUNCTIONS} < set(left["not forgotten"])
 
 

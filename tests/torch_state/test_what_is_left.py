@@ -214,7 +214,7 @@ def test_frames_and_threads_are_looked_at(things: Things) -> None:
 
 
 def test_a_local_variable_lives_no_longer_for_being_looked_at(things: Things, library: Any) -> None:
-    """Before Python 3.13 whoever looks leaves a copy of all of them in the frame."""
+    """Before Python 3.13 reading ``f_locals`` leaves a copy of all of them in the frame."""
     thing = Owner()
     gone = weakref.ref(thing)
     library.mesh = mesh_of(4)
