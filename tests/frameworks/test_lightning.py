@@ -254,7 +254,7 @@ def test_an_order_that_lightning_has_wrapped() -> None:
 
 # ---- Lightning's clean-up behind an interrupt
 
-SCRIPT = """
+SCRIPT = r"""
 import os
 import signal
 import sys
