@@ -29,6 +29,7 @@ from ..rendezvous.settings import Identity, Settings
 from ..store import Member, StoreMixin, TCPStore, connect
 from ..store.address import host_port
 from ..store.bounded import bounded, in_background
+from ..store.tcp import SERVER_IS_LIBUV
 from .nodes import Nodes, Round
 from .policy import STORE_TIMEOUT
 from .signals import News, What
@@ -150,9 +151,10 @@ class FtNodes(Nodes):
         if isinstance(store, TCPStore):
             # This node hosts it. It is closed with the round, and that ends the wait of torch's own client;
             # ours would try to find the store again.
-            client = store.torch_store
+            client, first = store.torch_store, names.wake_head(names.BEFORE_FIRST + 1)
             while not client.check([names.HEAD]):
-                client.wait([names.HEAD], _FOREVER)
+                # torch's older server wakes for what is set, and not for what is compared and set.
+                client.wait([names.HEAD if SERVER_IS_LIBUV else first], _FOREVER)
             return True
         with contextlib.closing(store):
             while self._is_on(where):

@@ -13,8 +13,10 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import tenacity
+import torch
 from torch._C._distributed_c10d import TCPStore as TorchTCPStore
 from torch.distributed import DistError, DistNetworkError
+from torch.torch_version import TorchVersion
 
 from .._files import check_open_files
 from ..exception import StoreError, TimeoutError
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SERVER_IS_LIBUV = TorchVersion(torch.__version__) >= "2.8"
+"""Which of torch's two servers a `TCPStoreServer` is: its newer one takes a socket since pytorch 150215."""
 _NEVER = "\x00no key holds this"
 # Of a server, not of a job that uses it, so it has no namespace: that a rank's monitor hosts it.
 _HOSTED_BY_RANK = "ft_wrapper/hosted_by_rank"
@@ -316,10 +320,7 @@ def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
         options["master_listen_fd"] = listener.detach()  # the server closes it
-        try:
-            return TorchTCPStore(host_name, port, **options)
-        except NotImplementedError:  # torch 2.6: its newer kind of server takes no socket
-            return TorchTCPStore(host_name, port, **options, use_libuv=False)
+        return TorchTCPStore(host_name, port, **options, use_libuv=SERVER_IS_LIBUV)
 
 
 def raise_file_limit() -> None:

@@ -63,8 +63,9 @@ def import_lazy_modules() -> None:
     """Imports what torch imports when it is first needed."""
     before = dict(os.environ)
     try:
-        for name in _LAZY_MODULES:
-            importlib.import_module(name)
+        with torch.device("cpu"):  # torch 2.6's compiler computes while it is imported
+            for name in _LAZY_MODULES:
+                importlib.import_module(name)
     finally:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]  # where the compiler's cache is; torch says so again when it uses that
@@ -96,6 +97,13 @@ def _device() -> torch.device | None:
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())
-    if torch.accelerator.current_accelerator() is not None:
-        return None
-    return torch.device("cpu")
+    return None if _is_built_for_gpus() else torch.device("cpu")
+
+
+def _is_built_for_gpus() -> bool:
+    if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return True
+    try:
+        return torch.accelerator.current_accelerator() is not None
+    except RuntimeError:  # torch 2.6 says so that there is none
+        return False

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fault_runs import CLEAN, KINDS, STEPS, VARIANTS, Verdict, by_run, judge, run_job, table
+from support.torch_versions import needs_fsdp2_on_cpu
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("warm_process")]
 
@@ -32,6 +33,7 @@ def test_a_few_faults_cost_no_step(tmp_path: Path) -> None:
 MOVED = "sigkill:step:2:0,exception:step:7:1,sigkill:before vote:7:1"
 
 
+@needs_fsdp2_on_cpu
 def test_survivors_may_take_other_shards(tmp_path: Path) -> None:
     verdicts = run_job(KINDS["hsdp"], tmp_path / "job", 0, 1, 1, faults=MOVED)
     check(verdicts)
@@ -56,6 +58,7 @@ def check_copies(verdicts: list[Verdict]) -> None:
         assert max(verdict.copied) <= every, verdict
 
 
+@needs_fsdp2_on_cpu
 def test_shards_without_replicas_go_back_to_copies(tmp_path: Path) -> None:
     check_copies(run_job(KINDS["buddies"], tmp_path / "job", 0, 1, 1))
 

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.torch_versions import needs_fsdp2_on_cpu
 from torch import nn
 
 from ft_wrapper.torch_groups.forget import forget_old_ranks
@@ -401,6 +402,7 @@ def run(body: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]
     return [answers[rank][1] for rank in range(world_size)]
 
 
+@needs_fsdp2_on_cpu
 @pytest.mark.parametrize(
     "scenario",
     [

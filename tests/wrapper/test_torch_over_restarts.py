@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from rank_harness import SETTINGS, Job, Rank
+from support.torch_versions import needs_async_save_processes, needs_fsdp2_on_cpu
 
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.abort import AbortTorchDistributed, wait_for_released_groups
@@ -115,6 +117,7 @@ def compiles(rank: Rank) -> Any:
     def step(x: torch.Tensor) -> torch.Tensor:
         return x * 0 + dist.get_rank() + 10 * dist.get_world_size()
 
+    torch._inductor.config.compile_threads = 1  # torch 2.6 starts processes for them at once
     compiled = torch.compile(step, backend="aot_eager")
     torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(1))  # imports
 
@@ -280,6 +283,7 @@ def saves_in_a_process(rank: Rank, folder: str) -> Any:
     return train()
 
 
+@needs_async_save_processes
 @pytest.mark.tcp_only("who writes checkpoints is no store's business, and each one imports torch")
 def test_a_process_that_writes_checkpoints_for_async_save_goes_with_its_ranks(
     job: Job, tmp_path: Path
@@ -340,6 +344,7 @@ def who_holds(thing: object) -> str:
     )
 
 
+@needs_fsdp2_on_cpu
 def test_no_old_model_lives_over_thirty_restarts(job: Job) -> None:
     job.start(2, makes_models, 30, True)
     for alive in job.wait():
@@ -349,6 +354,7 @@ def test_no_old_model_lives_over_thirty_restarts(job: Job) -> None:
             assert max(row[column] for row in alive[2:]) <= max(row[column] for row in alive[1:4]) + 2
 
 
+@needs_fsdp2_on_cpu
 def test_the_collector_can_be_left_to_the_user(job: Job) -> None:
     job.start(2, makes_models, 3, False)
     for alive in job.wait():
