@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import importlib.util
 import os
 import random
 import shutil
@@ -71,7 +70,8 @@ class Kind:
 
     def missing(self) -> str | None:
         """What of it is not installed."""
-        return next((each for each in self.packages if importlib.util.find_spec(each) is None), None)
+        installed = {each.metadata["Name"] for each in importlib.metadata.distributions()}
+        return next((each for each in self.packages if each not in installed), None)
 
     def versions(self) -> str:
         """What it was run with."""
@@ -126,6 +126,18 @@ KINDS = {
         ("lightning", "torchdata"),
         way="fabric",
         writers=1,
+    ),
+    "megatron": Kind(
+        "Megatron-core, tensor parallel 2 x data parallel 2",
+        "train_recipes.py",
+        ("megatron-core",),
+        way="megatron",
+        processes=5,
+        active=4,
+        writers=2,
+    ),
+    "deepspeed": Kind(
+        "DeepSpeed ZeRO-1, its own checkpoints", "train_recipes.py", ("deepspeed",), way="deepspeed"
     ),
     "loader": Kind("`StatefulDataLoader`, two workers", "train_torch.py", ("torchdata",), way="loader"),
 }
