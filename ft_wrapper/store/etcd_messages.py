@@ -210,10 +210,12 @@ def read_answer(what: str, endpoint: Endpoint, status: int, data: bytes) -> dict
     if status == 200 and isinstance(reply, dict):
         inner = reply.get("error")
         if isinstance(inner, dict):  # of a stream
-            raise refusal(what, endpoint, int(inner.get("grpc_code", 2)), str(inner.get("message")))
+            code = inner.get("grpc_code", inner.get("code", 2))  # the first until etcd 3.4
+            raise refusal(what, endpoint, int(code), str(inner.get("message")))
         return reply
     if isinstance(reply, dict) and "code" in reply:
-        raise refusal(what, endpoint, int(reply["code"]), str(reply.get("error")))
+        reason = reply.get("error") or reply.get("message")  # the first until etcd 3.4
+        raise refusal(what, endpoint, int(reply["code"]), str(reason))
     if status >= 500:
         raise NoAnswer(f"{endpoint} answers HTTP {status}")
     raise StoreError(

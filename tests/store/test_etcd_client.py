@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import logging
 import os
 import socket
@@ -17,7 +18,7 @@ from etcd_helpers import Relay, ask, erase, write
 from store_helpers import Background
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.store.address import parse_endpoints
+from ft_wrapper.store.address import Endpoint, parse_endpoints
 from ft_wrapper.store.etcd_client import EtcdClient
 from ft_wrapper.store.etcd_messages import (
     Answer,
@@ -28,6 +29,7 @@ from ft_wrapper.store.etcd_messages import (
     compare,
     get,
     put,
+    read_answer,
 )
 from ft_wrapper.store.etcd_watch import Event, Watch
 from ft_wrapper.testing import EtcdServer
@@ -425,6 +427,22 @@ def guarded(etcd: EtcdServer) -> Iterator[EtcdServer]:
         ask(client, "auth/enable", {})
         client.close()
         yield server
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (400, {"error": "etcdserver: user name is empty", "code": 3}),
+        (400, {"code": 3, "message": "etcdserver: user name is empty", "details": []}),
+        (200, {"error": {"grpc_code": 3, "message": "etcdserver: user name is empty"}}),
+        (200, {"error": {"code": 3, "message": "etcdserver: user name is empty", "details": []}}),
+    ],
+    ids=["3.4", "3.5", "a stream of 3.4", "a stream of 3.5"],
+)
+def test_a_refusal_is_told_in_the_words_of_each_version(status: int, answer: dict[str, Any]) -> None:
+    with pytest.raises(EtcdRefused, match=r"h:1 refuses range: .*empty; it wants a user") as refused:
+        read_answer("range", Endpoint("h", 1, False), status, json.dumps(answer).encode())
+    assert refused.value.code == 3
 
 
 def test_password(guarded: EtcdServer, caplog: pytest.LogCaptureFixture) -> None:
