@@ -210,8 +210,8 @@ def read_answer(what: str, endpoint: Endpoint, status: int, data: bytes) -> dict
     if status == 200 and isinstance(reply, dict):
         inner = reply.get("error")
         if isinstance(inner, dict):  # of a stream
-            code = inner.get("grpc_code", inner.get("code", 2))  # the first until etcd 3.4
-            raise refusal(what, endpoint, int(code), str(inner.get("message")))
+            code = int(inner.get("grpc_code") or inner.get("code") or 2)  # the first until etcd 3.4
+            raise refusal(what, endpoint, code, str(inner.get("message")))
         return reply
     if isinstance(reply, dict) and "code" in reply:
         reason = reply.get("error") or reply.get("message")  # the first until etcd 3.4

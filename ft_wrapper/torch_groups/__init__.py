@@ -218,10 +218,7 @@ def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
         _destroy_others(c10d, kept, aborted)
     elif world.default_pg is not None:
         try:
-            if aborted:
-                c10d._abort_process_group()
-            else:
-                c10d.destroy_process_group()
+            _destroy(c10d, world.default_pg, aborted)
         except Exception:
             log.warning("torch.distributed could not destroy its process groups", exc_info=True)
     try:
@@ -262,13 +259,22 @@ def await_released_groups(timeout: float) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
+def _destroy(c10d: Any, group: Any, aborted: bool) -> None:
+    """Destroys a group, or all with the default one; aborted ones are not waited for."""
+    if not aborted:
+        c10d.destroy_process_group(group)
+    elif hasattr(group, "abort") or "nccl" in str(c10d._world.pg_backend_config.get(group)):
+        c10d._abort_process_group(group)
+    # Else it is torch 2.6, which would say at each restart that there is nothing to abort.
+
+
 def _destroy_others(c10d: Any, kept: Any, aborted: bool) -> None:
     """Destroys all groups but one, and lets the names of new ones begin behind its own."""
     names = c10d._world.pg_names
     for group in sorted(names, key=lambda each: str(names[each]), reverse=True):
         if group is not kept:
             try:
-                (c10d._abort_process_group if aborted else c10d.destroy_process_group)(group)
+                _destroy(c10d, group, aborted)
             except Exception:
                 log.warning("torch.distributed could not destroy %r", group, exc_info=True)
     c10d._world.group_count = 1

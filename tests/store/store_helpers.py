@@ -55,6 +55,7 @@ class Proxy:
         self.port: int = self._listener.getsockname()[1]
         self._wake, self._woken = socket.socketpair()
         self._pairs: dict[socket.socket, socket.socket] = {}
+        self._over: list[socket.socket] = []  # cut, to be closed
         self._lock = threading.Lock()
         self._refuses = False
         self._thread = threading.Thread(target=self._run)
@@ -67,7 +68,7 @@ class Proxy:
             for line in pairs:
                 with contextlib.suppress(OSError):
                     line.shutdown(socket.SHUT_RDWR)
-                line.close()
+            self._over += pairs  # closed by the thread, which may be about to wait for them
         self._wake.send(b"!")
         return len(pairs) // 2
 
@@ -86,12 +87,14 @@ class Proxy:
 
     def cut_quietly(self) -> None:
         """Closes what is left once the thread has ended."""
-        for line in self._pairs:
+        for line in (*self._pairs, *self._over):
             line.close()
 
     def _run(self) -> None:
         while True:
             with self._lock:
+                while self._over:
+                    self._over.pop().close()
                 watched = [self._listener, self._woken, *self._pairs]
             readable, _, _ = select.select(watched, [], [])
             for line in readable:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank
+from support.torch_versions import needs_fsdp2_on_cpu
 from torch.nn.parallel import DistributedDataParallel
 
 import ft_wrapper
@@ -123,7 +124,15 @@ def trains(rank: Rank, name: str) -> list[int]:
 
 
 @pytest.mark.tcp_only("what outlives an iteration is no store's business")
-@pytest.mark.parametrize(("name", "ranks"), [("DDP", 2), ("FSDP2", 2), ("HSDP", 4), ("FSDP1", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("DDP", 2),
+        pytest.param("FSDP2", 2, marks=needs_fsdp2_on_cpu),
+        pytest.param("HSDP", 4, marks=needs_fsdp2_on_cpu),
+        ("FSDP1", 2),
+    ],
+)
 def test_nothing_is_said_where_all_is_clean(job: Job, name: str, ranks: int) -> None:
     job.start(ranks, trains, name, env=EACH)
     assert job.wait() == [[RESTARTS, 0]] * ranks
@@ -261,7 +270,9 @@ def lives(rank: Rank, shards: bool) -> list[Any]:
 
 
 @pytest.mark.tcp_only("what outlives an iteration is no store's business")
-@pytest.mark.parametrize("shards", [False, True], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize(
+    "shards", [False, pytest.param(True, marks=needs_fsdp2_on_cpu)], ids=["DDP", "FSDP2"]
+)
 def test_a_live_state_is_not_left_over(job: Job, shards: bool) -> None:
     job.start(2, lives, shards, env=EACH)
     job.wait_for_end(leftovers=not shards)  # gc.freeze at the first restart froze the modules of iteration 0
