@@ -111,10 +111,14 @@ KINDS = {
         writers=1,
     ),
     "lightning-steps": Kind(
-        "the same with `max_steps`", "train_lightning.py", ("lightning", "torchdata"), way="steps", writers=1
+        "Lightning Trainer with `max_steps`",
+        "train_lightning.py",
+        ("lightning", "torchdata"),
+        way="steps",
+        writers=1,
     ),
     "lightning-stream": Kind(
-        "the same with an endless `IterableDataset`",
+        "Lightning Trainer with an endless `IterableDataset`",
         "train_lightning.py",
         ("lightning", "torchdata"),
         way="stream",
