@@ -24,8 +24,8 @@ def looks(**last: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("last", "says"),
     [
-        ({"resident": 101.9}, []),
-        ({"resident": 102.1}, ["rank 1: resident grew from 100.0 to 102.1"]),
+        ({"resident": 102.9}, []),
+        ({"resident": 103.1}, ["rank 1: resident grew from 100.0 to 103.1"]),
         ({"descriptors": 10}, ["rank 1: descriptors grew from 9.0 to 10.0"]),
         ({"threads": 5}, ["rank 1: threads grew from 4.0 to 5.0"]),
         (
