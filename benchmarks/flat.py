@@ -191,8 +191,8 @@ def _run(kind: str, restarts: int, collects: bool, folder: str) -> list[list[Loo
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
-            # glibc gives back at once what is large, and does not raise that bound: what it keeps for threads,
-            # now more, now less, is no growth.
+            # glibc gives back at once what is large, and does not raise that bound: what it keeps for
+            # threads, now more, now less, is no growth.
             "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
             "MALLOC_ARENA_MAX": "2",
         }
