@@ -9,7 +9,7 @@ from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.operations import Append
 from ft_wrapper.protocol.records import MemberRecord
-from ft_wrapper.report.restart import duration, restart_line, waiting_line
+from ft_wrapper.report.restart import duration, make_report, waiting_line
 from ft_wrapper.state import State
 from ft_wrapper.store import Decision, Fault, Member, View
 from ft_wrapper.testing.fake_store import FakeStore
@@ -34,7 +34,7 @@ def said(
         store.execute([Append(keys.entered(n), entry)])
     decision = Decision(0, n, 0, (), (), (), (), (), world_size, 1)
     state = State(0, world_size, active_world_size=active, iteration=n)
-    return restart_line(store, View.of(decision, "nonce", ()), decision, state, faults, seconds)
+    return str(make_report(store, View.of(decision, "nonce", ()), decision, state, faults, seconds))
 
 
 def test_names_what_failed_where_who_took_over_and_how_long_it_took() -> None:
