@@ -5,25 +5,31 @@ from __future__ import annotations
 import contextlib
 import difflib
 import doctest
+import http.server
 import importlib
 import inspect
 import io
 import itertools
+import json
 import os
 import pydoc
+import queue
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+import threading
+import urllib.request
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.run import get_args_parser
 
-from ft_wrapper import Wrapper
+from ft_wrapper import RestartReport, Wrapper
 from ft_wrapper.agent.command_line import make_parser
 from ft_wrapper.protocol import keys
 
@@ -215,6 +221,66 @@ def test_table_of_settings_is_what_its_program_writes(monkeypatch: pytest.Monkey
     for name in inspect.signature(Wrapper).parameters:
         assert f"| `{name}` |" in settings.on_page()
         assert f"\n    {name}: " in (Wrapper.__doc__ or "")
+
+
+# The recipes for on_restart --------------------------------------------------------------------------------
+
+
+def recipe(name: str, given: dict[str, Any]) -> Any:
+    """The function that the page shows, with the modules that it uses."""
+    page = (DOCS / "monitoring.md").read_text().partition(f"### {name}\n")[2]
+    found = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"docs/monitoring.md has no recipe for {name}"
+    exec(compile(found[1], name, "exec"), given)
+    return given["on_restart"]
+
+
+REPORT = RestartReport(
+    iteration=3, cause="rank 1 died", lost=(1,), active_world_size=3, world_size=3, seconds=0.5
+)
+RECIPES = {
+    "Weights & Biases": {"wandb": ["init()", "init().log()", "init().alert()"]},
+    "MLflow": {"mlflow": ["MlflowClient()", "MlflowClient().log_metric()", "MlflowClient().set_tag()"]},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_tell_rank_0_s_service(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were run against the real ones: wandb 0.31.0 offline, mlflow-skinny 3.17.2."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "run7")
+    [(module, calls)] = RECIPES[name].items()
+    service = Mock()
+    tell = recipe(name, {"os": os, module: service})
+    monkeypatch.setenv("RANK", "None")
+    tell(REPORT)
+    assert not service.mock_calls
+    monkeypatch.setenv("RANK", "0")
+    tell(REPORT)
+    assert [f"{call[0]}()" for call in service.mock_calls] == calls
+    assert str(REPORT) in str(service.mock_calls[-1])
+
+
+def test_recipe_for_slack_posts_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    posted: queue.Queue[Any] = queue.Queue()
+
+    class Hook(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hook) as server:
+        server.timeout = 60.0
+        monkeypatch.setenv("SLACK_WEBHOOK", f"http://127.0.0.1:{server.server_port}/")
+        given = {"json": json, "os": os, "threading": threading, "urllib": urllib}
+        recipe("Slack", given)(REPORT)
+        server.handle_request()
+    assert posted.get(timeout=60.0) == {"text": str(REPORT)}
 
 
 # The page on testing: its files are written, its commands are run, and print what it says ------------------

@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 NAMES = {
-    "": "Wrapper CallWrapper Compose State FrozenState Mode Leftover leftovers store",
+    "": "Wrapper CallWrapper Compose State FrozenState Mode Leftover leftovers RestartReport store",
     "initialize": "Initialize RetryController",
     "abort": "Abort AbortTorchDistributed AbortTransformerEngine AbortProcesses",
     "nested_restarter": (

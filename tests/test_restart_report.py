@@ -9,7 +9,7 @@ from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.operations import Append
 from ft_wrapper.protocol.records import MemberRecord
-from ft_wrapper.report.restart import duration, restart_line, waiting_line
+from ft_wrapper.report.restart import RestartReport, TookOver, duration, make_report, waiting_line
 from ft_wrapper.state import State
 from ft_wrapper.store import Decision, Fault, Member, View
 from ft_wrapper.testing.fake_store import FakeStore
@@ -34,7 +34,7 @@ def said(
         store.execute([Append(keys.entered(n), entry)])
     decision = Decision(0, n, 0, (), (), (), (), (), world_size, 1)
     state = State(0, world_size, active_world_size=active, iteration=n)
-    return restart_line(store, View.of(decision, "nonce", ()), decision, state, faults, seconds)
+    return str(make_report(store, View.of(decision, "nonce", ()), decision, state, faults, seconds))
 
 
 def test_names_what_failed_where_who_took_over_and_how_long_it_took() -> None:
@@ -100,6 +100,26 @@ def test_no_fault_and_no_rank_are_said_so() -> None:
     assert "no fault was published" in said(1, [], [], 1, 1, 0.01)
     silent = Fault(Member(4, 0), None, Interruption.UNRESPONSIVE, "sent no heartbeat for 30 s", "", 0)
     assert "slot 4 sent no heartbeat for 30 s;" in said(1, [silent], [], 1, 1, 0.01)
+
+
+@pytest.mark.parametrize("interruption", [None, Interruption.HARD_TIMEOUT])
+def test_a_report_goes_through_json(interruption: Interruption | None) -> None:
+    report = RestartReport(
+        iteration=7,
+        cause="rank 1 died",
+        interruption=interruption,
+        lost=(1, 2),
+        joined=(4,),
+        took_over=(TookOver(5, 1),),
+        recompiling=(1,),
+        active_world_size=3,
+        world_size=4,
+        seconds=0.25,
+        phases={"enter": 0.125},
+        step=12,
+    )
+    assert RestartReport.from_json(report.to_json()) == report
+    assert "\n" not in report.to_json()
 
 
 @pytest.mark.parametrize(

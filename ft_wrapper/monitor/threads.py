@@ -53,6 +53,7 @@ class Watch:
         is_done: whether it has ended well; known before that.
         handled: set once the iteration has ended and, after a fault, the function's thread is free.
         ended_at: when this rank saw its end, in monotonic seconds; None before.
+        aborted_at: when its process groups had been aborted, once.
         store_lost: why its end can be seen no more; the function's thread was freed for that reason.
     """
 
@@ -64,6 +65,7 @@ class Watch:
     is_done: bool = False
     handled: threading.Event = dataclasses.field(default_factory=threading.Event)
     ended_at: float | None = None
+    aborted_at: float | None = None
     store_lost: StoreError | None = None
 
 
@@ -131,7 +133,7 @@ class MonitorThread:
                 # One that is stopped before has been left alone by a rank that is no longer in the job.
                 if outcome == FAULT and not self._stopping.is_set():
                     watch.ended_at = self.store.now()
-                    self._free_main_thread(watch.n)
+                    self._free_main_thread(watch)
                 if watch.is_done and watch.leaves_when_done and not self._stopping.is_set():
                     self.interrupter.request()
                     self.interrupter.interrupt_until_left(_LONG)
@@ -140,7 +142,7 @@ class MonitorThread:
                 forget_frames(error)  # they hold this thread's client, and the watch would hold them
                 watch.store_lost = error
                 watch.over.set()
-                self._free_main_thread(watch.n)
+                self._free_main_thread(watch)
             finally:
                 watch.handled.set()
         self.store.close()
@@ -160,15 +162,16 @@ class MonitorThread:
             if outcome is not None:
                 return outcome
 
-    def _free_main_thread(self, n: int) -> None:
-        events.emit("end", iteration=n)
+    def _free_main_thread(self, watch: Watch) -> None:
+        events.emit("end", iteration=watch.n)
         if self.last_call_wait > 0:
             self._stopping.wait(self.last_call_wait)
         self._run_logged("looking where the function is", self.before_abort)
         # From here on no atomic() block can begin; one that is on is waited for.
         self.interrupter.request()
         aborting = self._begin_abort()
-        events.emit("abort", iteration=n)
+        watch.aborted_at = self.store.now()
+        events.emit("abort", iteration=watch.n)
         # A group that was being made may have opened connections since.
         while not self.interrupter.interrupt_until_left(_ABORT_AGAIN):
             if not aborting.is_alive():

@@ -2,7 +2,7 @@
 
 ``n`` is the number of a global iteration; ``BEFORE_FIRST`` is the one that ends with the first decision.
 Keys under ``wake/`` and ``count/`` wake somebody. What they say is a hint, from which nothing is concluded;
-only an endpoint is told by the key that wakes who waits for it.
+only an endpoint, and a restart's report, are told by the key that wakes who waits for it.
 """
 
 import re
@@ -116,6 +116,8 @@ wake_end = _of_iteration("wake/end")
 wake_head = _of_iteration("wake/head")
 # Address of the store that ``torch.distributed`` uses; wakes who waits for it.
 endpoint = _of_iteration("wake/endpoint")
+# Report of the restart that led to the iteration, for people; wakes who waits for it. Empty: there is none.
+restarted = _of_iteration("wake/restarted")
 # Prefix of the store that a user gets.
 iteration_prefix = _of_iteration("user")
 

@@ -1,7 +1,9 @@
-"""The line that a restart leaves in the log: what failed, where, who took over, how long it took."""
+"""What a restart leaves behind: what failed, where, who took over, how long it took; a line in the log."""
 
+import dataclasses
+import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..attribution import Interruption, by_blame
 from ..protocol import Agreement
@@ -13,10 +15,95 @@ from .missing import who_is_missing
 _SHOWN = 4  # faults and promotions named in a line; the others are counted
 
 
-def restart_line(
+@dataclasses.dataclass(frozen=True)
+class TookOver:
+    """A spare that became active.
+
+    Args:
+        initial_rank: its rank at the job's start, its slot.
+        active_rank: the rank that it has now.
+    """
+
+    initial_rank: int
+    active_rank: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestartReport:
+    """What is known of a restart once all active ranks are back; ``str`` of it is the line in the log.
+
+    Apart from ``phases`` and ``step`` it is the same on all ranks. Initial ranks, those of the job's start,
+    are what the log calls slots.
+
+    Args:
+        iteration: number of the iteration that begins.
+        cause: what ended the one before, in words: ``rank 2 (slot 2 on node7 pid 4711) died``.
+        interruption: what kind of fault that was; None if nothing failed, and a process joined.
+        lost: the initial ranks whose processes are gone.
+        joined: the initial ranks whose processes are new.
+        took_over: the spares that became active.
+        recompiling: the active ranks that will compile again.
+        active_world_size: number of ranks that call the function.
+        world_size: number of all ranks, spares included.
+        seconds: from the end of the iteration before until the last active rank was back.
+        phases: seconds of this rank's own, by the names that ``ftrun report`` has: ``abort``, ``leave``,
+            ``arrive``, ``decide``, ``enter``. A process that joined knows the last one alone.
+        step: what this rank's function had come to; None if that is not known.
+    """
+
+    iteration: int
+    cause: str
+    interruption: Interruption | None = None
+    lost: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    took_over: tuple[TookOver, ...] = ()
+    recompiling: tuple[int, ...] = ()
+    active_world_size: int
+    world_size: int
+    seconds: float
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    step: int | None = None
+
+    def __str__(self) -> str:
+        """The line in the log."""
+        parts = [self.cause]
+        if self.joined and self.interruption is not None:
+            parts.append(_joiners(self.joined))
+        parts.append(_promotions(self.took_over))
+        if self.recompiling:
+            names = _joined(map(str, self.recompiling), len(self.recompiling))
+            parts.append(f"{plural(len(self.recompiling), 'rank')} {names} will compile again")
+        spares = self.world_size - self.active_world_size
+        size = f"{self.active_world_size} active + {spares} spare {plural(spares, 'rank')}"
+        parts.append(f"{size}, back in {duration(self.seconds)}")
+        return f"restart {self.iteration}: {'; '.join(parts)}"
+
+    def to_json(self) -> str:
+        """All of it as one JSON object, in one line."""
+        return json.dumps(dataclasses.asdict(self), default=lambda kind: kind.name)
+
+    @classmethod
+    def from_json(cls, text: str) -> "RestartReport":
+        """Reads `to_json`.
+
+        Raises:
+            ValueError: it is no JSON.
+            KeyError: a field is missing.
+            TypeError: there are other fields than this version has.
+        """
+        fields = json.loads(text)
+        kind = fields["interruption"]
+        fields["interruption"] = None if kind is None else Interruption[kind]
+        fields["took_over"] = tuple(TookOver(**one) for one in fields["took_over"])
+        for name in ("lost", "joined", "recompiling"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+
+def make_report(
     store: Operations, view: View, decision: Decision, state: State, faults: Sequence[Fault], seconds: float
-) -> str:
-    """Puts a restart into words, from what the store has of it.
+) -> RestartReport:
+    """Makes the report of a restart, from what the store has of it.
 
     Args:
         store: what the ranks that entered have noted there.
@@ -27,21 +114,22 @@ def restart_line(
         seconds: from its end until the last active rank was back.
     """
     entered = Agreement(store).entering.entered_in(view.n).values()
-    active = [(one, one.active_rank) for one in entered if one.active_rank is not None]
+    active = sorted((one.active_rank, one) for one in entered if one.active_rank is not None)
     faults = [*faults, *evictions(store, decision.removed, faults)]
-    parts = [in_words(faults)] if faults or not decision.joined else []
-    if decision.joined:
-        parts.append(_joiners(decision.joined))
-    parts.append(_promotions([(one.member.slot, rank) for one, rank in active if one.promoted]))
-    recompiling = sorted(rank for one, rank in active if one.recompiles)
-    if recompiling:
-        names = _joined(map(str, recompiling), len(recompiling))
-        parts.append(f"{plural(len(recompiling), 'rank')} {names} will compile again")
-    active_size = state.active_world_size or 0
-    spares = state.world_size - active_size
-    size = f"{active_size} active + {spares} spare {plural(spares, 'rank')}"
-    parts.append(f"{size}, back in {duration(seconds)}")
-    return f"restart {state.iteration}: {'; '.join(parts)}"
+    joined = tuple(sorted(member.slot for member in decision.joined))
+    is_fault = bool(faults) or not joined
+    return RestartReport(
+        iteration=state.iteration,
+        cause=in_words(faults) if is_fault else _joiners(joined),
+        interruption=by_blame(fault.record for fault in faults)[0].interruption if faults else None,
+        lost=tuple(sorted(member.slot for member in decision.removed)),
+        joined=joined,
+        took_over=tuple(TookOver(one.member.slot, rank) for rank, one in active if one.promoted),
+        recompiling=tuple(rank for rank, one in active if one.recompiles),
+        active_world_size=state.active_world_size or 0,
+        world_size=state.world_size,
+        seconds=seconds,
+    )
 
 
 def began_before(faults: Sequence[Fault], came_at: float) -> float:
@@ -154,14 +242,15 @@ def _place(slot: int, rank: int | None, host: str, pid: int) -> str:
     return f"slot {slot} ({where.strip()})" if where else f"slot {slot}"
 
 
-def _promotions(promoted: Sequence[tuple[int, int]]) -> str:
+def _promotions(promoted: Sequence[TookOver]) -> str:
     if not promoted:
         return "no spare stepped in"
-    return _joined((f"spare slot {slot} took over as rank {rank}" for slot, rank in promoted), len(promoted))
+    said = (f"spare slot {one.initial_rank} took over as rank {one.active_rank}" for one in promoted)
+    return _joined(said, len(promoted))
 
 
-def _joiners(joined: Sequence[Member]) -> str:
-    names = _joined((str(member.slot) for member in joined), len(joined))
+def _joiners(joined: Sequence[int]) -> str:
+    names = _joined(map(str, joined), len(joined))
     return f"{plural(len(joined), 'slot')} {names} joined"
 
 

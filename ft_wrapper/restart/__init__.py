@@ -15,6 +15,7 @@ from ..finalize import Finalize
 from ..health_check import HealthCheck
 from ..initialize import Initialize
 from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, ShiftRanks
+from ..report.restart import RestartReport
 from ..settings import Limits, Plain, about, as_switch
 from ..store import StoreMixin, TCPStore, without_secrets
 from ..terminate import Terminate
@@ -45,15 +46,29 @@ def _check_warm_up(name: str, value: Any) -> Any:
     wrong = f"{name}={value!r} must be None, False or a function that needs no arguments"
     if not callable(value):
         raise TypeError(wrong)
-    try:
-        signature = inspect.signature(value)
-    except (TypeError, ValueError):  # one that is built in
+    _check_arguments(wrong, value)
+    return value
+
+
+def _check_on_restart(name: str, value: Any) -> Any:
+    if value is None:
         return value
+    wrong = f"{name}={value!r} must be None or a function of one argument, the RestartReport"
+    if not callable(value):
+        raise TypeError(wrong)
+    _check_arguments(wrong, value, None)
+    return value
+
+
+def _check_arguments(wrong: str, function: Any, *arguments: object) -> None:
     try:
-        signature.bind()
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one that is built in
+        return
+    try:
+        signature.bind(*arguments)
     except TypeError as error:
         raise TypeError(f"{wrong}: {error}") from None
-    return value
 
 
 def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> Plain[Any]:
@@ -96,6 +111,10 @@ class Settings(Limits):
             and also when None, a spare does what torch leaves to the first step. It is interrupted, and begun
             again with the next wait, when the spare is needed; what it raises is logged, and the spare waits
             all the same. False: nothing is warmed.
+        on_restart: called with a `RestartReport` on every rank, spares too, in each iteration but the call's
+            first, before the function is entered, and once all active ranks have come. An ``Exception`` that
+            it raises is logged; a fault interrupts it as it interrupts the function; a hang in it counts as
+            one of the function.
     """
 
     store_factory: Plain[Callable[..., StoreMixin]] = Plain(TCPStore, _check_factory)
@@ -113,6 +132,7 @@ class Settings(Limits):
     collect_garbage: Plain[bool] = Plain(True, as_switch)
     keep_groups: Plain[bool] = Plain(False, as_switch, is_shared=True)
     warm_up: Plain[Callable[[], object] | Literal[False] | None] = Plain(None, _check_warm_up)
+    on_restart: Plain[Callable[[RestartReport], object] | None] = Plain(None, _check_on_restart)
 
     @property
     def shared(self) -> dict[str, object]:

@@ -28,7 +28,6 @@ from ..protocol import Agreement
 from ..protocol.heart import note_wanted
 from ..protocol.records import Decision, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
-from ..report.restart import began_before, restart_line
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
 from ..torch_groups import forget, warm_up
@@ -38,6 +37,7 @@ from . import Settings, torch_state
 from .exit_watch import ExitWatch
 from .leftover_check import LeftoverCheck, when_to_look
 from .loop import Endpoint, Left, Performer, RestartLoop
+from .on_restart import Reporter
 from .resources import Resources
 from .same_faults import Stay, times_before
 
@@ -97,13 +97,13 @@ class Call(Performer):
         self.keeps = contextlib.ExitStack()
         self.helpers = contextlib.ExitStack()
         self.group = KeptGroup(settings.keep_groups)
-        self._began_at = time.monotonic()
-        self._ended_at: float | None = None  # the last iteration
+        began_at = time.monotonic()
         self._stay = Stay()
         self._thread = threading.get_ident()
         self._exit_watch = ExitWatch()
         self._user_store: PrefixStore | None = None
         self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
+        self._reporter = Reporter(self.own, began_at)
         self._watched = _Watched(self.own.memory)
         try:
             self._leftovers = LeftoverCheck(when, self.kept, collects=settings.collect_garbage)
@@ -209,6 +209,7 @@ class Call(Performer):
         report = functools.partial(self._report_entry, entered)
         stay.watch = watch = own.thread.watch(own.member.view.n, report, may_be_done=is_spare)
         left = Left(has_returned=True)
+        self._reporter.await_report(state, watch)
         try:
             try:
                 left.value = own.interrupter.call(self._body)
@@ -249,6 +250,7 @@ class Call(Performer):
         if self.settings.initialize is not None:
             self.settings.initialize(self.state.freeze())
         self._check_health()
+        self._reporter.tell(self.state)
         if self.state.mode == Mode.INACTIVE:
             return self._warm_up()
         self.own.member.emit("enter", rank=self.state.active_rank)
@@ -299,8 +301,8 @@ class Call(Performer):
                 self._log_failure()  # the abort may hang, and this process be killed for that
             if not watch.handled.wait(self.settings.barrier_timeout):
                 raise InternalError("the abort plug-in did not return within barrier_timeout")
-            self._ended_at = watch.ended_at
             self.own.progress.store_lost = watch.store_lost
+            self._reporter.left(watch)
         self.own.member.emit("left")
         self.helpers.close()
         if self.settings.abort is not None or self.group.group is not None:
@@ -319,8 +321,10 @@ class Call(Performer):
             self._run_check(_check_device)
         if own.monitor_lost.is_set():
             raise InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
+        self._reporter.phases.end("arrive")
 
     def onward(self) -> None:
+        self._reporter.phases.end("decide")
         close_aborted_sockets()
         self.own.close_lines()
         self.own.signals.forget()  # the iteration that they may be about is over
@@ -408,6 +412,7 @@ class Call(Performer):
 
     def _note_whereabouts(self) -> None:
         """Of a rank that made no progress, says where it stood: waiting for the others, or not."""
+        self._reporter.ended()
         memory, settings = self.own.memory, self.settings
         stillness = time.monotonic() - memory.progress_stamp(settings.progress_watchdog_interval)
         waited = self.own.loaders.in_words()  # which may have been progress, in a way: the loader looks about
@@ -427,21 +432,11 @@ class Call(Performer):
             self.settings.abort(self.state.freeze())
 
     def _report_entry(self, active_before: int) -> None:
-        """The active rank that came last logs the restart's line.
+        """The active rank that came last reports the restart.
 
         Args:
             active_before: how many active ranks had come when this one had, with it.
         """
-        member, state, store = self.own.member, self.state, self.own.client
-        view = member.view
-        if state.active_rank == 0:
-            note_wanted(store, view.n)  # at once: this rank may be lost before its monitor does so
-        if view.n == view.first or state.active_rank is None:
-            return
-        active = state.active_world_size or 0
-        if active_before != active:
-            return
-        faults = Agreement(store).ends.faults_of(view.n - 1)
-        ended_at = self._ended_at
-        seconds = began_before(faults, self._began_at) if ended_at is None else store.now() - ended_at
-        log.warning(restart_line(store, view, member.decision, state, faults, seconds))
+        if self.state.active_rank == 0:  # at once: this rank may be lost before its monitor does so
+            note_wanted(self.own.client, self.own.member.view.n)
+        self._reporter.entered(self.state, active_before)
