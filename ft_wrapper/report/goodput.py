@@ -76,7 +76,7 @@ def make_goodput(records: Iterable[Record]) -> Goodput:
     faults = _Faults(records)
     buckets: dict[str, float] = collections.defaultdict(float)
     for row in rows:
-        row.spans = [part for span in row.spans for part in _taken_apart(row, span, steps, faults)]
+        row.spans = _joined(part for span in row.spans for part in _taken_apart(row, span, steps, faults))
         for span in row.spans:
             buckets[span.kind] += span.end - span.begin
     return Goodput(
@@ -87,6 +87,16 @@ def make_goodput(records: Iterable[Record]) -> Goodput:
         steps=sum(part.new for part in steps.parts.values()),
         steps_again=sum(part.again for part in steps.parts.values()),
     )
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Spans that follow each other and are the same in two parts, as one."""
+    found: list[Span] = []
+    for span in spans:
+        if found and (found[-1].kind, found[-1].iteration) == (span.kind, span.iteration):
+            span = dataclasses.replace(found.pop(), end=span.end)
+        found.append(span)
+    return found
 
 
 class _Faults:

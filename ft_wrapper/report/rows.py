@@ -144,7 +144,7 @@ def _lives(records: Sequence[Record]) -> list[Life]:
                 born = children.get(pid, started)
                 lives[pid] = Life(pid, int(record["slot"]), int(record["incarnation"]), min(born, moment))
             lives[pid].incarnation = int(record["incarnation"])
-        elif pid not in lives and event in ("decided", "enter"):  # of an older version
+        elif pid not in lives and event in ("decided", "enter") and "slot" in record:  # of an older version
             lives[pid] = Life(pid, int(record["slot"]), int(record.get("incarnation", 0)), moment)
         if pid in lives and event in _FROM:
             lives[pid].events.append(record)
@@ -197,19 +197,22 @@ def _states(life: Life) -> Iterator[tuple[str, float, str]]:
     for record in life.events:
         event = record["event"]
         kind = _FROM[event]
-        if event == "arrive" and state == "waiting":
-            continue  # it waits for the members of a call that is about to begin
-        if event == "decided" and state == "waiting" and (has_run or not int(record.get("iteration", 0))):
-            kind = "initialization"  # the call begins: it is no restart
-        if event == "register" and state == "after_end":
+        if event == "register" and life.incarnation and not has_run:
+            kind = "idle_spare"  # the job is on: it waits to be let in
+        elif event == "register" and state == "after_end":
             # What it has done since the last call was none of ours.
-            yield "other", _at_done(life, record), iteration
-        has_run = has_run or event in ("enter", "spare")
+            yield "other", _last_done(life, record), iteration
+        elif event == "arrive" and state == "waiting":
+            continue  # it waits for the members of a call that is about to begin
+        elif event == "decided" and state == "waiting" and (has_run or not int(record["iteration"])):
+            kind = "initialization"  # the call begins: it is no restart
         yield kind, _at(record), iteration
-        state, iteration = kind, iteration_of(record) if event in ("enter", "spare", "decided") else iteration
+        state = kind
+        if event in ("enter", "spare", "decided"):
+            iteration, has_run = iteration_of(record), has_run or event != "decided"
 
 
-def _at_done(life: Life, before: Record) -> float:
+def _last_done(life: Life, before: Record) -> float:
     return max(_at(each) for each in life.events if each["event"] == "done" and _at(each) <= _at(before))
 
 
