@@ -41,9 +41,19 @@ def by_job(records: Iterable[Record]) -> list[tuple[str, list[Record]]]:
     Returns:
         Of each job the name, with a number behind it if there are several of that name, and its events.
     """
+    records = list(records)
+    # An agent has the name of its job in some of its events only: its environment does not say it.
+    names: dict[Hashable, set[str]] = collections.defaultdict(set)
+    for record in records:
+        if record.get("job") and "host" in record and "pid" in record:
+            names[_process(record, "pid")].add(str(record["job"]))
     named: dict[str, list[Record]] = {}
     for record in records:
-        named.setdefault(str(record.get("job", "")), []).append(record)
+        name = str(record.get("job", ""))
+        if not name and "host" in record and "pid" in record:
+            known = names.get(_process(record, "pid"), set())
+            name = next(iter(known)) if len(known) == 1 else ""
+        named.setdefault(name, []).append(record)
     found: list[tuple[str, list[Record]]] = []
     for name, members in named.items():
         parts = _apart(members)

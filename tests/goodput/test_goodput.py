@@ -486,6 +486,13 @@ def test_the_agents_events_are_of_the_job_whose_processes_it_started() -> None:
     assert names == [""]
 
 
+def test_an_agent_decides_for_a_dead_rank_and_does_not_know_the_jobs_name() -> None:
+    records = [record | {"job": "some"} for record in faulty_job()]
+    agent = next(record for record in records if record["event"] == "agent_started")
+    records.append(agent | {"event": "decide", "job": ""})
+    assert [name for name, _ in by_job(records)] == ["some"]
+
+
 def test_events_of_an_older_version_go_by_the_name_alone() -> None:
     old = [{"event": "enter", "iteration": 0, "pid": pid, "host": "a", "monotonic": 1.0} for pid in (1, 2)]
     assert [name for name, _ in by_job(old)] == [""]

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -215,6 +216,41 @@ def test_a_phase_begins_with_fresh_stamps(memory: RankMemory) -> None:
     memory.enter_phase(Phase.WATCHED)
     assert before <= memory.progress_stamp() <= time.monotonic()
     assert (memory.phase, memory.ping_stamp) == (Phase.WATCHED, 0.0)
+
+
+def test_steps_are_told_with_the_moment_they_began(memory: RankMemory) -> None:
+    notes: list[dict[str, Any]] = []
+    step = memory.make_step(lambda: notes.append(memory.told_step()))
+    ping = memory.make_ping(step)
+    assert (memory.step, memory.told_step()) == (None, {})
+    before = time.monotonic()
+    step(0)
+    assert memory.step == 0 and before <= memory.step_stamp <= time.monotonic()
+    assert memory.ping_stamp == 0.0, "a step is no sign of progress"
+    ping(1)
+    ping(step=2)
+    ping()
+    assert memory.ping_stamp > 0.0 and memory.step == 2
+    began = memory.step_stamp
+    step(2)  # a part of it
+    assert memory.step_stamp == began
+    assert [note["step"] for note in notes] == [0]
+    step(1)  # the function has gone back
+    assert [note["step"] for note in notes] == [0, 2, 1] and notes[1]["began"] == began
+    memory.enter_iteration(4)
+    assert (memory.iteration, memory.rank, memory.step) == (4, None, None)
+    step(1)
+    assert [note["step"] for note in notes] == [0, 2, 1, 1]
+
+
+@pytest.mark.parametrize("n", [-1, 1.5, "3", None, 2**64])
+def test_what_is_no_step(memory: RankMemory, n: Any) -> None:
+    step = memory.make_step()
+    for _ in range(2):  # also before there is one
+        with pytest.raises(TypeError, match=r"step\(n=.*must be an integer of at least 0"):
+            step(n)
+        assert memory.step in (None, 0)
+        step(0)
 
 
 def is_mapped(address: int) -> bool:
