@@ -122,9 +122,11 @@ class Report:
                 "call_wrapper.step(n)"
             )
         else:
+            has_spares = "idle_spare" in time.buckets
+            spares = f" ({100 * time.without_spares:.1f} % without spares)" if has_spares else ""
             line = (
-                f"{in_all}; goodput {100 * time.goodput:.1f} %: {time.steps} {plural(time.steps, 'step')} "
-                f"done, {time.steps_again} done again"
+                f"{in_all}; goodput {100 * time.goodput:.1f} %{spares}: {time.steps} "
+                f"{plural(time.steps, 'step')} done, {time.steps_again} done again"
             )
         return [*table(rows), line]
 

@@ -59,6 +59,12 @@ class Goodput:
         """The share of useful steps, from 0 to 1; None if the function told no steps."""
         return self.share("useful_steps") if self.steps or "steps_unknown" not in self.buckets else None
 
+    @property
+    def without_spares(self) -> float:
+        """The share of useful steps in the time of those that were no idle spares, from 0 to 1."""
+        in_use = self.seat_seconds - self.buckets.get("idle_spare", 0.0)
+        return self.buckets.get("useful_steps", 0.0) / in_use if in_use else 0.0
+
     def share(self, bucket: str) -> float:
         """The share of a bucket, from 0 to 1."""
         return self.buckets.get(bucket, 0.0) / self.seat_seconds if self.seat_seconds else 0.0

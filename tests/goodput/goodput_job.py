@@ -2,7 +2,7 @@
 
     ftrun … goodput_job.py FOLDER --faults exception:17,sigkill:28 …
 
-Active rank 1 has the faults, each once, at its step. Active rank 0 writes down every so many steps where the
+One active rank has the faults, each once, at its step. Active rank 0 writes down now and then where the
 next iteration goes on. Beside the events, and before them, every rank notes in a file of its own which steps
 have begun: what the report says is held against that.
 """
@@ -22,6 +22,7 @@ from ft_wrapper import CallWrapper, Wrapper
 arguments = argparse.ArgumentParser()
 arguments.add_argument("folder", type=Path)
 arguments.add_argument("--active", type=int, default=2)
+arguments.add_argument("--faulty", type=int, default=1, help="the active rank that has the faults")
 arguments.add_argument("--steps", type=int, default=60)
 arguments.add_argument("--step-seconds", type=float, default=0.01)
 arguments.add_argument("--load-seconds", type=float, default=0.05)
@@ -69,7 +70,7 @@ def train(call_wrapper: CallWrapper = None) -> None:  # type: ignore[assignment]
             with call_wrapper.atomic():
                 os.write(begun, f"{call_wrapper.iteration} {step}\n".encode())
                 call_wrapper.ping(None if args.untold else step)
-            if rank == 1:
+            if rank == args.faulty:
                 if happens("exception", step):
                     raise RuntimeError("as it was asked for")
                 if happens("sigkill", step):
@@ -78,7 +79,7 @@ def train(call_wrapper: CallWrapper = None) -> None:  # type: ignore[assignment]
                     time.sleep(1000)
             time.sleep(args.step_seconds)
             dist.all_reduce(torch.ones(1))
-            if rank == 1 and happens("late", step):
+            if rank == args.faulty and happens("late", step):
                 raise RuntimeError("as it was asked for, at the end of a step")
             if rank == 0 and (step + 1) % args.every == 0:
                 unfinished = args.folder / "unfinished"

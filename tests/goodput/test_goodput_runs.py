@@ -32,6 +32,14 @@ def test_known_steps_that_are_done_again_are_counted_exactly(tmp_path: Path) -> 
     assert len(told) <= 2 * 4 + 2 * (run.wall + 1)
 
 
+def test_the_last_step_of_a_rank_that_was_killed_alone_is_known(tmp_path: Path) -> None:
+    """No other rank was in that step: its monitor reads it from the memory that they share."""
+    faults = "sigkill:18,sigkill:29"
+    run = run_job(tmp_path / "job", faults, processes=2, active=1, faulty=0, steps=40, every=10)
+    time = run.report.time
+    assert (time.steps, time.steps_again) == (40, 8 + 9) == (run.steps, run.again)
+
+
 def test_a_job_that_tells_no_steps_says_so(tmp_path: Path) -> None:
     run = run_job(tmp_path / "job", "exception:5", processes=2, active=2, steps=12, untold=True)
     assert run.report.goodput is None

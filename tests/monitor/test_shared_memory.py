@@ -187,7 +187,7 @@ def test_fields_are_seen_by_another_process(memory: RankMemory, rank: Callable[.
     def answer(seen: RankMemory) -> None:
         assert (seen.iteration, seen.active, seen.hang_protection_disabled) == (7, True, 2)
         assert (seen.phase, seen.ping_stamp) == (Phase.WATCHED, 0.0)
-        seen.make_ping()()
+        seen.make_ping()[0]()
         seen.gil_stamp, seen.iteration = 1.5, -5
 
     rank(answer, lambda _: None)
@@ -220,8 +220,7 @@ def test_a_phase_begins_with_fresh_stamps(memory: RankMemory) -> None:
 
 def test_steps_are_told_with_the_moment_they_began(memory: RankMemory) -> None:
     notes: list[dict[str, Any]] = []
-    step = memory.make_step(lambda: notes.append(memory.told_step()))
-    ping = memory.make_ping(step)
+    ping, step = memory.make_ping(lambda: notes.append(memory.told_step()))
     assert (memory.step, memory.told_step()) == (None, {})
     before = time.monotonic()
     step(0)
@@ -245,10 +244,12 @@ def test_steps_are_told_with_the_moment_they_began(memory: RankMemory) -> None:
 
 @pytest.mark.parametrize("n", [-1, 1.5, "3", None, 2**64])
 def test_what_is_no_step(memory: RankMemory, n: Any) -> None:
-    step = memory.make_step()
-    for _ in range(2):  # also before there is one
-        with pytest.raises(TypeError, match=r"step\(n=.*must be an integer of at least 0"):
-            step(n)
+    ping, step = memory.make_ping()
+    for tell in (step, ping) if n is not None else (step,):  # also before there is one
+        with pytest.raises(
+            TypeError, match=r"call_wrapper\.(step|ping)\(.*a step is an integer of at least 0"
+        ):
+            tell(n)
         assert memory.step in (None, 0)
         step(0)
 
@@ -262,7 +263,7 @@ def is_mapped(address: int) -> bool:
 def test_ping_stamps_and_outlives_the_memory() -> None:
     memory = RankMemory()
     address = ctypes.addressof(memory)
-    ping = memory.make_ping()
+    ping = memory.make_ping()[0]
     before = time.monotonic()
     ping()
     assert before <= memory.ping_stamp <= time.monotonic()
