@@ -32,8 +32,8 @@ def by_job(records: Iterable[Record]) -> list[tuple[str, list[Record]]]:
     """Sorts events into jobs, in the order of their first events.
 
     Two jobs may have the same name, or none: torchrun without ``--rdzv-id`` calls all of them ``none``. So
-    those events are one job's that tell of the same iteration (by its nonce, which no other one has), of
-    iterations that followed each other, or of the same process.
+    those events are one job's that tell of the same iteration (by its nonce, which no other one has), or
+    of the same process, which goes on from one iteration to the next.
 
     Args:
         records: of all hosts, in any order.
@@ -70,9 +70,8 @@ def _apart(records: Sequence[Record]) -> list[tuple[int, list[Record]]]:
         process = _process(record, "pid")
         if "child" in record:
             groups.join(process, _process(record, "child"))
-        for field in ("nonce", "after"):
-            if field in record:
-                groups.join(process, ("iteration", record[field]))
+        if "nonce" in record:
+            groups.join(process, ("iteration", record["nonce"]))
     parts: dict[Hashable, list[Record]] = collections.defaultdict(list)
     for record in records:
         parts[groups.of(_process(record, "pid"))].append(record)

@@ -42,17 +42,30 @@ class Run:
 
     Args:
         faults: what was asked for.
-        wall: seconds from the start of ftrun to its end.
+        began: when ftrun was started,
+        ended: and when it had ended, on the clock of the events.
         report: what the events say.
         steps: how many were done, by what the ranks have noted.
         again: how many were done again.
     """
 
     faults: str
-    wall: float
+    began: float
+    ended: float
     report: Report
     steps: int
     again: int
+
+    @property
+    def wall(self) -> float:
+        """Seconds from the start of ftrun to its end."""
+        return self.ended - self.began
+
+    @property
+    def outside(self) -> tuple[float, float]:
+        """Seconds before the first event's moment and after the last one's."""
+        rows = self.report.time.rows
+        return min(row.begin for row in rows) - self.began, self.ended - max(row.end for row in rows)
 
     @property
     def miss(self) -> float:
@@ -116,13 +129,13 @@ def run_job(folder: Path, faults: str, *, processes: int = 4, active: int = 3, *
     except subprocess.TimeoutExpired:
         code = -1
     finally:
-        wall = time.monotonic() - began
+        ended = time.monotonic()
         ftrun.kill()
         ftrun.wait()
     if code != 0:
         raise RuntimeError(f"ftrun ended with {code}:\n{(folder / 'output').read_text()[-4000:]}")
     (report,) = make_reports(events.read(str(folder / "events")))
-    return Run(faults, wall, report, *count_steps(folder, options["steps"]))
+    return Run(faults, began, ended, report, *count_steps(folder, options["steps"]))
 
 
 def random_faults(seed: int, steps: int) -> str:
@@ -152,7 +165,8 @@ def main() -> int:
             bad += bool(run.wrong)
             time_ = run.report.time
             print(
-                f"seed {seed}: {run.faults}; wall {run.wall:.2f} s, buckets {100 * run.miss:+.2f} %; "
+                f"seed {seed}: {run.faults}; wall {run.wall:.2f} s, buckets {100 * run.miss:+.2f} % "
+                f"({1e3 * run.outside[0]:.0f} ms before, {1e3 * run.outside[1]:.0f} ms after all events); "
                 f"{time_.steps} steps, {time_.steps_again} again (noted {run.again}); "
                 f"useful {100 * time_.share('useful_steps'):.1f} %, "
                 f"again {100 * time_.share('wasted_progress'):.1f} %"

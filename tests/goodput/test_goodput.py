@@ -347,6 +347,18 @@ def test_a_step_that_was_committed_is_done_though_no_one_began_the_next_one() ->
     assert make_goodput(without).steps == 9, "the next iteration goes on behind it, too"
 
 
+def test_a_committed_step_that_a_copy_does_not_have_is_done_again() -> None:
+    records: list[Record] = []
+    one = rank(records)
+    one.steps(2.0, 0, 5, 1.0)
+    one.write("committed", 7.9, step=6, rolled=False)
+    restart([one], 8.0)
+    one.steps(8.0, 4, 8, 1.0)
+    end([one], 13.0)
+    found = make_goodput(records)
+    assert (found.steps, found.steps_again) == (9, 2)
+
+
 def test_a_step_is_done_once_any_rank_has_begun_the_next_one() -> None:
     records: list[Record] = []
     one, other = rank(records), rank(records, 1)
