@@ -221,10 +221,10 @@ def rank_0_sees(path: Path, device: torch.device) -> bool:
     return bool(seen.item())
 
 
-def steps_from(first: int, args: argparse.Namespace, rank: int, ping: Callable[[], None]) -> Iterator[int]:
+def steps_from(first: int, args: argparse.Namespace, rank: int, ping: Callable[[int], None]) -> Iterator[int]:
     """Goes through the steps that are left; what a step draws at random depends on seed, step and rank."""
     for step in range(first, args.steps):
-        ping()
+        ping(step)
         seed_everything(args.seed, step, rank)
         yield step
 

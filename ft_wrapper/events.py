@@ -20,6 +20,19 @@ log = logging.getLogger(__name__)
 ENV = "FT_WRAPPER_EVENTS"
 
 
+def are_wanted() -> bool:
+    """Whether events are written."""
+    return bool(os.environ.get(ENV))
+
+
+def started() -> float:
+    """When this process began, on the clock of ``monotonic``; to a hundredth of a second."""
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine is suspended
+    return time.monotonic() - since_boot + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def emit(event: str, **fields: Any) -> None:
     """Appends one record to the events file, if there is one; its owner alone may read it.
 

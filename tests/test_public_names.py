@@ -36,6 +36,10 @@ NAMES = {
     "testing": "FakeStore EtcdServer",
     "testing.inject_fault": "Fault FaultSpec InjectInitialize InjectFinalize inject_fault",
     "checkpoints": "Checkpoints step_of",
+    "report": "Report Restart PHASES make_reports",
+    "report.goodput": "BUCKETS Goodput make_goodput",
+    "report.jobs": "by_job",
+    "report.rows": "Row Span make_rows",
     "run": "main",
 }
 ON_EVERY_STORE = (

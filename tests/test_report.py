@@ -26,7 +26,7 @@ def records(host: str, rows: list[tuple[float, str, int, int]], **more: Any) -> 
 
 
 def two_ranks(host: str = "a", slower: float = 0.0, since: float = 100.0) -> list[dict[str, Any]]:
-    """Ten seconds of which 3 + 4 are spent in the function, and a restart in which one rank is lost."""
+    """Ten seconds with a restart in which one rank is lost."""
     found = records(host, [(since, "enter", 0, 1), (since + 1, "enter", 0, 2)], slot=0)
     found += records(host, [(since + 4, "fault", 0, 9)], slot=1, kind="TERMINATED")
     found += records(
@@ -48,7 +48,7 @@ def two_ranks(host: str = "a", slower: float = 0.0, since: float = 100.0) -> lis
     return found
 
 
-def test_phases_of_a_restart_and_the_share_of_training() -> None:
+def test_phases_of_a_restart() -> None:
     (found,) = make_reports(two_ranks())
     (restart,) = found.restarts
     assert (restart.iteration, restart.next_iteration) == (0, 1)
@@ -56,8 +56,9 @@ def test_phases_of_a_restart_and_the_share_of_training() -> None:
     expected = {"told": 0.1, "abort": 0.2, "leave": 0.1, "arrive": 0.1, "decide": 0.2, "enter": 0.8}
     assert restart.phases == pytest.approx(expected)
     assert restart.seconds == pytest.approx(1.5)
-    assert (found.seconds, found.training) == pytest.approx((10.0, 7.0))
-    assert found.goodput == pytest.approx(0.7)
+    assert found.seconds == pytest.approx(10.0)
+    assert sum(found.time.buckets.values()) == pytest.approx(found.time.seat_seconds)
+    assert found.goodput is None and found.time.buckets["steps_unknown"] > 0  # no steps were told
 
 
 def test_clocks_of_two_hosts_are_not_compared_and_the_slower_one_is_shown() -> None:
@@ -66,7 +67,7 @@ def test_clocks_of_two_hosts_are_not_compared_and_the_slower_one_is_shown() -> N
     (restart,) = found.restarts
     assert restart.seconds == pytest.approx(3.5)
     assert restart.causes == ("slot 1: TERMINATED",)
-    assert (found.seconds, found.training) == pytest.approx((12.0, 7.0))
+    assert found.seconds == pytest.approx(12.0)
 
 
 def test_an_iteration_that_nobody_entered_belongs_to_the_restart_around_it() -> None:
@@ -94,14 +95,15 @@ def test_numbers_that_begin_again_in_the_next_call_are_another_iteration() -> No
 def test_calls_without_faults_may_have_the_same_number() -> None:
     one = [(0.0, "enter", 0, 1), (3.0, "done", 0, 1)]
     rows = [*one, *((moment + 4.0, *rest) for moment, *rest in one), (8.0, "left", 0, 1)]
-    (found,) = make_reports(records("a", rows))
-    assert (found.restarts, found.seconds, found.training) == ((), 8.0, 6.0)
+    (found,) = make_reports(records("a", rows, slot=0))
+    assert (found.restarts, found.seconds) == ((), 8.0)
+    assert found.time.buckets["steps_unknown"] == 6.0
 
 
 def test_jobs_that_wrote_to_the_same_file_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = records("a", [(300.0, "enter", 0, 7), (302.0, "done", 0, 7)], job="two")
+    other = records("a", [(300.0, "enter", 0, 7), (302.0, "done", 0, 7)], job="two", slot=0)
     mixed = [record | {"job": "one"} for record in two_ranks()] + other
     one, two = make_reports(mixed)
     assert (one.job, len(one.restarts), one.seconds) == ("one", 1, pytest.approx(10.0))
@@ -110,8 +112,10 @@ def test_jobs_that_wrote_to_the_same_file_are_told_apart(
     path.write_text("".join(json.dumps(record) + "\n" for record in mixed))
     assert report.main([str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "job one:" and lines[3].startswith("1 restart in 10.0 s on a;")
-    assert lines[4] == "job two:" and lines[5].startswith("0 restarts in 2.0 s on a;")
+    assert lines[0] == "job one:" and lines[3] == "1 restart in 10.0 s on a"
+    second = lines.index("job two:")
+    assert lines[second + 1] == "0 restarts in 2.0 s on a"
+    assert lines[second - 1].endswith("the function told no steps, see call_wrapper.step(n)")
     assert report.main(["--json", str(path)]) == 0
     assert [json.loads(line)["job"] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
 
@@ -131,11 +135,13 @@ def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     (restart,) = found["restarts"]
     assert restart["causes"] == ["slot 1: EXCEPTION"]
     assert list(restart["phases"]) == list(PHASES)
-    assert min(restart["phases"].values()) >= 0 and 0 < found["goodput"] < 1
+    assert min(restart["phases"].values()) >= 0 and found["goodput"] is None
+    assert sum(found["time"].values()) == pytest.approx(found["seat_seconds"])
+    assert 2 * found["seconds"] == pytest.approx(found["seat_seconds"])
     assert report.main([str(events)]) == 0
-    table, *_, summary = capsys.readouterr().out.splitlines()
+    table, _, summary, *_, in_all = capsys.readouterr().out.splitlines()
     assert table.split() == ["iteration", "cause", *PHASES, "in", "all"]
-    assert summary.startswith("1 restart in ")
+    assert summary.startswith("1 restart in ") and " of 2 ranks; " in in_all
     (job,) = {json.loads(line)["job"] for line in events.read_text().splitlines()}
     assert job
 

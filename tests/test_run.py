@@ -274,9 +274,11 @@ def test_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FT_WRAPPER_EVENTS", str(tmp_path / "events"))
     assert main(["--no-python", "sh", "-c", "exit 3"]) == 1
     records = events.read(str(tmp_path / "events"))
-    assert [record["event"] for record in records] == ["rank_started", "rank_ended"]
-    assert records[1]["exitcode"] == 3
-    assert records[0]["child"] == records[1]["child"]
+    names = ["agent_started", "round_started", "rank_started", "rank_ended", "agent_ended"]
+    assert [record["event"] for record in records] == names
+    assert records[0]["started"] <= records[0]["monotonic"]
+    assert records[3]["exitcode"] == 3
+    assert records[2]["child"] == records[3]["child"]
 
 
 # How it ends ---------------------------------------------------------------------------------------------

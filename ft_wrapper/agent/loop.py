@@ -83,12 +83,14 @@ class Loop:
         self._standby: Standby | None = None
         self._in_store: JobInStore | None = None
         with ExitStack() as made:
+            made.callback(events.emit, "agent_ended", job=job.run_id)
             self._orphans = made.enter_context(adopted())
             self._selector = made.enter_context(selectors.DefaultSelector())
             self._logs = made.enter_context(Logs(logs_specs, job.role, log_line_prefix))
             self._monitors = made.enter_context(closing(MonitorService(job.run_id)))
             if standby and program.script is not None:
                 self._start_standby()
+            events.emit("agent_started", job=job.run_id, started=events.started())
             self._cleanup = made.pop_all()
 
     def __enter__(self) -> "Loop":
@@ -111,6 +113,7 @@ class Loop:
             StoreError: the store does not answer.
         """
         self._group.begin_round(where)
+        events.emit("round_started", job=self._job.run_id, node=where.node)
         self._close_store()
         raise_file_limit()
         nproc = self._job.nproc

@@ -43,7 +43,7 @@ class Callback(Checkpoint):
             )
 
     def on_train_batch_start(self, trainer: Any, _: Any, __: Any, batch_idx: int) -> None:
-        self._call_wrapper.ping()
+        self._call_wrapper.ping(trainer.global_step)
         seed(self._seed, trainer.global_step, batch_idx, trainer.global_rank)  # generators are not saved
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:

@@ -55,7 +55,7 @@ def begin_step(accelerator: Any, call_wrapper: CallWrapper, step: int, seed: int
     Call it behind the loader and before the forward pass: a loader that goes on in the middle of an epoch
     draws numbers that one at its beginning has drawn before.
     """
-    call_wrapper.ping()
+    call_wrapper.ping(step)
     _accelerate.seed(seed, step, accelerator.process_index)
 
 

@@ -59,7 +59,7 @@ class FT:
 
     def begin_step(self, step: int) -> None:
         """Of Fabric: pings, and seeds a step by its number and the rank. Call it behind the loader."""
-        self._call_wrapper.ping()
+        self._call_wrapper.ping(step)
         seed_by(self._seed, step, self._call_wrapper.state.active_rank)
 
     def save(self, fabric: Any, state: dict[str, Any], step: int, loader: Any = None) -> None:

@@ -66,7 +66,7 @@ class _Callback(TrainerCallback):
             self._checkpoints.keep = sys.maxsize  # the best one may be any
 
     def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        self._call_wrapper.ping()
+        self._call_wrapper.ping(state.global_step)
         seed(args.seed, state.global_step)  # what the loaders have drawn differs if they are new
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:

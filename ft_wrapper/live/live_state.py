@@ -167,7 +167,8 @@ class LiveState:
     def steps(self, total: int) -> Iterator[int]:
         """Goes through the steps that are left, from `step` on. Each has to end with `commit`.
 
-        Says at each step that there is progress (``call_wrapper.ping``), and seeds, if there is a ``seed``.
+        Says at each step that there is progress, and which step is on (``call_wrapper.ping``); and seeds, if
+        there is a ``seed``.
 
         Args:
             total: the number of steps in all.
@@ -179,7 +180,7 @@ class LiveState:
         self._kept.buffers.put_back()  # a warm-up pass since the recovery is no step
         while (step := self.step) < total:
             self._check_iteration("steps()")
-            self._call_wrapper.ping()
+            self._call_wrapper.ping(step)
             self._seed_by(step, self._performer.rank)
             self._marks.set()
             self._open = step

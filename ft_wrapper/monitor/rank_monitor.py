@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import connection
+from typing import Any
 
 from .. import events
 from ..attribution import Interruption
@@ -29,6 +30,7 @@ from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
 
+_STEP_EVERY = 1.0  # seconds between two events of a rank that say which step is on
 _LATE = 1.0  # seconds; on a busy machine a look is that late now and then, at no cost
 _REMEMBERED = 64  # pauses; those of before are older than any stamp that matters
 
@@ -105,6 +107,7 @@ class RankMonitor:
         self._is_death_told = False
         self._left_out_at = math.inf  # when the heart saw that the others went on without this rank
         self._tellers: list[threading.Thread] = []  # of soft timeouts
+        self._step_told_at, self._step_told = -math.inf, dict[str, Any]()
         self._put_off_until = -math.inf  # the soft timeout, since a rank waits for its loader's worker
         self.heart.add(self)
 
@@ -172,6 +175,7 @@ class RankMonitor:
         self._pauses.look(now)
         if self._is_dying:
             return
+        self._tell_step(now)
         to_leave, hard, soft = self._left(now)
         if to_leave <= 0.0:
             self._end_rank(pidfd, "did not leave, though the others had gone on without it")
@@ -269,9 +273,28 @@ class RankMonitor:
             self._left_out_at = time.monotonic()
 
     def _emit_fault(self, view: View, interruption: Interruption) -> None:
+        memory = self.memory
+        more: dict[str, Any] = {"kind": interruption.name, "ends": memory.active}
+        if interruption in (Interruption.SOFT_TIMEOUT, Interruption.HARD_TIMEOUT):
+            more["since"] = memory.progress_stamp(self.limits.progress_watchdog_interval)
+        self._emit("fault", view, **more, **(memory.told_step() if memory.iteration == view.n else {}))
+
+    def _emit(self, event: str, view: View, **fields: Any) -> None:
         member = {"slot": self.member.slot, "incarnation": self.member.incarnation}
         job = {} if self.job is None else {"job": self.job}
-        events.emit("fault", **job, iteration=view.n, kind=interruption.name, **member)
+        where = {"iteration": view.n, "call": view.call, "nonce": view.nonce}
+        events.emit(event, **job, **where, **member, **fields)
+
+    def _tell_step(self, now: float) -> None:
+        """Notes which step is on, once a second: not in the rank's process, which has other things to do."""
+        view, memory = self.view, self.memory
+        if now - self._step_told_at < _STEP_EVERY or view is None or not events.are_wanted():
+            return
+        n, step = memory.iteration, memory.told_step()
+        if not step or step == self._step_told or memory.iteration != n or view.n != n:
+            return
+        self._step_told_at, self._step_told = now, step
+        self._emit("step", view, **step)
 
     def _soft_timeout(self, n: int, is_last: bool) -> None:
         """Publishes a soft timeout, unless a slow loader is the reason.

@@ -164,8 +164,8 @@ class Membership:
         )
         if step is None:
             raise RankDiscarded(self._left_out())
-        self.view, self.decision = step
-        self.emit("decided")
+        before, (self.view, self.decision) = self.view, step
+        self.emit("decided", after=before.nonce)
 
     def has_failed(self) -> bool:
         """Whether the present iteration has ended by a fault."""
@@ -198,7 +198,7 @@ class Membership:
 
     def publish(self, rank: int | None, error: BaseException) -> None:
         """Publishes an exception of this member and ends the iteration, if it is still on."""
-        self.emit("fault", kind=Interruption.EXCEPTION.name)
+        self.emit("fault", kind=Interruption.EXCEPTION.name, ends=True)
         self.agreement.ends.report_fault(self.view.n, self._raised(rank, Interruption.EXCEPTION, error))
 
     def leave(
@@ -262,6 +262,7 @@ class Membership:
             while outcome is None:
                 outcome = self._hear_of_end(86400.0)
             return outcome
+        self.emit("returned")
         self.agreement.ends.finish(n, active_rank, active_world_size)
         patience = self.limits.completion_timeout
         outcome = self.agreement.ends.wait_for_end(n, patience)
@@ -313,7 +314,7 @@ class Membership:
                 raise RankDiscarded(self._taken_over())
             if entry is Entry.IN:
                 self.view, self.decision = view, decision
-                events.emit("decided", iteration=view.n, slot=self.slot)
+                self.emit("decided")
                 return True
             log.warning("%s was passed over for too long, and joins again", self.member.name)
             asked = None
@@ -327,7 +328,8 @@ class Membership:
             fields: what belongs to it beside the member and the iteration.
         """
         member = {"slot": self.slot, "incarnation": self.member.incarnation}
-        events.emit(event, iteration=self.view.n, **member, **fields)
+        view = {"iteration": self.view.n, "call": self.view.call, "nonce": self.view.nonce}
+        events.emit(event, **view, **member, **fields)
 
     def _withdraw(self, error: BaseException) -> None:
         """This process gives up before it is in: no one shall wait for it."""

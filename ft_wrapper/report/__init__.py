@@ -1,4 +1,4 @@
-"""``ftrun report``: what each restart's time went to, and the share of time spent training, by events files.
+"""``ftrun report``: what a job's time went to, and what each restart's, by events files.
 
 ``FT_WRAPPER_EVENTS`` names the files. Clocks of different hosts are not compared: each host's times are by
 its own clock, and those of the slowest host are shown.
@@ -10,12 +10,11 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from .. import events
+from .goodput import BUCKETS, Goodput, make_goodput
+from .jobs import Record, by_job
 from .restart import duration, plural
-
-Record = dict[str, Any]
 
 #: The phases of a restart, from the first fault on, one after the other.
 PHASES = {
@@ -60,30 +59,44 @@ class Report:
     Args:
         job: its ``--rdzv-id``, or a name that it was given.
         hosts: where its events were written.
-        seconds: from the first event to the last one, of the host that took longest.
-        training: how many of these seconds all active ranks were in the function.
+        time: what its time went to.
         started_again: how many processes an agent started in place of others.
         restarts: one after the other.
     """
 
     job: str
     hosts: tuple[str, ...]
-    seconds: float
-    training: float
+    time: Goodput
     started_again: int
     restarts: tuple[Restart, ...]
 
     @property
-    def goodput(self) -> float:
-        """The share of time spent training, from 0 to 1."""
-        return self.training / self.seconds if self.seconds else 0.0
+    def seconds(self) -> float:
+        """How long it took, by the host that saw most of it."""
+        return self.time.seconds
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of useful steps, from 0 to 1; None if the function told no steps."""
+        return self.time.goodput
 
     def to_json(self) -> str:
-        """All of it, as one JSON object."""
-        return json.dumps({**dataclasses.asdict(self), "goodput": self.goodput})
+        """All of it but the rows, as one JSON object."""
+        time = self.time
+        fields = {
+            **vars(self),
+            "restarts": [dataclasses.asdict(restart) for restart in self.restarts],
+            "time": dict(sorted(time.buckets.items(), key=lambda bucket: -bucket[1])),
+            "seconds": time.seconds,
+            "seat_seconds": time.seat_seconds,
+            "steps": time.steps,
+            "steps_again": time.steps_again,
+            "goodput": time.goodput,
+        }
+        return json.dumps(fields)
 
     def to_text(self) -> str:
-        """A table of the restarts, and a line below it; phases of restarts in milliseconds."""
+        """Tables of the restarts and of the time, and a line below each; phases of restarts in ms."""
         rows = [("iteration", "cause", *PHASES, "in all")] if self.restarts else []
         for restart in self.restarts:
             times = [f"{1e3 * restart.phases[phase]:.1f}" for phase in PHASES]
@@ -92,11 +105,30 @@ class Report:
             rows.append((which, causes, *times, duration(restart.seconds)))
         again = f", {self.started_again} processes started again" if self.started_again else ""
         count, hosts = len(self.restarts), ", ".join(self.hosts)
-        summary = (
-            f"{count} {plural(count, 'restart')}{again} in {duration(self.seconds)} on {hosts}; "
-            f"{100 * self.goodput:.1f} % of the time all active ranks were in the function"
-        )
-        return "\n".join([*table(rows), summary])
+        summary = f"{count} {plural(count, 'restart')}{again} in {duration(self.seconds)} on {hosts}"
+        return "\n".join([*table(rows), summary, *self._time_table()])
+
+    def _time_table(self) -> list[str]:
+        time, seats = self.time, len(self.time.rows)
+        if not seats:
+            return []
+        rows = [("time of all ranks", "share", "what it is")]
+        for name, seconds in time.buckets.items():
+            rows.append((f"{name}  {duration(seconds)}", f"{100 * time.share(name):.1f} %", BUCKETS[name]))
+        in_all = f"{duration(time.seat_seconds)} of {seats} {plural(seats, 'rank')}"
+        if time.goodput is None:
+            line = (
+                f"{in_all}; how much of it was useful is not known: the function told no steps, see "
+                "call_wrapper.step(n)"
+            )
+        else:
+            has_spares = "idle_spare" in time.buckets
+            spares = f" ({100 * time.without_spares:.1f} % without spares)" if has_spares else ""
+            line = (
+                f"{in_all}; goodput {100 * time.goodput:.1f} %{spares}: {time.steps} "
+                f"{plural(time.steps, 'step')} done, {time.steps_again} done again"
+            )
+        return [*table(rows), line]
 
 
 def table(rows: Sequence[Sequence[object]], indent: str = "") -> list[str]:
@@ -144,10 +176,10 @@ def make_reports(records: Iterable[Record]) -> list[Report]:
     Raises:
         ValueError: there are none.
     """
-    by_job = _grouped(records, "job")
-    if not by_job:
+    jobs = by_job(records)
+    if not jobs:
         raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
-    return [_make_report(job, found) for job, found in by_job.items()]
+    return [_make_report(job, found) for job, found in jobs]
 
 
 def _grouped(records: Iterable[Record], field: str) -> dict[str, list[Record]]:
@@ -157,16 +189,12 @@ def _grouped(records: Iterable[Record], field: str) -> dict[str, list[Record]]:
     return groups
 
 
-def _make_report(job: str, records: Iterable[Record]) -> Report:
+def _make_report(job: str, records: Sequence[Record]) -> Report:
     by_host = _grouped(records, "host")
     restarts: dict[tuple[int, int], list[Restart]] = {}
-    seconds, training = 0.0, 0.0
     for host in sorted(by_host):
         found = sorted(by_host[host], key=lambda record: float(record["monotonic"]))
         iterations = _iterations(found)
-        here = float(found[-1]["monotonic"]) - float(found[0]["monotonic"])
-        if here >= seconds:
-            seconds, training = here, sum(map(_training, iterations))
         times: collections.Counter[int] = collections.Counter()
         for restart in _restarts(iterations):
             # Where each call has its own store, the next call has the same numbers.
@@ -176,8 +204,7 @@ def _make_report(job: str, records: Iterable[Record]) -> Report:
     return Report(
         job,
         tuple(sorted(by_host)),
-        seconds,
-        training,
+        make_goodput(records),
         sum(record.get("incarnation", 0) > 0 for record in started),
         tuple(map(_slowest, restarts.values())),
     )
@@ -203,11 +230,6 @@ def _iterations(records: Sequence[Record]) -> list[_Iteration]:
         if kind == "fault":
             iteration.faults.append(f"slot {record.get('slot')}: {record.get('kind')}")
     return found
-
-
-def _training(iteration: _Iteration) -> float:
-    begin, end = iteration.last("enter"), iteration.first("fault", "end", "done")
-    return 0.0 if begin is None or end is None else max(0.0, end - begin)
 
 
 def _restarts(iterations: Sequence[_Iteration]) -> Iterator[Restart]:
@@ -247,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     phases = "; ".join(f"{name}: {what}" for name, what in PHASES.items())
     parser = argparse.ArgumentParser(
         prog="ftrun report",
-        description="Shows what each restart's time went to, and how much of the time was spent training.",
+        description="Shows what the time of a job went to, and that of each restart.",
         epilog=f"The phases, one after the other, from the first fault on: {phases}.",
         allow_abbrev=False,
     )

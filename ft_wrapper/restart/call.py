@@ -159,7 +159,7 @@ class Call(Performer):
     def know(self, view: View, decision: Decision) -> None:
         own = self.own
         own.memory.active = True  # until it is known: others may be waiting for this rank
-        own.memory.iteration, own.memory.rank = view.n, None
+        own.memory.enter_iteration(view.n)
         is_new = own.member.member in decision.joined or view.n == decision.first
         own.monitor.enter(view, None if is_new else decision)
 
@@ -252,6 +252,7 @@ class Call(Performer):
         self._check_health()
         self._reporter.tell(self.state)
         if self.state.mode == Mode.INACTIVE:
+            self.own.member.emit("spare")
             return self._warm_up()
         self.own.member.emit("enter", rank=self.state.active_rank)
         return self._function()
@@ -303,7 +304,7 @@ class Call(Performer):
                 raise InternalError("the abort plug-in did not return within barrier_timeout")
             self.own.progress.store_lost = watch.store_lost
             self._reporter.left(watch)
-        self.own.member.emit("left")
+        self.own.member.emit("left", **self.own.memory.told_step())
         self.helpers.close()
         if self.settings.abort is not None or self.group.group is not None:
             release_process_groups(aborted=True, kept=self.group.group)
@@ -349,7 +350,7 @@ class Call(Performer):
         forget.forget_old_ranks()
 
     def complete(self) -> None:
-        self.own.member.emit("done")
+        self.own.member.emit("done", **self.own.memory.told_step())
         self._stay.watch = None
         self.state.fn_exception = None
         if self.settings.completion is not None:

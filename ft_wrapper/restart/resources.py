@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from .. import events
 from .._files import check_open_files
 from ..abort import close_aborted_sockets, protect_children, protect_process, wait_for_released_groups
 from ..attribution import Interruption
@@ -219,6 +220,7 @@ class Resources:
 
     def _registered(self, member: Member) -> None:
         self.progress.is_registered = True
+        events.emit("register", slot=member.slot, incarnation=member.incarnation, started=events.started())
         self.monitor.join(member)
 
     def _join(self, remembered: Remembered, base: State, since_last_call: contextlib.ExitStack) -> bool:

@@ -32,5 +32,5 @@ class FakeCall:
     def __init__(self) -> None:
         self.pings = 0
 
-    def ping(self) -> None:
+    def ping(self, step: int | None = None) -> None:
         self.pings += 1

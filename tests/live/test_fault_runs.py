@@ -9,6 +9,9 @@ import pytest
 from fault_runs import CLEAN, KINDS, STEPS, VARIANTS, Verdict, by_run, judge, run_job, table
 from support.torch_versions import needs_fsdp2_on_cpu
 
+from ft_wrapper import events
+from ft_wrapper.report import make_reports
+
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("warm_process")]
 
 ACTIVE = 2
@@ -26,6 +29,8 @@ def test_a_few_faults_cost_no_step(tmp_path: Path) -> None:
     kinds = {kind for kind, _ in verdicts[1].faults}
     assert "sigkill" in kinds and verdicts[1].in_recovery, verdicts[1]
     assert verdicts[1].received > 0
+    (report,) = make_reports(events.read(str(tmp_path / "job" / "events")))
+    assert (report.time.steps, report.time.steps_again) == (len(verdicts) * STEPS, 0)
 
 
 # The process that comes back takes its slot's place among the ranks; the others move, and take other shards.

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -186,7 +187,7 @@ def test_fields_are_seen_by_another_process(memory: RankMemory, rank: Callable[.
     def answer(seen: RankMemory) -> None:
         assert (seen.iteration, seen.active, seen.hang_protection_disabled) == (7, True, 2)
         assert (seen.phase, seen.ping_stamp) == (Phase.WATCHED, 0.0)
-        seen.make_ping()()
+        seen.make_ping()[0]()
         seen.gil_stamp, seen.iteration = 1.5, -5
 
     rank(answer, lambda _: None)
@@ -217,6 +218,42 @@ def test_a_phase_begins_with_fresh_stamps(memory: RankMemory) -> None:
     assert (memory.phase, memory.ping_stamp) == (Phase.WATCHED, 0.0)
 
 
+def test_steps_are_told_with_the_moment_they_began(memory: RankMemory) -> None:
+    notes: list[dict[str, Any]] = []
+    ping, step = memory.make_ping(lambda: notes.append(memory.told_step()))
+    assert (memory.step, memory.told_step()) == (None, {})
+    before = time.monotonic()
+    step(0)
+    assert memory.step == 0 and before <= memory.step_stamp <= time.monotonic()
+    assert memory.ping_stamp == 0.0, "a step is no sign of progress"
+    ping(1)
+    ping(step=2)
+    ping()
+    assert memory.ping_stamp > 0.0 and memory.step == 2
+    began = memory.step_stamp
+    step(2)  # a part of it
+    assert memory.step_stamp == began
+    assert [note["step"] for note in notes] == [0]
+    step(1)  # the function has gone back
+    assert [note["step"] for note in notes] == [0, 2, 1] and notes[1]["began"] == began
+    memory.enter_iteration(4)
+    assert (memory.iteration, memory.rank, memory.step) == (4, None, None)
+    step(1)
+    assert [note["step"] for note in notes] == [0, 2, 1, 1]
+
+
+@pytest.mark.parametrize("n", [-1, 1.5, "3", None, 2**64])
+def test_what_is_no_step(memory: RankMemory, n: Any) -> None:
+    ping, step = memory.make_ping()
+    for tell in (step, ping) if n is not None else (step,):  # also before there is one
+        with pytest.raises(
+            TypeError, match=r"call_wrapper\.(step|ping)\(.*a step is an integer of at least 0"
+        ):
+            tell(n)
+        assert memory.step in (None, 0)
+        step(0)
+
+
 def is_mapped(address: int) -> bool:
     """Whether a rank's memory is mapped there; another file may have been mapped since."""
     with open("/proc/self/maps") as maps:
@@ -226,7 +263,7 @@ def is_mapped(address: int) -> bool:
 def test_ping_stamps_and_outlives_the_memory() -> None:
     memory = RankMemory()
     address = ctypes.addressof(memory)
-    ping = memory.make_ping()
+    ping = memory.make_ping()[0]
     before = time.monotonic()
     ping()
     assert before <= memory.ping_stamp <= time.monotonic()
