@@ -112,9 +112,9 @@ class Report:
         time, seats = self.time, len(self.time.rows)
         if not seats:
             return []
-        rows = [("time of all ranks", "share", "what it is")]
+        rows = [("time of all ranks", "share", "went to", "which is")]
         for name, seconds in time.buckets.items():
-            rows.append((f"{name}  {duration(seconds)}", f"{100 * time.share(name):.1f} %", BUCKETS[name]))
+            rows.append((duration(seconds), f"{100 * time.share(name):.1f} %", name, BUCKETS[name]))
         in_all = f"{duration(time.seat_seconds)} of {seats} {plural(seats, 'rank')}"
         if time.goodput is None:
             line = (
