@@ -57,7 +57,8 @@ class Goodput:
     @property
     def goodput(self) -> float | None:
         """The share of useful steps, from 0 to 1; None if the function told no steps."""
-        return self.share("useful_steps") if self.steps or "steps_unknown" not in self.buckets else None
+        is_unknown = not self.steps and ("steps_unknown" in self.buckets or not self.rows)
+        return None if is_unknown else self.share("useful_steps")
 
     @property
     def without_spares(self) -> float:

@@ -102,14 +102,16 @@ def make_rows(records: Iterable[Record]) -> list[Row]:
         by_host[str(record["host"])].append(record)
     for found in by_host.values():
         found.sort(key=_at)
-    newest: dict[int, tuple[int, str]] = {}  # who has a seat at last, and where
+    # Where each seat is at last. By the time of day: incarnations begin again if all is started again.
+    newest: dict[int, tuple[float, str]] = {}
     for record in (each for found in by_host.values() for each in found if each["event"] == "register"):
-        slot, who = int(record["slot"]), (int(record["incarnation"]), str(record["host"]))
-        newest[slot] = max(who, newest.get(slot, who))
+        came = float(record["time"] if "time" in record else record["monotonic"])
+        slot, where = int(record["slot"]), (came, str(record["host"]))
+        newest[slot] = max(where, newest.get(slot, where))
     return [row for host in sorted(by_host) for row in _rows_of(host, by_host[host], newest)]
 
 
-def _rows_of(host: str, records: Sequence[Record], newest: dict[int, tuple[int, str]]) -> Iterator[Row]:
+def _rows_of(host: str, records: Sequence[Record], newest: dict[int, tuple[float, str]]) -> Iterator[Row]:
     begin = min(min(_at(each), float(each.get("started", _at(each)))) for each in records)
     end = _at(records[-1])
     lives = _lives(records)
@@ -119,7 +121,7 @@ def _rows_of(host: str, records: Sequence[Record], newest: dict[int, tuple[int, 
         formed = own[0].born <= first_entry  # else the job has grown by this seat
         row = Row(host, slot, begin if formed else own[0].born, end, lives=own)
         last = own[-1]
-        if last.died is not None and newest.get(slot, (0, host))[1] != host:
+        if last.died is not None and newest.get(slot, (0.0, host))[1] != host:
             row.end = max(last.died, row.begin)  # the seat is on another host from here on
         row.spans = list(_spans(row, records))
         yield row
@@ -127,7 +129,7 @@ def _rows_of(host: str, records: Sequence[Record], newest: dict[int, tuple[int, 
 
 def _lives(records: Sequence[Record]) -> list[Life]:
     """The processes of one host, by seat and in their order."""
-    lives: dict[int, Life] = {}
+    lives: dict[int, Life] = {}  # by process id
     older: list[Life] = []
     began: dict[int, float] = {}
     children: dict[int, float] = {}

@@ -475,6 +475,31 @@ def test_a_seat_that_moves_to_another_host_counts_once() -> None:
     ]
 
 
+def test_a_seat_moves_too_where_all_processes_are_started_again() -> None:
+    """Then incarnations begin again."""
+    records: list[Record] = []
+    one, other = rank(records, 0, "b"), rank(records, 1, "a", 5e3)
+    for each in (one, other):
+        each.write("fault", 3.0, kind="TERMINATED", ends=True)
+    for slot, host, skew in ((0, "a", 5e3), (1, "b", 0.0)):
+        again = Writer(records, host, skew, slot)
+        again.write("register", 5.0, started=4.0)
+        again.move(0, 6.0, "m")
+        again.write("enter", 6.0)
+        end([again], 9.0)
+    found = make_goodput(records)
+    check(found)
+    rows = sorted((row.host, row.slot, row.end - row.begin) for row in found.rows)
+    assert rows == [("a", 0, 5.0), ("a", 1, 3.0), ("b", 0, 3.0), ("b", 1, 5.0)]
+
+
+def test_no_rank_was_ever_in_the_job() -> None:
+    """A script without a wrapper, or one that fails as it is imported."""
+    records = [record for record in faulty_job() if record["event"].startswith(("agent", "rank", "round"))]
+    found = make_goodput(records)
+    assert (found.goodput, found.rows, found.seat_seconds) == (None, (), 0)
+
+
 # Which job it is -----------------------------------------------------------------------------------------
 
 
