@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("lightning")  # make test has less time than make test-frameworks
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "flat.py"
 RESTARTS = {
     "compiled": 100,
