@@ -65,7 +65,12 @@ class Watched:
         monkeypatch.setattr(rank_monitor, "time", clock)
         monkeypatch.setattr(patience, "time", clock)
         self.memory: Any = mock.Mock(
-            phase=Phase.WATCHED, hang_protection_disabled=0, iteration=0, rank=None, active=True
+            told_step=dict,
+            phase=Phase.WATCHED,
+            hang_protection_disabled=0,
+            iteration=0,
+            rank=None,
+            active=True,
         )
         self.stamp()
         self.store = store = FakeStore()
