@@ -14,7 +14,7 @@ from ft_wrapper.testing.inject_fault import ENV, parse_faults
 
 pytestmark = pytest.mark.timeout(600)
 
-# "In a save": this rank has written its part, and the others do not know it.
+# "In a save": this rank has written its part, and has not told the others.
 WITH_FAULTS = f"""
 import argparse, sys
 sys.path.insert(0, {str(EXAMPLES)!r})

@@ -24,7 +24,7 @@ BUCKETS = {
     "recovery_abort": "until its process groups are aborted",
     "recovery_leave": "until it is out of the function",
     "recovery_arrive": "until it has said so, clean and healthy",
-    "recovery_decide": "until it knows who goes on, and as which rank; the others are waited for",
+    "recovery_decide": "waiting for the others, until this rank knows who goes on and as which rank",
     "recovery_enter": "until it is in the function again",
     "waiting": "for other members to come or to return, or for nodes",
     "idle_spare": "a spare that nothing asks for",

@@ -176,5 +176,5 @@ if __name__ == "__main__":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         from deepspeed.comm.torch import build_shm_op
 
-        build_shm_op()  # compiled at the first use, for minutes; one rank does, and the others wait for it
+        build_shm_op()  # the first use compiles for minutes; one rank does it
     main({"megatron": megatron, "deepspeed": deepspeed}[way], finalize=recipe(f"{way}.md"))

@@ -535,7 +535,7 @@ def test_a_second_job_in_the_folder_is_refused_and_the_first_goes_on(
 
 
 def test_a_job_is_found_by_each_of_its_ranks(job: Job, template: Template, tmp_path: Path) -> None:
-    """Even while rank 0, which began the run, is dead, and the others have not restarted."""
+    """Even while rank 0, which began the run, is dead and no one has restarted yet."""
     root = tmp_path / "checkpoints"
     job.start(2, shares, str(root))
     job.expect("in", n=0)
