@@ -34,6 +34,32 @@ class JobEnded(RestartAbort, SystemExit):
         self.code = 1  # not the text, which would be printed by every rank
 
 
+class Drained(RestartAbort, SystemExit):
+    """Ends the wrapped call on a rank that was asked to leave, by ``ftrun drain`` for instance.
+
+    The others go on without it. It is raised where the rank tells that a step begins (`CallWrapper.step`,
+    `LiveState.steps`), so that no step is cut short, or once the iteration has ended.
+
+    A ``SystemExit`` too: a process that lets it pass exits with 0, and is not started again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("this rank was drained: the others go on without it")
+        self.code = 0
+
+
+class Excluded(RestartAbort, SystemExit):
+    """Ends the wrapped call on a rank whose slot or host has caused too many faults; the others go on.
+
+    See ``max_faults``. A ``SystemExit`` too: a process that lets it pass exits with 1 and without a
+    traceback, and is not started again.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.code = 1
+
+
 class RankShouldRestart(BaseException):
     """Raised inside the wrapped function to make it leave: the iteration is over.
 

@@ -4,7 +4,8 @@ It starts the ranks of this node and hosts the store that they agree on, outside
 die. A dead rank of a wrapped job is replaced alone, and joins the others, which go on in their processes. A
 script that uses no wrapper is ended, or restarted, as a whole. Options have torchrun's names and meanings.
 
-``ftrun status`` and ``ftrun report`` tell how a job stands, and what its restarts took.
+``ftrun status`` and ``ftrun report`` tell how a job stands, and what its restarts took; ``ftrun drain``,
+``ftrun restart`` and ``ftrun stop`` control a running one.
 """
 
 import atexit
@@ -27,12 +28,13 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from . import check
+from . import check, control
 from . import report as restarts
 from ._files import replace_broken_streams
 from .agent import classic_nodes, ft_nodes, outputs
 from .agent.elastic import CannotStart, Launch, LocalElasticAgent, WorkerSpec
-from .agent.nodes import End, Nodes, OneNode
+from .agent.nodes import End, Nodes
+from .agent.one_node import OneNode
 from .agent.options import Options, parse_args
 from .agent.policy import Policy
 from .log_lines import LineFormatter, note_node
@@ -44,7 +46,13 @@ from .store.address import address_of_this_node, is_this_host, loopback
 __all__ = ["command", "main", "parse_args", "run"]
 
 #: What ``ftrun`` does beside starting a script. One of such a name is started as ``./status``.
-COMMANDS = {"status": status.main, "report": restarts.main}
+COMMANDS = {
+    "status": status.main,
+    "report": restarts.main,
+    "drain": control.main_drain,
+    "restart": control.main_restart,
+    "stop": control.main_stop,
+}
 
 # Not __name__, which is "__main__" under `python -m ft_wrapper.run`.
 log = logging.getLogger("ft_wrapper.run")
@@ -101,6 +109,7 @@ def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
         standby=options.standby,
         signals=options.signals,
         launch=launch,
+        drain_timeout=options.drain_timeout,
     )
 
 
@@ -120,7 +129,9 @@ def meet(options: Options) -> Nodes:
     """
     parameters = options.rendezvous
     if parameters is None:
-        return OneNode(options.nproc_per_node, _address_alone(options.address), options.port)
+        return OneNode(
+            options.nproc_per_node, _address_alone(options.address), options.port, role=options.role
+        )
     if parameters.backend in (NAME, *ETCD_NAMES):
         return _ft(options, parameters)
     return _classic(options, parameters)

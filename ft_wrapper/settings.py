@@ -210,6 +210,10 @@ class Limits:
             same type at the same line of your code, and without progress before, which is a ``ping()``, or a
             minute in the function. From the second time on the ranks wait before they enter it again: 0.5 s,
             and twice as long each time, at most 10 s. None: it is never ended, nor slowed down.
+        max_faults: a slot, or a host, that causes so many restarts within ``fault_window`` is excluded: its
+            ranks leave, and are not started again; a spare takes over. Not if fewer than ``min_world_size``
+            would be left. None: none is.
+        fault_window: how long a fault counts for that.
     """
 
     monitor_thread_interval: Seconds = Seconds(1.0, "soft_timeout")
@@ -231,6 +235,8 @@ class Limits:
     join_window: Seconds = Seconds(1.0, is_shared=True, from_zero=True)
     rejoin_wait: Seconds = Seconds(2.0, is_shared=True, from_zero=True)
     max_same_faults: Plain[int | None] = Plain(5, _count_or_none, is_shared=True)
+    max_faults: Plain[int | None] = Plain(None, _count_or_none, is_shared=True)
+    fault_window: Seconds = Seconds(3600.0, is_shared=True)
     # Whether an agent starts another process in place of this one. No argument: the agent says so.
     replaced: bool = False
 

@@ -18,6 +18,7 @@ import torch
 from . import check
 from .attribution import InterruptionRecord, by_blame
 from .check.findings import ASYNC_ERRORS
+from .exception import Drained
 from .monitor.frames import drop_own_frames
 from .monitor.shared_memory import RankMemory
 from .protocol.membership import Membership
@@ -48,7 +49,7 @@ class CallWrapper:
     def __init__(self, call: Call) -> None:
         self._call = call
         memory, member = call.own.memory, weakref.ref(call.own.member)  # a ping may outlive the call
-        ping, step = memory.make_ping(lambda: _note_step(member(), memory))
+        ping, step = memory.make_ping(lambda: _note_step(member(), memory), _leave)
         self.ping: Callable[..., None] = ping
         """Says that the function makes progress. About 0.1 µs: it writes a time stamp and nothing else.
 
@@ -139,6 +140,10 @@ class CallWrapper:
             self._call.pinged = self._call.pinged or memory.ping_stamp > 0
             memory.enter_phase(memory.phase)
             memory.hang_protection_disabled -= 1
+
+
+def _leave() -> None:
+    raise Drained
 
 
 def _note_step(member: Membership | None, memory: RankMemory) -> None:

@@ -20,7 +20,7 @@ LINES: list[set[str]] = [
     {"protocol"},
     {"store", "report"},
     {"monitor", "rendezvous"},
-    {"torch_groups", "agent"},
+    {"torch_groups", "agent", "control"},
     {
         *("abort", "completion", "finalize", "health_check", "initialize", "nested_restarter", "terminate"),
         *("rank_assignment", "check"),

@@ -283,7 +283,8 @@ def make_parser() -> Parser:
         formatter_class=_Help,
         usage="ftrun [options] script ...\n"
         "       ftrun status [ENDPOINT]       how a job stands\n"
-        "       ftrun report EVENTS ...       what its restarts took",
+        "       ftrun report EVENTS ...       what its restarts took\n"
+        "       ftrun drain NODE|SLOT [ENDPOINT], ftrun restart [ENDPOINT], ftrun stop [ENDPOINT]",
         description="Starts the ranks of a job on this machine, which may be one of several, and hosts the "
         "store that they agree on. A rank of a wrapped job that dies is started again alone.",
         epilog="As under torchrun, options may be abbreviated, written with underscores, and set by a "
@@ -424,6 +425,12 @@ def _add_own(parser: Parser) -> None:
         "--node-id ID",
         "which node this is; started again with the same id it takes its own place (default: --node-rank, "
         "else the number that SLURM or Kubernetes gave it, else a new one)",
+    )
+    add(
+        "--drain-timeout SECONDS",
+        "SIGTERM drains this node, where others go on without it: its ranks leave the job where their next "
+        "step begins, or are ended after so long (default: 0: the job ends)",
+        default="0",
     )
     add(
         "--exit-barrier-timeout SECONDS",

@@ -308,6 +308,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         signals: what is forwarded to the workers, and ends them.
         launch: for ``ftrun``: how this node meets the others, and what each worker runs, instead of what the
             spec says.
+        drain_timeout: seconds for which SIGTERM lets workers come to their next step and leave the job, where
+            the other nodes go on without this one; 0: it ends them.
 
     Raises:
         TypeError: a function that cannot be sent to the workers.
@@ -330,6 +332,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         standby: bool = True,
         signals: Sequence[signal.Signals] = SIGNALS,
         launch: Launch | None = None,
+        drain_timeout: float = 0.0,
     ) -> None:
         if start_method != "spawn":
             raise ValueError(f"start_method={start_method!r}: functions are called as by 'spawn'; pass that")
@@ -347,6 +350,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             policy=RestartPolicy(restart_policy, spec.max_restarts, max_rank_restarts),
             logs_specs=logs_specs,
             shutdown_timeout=shutdown_timeout,
+            drain_timeout=drain_timeout,
             standby=standby,
             group=self._group,
             log_line_prefix=log_line_prefix_template,

@@ -17,18 +17,19 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
-from ..exception import StoreError, StoreUnavailable
+from ..exception import StoreError, StoreUnavailable, TimeoutError
 from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import holders, report_lost
+from ..rendezvous import drains
 from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
 from ..rendezvous.operations import nodes_waiting
-from ..rendezvous.record import Node, Record, RoundPolicy, Seat
+from ..rendezvous.record import Drain, Node, Record, RoundPolicy, Seat
 from ..rendezvous.settings import Identity, Settings
 from ..store import Member, StoreMixin, TCPStore, connect
 from ..store.address import host_port
-from ..store.bounded import bounded, in_background
+from ..store.bounded import bounded, call_in_thread, in_background
 from ..store.tcp import SERVER_IS_LIBUV
 from .nodes import Nodes, Round
 from .policy import STORE_TIMEOUT
@@ -204,8 +205,8 @@ class FtNodes(Nodes):
             self._knows_that_formed = True
             log.info("a job has formed: from now on nodes are replaced while the others go on")
         news = what_follows(state, handler.node, joined.round)
-        if news is not None:
-            self.inbox.put(term, news)
+        for one in asked_of(state, handler.node) if news is None else [news]:
+            self.inbox.put(term, one)
 
     def _lost(self, error: Exception) -> None:
         if self._term is not None:
@@ -271,6 +272,30 @@ class FtNodes(Nodes):
                 left = dict.fromkeys(dead, f"left with node {node}: {why}")
                 log_deaths(store, left, return_=False).join(0.5)
 
+    def drain(self, within: float, why: str) -> str:
+        handler, where = self._handler, self._round
+        node = None if handler is None else handler.node
+        if handler is None or where is None or node is None:
+            return "it has no ranks yet"
+        asked = Drain(node.name, (), within, why)
+
+        def ask() -> None:
+            with contextlib.closing(connect(where.store, timedelta(seconds=_LEAVE_TIMEOUT / 2))) as store:
+                slots, least = drains.living(store)
+            handler.drain(asked, slots, least)
+
+        try:
+            call_in_thread(ask, what="asking to drain this node", seconds=_LEAVE_TIMEOUT)
+        except (StoreError, DistError, RendezvousError, ValueError, TimeoutError) as error:
+            return str(error)
+        return ""
+
+    @property
+    def keeps_others(self) -> bool:
+        handler, where = self._handler, self._round
+        hosts = where is not None and where.group_rank == 0 and not where.agreed_in
+        return hosts or (handler is not None and handler.is_host)
+
     def fail(self, why: str) -> None:
         handler = self._handler
         if handler is None or handler.node is None:
@@ -282,8 +307,7 @@ class FtNodes(Nodes):
         handler, where = self._handler, self._round
         assert handler is not None and where is not None
         state = handler.record
-        hosts = handler.is_host or (where.group_rank == 0 and not where.agreed_in)
-        needed = hosts or state is None or state.policy is RoundPolicy.GROUP
+        needed = self.keeps_others or state is None or state.policy is RoundPolicy.GROUP
         if as_host_only and not needed:
             return False
         timeout = None if as_host_only else self._exit_barrier_timeout
@@ -329,6 +353,17 @@ def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) 
 
     names = ", ".join(member.name for member in lost)
     return in_background(f"reporting the death of {names}", report)
+
+
+def asked_of(state: Record, node: Node) -> list[News]:
+    """What a record asks of a node.
+
+    Args:
+        state: the record.
+        node: the node.
+    """
+    mine = (asked for asked in state.drains if asked.node == node.name)
+    return [News(What.DRAIN, asked.why, asked.slots, asked.within) for asked in mine]
 
 
 def what_follows(state: Record, node: Node, round_number: int) -> News | None:

@@ -2,7 +2,8 @@
 
 With ``TORCHELASTIC_HEALTH_CHECK_PORT`` set, a GET of any path is answered 200 if the loop is, and 503 if it
 is not, with a few facts as JSON. The loop sleeps while nothing happens, so it is woken and asked to answer,
-within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is for Prometheus.
+within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is for Prometheus. A POST of
+``/drain?within=SECONDS`` from this host asks that this node leave the job in order, before it is taken away.
 
 With ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` the agent has a `FileTimerServer`, and its workers find the named
 pipe in ``TORCHELASTIC_TIMER_FILE``. One that overruns a ``timer.expires(…)`` of
@@ -11,6 +12,7 @@ pipe in ``TORCHELASTIC_TIMER_FILE``. One that overruns a ``timer.expires(…)`` 
 
 import contextlib
 import errno
+import ipaddress
 import json
 import logging
 import math
@@ -19,6 +21,7 @@ import socket
 import socketserver
 import tempfile
 import threading
+import urllib.parse
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -29,7 +32,7 @@ from torch.distributed.elastic.timer.file_based_local_timer import FileTimerRequ
 
 from .group import Group
 from .nodes import CannotStart
-from .signals import Inbox
+from .signals import Inbox, News, What
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -40,6 +43,8 @@ log = logging.getLogger(__name__)
 TIMEOUT_ENV = "TORCHELASTIC_HEALTH_CHECK_TIMEOUT"
 #: Seconds; as in torch's agent. The loop may be busy ending ranks for more than ten.
 DEFAULT_TIMEOUT = 60.0
+#: Seconds that a notice gives, if it does not say. Clouds give 30 and more.
+NOTICE = 30.0
 _CLIENT_TIMEOUT = 10.0  # seconds for which a client may keep its connection without a word
 _TOO_MANY_FILES = 1.0  # seconds until another try
 _NEVER = 3600.0  # seconds between two looks whether to end: `Health.__exit__` wakes the thread
@@ -136,6 +141,8 @@ def application(group: Group, inbox: Inbox, timeout: float) -> "WSGIApplication"
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if environ["PATH_INFO"] == "/metrics":
             return metrics(environ, start_response)
+        if (environ["PATH_INFO"], environ["REQUEST_METHOD"]) == ("/drain", "POST"):
+            return _drain(environ, start_response, inbox)
         alive = inbox.knock().wait(timeout)
         body = json.dumps({"alive": alive, **facts(group)}).encode()
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
@@ -143,6 +150,26 @@ def application(group: Group, inbox: Inbox, timeout: float) -> "WSGIApplication"
         return [body]
 
     return answer
+
+
+def _drain(environ: "WSGIEnvironment", start_response: "StartResponse", inbox: Inbox) -> Iterable[bytes]:
+    """Passes a notice on to the loop, which asks the other nodes."""
+    peer = ipaddress.ip_address(environ["REMOTE_ADDR"].partition("%")[0])
+    mapped = getattr(peer, "ipv4_mapped", None)
+    (text, *_) = urllib.parse.parse_qs(environ["QUERY_STRING"]).get("within", [str(NOTICE)])
+    try:
+        within = float(text)
+    except ValueError:
+        within = math.nan
+    if not (mapped or peer).is_loopback:
+        status, answer = "403 Forbidden", "only from this host"
+    elif not 0 <= within < math.inf:
+        status, answer = "400 Bad Request", f"within={text}: use a number of seconds"
+    else:
+        inbox.put(inbox.term, News(What.NOTICE, "asked by HTTP", within=within))
+        status, answer = "202 Accepted", "asked; the log says what comes of it"
+    start_response(status, [("Content-Type", "text/plain")])
+    return [f"{answer}\n".encode()]
 
 
 def facts(group: Group) -> dict[str, Any]:

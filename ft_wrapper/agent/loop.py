@@ -20,7 +20,7 @@ from .._files import check_open_files
 from ..monitor.line import AGENT_ENV
 from ..monitor.service import MonitorService
 from ..store.tcp import raise_file_limit
-from . import ranks
+from . import actions, ranks
 from .group import Group
 from .nodes import End, Nodes, Round
 from .outputs import ERROR_FILE_ENV, Failure, Logs, opened, read_failure
@@ -56,6 +56,7 @@ class Loop:
         policy: what is done about those that fail.
         logs_specs: where their streams and errors go.
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
+        drain_timeout: seconds for which SIGTERM lets ranks come to their next step; see `Ranks`.
         standby: whether they are forked from a process that has torch imported, where that is possible.
         group: told what happens.
         log_line_prefix: what comes before the lines that are shown; see `Logs`.
@@ -72,13 +73,14 @@ class Loop:
         shutdown_timeout: float,
         standby: bool,
         group: Group,
+        drain_timeout: float = 0.0,
         log_line_prefix: str | None = None,
     ) -> None:
         self._program = program
         self._job = job
         self._nodes = nodes
         self._group = group
-        self._ranks = ranks.Ranks(policy, group, shutdown_timeout)
+        self._ranks = ranks.Ranks(policy, group, shutdown_timeout, drain_timeout=drain_timeout)
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
         self._in_store: JobInStore | None = None
@@ -191,35 +193,42 @@ class Loop:
 
     # Carrying out --------------------------------------------------------------------------------------
 
-    def _carry_out(self, actions: Iterable[ranks.Action]) -> None:
-        for action in actions:
+    def _carry_out(self, todo: Iterable[actions.Action]) -> None:
+        for action in todo:
             match action:
-                case ranks.Start():
+                case actions.Start():
                     with self._or_failed(action.rank, action.incarnation):
                         self._start(action)
-                case ranks.CancelStarts():
+                case actions.CancelStarts():
                     self._cancel_starts(action.why)
-                case ranks.ForkAhead():
+                case actions.ForkAhead():
                     if self._standby is not None:
                         self._standby.ask_ahead()
                         self._take_answers(self._standby)
-                case ranks.EndTemplate():
+                case actions.EndTemplate():
                     self._end_standby()
-                case ranks.Send():
+                case actions.Send():
                     for rank, process in self._running.items():
                         if action.rank in (None, rank):
                             process.send(action.signum)
-                case ranks.Kill():
+                case actions.Kill():
                     self._kill()
-                case ranks.AskPlace():
+                case actions.AskPlace():
                     is_ours, out_of_reach = self._nodes.look_for_place()
                     self._carry_out(self._ranks.place(is_ours=is_ours, out_of_reach=out_of_reach))
-                case ranks.LeaveJob():
+                case actions.LeaveJob():
                     self._nodes.leave(action.why)
-                case ranks.Tell():
+                case actions.Tell():
                     self._tell(action)
+                case actions.AskToLeave():
+                    if not self._monitors.ask_to_leave(self._running[action.rank].pid):
+                        self._ranks.does_not_leave(action.rank)
+                case actions.AskDrain():
+                    refused = self._nodes.drain(action.within, action.why)
+                    if refused:
+                        self._carry_out(self._ranks.stays(action, refused))
 
-    def _tell(self, told: ranks.Tell) -> None:
+    def _tell(self, told: actions.Tell) -> None:
         failure = told.failure
         running = sum(not process.has_ended() for process in self._running.values())
         log.log(
@@ -234,10 +243,10 @@ class Loop:
 
     # Starting ------------------------------------------------------------------------------------------
 
-    def _environment(self, asked: ranks.Start) -> dict[str, str]:
+    def _environment(self, asked: actions.Start) -> dict[str, str]:
         return self._job.environment(asked.rank, asked.restarts, self._ranks.round)
 
-    def _start(self, asked: ranks.Start) -> None:
+    def _start(self, asked: actions.Start) -> None:
         """Starts a process, or asks the template for it."""
         if not self._ranks.wants(asked):
             return  # another one could not be started, and so none is

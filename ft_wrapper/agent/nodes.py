@@ -1,6 +1,6 @@
 """The life of a node: round after round, until the job is over, here or everywhere.
 
-And what an agent asks of the other nodes: rounds, news, and how to leave. Here: there are no others.
+And what an agent asks of the other nodes: rounds, news, and how to leave.
 """
 
 import dataclasses
@@ -15,8 +15,6 @@ from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
 from ..log_lines import note_node
-from ..store import TCPStoreServer
-from ..store.address import host_port, loopback
 from ..store.bounded import in_background
 from .outputs import Failure
 from .signals import Inbox, News, Signalled, SignalQueue, What, signal_name
@@ -94,6 +92,7 @@ class End:
         error_elsewhere: the error of another node's rank that ended the job, if that is why all failed here.
         lost: whether no rank of this node is left in a job that goes on elsewhere.
         closed: whether the other nodes have stopped waiting for each other.
+        drained: whether all ranks of this node were asked to leave, and have.
         node: what this node is called; empty if there is no other.
     """
 
@@ -106,6 +105,7 @@ class End:
     error_elsewhere: str = ""
     lost: bool = False
     closed: bool = False
+    drained: bool = False
     node: str = ""
 
 
@@ -115,7 +115,7 @@ class End:
 class Nodes:
     """This node's part among the others, as its agent uses it: in the main thread, but for `inbox`.
 
-    The methods do here what they do for a node without others.
+    The methods do here what they do for a node that has nothing to say to others.
 
     Attributes:
         inbox: news from the others.
@@ -158,6 +158,23 @@ class Nodes:
         Args:
             why: for people.
         """
+
+    def drain(self, within: float, why: str) -> str:
+        """Asks that all ranks of this node leave the job, in order: `What.DRAIN` follows. Bounded.
+
+        Args:
+            within: seconds until ranks are ended that have not left.
+            why: for people.
+
+        Returns:
+            Why they may not leave; empty if they may.
+        """
+        return "the nodes of this job do not agree on such things; use --rdzv-backend ft or etcd"
+
+    @property
+    def keeps_others(self) -> bool:
+        """Whether the others cannot go on once this node's agent has ended: it hosts a store."""
+        return False
 
     def fail(self, why: str) -> None:
         """Ends the job on all nodes. Bounded.
@@ -202,46 +219,6 @@ class Nodes:
     def close(self) -> None:
         """Closes everything, whatever state it is in."""
         self.inbox.close()
-
-
-class OneNode(Nodes):
-    """No other nodes: this one hosts the store of its ranks, a new one for each round.
-
-    Args:
-        nproc: number of ranks.
-        address: of this host; the loopback when None, where only this host reaches the store.
-        port: where the store listens; 0 for a free port, another one in each round.
-    """
-
-    def __init__(self, nproc: int, address: str | None = None, port: int = 0) -> None:
-        super().__init__()
-        self._nproc = nproc
-        self._address = address or loopback()
-        self._port = port
-        self._server: TCPStoreServer | None = None
-
-    def next_round(self) -> Round:
-        self._end_server()
-        try:
-            server = TCPStoreServer(self._port, self._address, ranks=self._nproc)
-        except StoreError as error:
-            if not self._port:
-                raise
-            raise StoreError(
-                f"--master-port {self._port} cannot be used on this host: {error.__cause__}; choose another "
-                "port, or leave it out"
-            ) from error
-        self._server = server
-        return alone(host_port(self._address, server.port), self._nproc)
-
-    def close(self) -> None:
-        self._end_server()
-        super().close()
-
-    def _end_server(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
 
 
 # Round after round -----------------------------------------------------------------------------------------
@@ -316,8 +293,12 @@ def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
     if end.failed:
         nodes.fail(end.failed)
         return end
-    if not end.closed and nodes.await_others(as_host_only=end.lost):
-        log.info("the ranks of this node have ended; waiting for the other nodes")
+    if end.drained and not nodes.keeps_others:
+        nodes.leave("it was drained")
+        return end
+    if not end.closed and nodes.await_others(as_host_only=end.lost or end.drained):
+        why = "it hosts their store" if end.drained else "waiting for the other nodes"
+        log.info("the ranks of this node have ended; %s", why)
         end = _wait(end, nodes, signals)
         if end.again or end.signum is not None or end.ended_by:
             return end
@@ -341,6 +322,8 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
                     nodes.leave(f"it was ended by {signal_name(signum)}")
                     return dataclasses.replace(end, signum=signum)
             for news in nodes.inbox.take():
+                if news.what in (What.DRAIN, What.NOTICE):
+                    continue  # no rank is left here
                 if news.why:
                     log.warning("%s", news.why)
                 if news.what is What.GONE:

@@ -44,6 +44,8 @@ class Options:
         local_ranks_filter: the ranks that may write to the console; all when None.
         signals: what is forwarded to the ranks and then ends the job.
         shutdown_timeout: seconds between a forwarded signal and SIGKILL.
+        drain_timeout: seconds for which SIGTERM lets ranks come to their next step, where the other nodes go
+            on without this one; 0: it ends them.
         policy: what is done about a rank that fails.
         max_restarts: how often all ranks may be restarted.
         max_rank_restarts: how often each rank may be started again alone.
@@ -88,6 +90,7 @@ class Options:
     port: int = 0
     run_id: str = ""
     log_line_prefix: str | None = None
+    drain_timeout: float = 0.0
     warnings: tuple[str, ...] = ()
     check: bool = False
 
@@ -127,6 +130,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         local_ranks_filter=parser.local_ranks(nproc),
         signals=parser.signals(),
         shutdown_timeout=parser.seconds("--shutdown-timeout"),
+        drain_timeout=_drain_timeout(parser, args, nodes.get("rendezvous")),
         policy=policy,
         max_restarts=parser.count("--max-restarts"),
         max_rank_restarts=parser.count("--max-rank-restarts", RANK_RESTARTS),
@@ -265,6 +269,19 @@ def _nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy)
         parser.error(f"--rdzv-backend {args.rdzv_backend} needs --rdzv-id ID: it tells the jobs there apart")
     parameters = _parameters(parser, args, endpoint, least, most + spares, nproc)
     return {**found, "spare_nodes": spares, "rendezvous": parameters}
+
+
+def _drain_timeout(parser: Parser, args: argparse.Namespace, rendezvous: object) -> float:
+    """Warns where SIGTERM cannot drain this node."""
+    seconds = parser.seconds("--drain-timeout")
+    if seconds and rendezvous is None:
+        parser.warn(f"--drain-timeout {args.drain_timeout}: no effect on one node: no other would be left")
+        return 0.0
+    if seconds and args.rdzv_backend not in (*OURS, STATIC):
+        backend = f"--rdzv-backend {args.rdzv_backend}"
+        parser.warn(f"--drain-timeout {args.drain_timeout}: no effect with {backend}; use {NAME} or etcd")
+        return 0.0
+    return seconds
 
 
 def _spare_nodes(parser: Parser, args: argparse.Namespace, policy: Policy) -> int:

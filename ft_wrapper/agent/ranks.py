@@ -13,10 +13,24 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from torch.distributed.elastic.agent.server.api import WorkerState
 
+from .actions import (
+    Action,
+    AskDrain,
+    AskPlace,
+    AskToLeave,
+    CancelStarts,
+    EndTemplate,
+    ForkAhead,
+    Kill,
+    LeaveJob,
+    Send,
+    Start,
+    Tell,
+)
 from .group import Group
 from .nodes import End, Round
 from .outputs import Failure, in_order
@@ -29,79 +43,6 @@ log = logging.getLogger(__name__)
 SPARE_DELAY = 1.0
 #: Seconds after which a node that does not know whether it has its place asks again.
 PLACE_DELAY = 1.0
-
-
-# Actions ---------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """Starts a process, or asks the template for it: `Ranks.forked` or `not_started` follows.
-
-    Args:
-        rank: its local rank.
-        incarnation: which process in a row of it.
-        restarts: how often all ranks have been restarted.
-        is_replaced: whether another one is started if it dies.
-    """
-
-    rank: int
-    incarnation: int
-    restarts: int
-    is_replaced: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class CancelStarts:
-    """Takes back what the template was asked for; says why if the template is slow, unless it is empty."""
-
-    why: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class ForkAhead:
-    """Has a process forked ahead, for the next replacement."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EndTemplate:
-    """Ends the template: nothing is started any more."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Send:
-    """Sends a signal to a local rank; to all that run when None."""
-
-    signum: int
-    rank: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Kill:
-    """Kills all that run, and waits: `Ranks.ended` follows for each, also if stuck in the kernel."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AskPlace:
-    """Asks whether this node has its place among the others: `Ranks.place` follows."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LeaveJob:
-    """Tells the other nodes that this one leaves."""
-
-    why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Tell:
-    """Tells people of a failure, and what follows. The last action: a log line is not worth waiting for."""
-
-    failure: Failure
-    why: str
-
-
-Action: TypeAlias = Start | CancelStarts | ForkAhead | EndTemplate | Send | Kill | AskPlace | LeaveJob | Tell
 
 
 # States ----------------------------------------------------------------------------------------------------
@@ -142,6 +83,19 @@ class _Stop:
     killed: bool = False
 
 
+@dataclasses.dataclass
+class _Leaving:
+    """A rank that was asked to leave the job.
+
+    Args:
+        at: when it is sent a signal, if it runs yet.
+        signum: which one.
+    """
+
+    at: float
+    signum: int = signal.SIGTERM
+
+
 class Ranks:
     """The state of a node's ranks, round after round.
 
@@ -153,6 +107,8 @@ class Ranks:
         group: keeps state and counts, for people.
         shutdown_timeout: seconds from the signal that ends ranks to `Kill`.
         clock: monotonic seconds.
+        drain_timeout: seconds for which SIGTERM lets ranks come to their next step, where the other nodes go
+            on without this one; 0: it ends them.
 
     Attributes:
         round: the current round; set by the first `begin_round`.
@@ -166,15 +122,18 @@ class Ranks:
         group: Group,
         shutdown_timeout: float,
         clock: Callable[[], float] = time.monotonic,
+        drain_timeout: float = 0.0,
     ) -> None:
         self._policy = policy
         self._group = group
         self._shutdown_timeout = shutdown_timeout
+        self._drain_timeout = drain_timeout
         self._clock = clock
         self._job: JobInStore
         self._ranks: dict[int, _Asked | _Running | _Due] = {}  # by local rank
         self._failures: list[Failure] = []
         self._healed: set[int] = set()  # local ranks whose last process exited with 0
+        self._leaving: dict[int, _Leaving] = {}  # by local rank, those that are gone as well
         self._stop: _Stop | None = None
         self._spare_at: float | None = None  # when a process is to be forked ahead
         self._out_of_reach = ""
@@ -208,6 +167,7 @@ class Ranks:
             moments.append(self._spare_at)
         if self._stop is not None and not self._stop.killed:
             moments.append(self._stop.deadline)
+        moments += [leaving.at for leaving in self._running_but_leaving().values()]
         return min(moments, default=None)
 
     def end(self) -> End:
@@ -234,6 +194,7 @@ class Ranks:
             again=again,
             error_elsewhere=counted[0].ended_by if counted and not own else "",
             lost=finished is None and not again and len(failed_ranks) == self._nproc(),
+            drained=not again and len(self._leaving) == self._nproc(),
             node=self.round.node,
         )
 
@@ -257,6 +218,7 @@ class Ranks:
         self._stop = None
         self._failures.clear()
         self._healed.clear()
+        self._leaving.clear()
         return [self._start(rank, 0) for rank in range(self._nproc())]
 
     def forked(self, rank: int, incarnation: int, pid: int) -> list[Action]:
@@ -268,7 +230,7 @@ class Ranks:
         self._spare_at = now + SPARE_DELAY if is_replaced else None
         if self._stop is not None:  # it came too late for the signal that the others got
             return [Send(self._outcome.signum or signal.SIGTERM, rank)]
-        return []
+        return [AskToLeave(rank)] if rank in self._leaving else []
 
     def not_started(self, rank: int, failure: Failure) -> list[Action]:
         """A process that was asked for could not be started; says why, as the failure that it is."""
@@ -284,17 +246,23 @@ class Ranks:
             failure: how it failed; None if it did not, or if a stop ended it.
         """
         process = self._ranks.pop(rank)
-        if exitcode == 0:
+        if exitcode == 0 or rank in self._leaving:
             self._healed.add(rank)
             self._group.ended(rank)
+        if rank in self._leaving and self._stop is None:
+            log.info("rank %d has left the job, as it was asked to", self.round.rank(rank))
+            return []
         if failure is None or self._stop is not None:
             return []  # what a signal of ours ended did not fail of its own accord
         assert isinstance(process, _Running)
         return self._decide(rank, failure, self._clock() - process.started)
 
     def signalled(self, signum: int) -> list[Action]:
-        """A signal arrived that ends the job."""
+        """A signal arrived that ends the job; or drains this node, once, where that is wanted."""
         name = signal_name(signum)
+        if signum == signal.SIGTERM and self._drain_timeout and self._stop is None:
+            within, self._drain_timeout = self._drain_timeout, 0.0
+            return [AskDrain(within, name, signum)]
         log.warning("%s: forwarded to %s", name, self.names())
         if self._outcome.signum is not None:
             return [Send(signum)]
@@ -309,6 +277,10 @@ class Ranks:
         if news.what is What.CLOSED:
             self._note(closed=True)  # the ranks come to their own end
             return []
+        if news.what is What.NOTICE:
+            return [] if self._stop is not None else [AskDrain(news.within, news.why)]
+        if news.what is What.DRAIN:
+            return [] if self._stop is not None else self._drain(news)
         ends = news.what.ends
         if ends:
             self._note(ended_by=self._outcome.ended_by or news.why)
@@ -337,6 +309,20 @@ class Ranks:
                 self._ranks[rank] = _Due(due.incarnation, now + PLACE_DELAY)
         return starts or self._give_up_if_alone()
 
+    def does_not_leave(self, rank: int) -> None:
+        """A rank that was asked to leave has no next step to do so: it is signalled with the next tick."""
+        self._leaving[rank].at = self._clock()
+
+    def stays(self, asked: AskDrain, why: str) -> list[Action]:
+        """The other nodes cannot go on without this one, or are not heard: a signal does what it always does.
+
+        Args:
+            asked: what was asked.
+            why: for people.
+        """
+        log.warning("%s: this node is not drained: %s", asked.why, why)
+        return [] if asked.signum is None else self.signalled(asked.signum)
+
     def abandoned(self) -> list[Action]:
         """The loop is left, whatever runs."""
         return [EndTemplate(), *self._begin_stop(again=False), Kill()]
@@ -356,6 +342,10 @@ class Ranks:
             self._spare_at = None
             if self._stop is None:
                 actions.append(ForkAhead())
+        for rank, leaving in self._running_but_leaving().items():
+            if now >= leaving.at:
+                actions.append(Send(leaving.signum, rank))
+                leaving.at, leaving.signum = now + self._shutdown_timeout, signal.SIGKILL
         if any(due.at <= now for due in self._of(_Due).values()):
             return [*actions, AskPlace()]
         return [*actions, *self._give_up_if_alone()]
@@ -388,6 +378,27 @@ class Ranks:
             self._group.count_restarts(self._policy.restarts)
             actions += [*self._begin_stop(again=again), Send(signal.SIGTERM)]
         return [*actions, Tell(failure, verdict.why)]
+
+    def _drain(self, news: News) -> list[Action]:
+        now = self._clock()
+        asked = [
+            rank
+            for rank in range(self._nproc())
+            if rank not in self._leaving and (not news.slots or self.round.rank(rank) in news.slots)
+        ]
+        if not asked:
+            return []  # the news came before
+        names = ", ".join(str(self.round.rank(rank)) for rank in asked)
+        log.warning("%s: rank %s to leave the job within %g s", news.why, names, news.within)
+        for rank in asked:
+            self._leaving[rank] = _Leaving(now + news.within)
+            if isinstance(self._ranks.get(rank), _Due):
+                del self._ranks[rank]
+        return [AskToLeave(rank) for rank in asked if rank in self._of(_Running)]
+
+    def _running_but_leaving(self) -> dict[int, _Leaving]:
+        running = self._of(_Running) if self._stop is None else {}
+        return {rank: leaving for rank, leaving in self._leaving.items() if rank in running}
 
     def _begin_stop(self, *, again: bool) -> list[Action]:
         self._stop = _Stop(self._clock() + self._shutdown_timeout, again)

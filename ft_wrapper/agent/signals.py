@@ -116,6 +116,8 @@ class What(enum.Enum):
         OVER: the job has failed: this node ends its ranks.
         LOST: the rendezvous is lost. The same, unless the ranks of this node are done.
         CLOSED: the job has ended: the nodes do not wait for each other any more.
+        DRAIN: ranks of this node are to leave the job, and are not started again.
+        NOTICE: this node is asked to leave the job; the others have to agree.
     """
 
     COME = enum.auto()
@@ -123,6 +125,8 @@ class What(enum.Enum):
     OVER = enum.auto()
     LOST = enum.auto()
     CLOSED = enum.auto()
+    DRAIN = enum.auto()
+    NOTICE = enum.auto()
 
     @property
     def ends(self) -> bool:
@@ -137,10 +141,14 @@ class News:
     Args:
         what: what follows.
         why: for people; empty if there is nothing to say.
+        slots: of a drain: of which ranks; empty for all of this node.
+        within: of a drain or a notice: seconds until ranks are ended that have not left.
     """
 
     what: What
     why: str = ""
+    slots: tuple[int, ...] = ()
+    within: float = 0.0
 
 
 class Inbox:

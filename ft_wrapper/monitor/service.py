@@ -111,6 +111,22 @@ class MonitorService:
         with self._changed:
             self._processes.pop(pid, None)
 
+    def ask_to_leave(self, pid: int) -> bool:
+        """Asks a rank to leave the job where its next step begins, or once its iteration has ended.
+
+        Args:
+            pid: the process that the agent has started for it.
+
+        Returns:
+            Whether it is going to do so: it is in the function, and has told a step in this iteration.
+        """
+        with self._changed:
+            return any(
+                one.watch is not None and one.watch.ask_to_leave()
+                for one in self._attended.values()
+                if one.process == pid and one.is_in_call
+            )
+
     def close(self) -> None:
         """Accepts no more ranks, and waits until the others know who has died: `CLOSE_TIMEOUT` at the most.
 

@@ -63,6 +63,7 @@ class RankMemory(ctypes.Structure):
             timeout applies.
         dump_signal: by which the rank is asked where it stands; 0 if it cannot be asked.
         dump_fd: the rank's descriptor that the answer comes by.
+        leaves: whether the rank was asked to leave the job. Written by the agent.
 
     Raises:
         RuntimeError: the platform lacks ``memfd_create`` or robust mutexes.
@@ -75,7 +76,7 @@ class RankMemory(ctypes.Structure):
         ("_step", ctypes.c_uint64),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
-        *((name, ctypes.c_bool) for name in ("active", "_is_life_held")),
+        *((name, ctypes.c_bool) for name in ("active", "_is_life_held", "leaves")),
     )
     main_stamp: float
     gil_stamp: float
@@ -87,6 +88,7 @@ class RankMemory(ctypes.Structure):
     hang_protection_disabled: int
     dump_signal: int
     dump_fd: int
+    leaves: bool
     fd: int
     _owner: tuple[int, int] | None = None  # process and thread that hold the life by this object
 
@@ -215,7 +217,9 @@ class RankMemory(ctypes.Structure):
         field = vars(type(self))[name]
         return memoryview(self).cast("B")[field.offset : field.offset + field.size].cast(form)  # type: ignore[call-overload]
 
-    def make_ping(self, note: Callable[[], None] = lambda: None) -> tuple[Callable[..., None], Step]:
+    def make_ping(
+        self, note: Callable[[], None] = lambda: None, leave: Callable[[], None] = lambda: None
+    ) -> tuple[Callable[..., None], Step]:
         """Returns ``ping`` and ``step``, which write the present time, and a step's number, and nothing else.
 
         No lock, no queue, no system call: about 0.1 microseconds. They may outlive the wrapped call.
@@ -223,9 +227,11 @@ class RankMemory(ctypes.Structure):
         Args:
             note: called once the first step of an iteration is there; and if a number is lower than the one
                 before, which means that the function has gone back, before it is there and once it is.
+            leave: called where a step begins, if the rank was asked to leave.
         """
         now, stamp = time.monotonic, self._view("ping_stamp", "d")
         number, began = self._view("_step", "Q"), self._view("step_stamp", "d")
+        leaves = self._view("leaves", "?")
 
         def ping(step: int | None = None) -> None:
             stamp[0] = at = now()
@@ -234,6 +240,8 @@ class RankMemory(ctypes.Structure):
             try:
                 if step <= number[0]:
                     turn(step)
+                elif leaves[0]:
+                    leave()
                 else:
                     number[0] = step
                     began[0] = at
@@ -244,6 +252,8 @@ class RankMemory(ctypes.Structure):
             try:
                 if n <= number[0]:
                     turn(n)
+                elif leaves[0]:
+                    leave()
                 else:
                     number[0] = n
                     began[0] = now()
@@ -254,6 +264,8 @@ class RankMemory(ctypes.Structure):
             last = number[0]
             if n == last:
                 return  # a part of the same step
+            if leaves[0]:
+                leave()
             if last != _NO_STEP:
                 note()
             number[0] = n

@@ -36,7 +36,7 @@ from ..settings import Limits
 from ..store import Decision, Member, StoreMixin, View, serve
 from ..store.bounded import in_background
 from .rank_monitor import RankMonitor, await_exit
-from .shared_memory import RankMemory
+from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ class RankWatch:
         self._monitor_of: Callable[[Member], RankMonitor] = lambda member: RankMonitor(
             connect, member, memory, pid, limits, heart, job
         )
+        self._ask_to_leave: Callable[[], bool] = lambda: _ask_to_leave(memory)
         self._iteration_stores = IterationStores()
         self._monitor: RankMonitor | None = None
         self._unread = b""
@@ -140,6 +141,14 @@ class RankWatch:
         """Ends `run`, if the rank lives, and `tell_others`; from any thread, also after `close`."""
         self._stopped.set()
         self._wake_up()
+
+    def ask_to_leave(self) -> bool:
+        """Asks the rank to leave the job; from any thread, before `close`.
+
+        Returns:
+            Whether it does so where its next step begins.
+        """
+        return self._ask_to_leave()
 
     def tell_others(self) -> None:
         """Tells the others of the rank's death, until they go on without it; they may yet need its store.
@@ -255,6 +264,11 @@ class RankWatch:
             decision = Decision.from_json(message["decision"], "view")
             return self._monitor.view.after(decision, message["nonce"])
         return View.from_json(message["whole"], "view")
+
+
+def _ask_to_leave(memory: RankMemory) -> bool:
+    memory.leaves = True
+    return memory.active and memory.phase == Phase.WATCHED and memory.step is not None
 
 
 class IterationStores:

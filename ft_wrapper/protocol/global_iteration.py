@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .. import events
 from ..exception import InternalError, StoreError, TimeoutError
-from . import entries, keys, operations, records
+from . import entries, exclusion, keys, operations, records
 from .evidence import Ends, HeartbeatObserver, Heartbeats
+from .exclusion import Verdict
 from .operations import Append, Count, Move, Operations, Read, ReadLog, Wake, Write, looks_for, read, read_log
-from .records import DONE, FAULT, RETURNS, Decision, Head, Member, View
+from .records import DONE, FAULT, RETURNS, Decision, Head, Member, MemberRecord, View
 from .widening import widen
 
 log = logging.getLogger(__name__)
@@ -191,18 +192,24 @@ class GlobalIteration:
             member for slot, member in sorted(latest.items()) if slot not in holders and member not in dead
         )
         missing = set(view.members) - arrived.keys() - dead.keys() - silent
+        verdict = Verdict(view.blamed)
+        if view.max_faults and outcome == FAULT:
+            verdict = exclusion.judge(view, self.ends.faults_of(n), kept, newcomers, self._host_of)
+            kept = tuple(member for member in kept if member not in verdict.out)
         left = len(kept) + len(newcomers)
         if missing and not (drop_missing and outcome == FAULT):
             return None
         if left < max(1, view.min_world_size):
             return None
-        announced = {member.slot for member, marks in dead.items() if RETURNS in marks}
+        announced = {member.slot for member, marks in dead.items() if RETURNS in marks} - {verdict.slot}
         if hold and announced - {member.slot for member in newcomers} and left < self.wanted():
             return None
         decision = self._next_decision(view, outcome, kept, newcomers, arrived)
         faults = entries.faults_in(n, arrivals)
         same = records.count_same_faults(view.same_faults, faults, is_any_lost=bool(decision.removed))
-        decision = dataclasses.replace(decision, same_faults=same)
+        decision = dataclasses.replace(
+            decision, same_faults=same, blamed=verdict.blamed, excluded=verdict.words
+        )
         return self._decide(view.head, decision, tuple(sorted(kept + newcomers)))
 
     def await_next(
@@ -355,7 +362,14 @@ class GlobalIteration:
             inserted=world.inserted,
             world_size=world.size,
             min_world_size=view.min_world_size,
+            max_faults=view.max_faults,
+            fault_window=view.fault_window,
         )
+
+    def _host_of(self, member: Member) -> str:
+        key = keys.member(str(member))
+        record = read(self.store, key)
+        return MemberRecord.from_json(record, key).host if record else ""
 
     def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         """Writes a decision, then tries to move head to it. No matter who wins, head has moved after that."""

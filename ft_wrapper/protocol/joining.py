@@ -26,6 +26,7 @@ _FIRST_LOOK = 0.5  # seconds until a process that wants in looks at head again, 
 _LONGEST_LOOK = 8.0
 _LONGEST_WINDOW = 6  # doublings of the window
 _UNKNOWN = MemberRecord()
+_DEFAULTS = Limits()
 
 
 class Entry(enum.Enum):
@@ -136,26 +137,26 @@ class Joining:
 
     # The first formation -------------------------------------------------------------------------------
 
-    def join_first(self, member: Member, slots: Iterable[int], min_world_size: int = 1) -> None:
+    def join_first(self, member: Member, slots: Iterable[int], limits: Limits = _DEFAULTS) -> None:
         """Joins the first iteration; the last of all slots to come decides it.
 
         Args:
             member: who joins.
             slots: the slots that the job begins with.
-            min_world_size: the job goes on with no fewer members; the same on every rank.
+            limits: what the job goes on with, of which the shared ones are the same on every rank.
         """
         n = keys.BEFORE_FIRST
         expected = frozenset(slots)
         self.iterations.ask_to_join(n, member, 0)
         (count,) = self.store.execute([Count(keys.count_gone(n))])
         if int(count or 0) >= len(expected):
-            self.form(expected, min_world_size)
+            self.form(expected, limits)
 
     def joined_first(self) -> set[Member]:
         """The members that have joined the first iteration."""
         return self.iterations.joins_of(keys.BEFORE_FIRST)
 
-    def form(self, slots: frozenset[int], min_world_size: int = 1) -> bool:
+    def form(self, slots: frozenset[int], limits: Limits = _DEFAULTS) -> bool:
         """Decides the first iteration if every slot has joined; tells whether there is a head now."""
         if self.iterations.read_head() is not None:
             return True
@@ -167,11 +168,11 @@ class Joining:
         if not slots <= latest.keys():  # one that is not expected takes no one's place
             return False
         members = tuple(sorted(latest.values()))
-        self.iterations._decide(None, _first_decision(members, min_world_size), members)
+        self.iterations._decide(None, _first_decision(members, limits), members)
         return True
 
     def await_first(
-        self, member: Member, slots: Iterable[int], timeout: float, min_world_size: int = 1
+        self, member: Member, slots: Iterable[int], timeout: float, limits: Limits = _DEFAULTS
     ) -> tuple[View, Decision] | None:
         """Waits for the first decision.
 
@@ -179,7 +180,7 @@ class Joining:
             member: who waits.
             slots: the slots that the job begins with.
             timeout: seconds to wait at the longest.
-            min_world_size: as in `join_first`.
+            limits: as in `join_first`.
 
         Returns:
             The first iteration and the decision that led to it; None if this member is not in it.
@@ -193,8 +194,8 @@ class Joining:
         # All of them have to be there, so the same few can look for all, should the last one have been lost.
         forms = keeps_lookout(position, len(expected))
         for remaining, _ in looks_for(self.store, keys.wake_head(first), position, timeout):
-            if self.form(expected, min_world_size) if forms else self.iterations.read_head() is not None:
-                current = self._read_first(min_world_size)
+            if self.form(expected, limits) if forms else self.iterations.read_head() is not None:
+                current = self._read_first(limits)
                 # Who was not in the first decision joins the running job; and who sees a later one only has
                 # been paused, and was in the first one if it is in that.
                 return current if member in current[0].members else None
@@ -209,7 +210,7 @@ class Joining:
             "see whether their processes started and reach the store, or raise barrier_timeout"
         )
 
-    def _read_first(self, min_world_size: int) -> tuple[View, Decision]:
+    def _read_first(self, limits: Limits) -> tuple[View, Decision]:
         """The iteration that is on, mostly the first: that one's decision follows from its roster."""
         head = self.iterations.read_head()
         if head is not None and head.n == keys.BEFORE_FIRST + 1:
@@ -217,8 +218,8 @@ class Joining:
             roster = read(self.store, key)
             if roster is not None:  # else head has moved on by two meanwhile
                 members = roster_from_json(roster, key)
-                decision = _first_decision(members, min_world_size)
-                return View(head.call, head.n, head.nonce, decision.first, members, min_world_size), decision
+                decision = _first_decision(members, limits)
+                return View.of(decision, head.nonce, members), decision
         current = self.iterations.read_current()
         if current is None:
             raise StoreError("the store has no head any more; this job cannot go on")
@@ -428,7 +429,20 @@ class _Attempt:
         self._store.hear(wake, pause)
 
 
-def _first_decision(members: tuple[Member, ...], min_world_size: int) -> Decision:
+def _first_decision(members: tuple[Member, ...], limits: Limits) -> Decision:
     n = keys.BEFORE_FIRST + 1
     ranks = tuple(range(len(members)))
-    return Decision(0, n, n, (), (), members, ranks, ranks, len(members), min_world_size)
+    return Decision(
+        call=0,
+        n=n,
+        first=n,
+        removed=(),
+        ranks=(),
+        joined=members,
+        joined_ranks=ranks,
+        inserted=ranks,
+        world_size=len(members),
+        min_world_size=limits.min_world_size,
+        max_faults=limits.max_faults or 0,
+        fault_window=limits.fault_window if limits.max_faults else 0.0,
+    )

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 
 from .. import events, exception
 from ..attribution import Interruption
-from ..exception import JobEnded, RankDiscarded, RestartAbort, RestartError, StoreError, TimeoutError
+from ..exception import (
+    Excluded,
+    JobEnded,
+    RankDiscarded,
+    RestartAbort,
+    RestartError,
+    StoreError,
+    TimeoutError,
+)
 from ..settings import Limits
-from . import Agreement, keys
+from . import Agreement, exclusion, keys
 from .deaths import await_others, report_deaths
 from .global_iteration import Proposed
 from .joining import Entry
@@ -163,9 +171,35 @@ class Membership:
             on_missing=self.on_missing,
         )
         if step is None:
+            current = self.agreement.iterations.read_current() if self.view.max_faults else None
+            if current is not None:
+                self._leave_if_excluded(current[1], len(current[0].members))
             raise RankDiscarded(self._left_out())
         before, (self.view, self.decision) = self.view, step
         self.emit("decided", after=before.nonce)
+
+    def leave_if_excluded(self) -> None:
+        """Raises `Excluded` if this member has joined, though its slot or host has caused too many faults.
+
+        It came before that was decided; later ones do not get so far.
+        """
+        if self.member in self.decision.joined:
+            self._leave_if_excluded(self.decision, len(self.view.members) - len(self.decision.joined))
+
+    def _leave_if_excluded(self, decision: Decision, others: int) -> None:
+        why = exclusion.why_out(decision, self.slot, self.record.host)
+        if why and others >= max(1, decision.min_world_size):
+            raise Excluded(why)
+
+    def _join_unless_excluded(self) -> None:
+        current = None if self.limits.max_faults is None else self.agreement.iterations.read_current()
+        if current is None:
+            return
+        view, decision = current
+        others = {one for one in view.members if one.slot != self.slot} - self.agreement.ends.deaths_of(
+            view.n
+        )
+        self._leave_if_excluded(decision, len(others))
 
     def has_failed(self) -> bool:
         """Whether the present iteration has ended by a fault."""
@@ -296,6 +330,8 @@ class Membership:
             return True
         if not self.limits.use_global_iteration:
             raise self._refused()
+        if not is_early:
+            self._join_unless_excluded()
         current = None if is_early else self.agreement.iterations.read_current()
         if current is not None and current[0].call == self.call:
             fault = self.hopeless(current[1])
@@ -354,13 +390,12 @@ class Membership:
 
     def _join_first(self) -> bool:
         """Takes part in the job's first decision; False if it was made without this member."""
-        smallest = self.limits.min_world_size
         if self.slot not in self.slots:  # one that the job is to grow by
             self.agreement.joining.await_head(self.limits.barrier_timeout)
             return False
-        self.agreement.joining.join_first(self.member, self.slots, smallest)
+        self.agreement.joining.join_first(self.member, self.slots, self.limits)
         first = self.agreement.joining.await_first(
-            self.member, self.slots, self.limits.barrier_timeout, smallest
+            self.member, self.slots, self.limits.barrier_timeout, self.limits
         )
         if first is not None:
             self.view, self.decision = first
@@ -417,4 +452,6 @@ class Membership:
         return self.record.fault(self.member, rank, interruption, message, self.wall_clock())
 
     def _raised(self, rank: int | None, interruption: Interruption, error: BaseException) -> Fault:
-        return self.fault(rank, interruption, f"raised {exception.in_one_line(error)}")
+        is_drained = isinstance(error, exception.Drained)
+        message = "was drained" if is_drained else f"raised {exception.in_one_line(error)}"
+        return self.fault(rank, interruption, message)

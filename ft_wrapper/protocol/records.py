@@ -247,6 +247,21 @@ def count_same_faults(
 
 
 @dataclasses.dataclass(frozen=True)
+class Blamed:
+    """A restart, and who caused it.
+
+    Args:
+        slot: whose fault it was.
+        host: where that ran; empty if it is not known.
+        at: when, in seconds since the epoch.
+    """
+
+    slot: int
+    host: str
+    at: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Decision(Record):
     """What changed from one iteration to the next. Of the size of the change, not of the world.
 
@@ -265,6 +280,11 @@ class Decision(Record):
         world_size: size of the widened world, its gaps included.
         min_world_size: the job goes on with no fewer members; the same in all of its decisions.
         same_faults: the faults of the iteration that ended, those most often seen in a row first.
+        max_faults: so many faults within ``fault_window`` exclude a slot or host; 0: none does. As
+            ``min_world_size`` the same in all decisions, and so is
+        fault_window: that time in seconds.
+        blamed: who caused the restarts within it, the oldest first.
+        excluded: who is out for that, or stays though it should be, in words.
     """
 
     call: int
@@ -278,6 +298,10 @@ class Decision(Record):
     world_size: int
     min_world_size: int
     same_faults: tuple[SameFault, ...] = ()
+    max_faults: int = 0
+    fault_window: float = 0.0
+    blamed: tuple[Blamed, ...] = ()
+    excluded: str = ""
 
     def __post_init__(self) -> None:
         if len(self.joined) != len(self.joined_ranks):
@@ -313,7 +337,10 @@ class View(Record):
         first: number of the call's first global iteration.
         members: all members, by slot.
         min_world_size: the job goes on with no fewer members.
-        same_faults: those of the decision that led to it.
+        same_faults: those of the decision that led to it; as are
+        max_faults: see `Decision`,
+        fault_window: and
+        blamed.
     """
 
     call: int
@@ -323,6 +350,9 @@ class View(Record):
     members: tuple[Member, ...]
     min_world_size: int = 1
     same_faults: tuple[SameFault, ...] = ()
+    max_faults: int = 0
+    fault_window: float = 0.0
+    blamed: tuple[Blamed, ...] = ()
 
     def after(self, decision: Decision, nonce: str) -> "View":
         """The view once a decision has been carried out."""
@@ -341,6 +371,9 @@ class View(Record):
             members,
             decision.min_world_size,
             decision.same_faults,
+            decision.max_faults,
+            decision.fault_window,
+            decision.blamed,
         )
 
     @property

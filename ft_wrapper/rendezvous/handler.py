@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -13,11 +13,11 @@ from torch.distributed.elastic import rendezvous as elastic
 from ..exception import StoreError
 from ..protocol.operations import Operations
 from ..store.bounded import in_background
-from . import moves, operations
+from . import drains, moves, operations
 from .backends import Backend, WorkerStores, make_backend
 from .executor import Executor, OnUnseated
 from .presence import OnChange, Presence
-from .record import Node, Record, RoundPolicy
+from .record import Drain, Node, Record, RoundPolicy
 from .register import Board, Register, Snapshot, agents_prefix, goodbye_key, incarnations_key
 from .settings import ETCD_NAMES, Identity, Settings, new_node_id, parameters_from_url, read_parameters
 
@@ -235,6 +235,17 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             Whether the policy is ``rank`` now. It is not while the nodes are on their way to the next round.
         """
         return self._with_side(lambda side: side.change(moves.adopt_rank_policy)).policy is RoundPolicy.RANK
+
+    def drain(self, asked: Drain, slots: Collection[int], min_world_size: int) -> None:
+        """Asks that ranks leave the job; for the arguments see `drains.why_not`.
+
+        Raises:
+            ValueError: too few would be left.
+            RendezvousConnectionError: the store is lost.
+        """
+        self._with_side(
+            lambda side: side.change(lambda record: drains.add(record, asked, slots, min_world_size))
+        )
 
     def leave(self) -> None:
         """Gives up this node's place, if it has any, and ends its part. The others go on.

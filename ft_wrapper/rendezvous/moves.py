@@ -14,7 +14,7 @@ lost with that node: the policy is ``group`` again, and the others form a new ro
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from .record import Admission, Node, Place, Record, RoundPolicy, Seat, Waiting, digest
+from .record import Admission, Drain, Node, Place, Record, RoundPolicy, Seat, Waiting, digest
 
 #: With so many admissions of a log in the record the next log is begun.
 MOST_ADMISSIONS = 1000
@@ -92,6 +92,7 @@ def remove(record: Record, nodes: Iterable[Node]) -> tuple[Record, tuple[Seat, .
         seats=seats,
         waiting=tuple(waiting for waiting in record.waiting if not goes(waiting.node)),
         spares=tuple(spare for spare in record.spares if not goes(spare)),
+        drains=tuple(drain for drain in record.drains if drain.node not in names),
     )
     return normalize(left), lost
 
@@ -115,6 +116,13 @@ def may_unseat(record: Record, node: Node, silent: Iterable[Node]) -> bool:
 def close(record: Record, reason: str = "") -> Record:
     """Closes the rendezvous; the first reason stands."""
     return record if record.closed else replace(record, closed=True, reason=reason)
+
+
+def drain(record: Record, asked: Drain) -> Record:
+    """Asks ranks to leave the job; their node carries it out, and leaves if they are all it has."""
+    known = any(asked.node == node.name for node in record.nodes)
+    same = any((asked.node, asked.slots) == (other.node, other.slots) for other in record.drains)
+    return replace(record, drains=(*record.drains, asked)) if known and not same else record
 
 
 def adopt_rank_policy(record: Record) -> Record:
@@ -250,7 +258,8 @@ def _replace_node(record: Record, before: Node, node: Node) -> Record:
 def _begin_round(record: Record) -> Record:
     """All have left the round: the next one forms of those that wait."""
     seats = tuple(map(_new_seat, record.waiting))
-    return replace(record, round=record.round + 1, complete=False, seats=seats, waiting=(), next_slot=0)
+    begun = replace(record, round=record.round + 1, complete=False, seats=seats, waiting=(), next_slot=0)
+    return replace(begun, drains=())
 
 
 def _fill(record: Record) -> Record:

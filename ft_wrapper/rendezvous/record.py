@@ -106,6 +106,23 @@ class Waiting:
 
 
 @dataclasses.dataclass(frozen=True)
+class Drain:
+    """Ranks that are to leave the job, and not to be started again.
+
+    Args:
+        node: the name of the node, id and incarnation, that they are on.
+        slots: theirs; empty for all of the node, which then leaves, too.
+        within: seconds until they are ended if they have not left.
+        why: for people.
+    """
+
+    node: str
+    slots: tuple[int, ...]
+    within: float
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Admission:
     """A line of the log: a node asks to be let in.
 
@@ -159,6 +176,7 @@ class Record:
         spares: nodes that wait for a free seat, in the order of arrival.
         writer: unique to each write, so that a node recognizes its own.
         hosted: whether the node of group rank 0 hosts the workers' store; else that outlives all nodes.
+        drains: what was asked for in this round, of nodes that are there.
     """
 
     min_nodes: int
@@ -180,6 +198,7 @@ class Record:
     spares: tuple[Node, ...] = ()
     writer: str = ""
     hosted: bool = True
+    drains: tuple[Drain, ...] = ()
 
     @property
     def participants(self) -> tuple[Node, ...]:
@@ -240,6 +259,8 @@ class Record:
             fields["seats"] = tuple(_seat(*seat) for seat in fields["seats"])
             fields["waiting"] = tuple(Waiting(Node(*node), rank) for node, rank in fields["waiting"])
             fields["spares"] = tuple(Node(*node) for node in fields["spares"])
+            drains = fields.get("drains", ())
+            fields["drains"] = tuple(Drain(node, tuple(slots), *more) for node, slots, *more in drains)
             return cls(**fields)
 
 

@@ -49,6 +49,8 @@ class RestartReport:
         phases: seconds of this rank's own, by the names that ``ftrun report`` has: ``abort``, ``leave``,
             ``arrive``, ``decide``, ``enter``. A process that joined knows the last one alone.
         step: what this rank's function had come to; None if that is not known.
+        excluded: the slot or host that is out because of too many faults, or stays though it should be, in
+            words; empty if there is none.
     """
 
     iteration: int
@@ -63,12 +65,15 @@ class RestartReport:
     seconds: float
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     step: int | None = None
+    excluded: str = ""
 
     def __str__(self) -> str:
         """The line in the log."""
         parts = [self.cause]
         if self.joined and self.interruption is not None:
             parts.append(_joiners(self.joined))
+        if self.excluded:
+            parts.append(self.excluded)
         parts.append(_promotions(self.took_over))
         if self.recompiling:
             names = _joined(map(str, self.recompiling), len(self.recompiling))
@@ -129,6 +134,7 @@ def make_report(
         active_world_size=state.active_world_size or 0,
         world_size=state.world_size,
         seconds=seconds,
+        excluded=decision.excluded,
     )
 
 

@@ -8,22 +8,19 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 
 from torch.distributed import DistError
 
 from ..exception import StoreError
 from ..protocol import Agreement, keys
 from ..protocol.entries import split_entry, to_number
-from ..protocol.operations import Operations, read
+from ..protocol.operations import read
 from ..protocol.records import FAULT
-from ..rendezvous.backends import RENDEZVOUS, workers_namespace
 from ..rendezvous.record import Place, Record
-from ..rendezvous.register import RECORD_KEY, endpoint_key
-from ..store import StoreMixin, connect
-from ..store.address import EtcdAddress, is_etcd
+from ..store import StoreMixin
 from ..store.plan import ANNOUNCED, connector
 from . import table
+from .finding import ENDPOINT, TIMEOUT, meeting_place, open_store, ranks_store, read_record
 from .restart import host_and_pid, in_words
 
 NOT_FORMED = "not formed"
@@ -31,9 +28,6 @@ RUNNING = "running"
 RESTARTING = "restarting"
 COMPLETED = "completed"
 LOST = "lost"
-
-_TIMEOUT = timedelta(seconds=10)
-_ENDPOINT = "HOST:PORT, or etcd://HOST:PORT/PREFIX"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,31 +198,6 @@ def watch(
         store.hear(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
 
 
-def _read_record(store: Operations) -> Record | None:
-    """The record of the nodes; None if there is none in this store."""
-    text = read(store, RECORD_KEY)
-    try:
-        return None if text is None else Record.from_text(text)
-    except ValueError as error:
-        raise StoreError(f"store key {RECORD_KEY!r}: {error}") from error
-
-
-def _rendezvous_address(endpoint: str) -> str:
-    """Where the record is, by what a user calls the job: on etcd the job's prefix is enough."""
-    if not is_etcd(endpoint) or EtcdAddress.parse(endpoint).namespace:
-        return endpoint
-    return str(EtcdAddress.parse(endpoint).within(RENDEZVOUS))
-
-
-def _workers_address(endpoint: str, store: Operations, record: Record) -> str:
-    """Address of the store in which wrapped ranks agree; empty if there is none yet."""
-    if not is_etcd(endpoint):
-        return read(store, endpoint_key(record.round)) or ""
-    if not record.complete:
-        return ""
-    return str(EtcdAddress.parse(endpoint).within(workers_namespace(record.round)))
-
-
 def _nodes(record: Record) -> tuple[NodeStatus, ...]:
     found = []
     for seat in record.seats:
@@ -264,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="?",
         default=os.environ.get(ANNOUNCED),
         metavar="ENDPOINT",
-        help=f"{_ENDPOINT}: where the nodes meet, or the store of the ranks, who have it in {ANNOUNCED}; "
+        help=f"{ENDPOINT}: where the nodes meet, or the store of the ranks, who have it in {ANNOUNCED}; "
         "ftrun says it at the start",
     )
     parser.add_argument("--watch", action="store_true", help="go on, and print it again when it changes")
@@ -278,9 +247,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     args = parser.parse_args(argv)
     try:
-        connector(args.endpoint or "", _TIMEOUT)
+        connector(args.endpoint or "", TIMEOUT)
     except ValueError:
-        print(f"ftrun status: error: {args.endpoint or 'no endpoint'}: give {_ENDPOINT}", file=sys.stderr)
+        print(f"ftrun status: error: {args.endpoint or 'no endpoint'}: give {ENDPOINT}", file=sys.stderr)
         return 2
     try:
         with contextlib.ExitStack() as opened:
@@ -297,27 +266,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iterator[Status]:
     """Reads how the job stands whose store, or whose nodes' rendezvous, is at an endpoint."""
-    meeting_place = _rendezvous_address(endpoint)
-    store = _open(meeting_place, opened)
-    record = _read_record(store)
+    meeting = meeting_place(endpoint)
+    store = open_store(meeting, opened)
+    record = read_record(store)
     if record is None:
         # No nodes met there: the ranks agree at the endpoint itself, as they do under any other launcher.
-        yield from watch(store if meeting_place == endpoint else _open(endpoint, opened), longest)
+        yield from watch(store if meeting == endpoint else open_store(endpoint, opened), longest)
         return
-    address = _workers_address(endpoint, store, record)
+    address = ranks_store(endpoint, store, record)
     if not address:
         yield Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(record))
         return
 
     def nodes() -> tuple[NodeStatus, ...]:
-        newest = _read_record(store)
+        newest = read_record(store)
         return () if newest is None else _nodes(newest)
 
-    yield from watch(_open(address, opened), longest, nodes)
-
-
-def _open(address: str, opened: contextlib.ExitStack) -> StoreMixin:
-    return opened.enter_context(contextlib.closing(connect(address, _TIMEOUT)))
+    yield from watch(open_store(address, opened), longest, nodes)
 
 
 if __name__ == "__main__":

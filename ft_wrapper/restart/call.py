@@ -14,6 +14,7 @@ from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption
 from ..exception import (
+    Drained,
     HealthCheckError,
     InternalError,
     JobAbort,
@@ -324,6 +325,10 @@ class Call(Performer):
             raise InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
         self._reporter.phases.end("arrive")
 
+    def leave_if_asked(self) -> None:
+        if self.own.memory.leaves:
+            raise Drained
+
     def onward(self) -> None:
         self._reporter.phases.end("decide")
         close_aborted_sockets()
@@ -369,7 +374,7 @@ class Call(Performer):
         own, watch = self.own, self._stay.watch
         if isinstance(error, Exception):
             self.state.fn_exception = error
-        level = logging.INFO if isinstance(error, JobEnded) else logging.ERROR
+        level = logging.INFO if isinstance(error, (JobEnded, Drained)) else logging.ERROR
         log.log(level, "rank %s (slot %d) leaves the job: %r", self.state.rank, own.member.slot, error)
         if isinstance(error, StoreUnavailable):
             own.progress.store_lost = error  # it was tried for long enough; no one can be told

@@ -82,6 +82,9 @@ class Performer:
     def clean_up(self) -> None:
         """Finalize and health check, before the others are told that this rank has left the function."""
 
+    def leave_if_asked(self) -> None:
+        """Raises `Drained` if the rank was asked to leave the job."""
+
     def tidy_up(self) -> None:
         """Does what only this rank's next entry needs, while the others are waited for."""
 
@@ -136,6 +139,7 @@ class RestartLoop:
             while left is None:
                 self.performer.know(self.member.view, self.member.decision)
                 self._consider_same_faults()
+                self.member.leave_if_excluded()
                 left = self._iterate()
         except BaseException as error:
             self._leave(error)
@@ -161,6 +165,7 @@ class RestartLoop:
             self.performer.settle()
             self._runs = False
         self.performer.clean_up()
+        self.performer.leave_if_asked()
         assert self.base.rank is not None
         proposed = member.arrive(self.base.rank, self.base.world_size, fault)
         self.performer.tidy_up()

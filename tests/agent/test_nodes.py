@@ -9,7 +9,7 @@ import signal
 import socket
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,13 @@ class Cluster:
         self._options += ["--rdzv-backend", "c10d"]
         self._conf = ""
 
-    def start(self, node_id: str, *options: str, before: Sequence[str] = ()) -> FtRun:
+    def start(
+        self,
+        node_id: str,
+        *options: str,
+        before: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> FtRun:
         """Starts a node; the first one hosts the rendezvous store, unless the test does."""
         self._count += 1
         ids = ["--node-id", node_id] if self._conf else []
@@ -115,6 +121,7 @@ class Cluster:
             str(self.shared),
             *self.arguments,
             before=before,
+            environment=environment,
         )
         self._exits.enter_context(node)
         if not self._endpoint:

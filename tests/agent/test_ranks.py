@@ -10,26 +10,26 @@ import pytest
 from elastic_agents import ROLE, Alone
 from test_policy import FakeJob
 
-from ft_wrapper.agent.elastic import WorkerSpec, WorkerState
-from ft_wrapper.agent.group import Group
-from ft_wrapper.agent.nodes import alone
-from ft_wrapper.agent.outputs import Failure
-from ft_wrapper.agent.policy import Policy, RestartPolicy
-from ft_wrapper.agent.ranks import (
-    PLACE_DELAY,
-    SPARE_DELAY,
+from ft_wrapper.agent.actions import (
     Action,
+    AskDrain,
     AskPlace,
+    AskToLeave,
     CancelStarts,
     EndTemplate,
     ForkAhead,
     Kill,
     LeaveJob,
-    Ranks,
     Send,
     Start,
     Tell,
 )
+from ft_wrapper.agent.elastic import WorkerSpec, WorkerState
+from ft_wrapper.agent.group import Group
+from ft_wrapper.agent.nodes import alone
+from ft_wrapper.agent.outputs import Failure
+from ft_wrapper.agent.policy import Policy, RestartPolicy
+from ft_wrapper.agent.ranks import PLACE_DELAY, SPARE_DELAY, Ranks
 from ft_wrapper.agent.signals import News, What
 
 GRACE = 5.0  # seconds from a signal to SIGKILL
@@ -57,12 +57,14 @@ class Job(FakeJob):
 class Node:
     """A node with some ranks, and a clock that stands still."""
 
-    def __init__(self, nproc: int = 2, policy: Policy = Policy.RANK, *, restarts: int = 1) -> None:
+    def __init__(
+        self, nproc: int = 2, policy: Policy = Policy.RANK, *, restarts: int = 1, drain: float = 0.0
+    ) -> None:
         self.now = 100.0
         self.job = Job(node=self)
         self.nproc = nproc
         self.group = Group(WorkerSpec(ROLE, nproc, Alone(), entrypoint="true", max_restarts=restarts))
-        self.ranks = Ranks(RestartPolicy(policy, restarts, 10), self.group, GRACE, lambda: self.now)
+        self.ranks = Ranks(RestartPolicy(policy, restarts, 10), self.group, GRACE, lambda: self.now, drain)
 
     def begin(self) -> list[Start]:
         """Starts a round; no process runs yet."""
@@ -378,3 +380,106 @@ def test_a_process_that_was_in_the_job_to_its_end_has_to_succeed() -> None:
     assert [one.rank for one in end.failures] == [0], "another process of rank 1 was in"
     assert [one.rank for one in end.forgiven] == [1]
     assert not end.lost
+
+
+# Ranks that leave the job ------------------------------------------------------------------------------
+
+DRAIN = News(What.DRAIN, "ftrun drain", (1,), within=30.0)
+
+
+def test_one_that_is_drained_is_asked_once_and_not_started_again() -> None:
+    node = Node().run()
+    assert node.ranks.told(DRAIN) == [AskToLeave(1)]
+    assert node.ranks.told(DRAIN) == []
+    assert node.succeeds(1) == []
+    assert node.tick(60.0) == [ForkAhead()]
+    assert node.succeeds(0) == []
+    end = node.ranks.end()
+    assert (end.failures, end.drained) == ([], False)
+
+
+def test_what_a_drained_one_dies_of_is_no_failure() -> None:
+    node = Node().run()
+    node.ranks.told(DRAIN)
+    assert node.fails(1, exitcode=-9) == []
+    assert node.group.counts.failures == 0
+    node.succeeds(0)
+    assert node.ranks.end().failures == []
+
+
+def test_one_that_does_not_leave_in_time_is_ended() -> None:
+    node = Node().run()
+    node.ranks.told(DRAIN)
+    node.tick(SPARE_DELAY)
+    assert node.ranks.due() == node.now + 30.0 - SPARE_DELAY
+    assert node.tick(30.0 - SPARE_DELAY) == [Send(signal.SIGTERM, 1)]
+    assert node.tick() == []
+    assert node.ranks.due() == node.now + GRACE
+    assert node.tick(GRACE) == [Send(signal.SIGKILL, 1)]
+
+
+def test_one_that_has_no_step_to_leave_at_is_ended_at_once() -> None:
+    node = Node().run()
+    node.ranks.told(DRAIN)
+    node.ranks.does_not_leave(1)
+    assert node.ranks.due() == node.now
+    assert node.tick() == [Send(signal.SIGTERM, 1)]
+
+
+def test_one_that_waits_for_its_next_process_is_not_started_any_more() -> None:
+    node = Node().run()
+    node.fails(1)
+    assert node.ranks.told(DRAIN) == []
+    assert node.ranks.place(is_ours=True) == []
+
+
+def test_one_that_is_being_started_is_asked_as_soon_as_it_runs() -> None:
+    node = Node()
+    node.begin()
+    assert node.ranks.told(DRAIN) == []
+    assert (node.forked(0), node.forked(1)) == ([], [AskToLeave(1)])
+
+
+def test_a_node_is_drained_when_all_of_its_ranks_are() -> None:
+    node = Node().run()
+    assert node.ranks.told(News(What.DRAIN, "ftrun drain", within=30.0)) == [AskToLeave(0), AskToLeave(1)]
+    node.succeeds(0)
+    assert not node.ranks.is_over
+    node.succeeds(1)
+    assert node.ranks.is_over and node.ranks.end().drained
+
+
+def test_the_next_round_starts_all_again() -> None:
+    node = Node().run()
+    node.ranks.told(DRAIN)
+    node.ranks.told(News(What.COME, "the nodes meet again"))
+    node.succeeds(0)
+    node.succeeds(1)
+    assert node.ranks.end().again and not node.ranks.end().drained
+    node.run()
+    assert node.ranks.due() == node.now + SPARE_DELAY
+
+
+def test_sigterm_asks_the_others_first_and_the_second_one_ends_the_job() -> None:
+    node = Node(drain=60.0).run()
+    asked = AskDrain(60.0, "SIGTERM", signal.SIGTERM)
+    assert node.ranks.signalled(signal.SIGTERM) == [asked]
+    assert node.ranks.signalled(signal.SIGTERM)[-1] == TERM
+    other = Node(drain=60.0).run()
+    assert other.ranks.signalled(signal.SIGINT)[-1] == Send(signal.SIGINT)
+    assert Node().run().ranks.signalled(signal.SIGTERM)[-1] == TERM
+
+
+def test_sigterm_ends_the_job_where_the_others_cannot_go_on() -> None:
+    node = Node(drain=60.0).run()
+    (asked,) = node.ranks.signalled(signal.SIGTERM)
+    assert isinstance(asked, AskDrain)
+    assert node.ranks.stays(asked, "too few would be left")[-1] == TERM
+
+
+def test_a_notice_that_is_refused_changes_nothing() -> None:
+    node = Node().run()
+    (asked,) = node.ranks.told(News(What.NOTICE, "asked by HTTP", within=30.0))
+    assert asked == AskDrain(30.0, "asked by HTTP")
+    assert node.ranks.stays(asked, "too few would be left") == []
+    assert not node.ranks.is_stopping

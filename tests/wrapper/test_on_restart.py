@@ -77,6 +77,7 @@ def test_each_rank_is_told_once_before_it_enters_the_function(job: Job) -> None:
         "active_world_size": 3,
         "world_size": 4,
         "step": None,
+        "excluded": "",
     }
     [line] = lines(job, "restart 1: ")
     assert line.endswith(job[0].said("report")[0]["line"])

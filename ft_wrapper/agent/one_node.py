@@ -1,0 +1,100 @@
+"""A node without others: it hosts the store of its ranks, and the record that commands are written into."""
+
+import contextlib
+import socket
+from datetime import timedelta
+
+from torch.distributed import DistError
+
+from ..exception import StoreError
+from ..rendezvous.presence import LOOK_AGAIN
+from ..rendezvous.record import Node, Record, RoundPolicy, Seat
+from ..rendezvous.register import Register, endpoint_key, version_key
+from ..store import TCPStore, TCPStoreServer
+from ..store.address import host_port, loopback
+from ..store.bounded import in_background
+from .ft_nodes import asked_of, what_follows
+from .nodes import Nodes, Round, alone
+from .policy import STORE_TIMEOUT
+
+
+class OneNode(Nodes):
+    """No other nodes: this one hosts the store of its ranks, a new one for each round.
+
+    Args:
+        nproc: number of ranks.
+        address: of this host; the loopback when None, where only this host reaches the store.
+        port: where the store listens; 0 for a free port, another one in each round.
+        role: what the ranks do.
+    """
+
+    def __init__(self, nproc: int, address: str | None = None, port: int = 0, role: str = "default") -> None:
+        super().__init__()
+        self._nproc = nproc
+        self._address = address or loopback()
+        self._port = port
+        self._role = role
+        self._rounds = 0
+        self._server: TCPStoreServer | None = None
+
+    def next_round(self) -> Round:
+        self._end_server()
+        self.inbox.begin_term()
+        try:
+            server = TCPStoreServer(self._port, self._address, ranks=self._nproc)
+        except StoreError as error:
+            if not self._port:
+                raise
+            raise StoreError(
+                f"--master-port {self._port} cannot be used on this host: {error.__cause__}; choose another "
+                "port, or leave it out"
+            ) from error
+        self._server = server
+        self._watch(server)
+        self._rounds += 1
+        return alone(host_port(self._address, server.port), self._nproc)
+
+    def drain(self, within: float, why: str) -> str:
+        return "no other node would be left"
+
+    def close(self) -> None:
+        self._end_server()
+        super().close()
+
+    def _watch(self, server: TCPStoreServer) -> None:
+        """Writes the record, and waits for commands in a thread, which ends with the server."""
+        node = Node(socket.gethostname(), self._rounds, self._address, self._nproc, self._role)
+        seat = Seat(0, 0, self._nproc, self._role, node, node.id)
+        record = Record(
+            min_nodes=1,
+            max_nodes=1,
+            round=self._rounds,
+            complete=True,
+            policy=RoundPolicy.RANK,
+            formation_size=self._nproc,
+            next_slot=self._nproc,
+            seats=(seat,),
+        )
+        store = TCPStore(self._address, server.port, timeout=STORE_TIMEOUT)
+        register = Register(store, Record(1, 1))
+        store.set(endpoint_key(record.round), host_port(self._address, server.port))
+        first, _ = register.replace(register.read(), record)
+        term = self.inbox.term
+
+        def wait() -> None:
+            known = first.record
+            with contextlib.closing(store), contextlib.suppress(StoreError, DistError):
+                while self._server is server:
+                    # Not `Register.wait`, whose client would try to find the store again once it is closed.
+                    store.torch_store.wait([version_key(known.version + 1)], timedelta(seconds=LOOK_AGAIN))
+                    known = register.read().record
+                    news = what_follows(known, node, record.round)
+                    for one in asked_of(known, node) if news is None else [news]:
+                        self.inbox.put(term, one)
+
+        in_background("waiting for commands", wait)
+
+    def _end_server(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()

@@ -1,0 +1,293 @@
+"""``ftrun drain``, ``ftrun restart``, ``ftrun stop``: control of a running job, from any host.
+
+A drain and a stop go into the record that the nodes agree on, and their agents carry them out. A restart ends
+the iteration, as a fault does.
+"""
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from .attribution import Interruption
+from .exception import StoreError
+from .protocol import Agreement, keys
+from .protocol.deaths import holders
+from .protocol.records import FAULT, Fault
+from .rendezvous import drains, moves
+from .rendezvous.record import Record
+from .rendezvous.register import Register
+from .report.finding import ENDPOINT, TIMEOUT, meeting_place, open_store, ranks_store, read_record
+from .report.restart import plural
+from .store import StoreMixin
+from .store.plan import ANNOUNCED, connector
+
+#: Seconds from a drain until ranks are ended that have not come to their next step, by default.
+WITHIN = 30.0
+_SLACK = 30.0  # seconds after that in which processes end, and the others go on
+_LOOK_AGAIN = 5.0  # seconds, should a wake be lost
+
+
+class Refused(Exception):
+    """What was asked for is not done; says why."""
+
+
+class Job:
+    """A job's stores. A context manager.
+
+    Args:
+        endpoint: what a user calls the job.
+
+    Raises:
+        StoreError: the store where its nodes meet, or its ranks agree, cannot be reached.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        with contextlib.ExitStack() as opened:
+            self._endpoint = endpoint
+            self._store = open_store(meeting_place(endpoint), opened)
+            self._record = read_record(self._store)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def ranks(self) -> StoreMixin | None:
+        """Where the ranks agree; None while they have no store.
+
+        Raises:
+            Refused: the job is over, and the store may have gone with it.
+            StoreError: it cannot be reached.
+        """
+        if self._record is None:
+            return self._store
+        if self._record.closed:
+            raise Refused("the job is over")
+        address = ranks_store(self._endpoint, self._store, self._record)
+        return open_store(address, self._opened) if address else None
+
+    def change(self, change: Callable[[Record], Record]) -> Record:
+        """Changes the record of the nodes.
+
+        Args:
+            change: makes the new record of the old one; called again if another node was faster.
+
+        Raises:
+            Refused: the job has no record.
+            ValueError: by ``change``.
+        """
+        if self._record is None:
+            raise Refused(
+                f"no node of ftrun meets others at {self._endpoint}; give the --rdzv-endpoint of the job, or "
+                "on one node what ftrun says at the start"
+            )
+        register = Register(self._store, self._record)
+        snapshot, won = register.read(), False
+        while not won:
+            after = change(snapshot.record)
+            if after == snapshot.record:
+                return after
+            snapshot, won = register.replace(snapshot, after)
+        return snapshot.record
+
+
+def drain(endpoint: str, target: str, within: float, why: str) -> str:
+    """Has ranks leave a job at their next step, and waits until they have; the others go on.
+
+    Args:
+        endpoint: what a user calls the job.
+        target: a node or a slot; see `drains.find`.
+        within: seconds until those are ended that have not left.
+        why: for people.
+
+    Returns:
+        What was done, for people.
+
+    Raises:
+        Refused: too few ranks would be left, or they have not left in time.
+        StoreError: a store cannot be used.
+        ValueError: there is no such node or slot.
+    """
+    with Job(endpoint) as job:
+        ranks = job.ranks()
+        slots, least = (set[int](), 0) if ranks is None else drains.living(ranks)
+
+        def with_it(record: Record) -> Record:
+            return drains.add(record, drains.find(record, target, within, why), slots, least)
+
+        record = job.change(with_it)
+        asked = drains.find(record, target, within, why)
+        leaving = slots.intersection(drains.drained(record, asked))
+        if ranks is None or not leaving:
+            return f"{target} is drained: no rank of a wrapped job was there"
+        _await_gone(ranks, leaving, within + _SLACK)
+        left = len(slots - leaving)
+    names = ", ".join(map(str, sorted(leaving)))
+    return f"{plural(len(leaving), 'slot')} {names} left the job; ranks that go on: {left}"
+
+
+def _await_gone(store: StoreMixin, slots: set[int], seconds: float) -> None:
+    """Waits until none of the processes is in the job that hold these slots now."""
+    agreement = Agreement(store)
+    leaving = set(holders(agreement, slots))
+    deadline = store.now() + seconds
+    while True:
+        current = agreement.iterations.read_current()
+        assert current is not None, "it had formed"
+        view, _ = current
+        outcome = agreement.ends.outcome_of(view.n)
+        left = leaving.intersection(view.members) - agreement.ends.deaths_of(view.n)
+        if not left or outcome not in (None, FAULT):
+            return
+        remaining = deadline - store.now()
+        if remaining <= 0:
+            names = ", ".join(member.name for member in sorted(left))
+            raise Refused(f"{names} did not leave within {seconds:g} s; see the log of their ftrun")
+        wake = keys.wake_end(view.n) if outcome is None else keys.wake_head(view.n + 1)
+        store.hear(wake, min(remaining, _LOOK_AGAIN))
+
+
+def restart(endpoint: str, why: str) -> str:
+    """Ends the iteration of a job: all ranks enter the function again.
+
+    Args:
+        endpoint: what a user calls the job.
+        why: for people.
+
+    Returns:
+        What was done, for people.
+
+    Raises:
+        Refused: no iteration is on.
+        StoreError: a store cannot be used.
+    """
+    with Job(endpoint) as job:
+        ranks = job.ranks()
+        current = None if ranks is None else Agreement(ranks).iterations.read_current()
+        if ranks is None or current is None:
+            raise Refused("no wrapped function has been entered by all ranks yet")
+        view, _ = current
+        ends = Agreement(ranks).ends
+        if ends.outcome_of(view.n) is not None:
+            raise Refused(f"iteration {view.n} has ended already")
+        fault = Fault(view.members[0], None, Interruption.BASE_EXCEPTION, why)
+        if ends.report_fault(view.n, fault) != FAULT:
+            raise Refused("the job has completed")
+    return f"iteration {view.n} was ended: all ranks enter the function again"
+
+
+def stop(endpoint: str, why: str) -> str:
+    """Ends a job: on all nodes ranks get SIGTERM, and time to end; ``ftrun`` exits with 1.
+
+    Args:
+        endpoint: what a user calls the job.
+        why: for people.
+
+    Returns:
+        What was done, for people.
+
+    Raises:
+        Refused: the job is over, or has no nodes of ``ftrun``.
+        StoreError: a store cannot be used.
+    """
+
+    def closed(record: Record) -> Record:
+        if record.closed:
+            raise Refused("the job is over")
+        return moves.close(record, why)
+
+    with Job(endpoint) as job:
+        job.change(closed)
+    return "all nodes end their ranks"
+
+
+# The commands ----------------------------------------------------------------------------------------------
+
+
+def _parser(name: str, what: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"ftrun {name}", description=what, allow_abbrev=False)
+    if name == "drain":
+        parser.add_argument(
+            "target",
+            metavar="NODE|SLOT",
+            help="a node's id, or a slot's number where no node has that id (node:ID and slot:N leave no "
+            "doubt); 'ftrun status' shows both",
+        )
+    parser.add_argument(
+        "endpoint",
+        nargs="?",
+        default=os.environ.get(ANNOUNCED),
+        metavar="ENDPOINT",
+        help=f"{ENDPOINT}: where the nodes meet; on one node, what ftrun says at the start",
+    )
+    parser.add_argument("--why", default="", metavar="TEXT", help="goes into the log of the job")
+    return parser
+
+
+def _carry_out(name: str, args: argparse.Namespace, command: Callable[[str, str], str]) -> int:
+    """Runs a command; returns 0, 1 if it was refused, 2 if the job cannot be reached."""
+    endpoint, asked_by = args.endpoint or "", f"ftrun {name} on {socket.gethostname()}"
+    try:
+        connector(endpoint, TIMEOUT)
+    except ValueError:
+        print(f"ftrun {name}: error: {endpoint or 'no endpoint'}: give {ENDPOINT}", file=sys.stderr)
+        return 2
+    try:
+        print(command(endpoint, f"{asked_by}: {args.why}" if args.why else asked_by))
+    except Refused as error:
+        print(f"ftrun {name}: refused: {error}", file=sys.stderr)
+        return 1
+    except (StoreError, DistError, RendezvousError, ImportError, ValueError) as error:
+        print(f"ftrun {name}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def main_drain(argv: Sequence[str] | None = None) -> int:
+    """``ftrun drain``.
+
+    Args:
+        argv: the arguments; ``sys.argv`` without the program's name when None.
+
+    Returns:
+        0; 1 if too few ranks would be left, or they have not left in time; 2 if an argument is wrong, or the
+        job cannot be reached.
+    """
+    parser = _parser(
+        "drain",
+        "Has the ranks of a node, or one rank, leave a running job where their next step begins: spares or "
+        "the others go on. They are not started again, and a node whose ranks have left leaves, too.",
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=WITHIN,
+        metavar="SECONDS",
+        help=f"until ranks are ended that have not come to a step (default: {WITHIN:g})",
+    )
+    args = parser.parse_args(argv)
+    if not 0 <= args.within < float("inf"):
+        parser.error(f"--within {args.within}: must be at least 0 and finite")
+    return _carry_out("drain", args, lambda endpoint, why: drain(endpoint, args.target, args.within, why))
+
+
+def main_restart(argv: Sequence[str] | None = None) -> int:
+    """``ftrun restart``; arguments and result as for `main_drain`."""
+    what = "Ends the iteration of a running job: all its ranks enter the function again, in their processes."
+    return _carry_out("restart", _parser("restart", what).parse_args(argv), restart)
+
+
+def main_stop(argv: Sequence[str] | None = None) -> int:
+    """``ftrun stop``; arguments and result as for `main_drain`."""
+    what = "Ends a job: on all nodes the ranks get SIGTERM, and time to end. Each ftrun exits with 1."
+    return _carry_out("stop", _parser("stop", what).parse_args(argv), stop)

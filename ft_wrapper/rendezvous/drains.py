@@ -1,0 +1,126 @@
+"""Which ranks a drain is about, and whether enough would be left."""
+
+from collections.abc import Collection
+
+from ..protocol import Agreement
+from ..protocol.operations import Operations
+from .moves import drain
+from .record import Drain, Node, Record, RoundPolicy, Seat
+
+
+def find(record: Record, target: str, within: float, why: str = "") -> Drain:
+    """What is to be asked for.
+
+    Args:
+        record: of the nodes.
+        target: a node's id, or a slot's number where no node has that id; ``node:ID`` and ``slot:N`` leave no
+            doubt.
+        within: seconds until ranks are ended that have not left.
+        why: for people.
+
+    Raises:
+        ValueError: there is no such node or slot, or no rank on it; says which there are.
+    """
+    kind, _, rest = target.partition(":")
+    name = rest if kind in ("node", "slot") else target
+    node = None if kind == "slot" else record.find(name)
+    if node is not None and record.seat_of(node) is None:
+        raise ValueError(
+            f"node {node} has no ranks: it waits for a seat; to end it, send SIGTERM to its ftrun"
+        )
+    if node is not None:
+        return Drain(node.name, (), within, why)
+    if kind != "node" and name.isdecimal():
+        slot = int(name)
+        seat = next((seat for seat in record.seats if slot in slots_of(seat)), None)
+        if seat is not None and seat.occupant is not None and record.complete:
+            return Drain(seat.occupant.name, (slot,), within, why)
+    raise ValueError(f"there is no node or slot {target!r}; {_there_are(record)}")
+
+
+def why_not(record: Record, asked: Drain, slots: Collection[int], min_world_size: int) -> str:
+    """Why ranks must not be drained: too few would be left. Empty if they may be.
+
+    Args:
+        record: of the nodes.
+        asked: the ranks.
+        slots: those of all ranks that live; empty if no wrapped job has formed.
+        min_world_size: so many ranks the job needs.
+    """
+    if record.closed:
+        return "the job is over"
+    drains = (*record.drains, asked)
+    if record.policy is RoundPolicy.GROUP or not slots:
+        if asked.slots:
+            return "no wrapped job has formed yet: only whole nodes can be drained"
+        left = len(record.participants) - len({drain.node for drain in drains})
+        return "" if left >= record.min_nodes else _too_few(left, "node", record.min_nodes, "--nnodes")
+    left = len(set(slots) - {slot for drain in drains for slot in drained(record, drain)})
+    come = sum(
+        node.nproc for node in _replacements(record, [drain.node for drain in drains if not drain.slots])
+    )
+    least = max(1, min_world_size)
+    return "" if left + come >= least else _too_few(left + come, "rank", least, "min_world_size")
+
+
+def add(record: Record, asked: Drain, slots: Collection[int], min_world_size: int) -> Record:
+    """The record with a drain in it; for the arguments see `why_not`.
+
+    Raises:
+        ValueError: too few would be left; says how many.
+    """
+    why = why_not(record, asked, slots, min_world_size)
+    if why:
+        raise ValueError(why)
+    return drain(record, asked)
+
+
+def living(store: Operations) -> tuple[set[int], int]:
+    """The slots of all ranks that live, and how many ranks the job needs; none and 0 before it has formed.
+
+    Args:
+        store: in which the ranks agree.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    agreement = Agreement(store)
+    current = agreement.iterations.read_current()
+    if current is None:
+        return set(), 0
+    view, _ = current
+    dead = agreement.ends.deaths_of(view.n)
+    return {member.slot for member in view.members if member not in dead}, view.min_world_size
+
+
+def drained(record: Record, asked: Drain) -> Collection[int]:
+    """The slots that a drain is about; none if its node is gone."""
+    seat = next((one for one in record.seats if one.occupant and one.occupant.name == asked.node), None)
+    return () if seat is None else asked.slots or slots_of(seat)
+
+
+def slots_of(seat: Seat) -> range:
+    """The slots of a seat."""
+    return range(seat.base_slot, seat.base_slot + seat.nproc)
+
+
+def _replacements(record: Record, leaving: Collection[str]) -> list[Node]:
+    """The spare nodes that take the seats of others that leave."""
+    found: list[Node] = []
+    for seat in record.seats:
+        if seat.occupant is None or seat.occupant.name not in leaving:
+            continue
+        like = (seat.nproc, seat.role)
+        fits = [node for node in record.spares if (node.nproc, node.role) == like and node not in found]
+        found += fits[:1]
+    return found
+
+
+def _too_few(left: int, what: str, least: int, name: str) -> str:
+    return f"{left} {what}{'' if left == 1 else 's'} would be left, fewer than {name}={least}"
+
+
+def _there_are(record: Record) -> str:
+    nodes = ", ".join(node.id for node in record.nodes[:8]) + (", …" if len(record.nodes) > 8 else "")
+    slots = f"; slots: 0 to {record.next_slot - 1}" if record.complete and record.next_slot else ""
+    return f"nodes: {nodes}{slots}"

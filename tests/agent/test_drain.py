@@ -1,0 +1,266 @@
+"""``ftrun drain``, ``restart`` and ``stop``, and notices: ranks leave in order, and the others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from agent_job import TIMEOUT, FtRun, await_that
+from test_nodes import Cluster
+
+from ft_wrapper import control
+from ft_wrapper.store import TCPStoreServer
+
+PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
+
+LIVE = """
+    import os, sys, time, torch
+    import torch.distributed as dist
+    from ft_wrapper import CallWrapper, LiveState, Wrapper
+
+    folder, slot = sys.argv[1], os.environ["RANK"]  # which the wrapper changes
+
+    @Wrapper(use_global_iteration=True, active_world_size=2, heartbeat_timeout=60, warm_up=False)
+    def train(call_wrapper: CallWrapper = None):
+        dist.init_process_group("gloo")
+
+        def build():
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 1)
+            return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+        live = LiveState(call_wrapper, build)
+        for step in live.steps(10**9):
+            live["optimizer"].zero_grad()
+            loss = live["model"](torch.full((1, 4), 1.0 + dist.get_rank())).sum()
+            loss.backward()
+            is_over = torch.tensor([float(os.path.exists(f"{folder}/finish"))])
+            dist.all_reduce(is_over)
+            for parameter in live["model"].parameters():
+                dist.all_reduce(parameter.grad)
+            live.commit()
+            open(f"{folder}/step.{call_wrapper.iteration}.{slot}", "w").close()
+            if is_over.item():
+                return
+
+    train()
+"""
+
+# Told no step: there is no place at which to leave.
+WITHOUT_STEPS = """
+    import os, sys, time
+    from ft_wrapper import CallWrapper, Wrapper
+
+    folder, slot = sys.argv[1], os.environ["RANK"]
+
+    @Wrapper(use_global_iteration=True, heartbeat_timeout=60)
+    def train(call_wrapper: CallWrapper = None):
+        open(f"{folder}/step.{call_wrapper.iteration}.{slot}", "w").close()
+        while not os.path.exists(f"{folder}/finish"):
+            time.sleep(0.02)
+
+    train()
+"""
+
+
+def ftrun(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ft_wrapper.run", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+
+
+def came_to(folder: Path, iteration: int, *slots: int) -> bool:
+    return all((folder / f"step.{iteration}.{slot}").exists() for slot in slots)
+
+
+def committed(*jobs: FtRun) -> dict[int, list[int]]:
+    """By slot, the steps that its processes have committed, in this order; those rolled forward too."""
+    found: dict[int, list[int]] = {}
+    records = [record for job in jobs for record in job.events("committed")]
+    for record in sorted(records, key=lambda one: one["monotonic"]):
+        found.setdefault(record["slot"], []).append(record["step"])
+    return found
+
+
+def lost_or_repeated(*jobs: FtRun) -> tuple[list[int], list[int]]:
+    """Steps that no rank has committed, and those that a rank has committed twice."""
+    by_slot = committed(*jobs)
+    done = {step for steps in by_slot.values() for step in steps}
+    repeated = [step for steps in by_slot.values() for step in steps if steps.count(step) > 1]
+    return sorted(set(range(1, max(done) + 1)) - done), repeated
+
+
+def endpoint_of(job: FtRun) -> str:
+    """What ftrun says at the start."""
+    said: list[str] = []
+
+    def has_said() -> bool:
+        said[:] = [line.split()[-1] for line in job.said.splitlines() if "ftrun status" in line]
+        return bool(said)
+
+    await_that(has_said, job)
+    return said[0]
+
+
+def test_a_slot_leaves_between_two_steps_and_a_spare_steps_in(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, LIVE, nnodes="1", nproc=3)
+    with FtRun(tmp_path / "job", "--nproc-per-node", "3", str(cluster.script), str(cluster.shared)) as job:
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), job)
+        done = ftrun("drain", "0", endpoint_of(job), "--why", "its fan is loud")
+        assert (done.returncode, done.stdout) == (0, "slot 0 left the job; ranks that go on: 2\n"), (
+            done.stderr
+        )
+        await_that(lambda: came_to(cluster.shared, 1, 1, 2), job)
+        (cluster.shared / "finish").touch()
+        assert job.end() == 0, job.said
+        assert [len(job.pids(slot)) for slot in range(3)] == [1, 1, 1], "it is not started again"
+        (ended,) = (record for record in job.events("rank_ended") if record["rank"] == 0)
+        assert ended["exitcode"] == 0
+        assert lost_or_repeated(job) == ([], [])
+        assert "its fan is loud: rank 0 to leave the job within 30 s" in job.said
+        assert (
+            "restart 1: rank 0 (slot 0 on " in job.said
+            and ") was drained; spare slot 2 took over" in job.said
+        )
+
+
+def test_a_node_leaves_and_a_spare_node_takes_its_seat(tmp_path: Path) -> None:
+    with Cluster(tmp_path, LIVE, nnodes="2") as cluster:
+        cluster.host_store()
+        a, b, c = cluster.start("a"), cluster.start("b"), None
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), a, b)
+        c = cluster.start("c")
+        await_that(lambda: "is a spare" in c.said, a, b, c)
+        done = ftrun("drain", "node:b", cluster.address)
+        assert (done.returncode, done.stdout) == (0, "slot 1 left the job; ranks that go on: 1\n"), (
+            done.stderr
+        )
+        assert b.end() == 0, b.said
+        await_that(lambda: came_to(cluster.shared, 1, 0) and "has group rank 1" in c.said, a, c)
+        await_that(lambda: any(record["slot"] == 1 for record in c.events("committed")), a, c)
+        cluster.finish(a, c)
+        assert lost_or_repeated(a, b, c) == ([], [])
+        assert len(b.pids(1)) == 1 and "it was drained" not in a.said
+
+
+def test_sigterm_drains_a_node_that_others_go_on_without(tmp_path: Path) -> None:
+    with Cluster(tmp_path, LIVE, nnodes="3") as cluster:
+        cluster.host_store()
+        nodes = [cluster.start(name, "--drain-timeout", "60") for name in "012"]
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
+        nodes[1].process.send_signal(signal.SIGTERM)
+        assert nodes[1].end() == 0, nodes[1].said
+        assert "SIGTERM: rank 1 to leave the job within 60 s" in nodes[1].said
+        await_that(lambda: came_to(cluster.shared, 1, 0, 2), nodes[0], nodes[2])
+        cluster.finish(nodes[0], nodes[2])
+        assert lost_or_repeated(*nodes) == ([], [])
+
+
+def test_sigterm_ends_a_job_of_which_too_few_would_be_left(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WITHOUT_STEPS, nnodes="2") as cluster:
+        cluster.host_store()
+        cluster.script.write_text(cluster.script.read_text().replace("(use", "(min_world_size=2, use"))
+        nodes = [cluster.start(name, "--drain-timeout", "60") for name in "01"]
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
+        nodes[1].process.send_signal(signal.SIGTERM)
+        assert nodes[1].end() == 128 + signal.SIGTERM, nodes[1].said
+        why = "SIGTERM: this node is not drained: 1 rank would be left, fewer than min_world_size=2"
+        assert why in nodes[1].said
+
+
+def test_a_notice_by_http_drains_a_node(tmp_path: Path) -> None:
+    with Cluster(tmp_path, LIVE, nnodes="3") as cluster:
+        cluster.host_store()
+        nodes = [cluster.start(name, environment={PORT: "0"} if name == "1" else {}) for name in "012"]
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
+        found = re.search(r"the health endpoint is at port (\d+)", nodes[1].said)
+        assert found is not None
+        url = f"http://localhost:{found[1]}/drain?within="
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(urllib.request.Request(url + "soon", method="POST"), timeout=TIMEOUT)
+        answer = urllib.request.urlopen(urllib.request.Request(url + "45", method="POST"), timeout=TIMEOUT)
+        assert answer.status == 202
+        assert nodes[1].end() == 0, nodes[1].said
+        assert "asked by HTTP: rank 1 to leave the job within 45 s" in nodes[1].said
+        await_that(lambda: came_to(cluster.shared, 1, 0, 2), nodes[0], nodes[2])
+        cluster.finish(nodes[0], nodes[2])
+        assert lost_or_repeated(*nodes) == ([], [])
+
+
+def test_a_node_that_hosts_the_store_stays_for_the_others(tmp_path: Path) -> None:
+    with Cluster(tmp_path, LIVE, nnodes="3") as cluster:
+        nodes = [cluster.start(name) for name in "012"]  # the first one hosts the rendezvous store, too
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
+        assert ftrun("drain", "node:0", cluster.address).returncode == 0
+        await_that(lambda: came_to(cluster.shared, 1, 1, 2), *nodes)
+        await_that(lambda: "the ranks of this node have ended; it hosts their store" in nodes[0].said, *nodes)
+        cluster.finish(*nodes)
+        assert lost_or_repeated(*nodes) == ([], [])
+
+
+def test_a_function_that_tells_no_step_is_ended_and_not_started_again(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, WITHOUT_STEPS, nnodes="1", nproc=2)
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", str(cluster.script), str(cluster.shared)) as job:
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), job)
+        done = ftrun("drain", "slot:1", endpoint_of(job))
+        assert done.returncode == 0, done.stderr
+        await_that(lambda: came_to(cluster.shared, 1, 0), job)
+        for refused, why in (("0", "0 ranks would be left"), ("7", "there is no node or slot '7'")):
+            again = ftrun("drain", refused, endpoint_of(job))
+            assert again.returncode == 2 and why in again.stderr
+        (cluster.shared / "finish").touch()
+        assert job.end() == 0, job.said
+        assert len(job.pids(1)) == 1
+
+
+def test_restart_and_stop(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, WITHOUT_STEPS, nnodes="1", nproc=2)
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", str(cluster.script), str(cluster.shared)) as job:
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), job)
+        done = ftrun("restart", endpoint_of(job), "--why", "new switch")
+        assert done.stdout == "iteration 0 was ended: all ranks enter the function again\n", done.stderr
+        await_that(lambda: came_to(cluster.shared, 1, 0, 1), job)
+        assert [len(job.pids(slot)) for slot in range(2)] == [1, 1]
+        await_that(lambda: "restart 1: " in job.said, job)
+        assert f"ftrun restart on {socket.gethostname()}: new switch; no spare" in job.said
+        assert ftrun("stop", endpoint_of(job), "--why", "wrong data").returncode == 0
+        assert job.end() == 1, job.said
+        assert "the job was ended: ftrun stop on" in job.said and "wrong data" in job.said
+
+
+def test_all_nodes_stop(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WITHOUT_STEPS, nnodes="2") as cluster:
+        cluster.host_store()
+        nodes = [cluster.start(name) for name in "01"]
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
+        assert ftrun("stop", cluster.address).returncode == 0
+        assert [node.end() for node in nodes] == [1, 1]
+        again = ftrun("stop", cluster.address)
+        assert again.returncode == 1 and again.stderr.endswith("ftrun stop: refused: the job is over\n")
+
+
+@pytest.mark.parametrize("name", ["drain", "restart", "stop"])
+def test_commands_that_cannot_be_carried_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = {"drain": control.main_drain, "restart": control.main_restart, "stop": control.main_stop}[name]
+    target = ["0"] if name == "drain" else []
+    assert command([*target, "nowhere"]) == 2
+    assert f"ftrun {name}: error: nowhere: give HOST:PORT, or etcd://" in capsys.readouterr().err
+    with contextlib.closing(TCPStoreServer(0)) as server:  # ranks may agree here, but no agent listens
+        assert command([*target, f"localhost:{server.port}"]) == 1
+        said = capsys.readouterr().err
+    no_node, no_rank = "no node of ftrun meets others at localhost:", "no wrapped function has been entered"
+    assert (no_rank if name == "restart" else no_node) in said
+
+
+@pytest.mark.parametrize("within", ["-1", "inf", "nan", "soon"])
+def test_a_drain_within_a_wrong_time(within: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        control.main_drain(["0", "localhost:1", "--within", within])
+    assert "--within" in capsys.readouterr().err

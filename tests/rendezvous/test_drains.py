@@ -1,0 +1,102 @@
+"""Which ranks a drain is about, and when it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_record import begun, come, node
+
+from ft_wrapper.rendezvous import drains
+from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete, remove
+from ft_wrapper.rendezvous.record import Drain, Record
+
+
+def formed(*names: str, nproc: int = 2, high: int | None = None) -> Record:
+    """A job on so many nodes, of two ranks each; those beyond ``high`` are spares."""
+    nodes = [node(name, nproc=nproc) for name in names]
+    return adopt_rank_policy(complete(come(Record(1, high or len(nodes)), *nodes)))
+
+
+def drain(node_name: str, *slots: int) -> Drain:
+    return Drain(node_name, slots, 30.0, "why")
+
+
+def test_a_record_with_drains_is_read_as_it_was_written() -> None:
+    state = drains.add(
+        drains.add(formed("a", "b", "c"), drain("b:0"), range(6), 1), drain("c:0", 4), range(6), 1
+    )
+    assert state.drains == (drain("b:0"), drain("c:0", 4))
+    assert Record.from_text(state.to_text()) == state
+
+
+def test_the_same_drain_is_there_once_and_goes_with_its_node() -> None:
+    state = drains.add(formed("a", "b"), drain("b:0"), range(4), 1)
+    assert drains.add(state, drain("b:0"), range(4), 1) == state
+    assert remove(state, [node("b", nproc=2)])[0].drains == ()
+
+
+def test_nodes_and_slots_are_found() -> None:
+    state = formed("a", "3")
+    assert drains.find(state, "a", 30.0, "why") == drain("a:0")
+    assert drains.find(state, "2", 30.0, "why") == drain("3:0", 2)
+    assert drains.find(state, "3", 30.0, "why") == drain("3:0"), "a node goes before a slot"
+    assert drains.find(state, "slot:3", 30.0, "why") == drain("3:0", 3)
+    assert drains.find(state, "node:3", 30.0, "why") == drain("3:0")
+    for wrong in ("b", "4", "node:a2", "slot:a", "slot:4", ""):
+        with pytest.raises(ValueError, match=r"there is no node or slot .*; nodes: a, 3; slots: 0 to 3"):
+            drains.find(state, wrong, 30.0)
+
+
+def test_a_spare_node_has_no_ranks() -> None:
+    with pytest.raises(ValueError, match="node c has no ranks: it waits for a seat"):
+        drains.find(formed("a", "b", "c", high=2), "c", 30.0)
+
+
+def test_a_lost_nodes_slots_are_not_found() -> None:
+    state, _ = remove(formed("a", "b"), [node("b", nproc=2)])
+    with pytest.raises(ValueError, match="no node or slot '2'"):
+        drains.find(state, "2", 30.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "living", "least", "why"),
+    [
+        (drain("b:0"), range(4), 2, ""),
+        (drain("b:0"), range(4), 3, "2 ranks would be left, fewer than min_world_size=3"),
+        (drain("b:0", 2), range(4), 3, ""),
+        (drain("b:0", 2), (0, 2, 3), 3, "2 ranks would be left, fewer than min_world_size=3"),
+        (drain("b:0"), (2, 3), 1, "0 ranks would be left, fewer than min_world_size=1"),
+        (drain("b:0", 2), (), 1, "no wrapped job has formed yet: only whole nodes can be drained"),
+    ],
+)
+def test_too_few_that_would_be_left(asked: Drain, living: range, least: int, why: str) -> None:
+    assert drains.why_not(formed("a", "b"), asked, living, least) == why
+
+
+def test_two_drains_count_together() -> None:
+    state = drains.add(formed("a", "b", "c"), drain("b:0"), range(6), 3)
+    assert drains.why_not(state, drain("c:0", 4), range(6), 3) == ""
+    with pytest.raises(ValueError, match="2 ranks would be left"):
+        drains.add(state, drain("c:0"), range(6), 3)
+
+
+def test_a_spare_node_that_fits_counts() -> None:
+    state = formed("a", "b", "c", high=2)
+    assert drains.why_not(state, drain("b:0"), range(4), 4) == ""
+    assert drains.why_not(state, drain("b:0", 2), range(4), 4), "the node stays, and so does its seat"
+    two = drains.add(state, drain("b:0"), range(4), 2)
+    assert drains.why_not(two, drain("a:0"), range(4), 4), "one spare node takes one seat"
+    other = replace(state, spares=(node("c", nproc=3),))
+    assert drains.why_not(other, drain("b:0"), range(4), 4)
+
+
+def test_before_a_job_has_formed_nodes_count() -> None:
+    state = begun(node("a"), node("b"), low=1)
+    assert drains.why_not(state, drain("b:0"), (), 0) == ""
+    state = begun(node("a"), node("b"), low=2)
+    assert drains.why_not(state, drain("b:0"), (), 0) == "1 node would be left, fewer than --nnodes=2"
+
+
+def test_nothing_is_drained_once_the_job_is_over() -> None:
+    assert drains.why_not(close(formed("a", "b")), drain("b:0"), range(4), 1) == "the job is over"

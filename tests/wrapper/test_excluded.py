@@ -1,0 +1,88 @@
+"""A slot that fails too often is excluded: ``max_faults`` within ``fault_window``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rank_harness import SETTINGS, Job, Rank
+
+from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.restart import same_faults
+
+
+def trains(rank: Rank, **settings: Any) -> int:
+    """Slot 1 raises an error whenever it is told to; each ends at the word."""
+    same_faults._FIRST_PAUSE = 0.0
+
+    @Wrapper(**{**SETTINGS, "use_global_iteration": True, "join_window": 0.0, **settings})
+    def train(call_wrapper: CallWrapper) -> int:
+        rank.say("in", n=call_wrapper.iteration, slot=rank.slot)
+        while not rank.is_told():
+            time.sleep(0.02)
+        word = rank.hear()
+        if word == "raise":
+            raise ValueError("told to")
+        return call_wrapper.iteration
+
+    return train()
+
+
+def line(job: Job, words: str) -> str:
+    (found,) = (each for one in job.ranks.values() for each in one.log.splitlines() if words in each)
+    return found
+
+
+def test_a_slot_that_raises_three_times_leaves_and_a_spare_takes_over(job: Job) -> None:
+    job.start(3, trains, active_world_size=2, max_faults=3, max_same_faults=None)
+    for n in range(3):
+        job.expect("in", 0, 1, n=n)
+        job.tell("raise", 1)
+    job.expect("in", 0, 2, n=3)
+    job.tell("finish", 0, 2)
+    job.wait_for_end()
+    assert (job[0].value, job[2].value) == (3, 3)
+    assert (job[1].error, job[1].text.partition(" on ")[0]) == ("Excluded", "slot 1")
+    said = line(job, "restart 3: ")
+    assert "slot 1 on " in said and "is excluded, after 3 faults within 3600 s (max_faults=3)" in said
+    assert "spare slot 2 took over as rank 1" in said
+
+
+def test_one_stays_if_too_few_would_be_left(job: Job) -> None:
+    job.start(2, trains, max_faults=2, min_world_size=2, max_same_faults=None)
+    for n in range(3):
+        job.expect("in", n=n)
+        job.tell("raise", 1)
+    job.expect("in", n=3)
+    job.tell("finish")
+    assert job.wait() == [3, 3]
+    assert "stays, after 2 faults within 3600 s (max_faults=2); without it 1 of min_world_size=2" in line(
+        job, "restart 2: "
+    )
+
+
+def test_faults_long_ago_do_not_count(job: Job) -> None:
+    job.start(2, trains, max_faults=2, fault_window=1e-9, max_same_faults=None)
+    for n in range(3):
+        job.expect("in", n=n)
+        job.tell("raise", 1)
+    job.expect("in", n=3)
+    job.tell("finish")
+    assert job.wait() == [3, 3]
+
+
+def test_the_next_process_of_a_slot_that_died_too_often_is_not_let_in(job: Job) -> None:
+    job.start(3, trains, active_world_size=2, max_faults=2, on_join="now", rejoin_wait=0.0)
+    job.expect("in", 0, 1, n=0)
+    job.kill(1)
+    job.expect("in", 0, 2, n=1)
+    job.start_again(1)
+    job.expect("in", 0, 1, n=2)
+    job.kill(1)
+    job.expect("in", 0, 2, n=3)
+    job.start_again(1)
+    job.wait_for_end(1)
+    assert (job[1].error, job[1].code) == ("Excluded", 1)
+    job.tell("finish", 0, 2)
+    job.wait_for_end()
+    assert (job[0].value, job[2].value) == (3, 3)
