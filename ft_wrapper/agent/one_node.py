@@ -2,9 +2,11 @@
 
 import contextlib
 import socket
+import threading
 from datetime import timedelta
 
-from torch.distributed import DistError
+from torch.distributed import DistError, DistStoreError
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ..exception import StoreError
 from ..rendezvous.presence import LOOK_AGAIN
@@ -16,6 +18,8 @@ from ..store.bounded import in_background
 from .ft_nodes import asked_of, what_follows
 from .nodes import Nodes, Round, alone
 from .policy import STORE_TIMEOUT
+
+_END_TIMEOUT = 5.0
 
 
 class OneNode(Nodes):
@@ -36,6 +40,8 @@ class OneNode(Nodes):
         self._role = role
         self._rounds = 0
         self._server: TCPStoreServer | None = None
+        self._waker: Register | None = None
+        self._thread: threading.Thread | None = None
 
     def next_round(self) -> Round:
         self._end_server()
@@ -62,9 +68,9 @@ class OneNode(Nodes):
         super().close()
 
     def _watch(self, server: TCPStoreServer) -> None:
-        """Writes the record, and waits for commands in a thread, which ends with the server."""
+        """Writes the record, and waits for commands in a thread."""
+        address = host_port(self._address, server.port)
         node = Node(socket.gethostname(), self._rounds, self._address, self._nproc, self._role)
-        seat = Seat(0, 0, self._nproc, self._role, node, node.id)
         record = Record(
             min_nodes=1,
             max_nodes=1,
@@ -73,28 +79,40 @@ class OneNode(Nodes):
             policy=RoundPolicy.RANK,
             formation_size=self._nproc,
             next_slot=self._nproc,
-            seats=(seat,),
+            seats=(Seat(0, 0, self._nproc, self._role, node, node.id),),
         )
         store = TCPStore(self._address, server.port, timeout=STORE_TIMEOUT)
         register = Register(store, Record(1, 1))
-        store.set(endpoint_key(record.round), host_port(self._address, server.port))
+        self._waker = Register(store.clone(), Record(1, 1))
+        store.set(endpoint_key(record.round), address)
         first, _ = register.replace(register.read(), record)
         term = self.inbox.term
 
         def wait() -> None:
             known = first.record
-            with contextlib.closing(store), contextlib.suppress(StoreError, DistError):
+            with contextlib.closing(store):
                 while self._server is server:
-                    # Not `Register.wait`, whose client would try to find the store again once it is closed.
-                    store.torch_store.wait([version_key(known.version + 1)], timedelta(seconds=LOOK_AGAIN))
+                    key = version_key(known.version + 1)
+                    with contextlib.suppress(DistStoreError):  # nothing has come for so long
+                        # Not `Register.wait`, whose client tries to find a store again that is closed.
+                        store.torch_store.wait([key], timedelta(seconds=LOOK_AGAIN))
                     known = register.read().record
                     news = what_follows(known, node, record.round)
                     for one in asked_of(known, node) if news is None else [news]:
                         self.inbox.put(term, one)
 
-        in_background("waiting for commands", wait)
+        self._thread = in_background("waiting for commands", wait)
 
     def _end_server(self) -> None:
         server, self._server = self._server, None
-        if server is not None:
-            server.close()
+        if server is None:
+            return
+        waker, thread = self._waker, self._thread
+        if waker is not None and thread is not None:
+            # The thread is woken first: torch's client would print how it has lost the server.
+            with contextlib.closing(waker.store), contextlib.suppress(StoreError, DistError, RendezvousError):
+                snapshot, won = waker.read(), False
+                while not won:
+                    snapshot, won = waker.replace(snapshot, snapshot.record)
+                thread.join(_END_TIMEOUT)
+        server.close()
