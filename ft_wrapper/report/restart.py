@@ -48,7 +48,8 @@ class RestartReport:
         seconds: from the end of the iteration before until the last active rank was back.
         phases: seconds of this rank's own, by the names that ``ftrun report`` has: ``abort``, ``leave``,
             ``arrive``, ``decide``, ``enter``. A process that joined knows the last one alone.
-        step: what this rank's function had come to; None if that is not known.
+        step: the step that this rank's function had told last (``call_wrapper.step``) when the iteration
+            before ended; None if it had told none, as on a spare and in a process that joined.
     """
 
     iteration: int

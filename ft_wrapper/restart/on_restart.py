@@ -57,11 +57,13 @@ class Reporter:
     Attributes:
         phases: of the restart that is under way, or was the last.
         ended_at: when this rank saw the end of the last iteration that it was in, in monotonic seconds.
+        step: what its function had come to by then; None if it had told no step.
     """
 
     def __init__(self, own: "Resources", began_at: float) -> None:
         self.phases = Phases()
         self.ended_at: float | None = None
+        self.step: int | None = None
         self._own = own
         self._began_at = began_at
         self._report: RestartReport | None = None
@@ -111,7 +113,7 @@ class Reporter:
             return
         self.phases.end("enter")
         try:
-            on_restart(dataclasses.replace(report, phases=dict(self.phases.seconds)))
+            on_restart(dataclasses.replace(report, phases=dict(self.phases.seconds), step=self.step))
         except Exception:
             if self._own.interrupter.requested:
                 raise  # in the wake of the interruption, which goes on
