@@ -157,7 +157,10 @@ class Reporter:
         if view.n == view.first or active_before != state.active_world_size:
             return
         report = self._make(self._own.client, state)
-        self._own.client.execute([Write({keys.restarted(view.n): report.to_json()})])
+        said = [Write({keys.restarted(view.n): report.to_json()})]
+        if report.failed_step is not None:  # which the next report counts on
+            said.append(Write({keys.failed_step(view.n): report.failed_step.to_json()}))
+        self._own.client.execute(said)
         log.warning("%s", report)
 
     def ended(self) -> None:
