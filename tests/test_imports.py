@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
 LINES: list[set[str]] = [
     {
         *("exception", "attribution", "settings", "state", "events", "compose", "log_lines", "_files"),
-        "device_memory",
+        *("device_memory", "_secrets"),
     },
     {"protocol"},
     {"store", "report"},

@@ -19,6 +19,7 @@ from multiprocessing import connection
 
 import psutil
 
+from .. import log_lines
 from ..settings import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
 from ..store.address import split_host_port
 from ..store.plan import ANNOUNCED
@@ -123,6 +124,8 @@ class Job:
             variables["OMP_NUM_THREADS"] = "1"
         if self.signals:
             variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self.signals
+        if (form := log_lines.chosen_format()) != os.environ.get(log_lines.FORMAT_ENV, log_lines.TEXT):
+            variables[log_lines.FORMAT_ENV] = form
         if self.timer_file:
             variables[TIMER_FILE_ENV] = self.timer_file
         return variables
