@@ -9,7 +9,7 @@ class Interruption(enum.Enum):
     """What ended an iteration on one rank."""
 
     EXCEPTION = enum.auto()
-    """The wrapped function, or ``initialize``, raised an ``Exception``."""
+    """The wrapped function, or ``initialize``, raised another ``Exception``."""
     BASE_EXCEPTION = enum.auto()
     """A ``BaseException`` left the wrapped function, or the rank left the job in order."""
     SOFT_TIMEOUT = enum.auto()
@@ -22,6 +22,8 @@ class Interruption(enum.Enum):
     """No heartbeat for ``heartbeat_timeout``: its host or network is lost."""
     MONITOR_PROCESS_EXCEPTION = enum.auto()
     """The rank's monitor failed, so that its faults would go unnoticed."""
+    OUT_OF_MEMORY = enum.auto()
+    """The wrapped function, or ``initialize``, raised ``torch.OutOfMemoryError``, or an error from it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class InterruptionRecord:
 _BLAME = (
     Interruption.HARD_TIMEOUT,
     Interruption.TERMINATED,
+    Interruption.OUT_OF_MEMORY,
     Interruption.SOFT_TIMEOUT,
     Interruption.MONITOR_PROCESS_EXCEPTION,
     Interruption.UNRESPONSIVE,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from ._secrets import without_secrets
 from .attribution import Interruption
 from .exception import StoreError
 from .protocol import Agreement, keys
@@ -238,15 +239,16 @@ def _carry_out(name: str, args: argparse.Namespace, command: Callable[[str, str]
     try:
         connector(endpoint, TIMEOUT)
     except ValueError:
-        print(f"ftrun {name}: error: {endpoint or 'no endpoint'}: give {ENDPOINT}", file=sys.stderr)
+        shown = without_secrets(endpoint or "no endpoint")
+        print(f"ftrun {name}: error: {shown}: give {ENDPOINT}", file=sys.stderr)
         return 2
     try:
         print(command(endpoint, f"{asked_by}: {args.why}" if args.why else asked_by))
     except Refused as error:
-        print(f"ftrun {name}: refused: {error}", file=sys.stderr)
+        print(f"ftrun {name}: refused: {without_secrets(str(error))}", file=sys.stderr)
         return 1
     except (StoreError, DistError, RendezvousError, ImportError, ValueError) as error:
-        print(f"ftrun {name}: error: {error}", file=sys.stderr)
+        print(f"ftrun {name}: error: {without_secrets(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

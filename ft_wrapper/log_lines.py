@@ -1,5 +1,7 @@
-"""How log lines look where the program has not set up logging: level, time, place, message."""
+"""How log lines look where the program has not set up logging: a line of text, or a JSON object."""
 
+import datetime
+import json
 import logging
 import os
 import socket
@@ -7,15 +9,53 @@ import sys
 import time
 from typing import TextIO
 
+from ._secrets import without_secrets
+
 NAME = __name__.partition(".")[0]
+#: Says how the lines of a process look: ``text`` or ``json``. ``ftrun --log-format`` sets it for its ranks.
+FORMAT_ENV = "FT_WRAPPER_LOG_FORMAT"
+TEXT = "text"
+JSON = "json"
+FORMATS = (TEXT, JSON)
 
 _node: int | None = None
+_slot: int | None = None
+_format: str | None = None
 
 
 def note_node(number: int) -> None:
     """Sets the node rank in the lines of this process, if the environment does not."""
     global _node
     _node = number
+
+
+def note_slot(number: int) -> None:
+    """Sets the slot in the lines of this process, a rank: its rank at the job's start."""
+    global _slot
+    _slot = number
+
+
+def choose_format(form: str) -> None:
+    """Sets how the lines of this process look, whatever the environment says: ``text`` or ``json``."""
+    global _format
+    _format = form
+
+
+def chosen_format() -> str:
+    """How the lines of this process look: what was set, else what the environment says, else ``text``."""
+    if _format is not None:
+        return _format
+    said = os.environ.get(FORMAT_ENV, TEXT)
+    return said if said in FORMATS else TEXT
+
+
+def make_formatter(program: str | None = None) -> logging.Formatter:
+    """What formats the lines of this process.
+
+    Args:
+        program: put in front of the message of a line of text; None for a rank.
+    """
+    return JsonFormatter(program) if chosen_format() == JSON else LineFormatter(program)
 
 
 class LineFormatter(logging.Formatter):
@@ -31,12 +71,49 @@ class LineFormatter(logging.Formatter):
         super().__init__()
         self._program = program
 
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats all of it, without secrets."""
+        return without_secrets(super().format(record))
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # logging's name
         """Formats the line itself; a traceback follows below it."""
         when = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
         place = _node_name() if self._program else f"{_node_name()}/{os.environ.get('RANK', '-')}"
         message = f"{self._program}: {record.message}" if self._program else record.message
         return f"{record.levelname[0]}{when}.{int(record.msecs):03d} [{place}] {message}"
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a line as a JSON object: time, level, logger, node, rank, slot, message, exception.
+
+    The time is UTC. Fields that a line has nothing for are left out: the rank of a spare, the slot before the
+    wrapped call, the exception, which is a traceback.
+
+    Args:
+        program: None for a rank; the lines of others have no rank.
+    """
+
+    def __init__(self, program: str | None = None) -> None:
+        super().__init__()
+        self._program = program
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats all of it, without secrets."""
+        when = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
+        rank = os.environ.get("RANK", "") if self._program is None else ""
+        fields = {
+            "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "node": _node_name(),
+            "rank": int(rank) if rank.isdecimal() else None,
+            "slot": _slot if self._program is None else None,
+            "message": without_secrets(record.getMessage()),
+        }
+        if record.exc_info:
+            fields["exception"] = without_secrets(self.formatException(record.exc_info))
+        given = {name: value for name, value in fields.items() if value is not None}
+        return json.dumps(given, ensure_ascii=False)
 
 
 class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -47,12 +124,15 @@ class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     def __init__(self) -> None:
         logging.Handler.__init__(self, logging.WARNING)  # not StreamHandler's, which keeps a stream
-        self.setFormatter(LineFormatter())
 
     @property
     def stream(self) -> TextIO:
         """What stderr is at the moment."""
         return sys.stderr
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats a line, as the environment says at the moment."""
+        return make_formatter().format(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a line, unless another handler does."""
@@ -63,7 +143,11 @@ class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 def install() -> None:
     """Puts a `DefaultHandler` on this package's logger; called once, when the package is imported."""
-    logging.getLogger(NAME).addHandler(DefaultHandler())
+    logger = logging.getLogger(NAME)
+    logger.addHandler(DefaultHandler())
+    said = os.environ.get(FORMAT_ENV, TEXT)
+    if said not in FORMATS:
+        logger.warning("%s=%s: use text or json; the lines are text", FORMAT_ENV, said)
 
 
 def _node_name() -> str:

@@ -31,13 +31,14 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from . import check, control
 from . import report as restarts
 from ._files import replace_broken_streams
+from ._secrets import without_secrets
 from .agent import classic_nodes, ft_nodes, outputs
 from .agent.elastic import CannotStart, Launch, LocalElasticAgent, WorkerSpec
 from .agent.nodes import End, Nodes
 from .agent.one_node import OneNode
 from .agent.options import Options, parse_args
 from .agent.policy import Policy
-from .log_lines import LineFormatter, note_node
+from .log_lines import JSON, choose_format, make_formatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
 from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
 from .report import status
@@ -86,7 +87,11 @@ def run(options: Options) -> int:
                     f"; see whether the endpoint and this host's own name, {socket.gethostname()}, can be "
                     "looked up here (/etc/hosts)"
                 )
-            print(f"ftrun: error: cannot start {options.script}: {words}", file=sys.stderr)
+            words = without_secrets(f"cannot start {options.script}: {words}")
+            if options.log_format == JSON:
+                log.error("%s", words)
+            else:
+                print(f"ftrun: error: {words}", file=sys.stderr)
             outputs.write_own_error_file(error)
             return 2
     return _report(options, end)
@@ -220,8 +225,9 @@ def _check(options: Options) -> int:
 
 
 def _set_up_logging(options: Options) -> None:
+    choose_format(options.log_format)
     console = logging.StreamHandler()
-    console.setFormatter(LineFormatter("ftrun"))
+    console.setFormatter(make_formatter("ftrun"))
     logging.basicConfig(handlers=[console])
     logging.getLogger("ft_wrapper").setLevel(os.environ.get("LOGLEVEL", "INFO"))
     if options.rendezvous is None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+import logging
 import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from ft_wrapper._secrets import without_secrets
+from ft_wrapper.log_lines import LineFormatter
 
 TIME = r"\d{4} \d\d:\d\d:\d\d\.\d{3}"
 
@@ -61,3 +67,98 @@ def test_it_writes_to_the_stderr_of_the_moment() -> None:
         print("caught", sys.stderr.getvalue().endswith("one\\n"), file=real)
     """)
     assert said == ["caught True"]
+
+
+# ---- as JSON
+
+
+def test_a_line_is_an_object() -> None:
+    (said,) = stderr_of(
+        """
+        from ft_wrapper.log_lines import note_slot
+        note_slot(5)
+        log.warning('%s\\n%s', 'one', 'ü')
+        """,
+        FT_WRAPPER_LOG_FORMAT="json",
+        GROUP_RANK="3",
+        RANK="17",
+        PYTHONIOENCODING="utf-8",
+    )
+    line = json.loads(said)
+    when = datetime.datetime.fromisoformat(line.pop("time").replace("Z", "+00:00"))
+    assert abs(datetime.datetime.now(datetime.timezone.utc) - when) < datetime.timedelta(minutes=10)
+    assert line == {
+        "level": "WARNING",
+        "logger": "ft_wrapper.restart.call",
+        "node": "3",
+        "rank": 17,
+        "slot": 5,
+        "message": "one\nü",
+    }
+
+
+def test_what_is_not_known_is_left_out_and_a_traceback_is_in_the_line() -> None:
+    (said,) = stderr_of(
+        """
+        try:
+            1 / 0
+        except ZeroDivisionError:
+            log.exception('one')
+        """,
+        FT_WRAPPER_LOG_FORMAT="json",
+        RANK="None",  # a spare's
+    )
+    line = json.loads(said)
+    assert line.keys() == {"time", "level", "logger", "node", "message", "exception"}
+    assert line["exception"].startswith("Traceback (most recent call last):\n")
+    assert line["exception"].endswith("\nZeroDivisionError: division by zero")
+
+
+def test_a_format_that_there_is_not_is_said_and_the_lines_are_text() -> None:
+    said = stderr_of("log.warning('one')", FT_WRAPPER_LOG_FORMAT="xml", GROUP_RANK="0", RANK="1")
+    assert [re.sub(TIME, "TIME", line) for line in said] == [
+        "WTIME [0/1] FT_WRAPPER_LOG_FORMAT=xml: use text or json; the lines are text",
+        "WTIME [0/1] one",
+    ]
+
+
+# ---- secrets
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("etcd at http://me:pw@h:2379 is lost", "etcd at http://…@h:2379 is lost"),
+        ("https://token@h:1,h2:1", "https://…@h:1,h2:1"),
+        ("http://me:p@ss:w@h:1/job@3", "http://…@h:1/job@3"),
+        ("http://me:one@h:1,http://me:two@h2:1", "http://…@h:1,http://…@h2:1"),
+        ("--rdzv-endpoint me:pw@h: no", "--rdzv-endpoint …@h: no"),
+        ("--rdzv-endpoint=me:pw@h:1,me:pw@h2:1", "--rdzv-endpoint=…@h2:1"),
+        ("'me:pw@[::1]:2379'", "'…@[::1]:2379'"),
+        ("password=pw,ttl=60 PASSWORD=pw?token=abc&ttl=60", "password=…,ttl=60 PASSWORD=…&ttl=60"),
+        ("etcd://h:2379,h2:2379/job@3?ca=/a/b.pem&ttl=60", "etcd://h:2379,h2:2379/job@3?ca=/a/b.pem&ttl=60"),
+        ("rank 1 raised E: a @ b, x@y.org", "rank 1 raised E: a @ b, x@y.org"),
+    ],
+)
+def test_what_is_shown_of_a_text(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_line_has_a_secret(form: str) -> None:
+    said = stderr_of(
+        """
+        try:
+            raise ValueError("http://me:pa55word@h:1")
+        except ValueError:
+            log.exception('lost %s', 'http://me:pa55word@h:1')
+        """,
+        FT_WRAPPER_LOG_FORMAT=form,
+    )
+    assert "pa55word" not in "".join(said) and "".join(said).count("http://…@h:1") >= 2
+
+
+def test_a_record_keeps_what_other_handlers_show() -> None:
+    record = logging.makeLogRecord({"msg": "lost %s", "args": ("http://me:pw@h",)})
+    assert LineFormatter().format(record).endswith("lost http://…@h")
+    assert record.getMessage() == "lost http://me:pw@h"

@@ -18,6 +18,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpec
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from .. import __version__
+from .._secrets import without_secrets
+from ..log_lines import FORMAT_ENV, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME
 from .nodes import EXIT_BARRIER_TIMEOUT
@@ -91,7 +93,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends with one line, and without the usage text that would bury it."""
-        self.exit(2, f"ftrun: error: {message}\n")
+        self.exit(2, f"ftrun: error: {without_secrets(message)}\n")
 
     def contradict(self, one: str, other: str, why: str) -> NoReturn:
         """Ends for two options that cannot both be meant; says what to do."""
@@ -99,7 +101,7 @@ class Parser(argparse.ArgumentParser):
 
     def warn(self, message: str) -> None:
         """Notes a warning, which names the option, its value and the consequence."""
-        self.warnings.append(message)
+        self.warnings.append(without_secrets(message))
 
     def unknown(self) -> list[argparse.Action]:
         """Options of the installed torchrun that this version of ours does not know."""
@@ -436,6 +438,12 @@ def _add_own(parser: Parser) -> None:
         "--exit-barrier-timeout SECONDS",
         f"how long a node whose ranks are done waits for the others (default: {EXIT_BARRIER_TIMEOUT:g})",
         default=str(EXIT_BARRIER_TIMEOUT),
+    )
+    add(
+        "--log-format FORMAT",
+        "how log lines look, those of the ranks' wrappers, too: text, or json: one object a line "
+        f"(default: {FORMAT_ENV}, else text)",
+        default=os.environ.get(FORMAT_ENV, TEXT),
     )
     add(
         "--no-standby",

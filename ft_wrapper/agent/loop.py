@@ -4,6 +4,7 @@ One thread waits for all processes, for the template, for signals, for news of t
 due; nothing is polled.
 """
 
+import dataclasses
 import logging
 import os
 import selectors
@@ -22,6 +23,7 @@ from ..monitor.service import MonitorService
 from ..store.tcp import raise_file_limit
 from . import actions, ranks
 from .group import Group
+from .kernel_kills import count_kernel_kills
 from .nodes import End, Nodes, Round
 from .outputs import ERROR_FILE_ENV, Failure, Logs, opened, read_failure
 from .policy import JobInStore, RestartPolicy
@@ -369,6 +371,8 @@ class Loop:
         if exitcode != 0 and not self._ranks.is_stopping:
             rank = self._ranks.round.rank(asked.rank)
             failure = read_failure(rank, process.pid, asked.incarnation, exitcode, asked.files)
+            killed = count_kernel_kills() - asked.kernel_kills
+            failure = dataclasses.replace(failure, kernel_kills=max(0, killed))
         self._carry_out(self._ranks.ended(asked.rank, exitcode, failure))
 
     def _drop(self, process: RankProcess) -> None:

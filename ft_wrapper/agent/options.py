@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpec
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 
+from ..log_lines import FORMATS, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
 from ..store.address import without_brackets
@@ -63,6 +64,7 @@ class Options:
         log_line_prefix: what ``--tee`` puts before each line; role and rank when None.
         warnings: what the user should be told of the command line, a line each.
         check: whether to look for what may go wrong, and to start nothing.
+        log_format: how log lines look, those of the ranks' wrappers, too: ``text`` or ``json``.
     """
 
     nproc_per_node: int
@@ -93,6 +95,7 @@ class Options:
     drain_timeout: float = 0.0
     warnings: tuple[str, ...] = ()
     check: bool = False
+    log_format: str = TEXT
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -116,6 +119,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     nproc = parser.nproc()
     if args.log_dir and args.log_dir != os.devnull and os.path.isfile(args.log_dir):
         parser.error(f"--log-dir {args.log_dir}: is a file; name a directory")
+    if args.log_format not in FORMATS:
+        parser.error(f"--log-format {args.log_format}: use {' or '.join(FORMATS)}")
     policy = _policy(parser, args)
     _check_devices(parser, args, nproc)
     nodes = _nodes(parser, args, nproc, policy)
@@ -141,6 +146,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         log_line_prefix=args.log_line_prefix_template or os.environ.get(PREFIX_ENV) or None,
         warnings=tuple(parser.warnings),
         check=bool(args.check),
+        log_format=args.log_format,
         **nodes,
     )
 

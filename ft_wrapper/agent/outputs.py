@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import socket
 import string
 import sys
@@ -234,6 +235,7 @@ class Failure:
         incarnation: which process in a row of the rank it was.
         error_file: where its exception was recorded; empty if it was not.
         ended_by: the error of another rank that ended the job, and this process with it; empty if none did.
+        kernel_kills: how many processes the kernel has killed here for lack of memory since this one began.
     """
 
     rank: int
@@ -245,9 +247,12 @@ class Failure:
     incarnation: int = 0
     error_file: str = ""
     ended_by: str = ""
+    kernel_kills: int = 0
 
     def how(self) -> str:
         """Says in words how the process ended."""
+        if self.exitcode == -signal.SIGKILL and self.kernel_kills:
+            return f"killed by SIGKILL (out of memory? the kernel has killed {self.kernel_kills} meanwhile)"
         if self.exitcode < 0:
             return f"killed by {signal_name(-self.exitcode)}"
         return f"exit code {self.exitcode}"

@@ -19,9 +19,11 @@ from multiprocessing import connection
 
 import psutil
 
+from .. import log_lines
 from ..settings import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
 from ..store.address import split_host_port
 from ..store.plan import ANNOUNCED
+from .kernel_kills import count_kernel_kills
 from .nodes import Round
 from .outputs import RankFiles
 
@@ -123,6 +125,8 @@ class Job:
             variables["OMP_NUM_THREADS"] = "1"
         if self.signals:
             variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self.signals
+        if (form := log_lines.chosen_format()) != os.environ.get(log_lines.FORMAT_ENV, log_lines.TEXT):
+            variables[log_lines.FORMAT_ENV] = form
         if self.timer_file:
             variables[TIMER_FILE_ENV] = self.timer_file
         return variables
@@ -188,6 +192,7 @@ class Request:
         environment: in addition to our own.
         is_replaced: whether another one is started if it dies.
         asked: when, in monotonic seconds.
+        kernel_kills: how many processes the kernel had killed by then for lack of memory.
     """
 
     rank: int
@@ -196,6 +201,7 @@ class Request:
     environment: Mapping[str, str]
     is_replaced: bool
     asked: float = dataclasses.field(default_factory=time.monotonic)
+    kernel_kills: int = dataclasses.field(default_factory=count_kernel_kills)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .. import events, exception
+from .. import device_memory, events, exception
 from ..attribution import Interruption
 from ..exception import (
     Excluded,
@@ -230,10 +230,20 @@ class Membership:
             self.publish(rank, error)
             return None
 
-    def publish(self, rank: int | None, error: BaseException) -> None:
-        """Publishes an exception of this member and ends the iteration, if it is still on."""
-        self.emit("fault", kind=Interruption.EXCEPTION.name, ends=True)
-        self.agreement.ends.report_fault(self.view.n, self._raised(rank, Interruption.EXCEPTION, error))
+    def publish(self, rank: int | None, error: BaseException, step: int | None = None) -> None:
+        """Publishes an exception of this member and ends the iteration, if it is still on.
+
+        Args:
+            rank: its rank.
+            error: what was raised.
+            step: in which step; None if that is not known.
+        """
+        if device_memory.has_run_out(error):
+            fault = self.fault(rank, Interruption.OUT_OF_MEMORY, device_memory.in_words(error, step))
+        else:
+            fault = self._raised(rank, Interruption.EXCEPTION, error)
+        self.emit("fault", kind=fault.interruption.name, ends=True)
+        self.agreement.ends.report_fault(self.view.n, dataclasses.replace(fault, step=step))
 
     def leave(
         self, rank: int | None, interruption: Interruption, error: BaseException, *, ends: bool

@@ -12,8 +12,16 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from .._secrets import without_secrets
 from ..settings import as_int, as_seconds
-from ..store.address import DEFAULT_PREFIX, DEFAULT_TTL, EtcdAddress, etcd_login, etcd_tls_files
+from ..store.address import (
+    DEFAULT_PREFIX,
+    DEFAULT_TTL,
+    EtcdAddress,
+    etcd_login,
+    etcd_tls_files,
+    parse_endpoints,
+)
 
 NAME = "ft"
 #: Under torchrun the first one is taken: a handler for a version of etcd that is gone has it.
@@ -132,7 +140,7 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[Settings, Identit
     """
     config = _given(parameters)
     for name, hint in unknown_options(parameters.backend, config).items():
-        raise ValueError(f"--rdzv-conf {name}={config[name]}: unknown option; {hint}")
+        raise ValueError(without_secrets(f"--rdzv-conf {name}={config[name]}: unknown option; {hint}"))
     if str(config.get("store_type", "tcp")).strip().lower() != "tcp":
         raise ValueError(f"--rdzv-conf store_type={config['store_type']}: only tcp is there; leave it out")
     given: dict[str, Any] = {name: _number(name, config[name]) for name in _SECONDS if name in config}
@@ -190,6 +198,7 @@ def etcd_address(parameters: RendezvousParameters) -> EtcdAddress:
         if option in config:
             files[name] = str(config[option])
     etcd_login()  # says what is wrong, before anything is done
+    parse_endpoints(endpoints, tls="ca" in files or "cert" in files)  # the same
     ttl = _whole("ttl", config.get("ttl", DEFAULT_TTL))
     if ttl < 10:
         raise ValueError(f"--rdzv-conf ttl={ttl}: must be at least 10 seconds")
@@ -206,22 +215,22 @@ def parameters_from_url(url: str) -> RendezvousParameters:
     Raises:
         ValueError: it is no such URL; says what is missing.
     """
-    parts = urlsplit(url)
+    parts, shown = urlsplit(url), without_secrets(url)
     run_id = unquote(parts.path.strip("/"))
     if not parts.scheme or not parts.netloc or not run_id:
         raise ValueError(
-            f"rendezvous URL {url!r}: must look like {NAME}://HOST:PORT/RUN_ID?min_nodes=1&max_nodes=2"
+            f"rendezvous URL {shown!r}: must look like {NAME}://HOST:PORT/RUN_ID?min_nodes=1&max_nodes=2"
         )
     config: dict[str, str] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         name = {"min_workers": "min_nodes", "max_workers": "max_nodes"}.get(name, name)
         if name in config:
-            raise ValueError(f"rendezvous URL {url!r}: {name} is given twice; leave one out")
+            raise ValueError(f"rendezvous URL {shown!r}: {name} is given twice; leave one out")
         config[name] = value
     sizes = []
     for name in ("min_nodes", "max_nodes"):
         if name not in config:
-            raise ValueError(f"rendezvous URL {url!r}: {name} is missing; append ?min_nodes=1&max_nodes=2")
+            raise ValueError(f"rendezvous URL {shown!r}: {name} is missing; append ?min_nodes=1&max_nodes=2")
         sizes.append(_whole(name, config.pop(name)))
     local_addr = config.pop("local_addr", None)
     if "timeout" in config:  # of a URL, which torchrun has not written

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..attribution import Interruption, by_blame
-from ..protocol import Agreement
-from ..protocol.operations import Operations
+from ..protocol import Agreement, keys
+from ..protocol.operations import Operations, read
 from ..protocol.records import Decision, Fault, Member, View
 from ..state import State
+from .failed_step import FailedStep, counted_on, in_which
 from .missing import who_is_missing
 
 _SHOWN = 4  # faults and promotions named in a line; the others are counted
@@ -48,9 +49,12 @@ class RestartReport:
         seconds: from the end of the iteration before until the last active rank was back.
         phases: seconds of this rank's own, by the names that ``ftrun report`` has: ``abort``, ``leave``,
             ``arrive``, ``decide``, ``enter``. A process that joined knows the last one alone.
-        step: what this rank's function had come to; None if that is not known.
         excluded: the slot or host that is out because of too many faults, or stays though it should be, in
             words; empty if there is none.
+        failed_step: the step in which the function raised, if that is what ended the iteration before and the
+            function had told it; with the iterations before that, if they failed in the same one.
+        step: the step that this rank's function had told last (``call_wrapper.step``) when the iteration
+            before ended; None if it had told none, as on a spare and in a process that joined.
     """
 
     iteration: int
@@ -64,12 +68,15 @@ class RestartReport:
     world_size: int
     seconds: float
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    failed_step: FailedStep | None = None
     step: int | None = None
     excluded: str = ""
 
     def __str__(self) -> str:
         """The line in the log."""
         parts = [self.cause]
+        if self.failed_step is not None and self.failed_step.times > 1:
+            parts.append(f"{self.failed_step}: a bad batch?")
         if self.joined and self.interruption is not None:
             parts.append(_joiners(self.joined))
         if self.excluded:
@@ -100,6 +107,8 @@ class RestartReport:
         kind = fields["interruption"]
         fields["interruption"] = None if kind is None else Interruption[kind]
         fields["took_over"] = tuple(TookOver(**one) for one in fields["took_over"])
+        if (failed := fields["failed_step"]) is not None:
+            fields["failed_step"] = FailedStep(failed["step"], failed["times"], tuple(failed["ranks"]))
         for name in ("lost", "joined", "recompiling"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
@@ -135,7 +144,17 @@ def make_report(
         world_size=state.world_size,
         seconds=seconds,
         excluded=decision.excluded,
+        failed_step=_failed_step(store, view.n, faults),
     )
+
+
+def _failed_step(store: Operations, n: int, faults: Sequence[Fault]) -> FailedStep | None:
+    now = in_which(faults)
+    if now is None:
+        return None
+    key = keys.failed_step(n - 1)
+    text = read(store, key)
+    return counted_on(None if text is None else FailedStep.from_json(text, key), now)
 
 
 def began_before(faults: Sequence[Fault], came_at: float) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.distributed import DistError
 
+from .._secrets import without_secrets
 from ..exception import StoreError
 from ..protocol import Agreement, keys
 from ..protocol.entries import split_entry, to_number
@@ -249,7 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         connector(args.endpoint or "", TIMEOUT)
     except ValueError:
-        print(f"ftrun status: error: {args.endpoint or 'no endpoint'}: give {ENDPOINT}", file=sys.stderr)
+        shown = without_secrets(args.endpoint or "no endpoint")
+        print(f"ftrun status: error: {shown}: give {ENDPOINT}", file=sys.stderr)
         return 2
     try:
         with contextlib.ExitStack() as opened:
@@ -257,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for status in statuses if args.watch else itertools.islice(statuses, 1):
                 print(status.to_json() if args.json else status.to_text(), flush=True)
     except (StoreError, DistError, ImportError, ValueError) as error:  # the last two: how etcd is reached
-        print(f"ftrun status: error: {error}", file=sys.stderr)
+        print(f"ftrun status: error: {without_secrets(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .. import torch_groups
+from .. import device_memory, torch_groups
 from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption
@@ -160,6 +160,7 @@ class Call(Performer):
     def know(self, view: View, decision: Decision) -> None:
         own = self.own
         own.memory.active = True  # until it is known: others may be waiting for this rank
+        self._reporter.step = own.memory.step  # before it is forgotten
         own.memory.enter_iteration(view.n)
         is_new = own.member.member in decision.joined or view.n == decision.first
         own.monitor.enter(view, None if is_new else decision)
@@ -228,9 +229,10 @@ class Call(Performer):
             if not isinstance(caught, RankShouldRestart) or not own.interrupter.requested:
                 has_pinged = self.pinged or bool(own.memory.ping_stamp)
                 stay.count(caught, own.member.view, self.settings.max_same_faults, has_pinged)
-                left.error, left.fault = caught, stay.fault
+                left.error, left.fault, left.step = caught, stay.fault, own.memory.step
                 # And not merely a collective that fails because the iteration is over.
                 stay.is_cause = watch.ended_at is None
+                stay.is_out_of_memory = device_memory.has_run_out(caught)
         own.signals.hold()  # again, if a signal came just then
         watch.may_be_done = watch.may_be_done or left.has_returned
         return left
@@ -340,6 +342,8 @@ class Call(Performer):
         self._exit_watch.note()
         if self.settings.collect_garbage:
             forget.collect_garbage("restart")
+        if self._stay.is_out_of_memory:
+            device_memory.give_back()  # NCCL's new groups want some of it
 
     def _restore(self) -> None:
         """Undoes what the function has done to the process, and says what has failed: that takes its time."""

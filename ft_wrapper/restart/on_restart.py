@@ -57,11 +57,13 @@ class Reporter:
     Attributes:
         phases: of the restart that is under way, or was the last.
         ended_at: when this rank saw the end of the last iteration that it was in, in monotonic seconds.
+        step: what its function had come to by then; None if it had told no step.
     """
 
     def __init__(self, own: "Resources", began_at: float) -> None:
         self.phases = Phases()
         self.ended_at: float | None = None
+        self.step: int | None = None
         self._own = own
         self._began_at = began_at
         self._report: RestartReport | None = None
@@ -111,7 +113,7 @@ class Reporter:
             return
         self.phases.end("enter")
         try:
-            on_restart(dataclasses.replace(report, phases=dict(self.phases.seconds)))
+            on_restart(dataclasses.replace(report, phases=dict(self.phases.seconds), step=self.step))
         except Exception:
             if self._own.interrupter.requested:
                 raise  # in the wake of the interruption, which goes on
@@ -155,7 +157,10 @@ class Reporter:
         if view.n == view.first or active_before != state.active_world_size:
             return
         report = self._make(self._own.client, state)
-        self._own.client.execute([Write({keys.restarted(view.n): report.to_json()})])
+        said = [Write({keys.restarted(view.n): report.to_json()})]
+        if report.failed_step is not None:  # which the next report counts on
+            said.append(Write({keys.failed_step(view.n): report.failed_step.to_json()}))
+        self._own.client.execute(said)
         log.warning("%s", report)
 
     def ended(self) -> None:

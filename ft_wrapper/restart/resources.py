@@ -14,6 +14,7 @@ from .._files import check_open_files
 from ..abort import close_aborted_sockets, protect_children, protect_process, wait_for_released_groups
 from ..attribution import Interruption
 from ..exception import StoreError
+from ..log_lines import note_slot
 from ..monitor import beside, frames, interrupt, shared_memory, threads
 from ..monitor.line import MonitorLine, ask_agent
 from ..monitor.loaders import LoaderWatch
@@ -103,7 +104,9 @@ class Resources:
         self.signals = KeptSignals()
         self.monitor_lost = threading.Event()
         limits = settings.limits
+        note_slot(base.initial_rank or 0)
         slot, size = base.initial_rank or 0, formation_size(base.world_size)
+        note_slot(slot)
         remembered = _remembered.pop(plan.description, Remembered(call=0))
         if plan.port is not None:
             remembered = dataclasses.replace(remembered, call=0)  # each call has a store of its own

@@ -26,6 +26,7 @@ class Stay:
         is_cause: whether that ended the iteration, as far as this rank can see.
         fault: what is counted of it: kind and place.
         is_last: whether it has come so often that it ends the job.
+        is_out_of_memory: whether the device had no memory left.
     """
 
     entered_at: float = 0.0
@@ -34,6 +35,7 @@ class Stay:
     is_cause: bool = False
     fault: str | None = None
     is_last: bool = False
+    is_out_of_memory: bool = False
 
     def count(self, error: BaseException, view: View, limit: int | None, has_pinged: bool) -> None:
         """Names the fault, if it counts: there was no progress before it, and it follows from no other fault.

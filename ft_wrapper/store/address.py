@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
+from .._secrets import without_secrets
+
 ETCD_SCHEME = "etcd"
 DEFAULT_PREFIX = "ft_wrapper"
 #: Seconds for which the keys of a job stay in etcd when no process keeps them alive.
@@ -241,7 +243,7 @@ class EtcdAddress:
         ttl = options.pop("ttl", str(DEFAULT_TTL))
         if not is_etcd(text) or not parts.netloc or not prefix or unknown or not ttl.isdecimal():
             raise ValueError(
-                f"{text!r} must look like {ETCD_SCHEME}://HOST:PORT,HOST:PORT/PREFIX?namespace=NAME/"
+                f"{without_secrets(text)!r} must look like {ETCD_SCHEME}://HOST:PORT,HOST:PORT/PREFIX?namespace=NAME/"
             )
         return cls(unquote(parts.netloc), prefix, ttl=int(ttl), **options)
 
@@ -278,14 +280,17 @@ def parse_endpoints(endpoints: str | Sequence[str], tls: bool = False) -> list[E
 def _parse_endpoint(text: str, tls: bool) -> Endpoint:
     url = urlsplit(text if "://" in text else f"{'https' if tls else 'http'}://{text}")
     if url.username is not None or url.password is not None:
-        raise ValueError("an endpoint of etcd holds a password; pass user and password on their own")
+        raise ValueError(
+            "an endpoint of etcd holds a password, or a user; pass both on their own: "
+            "ETCDCTL_USER=USER:PASSWORD, or user= and password= of EtcdStore"
+        )
     try:
         host, port = url.hostname, url.port
     except ValueError:
         host = port = None
     if url.scheme not in ("http", "https") or not host or port is None or url.path.strip("/"):
         raise ValueError(
-            f"endpoint {text!r} of etcd must be host:port, http://host:port or https://host:port"
+            f"endpoint {without_secrets(text)!r} of etcd must be host:port, http://host:port or https://host:port"
         )
     if tls and url.scheme == "http":
         raise ValueError(f"endpoint {text!r} of etcd is plain http, though there are certificates for TLS")

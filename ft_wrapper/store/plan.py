@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from .. import _secrets
 from ..exception import StoreError
 from ..protocol.operations import Operations
 from .address import EtcdAddress, etcd_login, host_port, is_etcd, master_port, split_host_port, tcp_address
@@ -102,7 +103,8 @@ def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
         return functools.partial(connect_etcd, EtcdAddress.parse(address), timeout)
     host, port = split_host_port(address)
     if not host or not port.isdigit():
-        raise ValueError(f"{address!r} must be host:port, or etcd://host:port/prefix")
+        shown = _secrets.without_secrets(address)
+        raise ValueError(f"{shown!r} must be host:port, or etcd://host:port/prefix")
     host, number = tcp_address(host, int(port))
     return functools.partial(TCPStore, host, number, timeout=timeout)
 
@@ -166,7 +168,11 @@ def plan_store(
 
 def without_secrets(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A store's arguments as they may be shown: without its password."""
-    return {name: "…" if name == "password" else value for name, value in kwargs.items()}
+    shown = {
+        name: _secrets.without_secrets(value) if isinstance(value, str) else value
+        for name, value in kwargs.items()
+    }
+    return shown | ({"password": "…"} if "password" in shown else {})
 
 
 def announced_plan(address: str, timeout: float) -> StorePlan:
@@ -185,7 +191,7 @@ def announced_plan(address: str, timeout: float) -> StorePlan:
         raise ValueError(
             f"environment variable {ANNOUNCED}: {error}; ftrun sets it, remove it otherwise"
         ) from None
-    described = address if is_etcd(address) else f"TCPStore({address})"
+    described = _secrets.without_secrets(address if is_etcd(address) else f"TCPStore({address})")
     return StorePlan(connect, None, "", described, plain={"address": address, "timeout": timeout})
 
 

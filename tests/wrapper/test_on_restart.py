@@ -76,6 +76,7 @@ def test_each_rank_is_told_once_before_it_enters_the_function(job: Job) -> None:
         "recompiling": [],
         "active_world_size": 3,
         "world_size": 4,
+        "failed_step": None,
         "step": None,
         "excluded": "",
     }
@@ -125,6 +126,37 @@ def test_ranks_may_differ_in_whether_they_have_one(job: Job) -> None:
     job.expect("in", n=1)
     job.tell("finish")
     assert job.wait() == [1, 1]
+
+
+def tells_steps(rank: Rank, **settings: Any) -> Any:
+    """In the first iteration slot 0 is in step 7 and slot 1 in step 8; the others tell none, as all later."""
+
+    @Wrapper(**{**SETTINGS, "on_restart": functools.partial(says, rank), **settings})
+    def train(call_wrapper: CallWrapper) -> int:
+        if call_wrapper.iteration == 0 and rank.slot == 0:
+            call_wrapper.step(6)
+            call_wrapper.step(7)
+        if call_wrapper.iteration == 0 and rank.slot == 1:
+            call_wrapper.ping(step=8)
+        rank.say("in", n=call_wrapper.iteration)
+        while not rank.is_told():
+            time.sleep(0.02)
+        return call_wrapper.iteration
+
+    return train()
+
+
+def test_it_says_what_step_this_rank_had_come_to(job: Job) -> None:
+    job.start(4, tells_steps, use_global_iteration=True, on_join="now", join_window=0.0)
+    job.expect("in", n=0)
+    job.kill(2)
+    job.expect("in", 0, 1, 3, n=1)
+    job.start_again(2)
+    job.expect("in", 0, 1, 2, 3, n=2)
+    job.tell("finish")
+    assert job.wait() == [2, 2, 2, 2]
+    steps = {slot: [report["step"] for report in reports(job, slot)] for slot in range(4)}
+    assert steps == {0: [7, None], 1: [8, None], 2: [None], 3: [None, None]}
 
 
 # ---- failing

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NoReturn
 
 import pytest
 from rank_harness import SETTINGS, Job, Rank
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, RestartReport, Wrapper
 from ft_wrapper.exception import JobAbort, RestartAbort
 from ft_wrapper.restart import same_faults
 
@@ -135,6 +136,48 @@ def test_several_that_end_it_end_it_once(job: Job) -> None:
     job.wait_for_end()
     errors = [process.error for process in job.ranks.values()]
     assert "JobAbort" in errors and {*errors} <= {"JobAbort", "JobEnded"}
+
+
+def fails_in_step(rank: Rank, fails: list[list[int]]) -> Any:
+    """In each iteration one slot fails in one step, after progress."""
+
+    def on_restart(report: RestartReport) -> None:
+        rank.say("report", line=str(report), fields=json.loads(report.to_json()))
+
+    @Wrapper(**{**SETTINGS, "on_restart": on_restart, "max_same_faults": 2})
+    def train(call_wrapper: CallWrapper) -> int:
+        n = call_wrapper.iteration
+        slot, step = fails[n] if n < len(fails) else (-1, 0)
+        call_wrapper.ping(step=step)
+        rank.say("in", n=n)
+        if slot == rank.slot:
+            rank.hear()
+            raise ValueError(f"the batch of step {step}")
+        return rank.train() if n < len(fails) else n
+
+    return train()
+
+
+def test_a_step_that_fails_on_each_try_is_named_with_its_number(job: Job) -> None:
+    """It never ends the job: there was progress before it."""
+    fails = [[2, 1207], [2, 1207], [0, 1207], [0, 1208]]
+    job.start(3, fails_in_step, fails)
+    for n, (slot, _) in enumerate(fails):
+        job.expect("in", n=n)
+        job.tell("fail", slot)
+    assert job.wait() == [4, 4, 4]
+    for slot in range(3):
+        told = [message["fields"] for message in job[slot].said("report")]
+        assert [report["failed_step"] for report in told] == [
+            {"step": 1207, "times": 1, "ranks": [2]},
+            {"step": 1207, "times": 2, "ranks": [2, 2]},
+            {"step": 1207, "times": 3, "ranks": [2, 2, 0]},
+            {"step": 1208, "times": 1, "ranks": [0]},
+        ]
+        assert [report["step"] for report in told] == [1207, 1207, 1207, 1208]
+    log = "".join(process.log for process in job.ranks.values())
+    assert log.count("times in a row") == 2
+    assert log.count("; step 1207 has failed 3 times in a row, on ranks 2, 2, 0: a bad batch?; no spare") == 1
 
 
 def test_the_pause_grows() -> None:

@@ -1,0 +1,144 @@
+"""A device without memory left is a kind of fault of its own, and the process gives back what it can."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from rank_harness import SETTINGS, Job, Rank
+
+from ft_wrapper import CallWrapper, RestartReport, Wrapper
+from ft_wrapper.attribution import Interruption, InterruptionRecord, by_blame
+from ft_wrapper.device_memory import has_run_out, in_words
+
+# What torch's allocator says.
+CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 3 has a total capacity of 79.11 GiB of which 3.20 "
+    "GiB is free. Including non-PyTorch memory, this process has 75.90 GiB memory in use. Of the allocated "
+    "memory 74.00 GiB is allocated by PyTorch, and 1.20 GiB is reserved by PyTorch but unallocated. If "
+    "reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to "
+    "avoid fragmentation. See documentation for Memory Management"
+)
+XPU = (
+    "XPU out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 15.91 GiB. Of the "
+    "allocated memory 14.00 GiB is allocated by PyTorch, and 1.20 GiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "words"),
+    [
+        (
+            CUDA,
+            1207,
+            "ran out of device memory in step 1207: tried to allocate 20.00 GiB; GPU 3 had 3.20 GiB free of "
+            "79.11 GiB, and this process held 75.90 GiB",
+        ),
+        (
+            XPU,
+            None,
+            "ran out of device memory: tried to allocate 512.00 MiB; GPU 0 had 15.91 GiB",
+        ),
+        ("Tried to allocate 12 bytes", 0, "ran out of device memory in step 0: tried to allocate 12 bytes"),
+        ("none is left", None, "ran out of device memory: torch.OutOfMemoryError: none is left"),
+    ],
+)
+def test_says_how_much_there_was(text: str, step: int | None, words: str) -> None:
+    assert in_words(torch.OutOfMemoryError(text), step) == words
+
+
+def test_an_error_that_was_raised_from_it_is_one() -> None:
+    error = RuntimeError("the forward pass failed")
+    assert not has_run_out(error)
+    error.__context__ = torch.OutOfMemoryError(CUDA)  # it was handled, and then something else failed
+    assert not has_run_out(error)
+    error.__cause__ = torch.OutOfMemoryError(CUDA)
+    assert has_run_out(error) and "tried to allocate 20.00 GiB" in in_words(error, None)
+    error.__cause__ = error  # as bad as it gets
+    assert not has_run_out(error)
+
+
+def test_the_others_fail_in_its_wake() -> None:
+    ranks = {0: Interruption.EXCEPTION, 1: Interruption.OUT_OF_MEMORY, 2: Interruption.SOFT_TIMEOUT}
+    records = [InterruptionRecord(rank, kind) for rank, kind in ranks.items()]
+    assert [record.rank for record in by_blame(records)] == [1, 2, 0]
+
+
+class Model:
+    """Refers to itself, as many models do: only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def runs_out(rank: Rank, *, how: str = "", **settings: Any) -> Any:
+    """In the first iteration slot 1 has no memory left in step 1207; it looks what is freed, and when."""
+    models: list[weakref.ref[Model]] = []
+
+    def empty_cache() -> None:
+        rank.say("gave back", alive=[each() is not None for each in models])
+
+    def on_restart(report: RestartReport) -> None:
+        rank.say("report", fields=json.loads(report.to_json()))
+
+    torch.cuda.empty_cache = empty_cache
+    gc.disable()
+
+    def step(model: Model) -> None:
+        models.append(weakref.ref(model))
+        raise torch.OutOfMemoryError(CUDA)
+
+    @Wrapper(**{**SETTINGS, "on_restart": on_restart, **settings})
+    def train(call_wrapper: CallWrapper) -> list[tuple[int, str]]:
+        call_wrapper.step(1207 if call_wrapper.iteration == 0 else 0)
+        rank.say("in", n=call_wrapper.iteration)
+        if call_wrapper.iteration == 1:
+            return [(fault.rank, fault.interruption.name) for fault in call_wrapper.faults]
+        if rank.slot == 1:
+            rank.hear()
+            step(Model())
+        if how == "another exception" and rank.slot == 0:
+            rank.hear()
+            raise ValueError("told to")
+        return rank.hang()
+
+    return train()
+
+
+def test_it_is_a_kind_of_fault_of_its_own(job: Job) -> None:
+    job.start(3, runs_out)
+    job.expect("in", n=0)
+    job.tell("run out", 1)
+    assert job.wait() == [[[1, "OUT_OF_MEMORY"]]] * 3
+    for slot in range(3):
+        [report] = [message["fields"] for message in job[slot].said("report")]
+        assert report["interruption"] == "OUT_OF_MEMORY"
+        assert report["cause"].startswith("rank 1 (slot 1 on ")
+        assert report["cause"].endswith(
+            ") ran out of device memory in step 1207: tried to allocate 20.00 GiB; GPU 3 had 3.20 GiB free "
+            "of 79.11 GiB, and this process held 75.90 GiB"
+        )
+    [line] = [line for slot in range(3) for line in job[slot].log.splitlines() if "restart 1: " in line]
+    assert "ran out of device memory in step 1207" in line
+    assert "torch.OutOfMemoryError: CUDA out of memory" in job[1].log, "the traceback has all that torch says"
+
+
+def test_what_it_held_is_given_back_once_all_of_it_is_free(job: Job) -> None:
+    job.start(2, runs_out)
+    job.expect("in", n=0)
+    job.tell("run out", 1)
+    job.wait()
+    assert [message["alive"] for message in job[1].said("gave back")] == [[False]]
+    assert not job[0].said("gave back")
+
+
+def test_other_exceptions_give_nothing_back(job: Job) -> None:
+    job.start(2, runs_out, how="another exception")
+    job.expect("in", n=0)
+    job.tell("raise", 0)
+    assert job.wait() == [[[0, "EXCEPTION"]]] * 2
+    assert not job[0].said("gave back") and not job[1].said("gave back")
