@@ -39,7 +39,7 @@ def load(name: str) -> types.ModuleType:
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(EXAMPLES))
-        for imported in {name, "committed", "launcher", "table"} - before:
+        for imported in {name, "committed", "launcher", "scrapes", "table"} - before:
             sys.modules.pop(imported, None)
     return module
 

@@ -14,11 +14,12 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..protocol.records import Member, View
 from .shared_memory import RankMemory
+from .step_history import StepHistory
 
 #: How a rank may stand, and what that means.
 RANK_STATES = {
@@ -48,8 +49,6 @@ KINDS = (
 PHASES = ("abort", "leave", "arrive", "decide", "enter", "total")
 #: Seconds: the upper bounds of a histogram's buckets.
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-
-_KEPT = 16  # iterations; what ranks tell of older ones does not come any more
 
 
 @dataclasses.dataclass
@@ -99,25 +98,6 @@ class Tallied:
     phases: Mapping[str, Histogram]
 
 
-@dataclasses.dataclass
-class _Iteration:
-    """The steps of an iteration, as far as this node's ranks have told.
-
-    Args:
-        nonce: names it.
-        first: the first step.
-        last: the last one that has begun: those below it are done.
-        hung: seconds for which the longest hang went unnoticed.
-        is_complete: whether its call has completed, so that the next step is none of its.
-    """
-
-    nonce: str
-    first: int | None = None
-    last: int = 0
-    hung: float = 0.0
-    is_complete: bool = False
-
-
 class Tally:
     """All that is known of an agent's ranks; for use in any thread.
 
@@ -133,8 +113,7 @@ class Tally:
         self._gone, self._gone_at = 0, 0.0
         self._seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self._told: dict[str, float] = {}
-        self._iterations: list[_Iteration] = []
-        self._begun, self._lost, self._last = 0, 0, 0  # of those that are kept no more
+        self.steps = StepHistory()
         self._iteration: int | None = None
         self._step: int | None = None
         self._progress: float | None = None
@@ -208,7 +187,7 @@ class Tally:
                 self._step,
                 self._progress,
                 dict(self._told),
-                self._steps_lost(),
+                self.steps.lost(),
                 dict(self._restarts),
                 {
                     phase: dataclasses.replace(one, counts=[*one.counts])
@@ -216,7 +195,7 @@ class Tally:
                 },
             )
 
-    # ---- for the accounts, which have the lock
+    # ---- for the accounts, which have the lock, as for `steps`
 
     def spend(self, kind: str, seconds: float) -> None:
         """Time was lost."""
@@ -228,54 +207,15 @@ class Tally:
 
     def note_steps(self, nonce: str, first: int, last: int) -> None:
         """A rank has told steps."""
-        iteration = self.iteration(nonce)
-        iteration.first = first if iteration.first is None else min(first, iteration.first)
-        iteration.last = max(last, iteration.last)
-        if iteration is self._iterations[-1]:
+        iteration = self.steps.of(nonce)
+        iteration.told(first, last)
+        if iteration is self.steps.newest:
             self._step = last
 
     def enter(self, view: View) -> None:
         """A rank is in an iteration."""
-        self.iteration(view.nonce)
+        self.steps.of(view.nonce)
         self._iteration = view.n
-
-    def iteration(self, nonce: str) -> _Iteration:
-        """An iteration, which may be new."""
-        for known in reversed(self._iterations):
-            if known.nonce == nonce:
-                return known
-        self._iterations.append(_Iteration(nonce))
-        if len(self._iterations) > _KEPT:
-            *_, (self._begun, self._last, self._lost) = self._history(self._iterations[:1])
-            del self._iterations[0]
-        return self._iterations[-1]
-
-    def begun(self, nonce: str) -> int:
-        """The steps below this one were done before an iteration, in the same call."""
-        place = self._iterations.index(self.iteration(nonce))
-        *_, (begun, _, _) = self._history(self._iterations[:place])
-        return begun
-
-    def tells_steps(self) -> bool:
-        """Whether any rank has told steps in this call."""
-        call = itertools.takewhile(lambda known: not known.is_complete, reversed(self._iterations))
-        return any(known.first is not None for known in call)
-
-    def _steps_lost(self) -> int:
-        *_, (_, _, lost) = self._history(self._iterations)
-        return lost
-
-    def _history(self, iterations: Sequence[_Iteration]) -> Iterator[tuple[int, int, int]]:
-        """After each: up to where steps are done, where the last iteration was, and how many are lost."""
-        begun, last, lost = self._begun, self._last, self._lost
-        yield begun, last, lost
-        for one in iterations:
-            if one.first is not None:
-                lost += max(0, last - one.first)
-                begun, last = max(begun, one.last), one.last
-            if one.is_complete:
-                begun = last = 0
-            yield begun, last, lost
 
     def _count_gone(self, change: int) -> None:
         now = self.clock()
@@ -349,7 +289,7 @@ class RankAccount:
             seconds: for which it went unnoticed.
         """
         with self._tally._lock:
-            iteration = self._tally.iteration(nonce)
+            iteration = self._tally.steps.of(nonce)
             iteration.hung = max(seconds, iteration.hung)
 
     def restarted(self, message: Mapping[str, Any]) -> None:
@@ -368,7 +308,7 @@ class RankAccount:
             if view is not None and "entered" in stay and self._memory.active:
                 self._spend(view, stay, now, is_whole=self.is_done)
             if view is not None and self.is_done:
-                self._tally.iteration(view.nonce).is_complete = True
+                self._tally.steps.of(view.nonce).is_complete = True
             if self._kind == "recovery_enter":
                 self._kind = ""
             self._turn("", now)
@@ -452,10 +392,10 @@ class RankAccount:
     def _spend(self, view: View, stay: Mapping[str, Any], end: float, *, is_whole: bool = False) -> None:
         """It was in the function, until it left that."""
         tally, entered = self._tally, stay["entered"]
-        iteration = tally.iteration(view.nonce)
+        iteration = tally.steps.of(view.nonce)
         if "last" not in stay:
             hung = min(iteration.hung, end - entered)
-            if tally.tells_steps():  # it was not that far yet
+            if tally.steps.tells_steps():  # it was not that far yet
                 tally.spend("training_prep", end - entered - hung)
             tally.spend("detection", hung)
             return
@@ -472,7 +412,7 @@ class RankAccount:
     def _again(self, view: View, stay: Mapping[str, Any]) -> float:
         """Seconds of steps that were done before; between two moments as if all steps took equally long."""
         (first, began), (last, cut) = stay["first"], stay["last"]
-        begun = self._tally.begun(view.nonce)
+        begun = self._tally.steps.begun(view.nonce)
         if begun <= first or last <= first:
             return 0.0
         return float((cut - began) * min(1.0, (begun - first) / (last - first)))
