@@ -33,7 +33,7 @@ myst_heading_anchors = 3
 # Docstrings are Google's style; `name` in them is a reference where there is such a name.
 default_role = "py:obj"
 napoleon_numpy_docstring = False
-autodoc_mock_imports = ["transformers", "lightning"]  # they need not be installed
+autodoc_mock_imports = ["transformers", "lightning", "opentelemetry"]  # they need not be installed
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

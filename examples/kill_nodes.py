@@ -21,6 +21,7 @@ What must hold then:
 - the final weights are the same, bit for bit;
 - no iteration number was used twice;
 - of a node that was lost, no process was left;
+- each `ftrun` tells Prometheus what can be read, and no counter goes down;
 - keys in the stores, processes, memory, file descriptors and threads are what they were in the first minute
   (from three minutes on).
 """
@@ -69,6 +70,7 @@ from kill_and_rejoin import (
     used_twice,
 )
 from launcher import no_core_dumps, run_program
+from scrapes import Scrapes
 from table import show_table
 
 from ft_wrapper import events
@@ -102,6 +104,7 @@ MEMBER = "member of etcd lost"
 FAULTS = {"exception": 4, "sleep": 1, "gil": 1}
 FAULT_EVERY = 3  # iterations
 MARK = "FT_WRAPPER_SOAK_NODE"
+METRICS = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,14 +170,18 @@ class Node:
         command: all of it but that.
         output: what it and its ranks print goes there.
         environment: what it finds in its environment beside what we have in ours.
+
+    Attributes:
+        port: where it tells its metrics.
     """
 
     def __init__(self, name: str, command: Sequence[str], output: int, environment: dict[str, str]) -> None:
         self.name = name
+        self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self._command = [*command[:3], "--node-id", name, *command[3:]]
         self._output = output
-        self._environment = environment
+        self._environment = {**environment, METRICS: f"127.0.0.1:{self.port}"}
         self._mark = ""
 
     def start(self) -> None:
@@ -381,6 +388,7 @@ class NodeSamples(Samples):
         self._taken = collections.defaultdict(list)
         self._keys = []
         self.processes: list[tuple[float, int]] = []
+        self.scrapes = Scrapes()
         if run.shape.etcd is not None:
             every = EtcdAddress(run.shape.etcd.endpoints, f"{DEFAULT_PREFIX}/{run.job}".strip("/"))
             self._stores = [connect_etcd(every, STORE_TIMEOUT)]
@@ -401,6 +409,9 @@ class NodeSamples(Samples):
         if shape.spared in ranks:
             self._note(f"spared rank {shape.spared}", [ranks.pop(shape.spared)])
         self._note("other ranks", list(ranks.values()))
+        for node in run.nodes:
+            if node.process is not None:
+                self.scrapes.take(node.pid, node.port, is_starting=now < node.takes_part)
 
     def growth(self) -> tuple[list[list[str]], list[str]]:
         """Returns rows of a table, first minute against last, and what has grown."""
@@ -659,6 +670,10 @@ def show(args: argparse.Namespace, shape: Shape, folder: Path) -> None:
     if shape.spared is not None and len(pids) > 1 + hung:
         wrong.append(f"rank {shape.spared}, which no one killed, had the processes {sorted(pids)}")
     wrong += [f"left in etcd: {key}" for key in left_in(shape.etcd)]
+    lines, counted = len(RESTART.findall(faulty.printed())), samples.scrapes.restarts()
+    wrong += samples.scrapes.wrong
+    if samples.scrapes.count and not 0 < counted <= lines:
+        wrong.append(f"the agents have counted {counted} restarts, and there are {lines} lines of them")
 
     kinds = collections.Counter(strike.kind for strike in faulty.strikes)
     kinds.update(f"{record['kind']} in the function" for record in records if record["event"] == "inject")
@@ -669,8 +684,9 @@ def show(args: argparse.Namespace, shape: Shape, folder: Path) -> None:
     started = sum(record["event"] == "rank_started" for record in records)
     print(
         f"{started - shape.size} processes were started again; {iterations} iterations, "
-        f"{len(RESTART.findall(faulty.printed()))} lines about restarts, {steps} steps"
+        f"{lines} lines about restarts, {steps} steps"
     )
+    print(f"{samples.scrapes.count} scrapes of metrics; up to the last ones {counted} restarts were counted")
     if shape.spared is not None:
         print(f"rank {shape.spared}, which no one killed, was ended {hung} times at hard_timeout")
     print(f"final weights without faults  sha256 {clean.final()[0]}  loss {clean.final()[1]}")

@@ -39,7 +39,7 @@ def load(name: str) -> types.ModuleType:
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(EXAMPLES))
-        for imported in {name, "committed", "launcher", "table"} - before:
+        for imported in {name, "committed", "launcher", "scrapes", "table"} - before:
             sys.modules.pop(imported, None)
     return module
 
@@ -632,6 +632,44 @@ def test_the_faults_in_the_function_depend_on_the_seed_alone() -> None:
     specs = kill_nodes.faults(3, 1.0, 3)
     assert specs == kill_nodes.faults(3, 1.0, 3) != kill_nodes.faults(4, 1.0, 3)
     assert len({spec.iteration for spec in parse_faults(specs)}) == 60 // kill_nodes.FAULT_EVERY
+
+
+def test_metrics_that_make_no_sense_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    scrapes = load("scrapes")
+    said: list[str | Exception] = []
+
+    def read(port: int) -> str:
+        text = said.pop(0)
+        if isinstance(text, Exception):
+            raise text
+        return text
+
+    monkeypatch.setattr(scrapes, "read", read)
+    found = scrapes.Scrapes()
+
+    def take(text: str | Exception, agent: int = 1, **how: bool) -> int:
+        """Returns how many more things are wrong."""
+        before = len(found.wrong)
+        said.append(text)
+        found.take(agent, 9464, **how)
+        return len(found.wrong) - before
+
+    def restarts(died: int, hung: int) -> str:
+        lines = ["# TYPE ft_wrapper_restarts_total counter", f"ft_wrapper_ranks {died - hung}"]
+        lines += [f'ft_wrapper_restarts_total{{cause="terminated"}} {died}']
+        lines += [f'ft_wrapper_restarts_total{{cause="soft_timeout"}} {hung}']
+        return "\n".join(lines) + "\n"
+
+    assert take(restarts(3, 1)) == 0
+    assert take(restarts(3, 4)) == 0, "a gauge may go down"
+    assert take(restarts(1, 0), agent=2) == 0, "another agent begins at 0"
+    assert (found.count, found.restarts()) == (3, 7 + 1)
+    assert take(restarts(2, 4)) == 1
+    assert take("# TYPE ft_wrapper_ranks gauge\n") == 2, "both are gone"
+    assert take("ft_wrapper_ranks{ 1\n") == 1
+    assert take(ConnectionRefusedError(), is_starting=True) == 0
+    assert take(ConnectionRefusedError()) == 1
 
 
 # ddp_before.py, ddp_after.py ---------------------------------------------------------------------------

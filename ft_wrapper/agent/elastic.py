@@ -240,7 +240,7 @@ class SimpleElasticAgent(ElasticAgent):
                 signals = cleanup.enter_context(queued((*self._signals, signal.SIGCHLD)))
                 nodes = self._meet()
                 cleanup.callback(nodes.close)
-                self._open_health(nodes.inbox, cleanup)
+                self._open_health(nodes, cleanup)
                 workers = self._open_workers(nodes, cleanup)
                 end = run_rounds(nodes, workers, signals)
                 self._group.become(state_of(end))
@@ -251,9 +251,13 @@ class SimpleElasticAgent(ElasticAgent):
         finally:
             self._group.run_seconds = time.monotonic() - began
 
-    def _open_health(self, inbox: Inbox, cleanup: contextlib.ExitStack) -> None:
+    def _open_health(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> None:
         """Answers questions whether the agent is alive, to the end; see `health`."""
-        cleanup.enter_context(health.health(self._group, inbox))
+        cleanup.enter_context(health.health(self._group, nodes, self._run_id()))
+
+    def _run_id(self) -> str:
+        """What the job is called."""
+        return str(self._group.spec.rdzv_handler.get_run_id())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,18 +365,21 @@ class LocalElasticAgent(SimpleElasticAgent):
         """When this agent was alive last, in seconds since the epoch; torch's launcher asks for it."""
         return int(time.time())
 
-    def _open_health(self, inbox: Inbox, cleanup: contextlib.ExitStack) -> None:
+    def _open_health(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> None:
         if self._health_check_server is None:
-            super()._open_health(inbox, cleanup)
+            super()._open_health(nodes, cleanup)
         else:
             cleanup.callback(self._health_check_server.stop)
+
+    def _run_id(self) -> str:
+        return super()._run_id() if self._launch is None else self._launch.run_id
 
     def _meet(self) -> Nodes:
         return super()._meet() if self._launch is None else self._launch.meet()
 
     def _open_workers(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> Workers:
         spec, launch = self._group.spec, self._launch
-        run_id = str(spec.rdzv_handler.get_run_id()) if launch is None else launch.run_id
+        run_id = self._run_id()
         job = Job(
             spec.local_world_size,
             spec.role,

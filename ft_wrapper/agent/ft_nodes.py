@@ -186,6 +186,19 @@ class FtNodes(Nodes):
         self._out_of_reach = ""
         self._has_place = node is not None and not state.closed and state.seat_of(node) is not None
 
+    def states(self) -> dict[str, int]:
+        handler = self._handler
+        state = None if handler is None else handler.record
+        if state is None:
+            return {}
+        active = len(state.participants)
+        return {
+            "active": active,
+            "lost": len(state.seats) - active,
+            "waiting": len(state.waiting),
+            "spare": len(state.spares),
+        }
+
     def have_formed(self) -> bool:
         state = None if self._handler is None else self._handler.record
         return state is not None and state.policy is RoundPolicy.RANK

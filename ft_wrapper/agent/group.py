@@ -22,6 +22,7 @@ from torch.distributed.elastic.events.api import Event, EventMetadataValue, Even
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from ..monitor.tally import Tally
 from ..store.address import split_host_port
 from .nodes import End, Nodes, Round
 from .outputs import Failure
@@ -62,10 +63,12 @@ class Group:
 
     Attributes:
         run_seconds: how long the agent has run, once it has ended.
+        tally: what ranks of wrapped jobs do, for metrics.
     """
 
     def __init__(self, spec: api.WorkerSpec) -> None:
         self.run_seconds = 0.0
+        self.tally = Tally()
         self._lock = threading.Lock()
         self._group = api.WorkerGroup(spec)
         self._counts: collections.Counter[str] = collections.Counter()

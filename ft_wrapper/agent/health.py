@@ -2,8 +2,8 @@
 
 With ``TORCHELASTIC_HEALTH_CHECK_PORT`` set, a GET of any path is answered 200 if the loop is, and 503 if it
 is not, with a few facts as JSON. The loop sleeps while nothing happens, so it is woken and asked to answer,
-within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is for Prometheus. A POST of
-``/drain?within=SECONDS`` from this host asks that this node leave the job in order, before it is taken away.
+within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is for Prometheus (`metrics`). A POST
+of ``/drain?within=SECONDS`` from this host asks that this node leave the job in order, before it is lost.
 
 With ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` the agent has a `FileTimerServer`, and its workers find the named
 pipe in ``TORCHELASTIC_TIMER_FILE``. One that overruns a ``timer.expires(…)`` of
@@ -30,16 +30,18 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from torch.distributed.elastic.agent.server import local_elastic_agent as theirs
 from torch.distributed.elastic.timer.file_based_local_timer import FileTimerRequest, FileTimerServer
 
+from ..store.address import split_host_port
 from .group import Group
-from .nodes import CannotStart
+from .metrics import metrics
+from .nodes import CannotStart, Nodes
 from .signals import Inbox, News, What
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
-    from prometheus_client.core import Metric
 
 log = logging.getLogger(__name__)
 
+ADDRESS_ENV = theirs.TORCHELASTIC_HEALTH_CHECK_PORT
 TIMEOUT_ENV = "TORCHELASTIC_HEALTH_CHECK_TIMEOUT"
 #: Seconds; as in torch's agent. The loop may be busy ending ranks for more than ten.
 DEFAULT_TIMEOUT = 60.0
@@ -56,20 +58,24 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
     """Answers in a thread for each request, and waits for connections in one of its own. A context manager.
 
     Args:
+        host: a name or address of this host; empty for all of its IPv4 addresses.
         port: where; 0 for a free one.
-        timeout: seconds within which the loop has to answer.
-        group: the workers.
+        answer: what answers requests, see `application`.
         inbox: which wakes the loop.
 
     Raises:
-        OSError: the port is taken, or not allowed.
+        OSError: the port is taken, or not allowed; or the name or address is not this host's.
     """
 
     request_queue_size = 32
 
-    def __init__(self, port: int, timeout: float, group: Group, inbox: Inbox) -> None:
-        super().__init__(("", port), _Handler)
-        self.set_app(application(group, inbox, timeout))
+    def __init__(self, host: str, port: int, answer: "WSGIApplication", inbox: Inbox) -> None:
+        address: Any = (host, port)
+        if host:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            self.address_family, _, _, _, address = found[0]
+        super().__init__(address, _Handler)
+        self.set_app(answer)
         self._inbox = inbox
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
@@ -128,22 +134,23 @@ class _Handler(WSGIRequestHandler):
         log.debug("health endpoint: " + format, *args)
 
 
-def application(group: Group, inbox: Inbox, timeout: float) -> "WSGIApplication":
+def application(group: Group, nodes: Nodes, run_id: str, timeout: float) -> "WSGIApplication":
     """What answers requests.
 
     Args:
         group: the workers.
-        inbox: which wakes the loop.
+        nodes: the others; their inbox wakes the loop.
+        run_id: of the job.
         timeout: seconds within which the loop has to answer.
     """
-    metrics = _metrics(group)
+    for_prometheus = metrics(group, nodes, run_id)
 
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if environ["PATH_INFO"] == "/metrics":
-            return metrics(environ, start_response)
+            return for_prometheus(environ, start_response)
         if (environ["PATH_INFO"], environ["REQUEST_METHOD"]) == ("/drain", "POST"):
-            return _drain(environ, start_response, inbox)
-        alive = inbox.knock().wait(timeout)
+            return _drain(environ, start_response, nodes.inbox)
+        alive = nodes.inbox.knock().wait(timeout)
         body = json.dumps({"alive": alive, **facts(group)}).encode()
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
         start_response("200 OK" if alive else "503 Service Unavailable", headers)
@@ -192,12 +199,13 @@ def facts(group: Group) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
-    """Answers for a while, if the environment says at which port.
+def health(group: Group, nodes: Nodes, run_id: str) -> Iterator[Health | None]:
+    """Answers for a while, if the environment says where.
 
     Args:
         group: the workers.
-        inbox: wakes the main loop.
+        nodes: the others; their inbox wakes the main loop.
+        run_id: of the job.
 
     Returns:
         A context: what answers; None if nothing does, also where another program has the port: on a host
@@ -206,29 +214,39 @@ def health(group: Group, inbox: Inbox) -> Iterator[Health | None]:
     Raises:
         CannotStart: a variable is wrong, or the port is not allowed; says which.
     """
-    port = os.environ.get(theirs.TORCHELASTIC_HEALTH_CHECK_PORT)
-    if port is None:
+    where = os.environ.get(ADDRESS_ENV)
+    if where is None:
         yield None
         return
-    if not port.isdecimal() or int(port) > 65535:
-        raise CannotStart(f"{theirs.TORCHELASTIC_HEALTH_CHECK_PORT}={port}: use a port's number")
+    host, port = _address(where)
+    answer = application(group, nodes, run_id, _timeout())
     try:
-        server = Health(int(port), _timeout(), group, inbox)
+        server = Health(host, port, answer, nodes.inbox)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             log.warning(
                 "%s=%s: another program has this port: this agent answers no health checks; give each agent "
                 "of a host a port of its own",
-                theirs.TORCHELASTIC_HEALTH_CHECK_PORT,
-                port,
+                ADDRESS_ENV,
+                where,
             )
             yield None
             return
-        words = f"{theirs.TORCHELASTIC_HEALTH_CHECK_PORT}={port}: {error.strerror}; choose another port"
-        raise CannotStart(words) from error
+        is_elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        way_out = "a name or address of this host" if is_elsewhere else "another port"
+        raise CannotStart(f"{ADDRESS_ENV}={where}: {error.strerror}; choose {way_out}") from error
     with server:
-        log.info("the health endpoint is at port %d", server.server_port)
+        log.info("the health endpoint is at port %d%s", server.server_port, host and f" of {host}")
         yield server
+
+
+def _address(where: str) -> tuple[str, int]:
+    """Host and port; without a host it is empty."""
+    host, port = split_host_port(where)
+    is_bare = ":" in host and not where.startswith("[")  # IPv6, of which the last part may be no port
+    if not port.isdecimal() or int(port) > 65535 or is_bare:
+        raise CannotStart(f"{ADDRESS_ENV}={where}: use a port's number, HOST:PORT or [IPv6]:PORT")
+    return host, int(port)
 
 
 def _timeout() -> float:
@@ -240,46 +258,6 @@ def _timeout() -> float:
     if not 0 < seconds < threading.TIMEOUT_MAX:
         raise CannotStart(f"{TIMEOUT_ENV}={value}: use a number of seconds")
     return seconds
-
-
-# For Prometheus --------------------------------------------------------------------------------------------
-
-
-class _Collector:
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def collect(self) -> "Iterator[Metric]":
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        counts, role = self._group.counts, self._group.spec.role
-        state, remaining = self._group.state.name.lower(), self._group.remaining_restarts
-        for family, name, words, value, more in (
-            (CounterMetricFamily, "rank_failures", "Rank processes that failed", counts.failures, {}),
-            (CounterMetricFamily, "rank_replacements", "Ranks started again alone", counts.replacements, {}),
-            (CounterMetricFamily, "group_restarts", "Restarts of all, as some failed", counts.restarts, {}),
-            (CounterMetricFamily, "rounds", "Starts of all ranks", counts.rounds, {}),
-            (GaugeMetricFamily, "workers_remaining_restarts", "Restarts of all that are left", remaining, {}),
-            (GaugeMetricFamily, "workers_state", "1 for the state of the ranks", 1, {"state": state}),
-        ):
-            metric = family(f"ft_wrapper_{name}", words, labels=["role", *more])
-            metric.add_metric([role, *more.values()], value)
-            yield metric
-
-
-def _metrics(group: Group) -> "WSGIApplication":
-    try:
-        from prometheus_client import CollectorRegistry, make_wsgi_app
-    except ImportError:
-        return _without_metrics
-    registry = CollectorRegistry()
-    registry.register(_Collector(group))
-    return make_wsgi_app(registry)
-
-
-def _without_metrics(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-    start_response("404 Not Found", [("Content-Type", "text/plain")])
-    return [b"install ft-wrapper[prometheus] for metrics\n"]
 
 
 # For workers -----------------------------------------------------------------------------------------------

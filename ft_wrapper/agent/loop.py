@@ -91,7 +91,7 @@ class Loop:
             self._orphans = made.enter_context(adopted())
             self._selector = made.enter_context(selectors.DefaultSelector())
             self._logs = made.enter_context(Logs(logs_specs, job.role, log_line_prefix))
-            self._monitors = made.enter_context(closing(MonitorService(job.run_id)))
+            self._monitors = made.enter_context(closing(MonitorService(job.run_id, group.tally)))
             if standby and program.script is not None:
                 self._start_standby()
             events.emit("agent_started", job=job.run_id, started=events.started())

@@ -148,6 +148,10 @@ class Nodes:
         """
         return True, ""
 
+    def states(self) -> dict[str, int]:
+        """How many nodes stand how, see `metrics.NODE_STATES`. From memory; empty if it is not known."""
+        return {}
+
     def have_formed(self) -> bool:
         """Whether the ranks are known to have formed a wrapped job. From memory; False if it is not known."""
         return False

@@ -2,11 +2,11 @@
 
 One JSON object a line, over a stream socket. An agent hears hello first, with the memory's descriptor, and
 answers which heart beats for the rank and whether its process is replaced, or why it gets no monitor there.
-Then the rank says ``join`` (who it is), ``view`` (the iteration it is in), ``serve`` (open the store of an
-iteration; answered with its port), ``loader`` (it waits for a data loader's worker, or does so no more; or
-what ails that worker), ``between`` (it has left a call, and may come to another one; answered once the
-monitor looks at the shared memory no more), ``bye`` (it leaves in order). What the monitor does with
-it is in `watch`.
+Then the rank says ``join`` (who it is), ``view`` (the iteration it is in, and what became of the one before),
+``restart`` (all ranks are back, and this one came last), ``serve`` (open the store of an iteration; answered
+with its port), ``loader`` (it waits for a data loader's worker, or does so no more; or what ails that
+worker), ``between`` (it has left a call, and may come to another one; answered once the monitor looks at the
+shared memory no more), ``bye`` (it leaves in order). What the monitor does with it is in `watch`.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..exception import InternalError, StoreError
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 #: Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front.
 AGENT_ENV = "FT_WRAPPER_AGENT"
 #: Of hello: another Python, with another ft_wrapper, may run the ranks.
-VERSION = 7
+VERSION = 8
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port
@@ -82,17 +82,31 @@ class MonitorLine:
         """Says who the rank is; from then on the monitor sends its heartbeat."""
         self._send({"type": "join", "member": str(member)})
 
-    def enter(self, view: View, decision: Decision | None) -> None:
+    def enter(self, view: View, decision: Decision | None, before: Mapping[str, Any] | None = None) -> None:
         """Says which iteration the rank is in; which it is there stands in the shared memory.
 
         Args:
             view: the iteration.
             decision: what changed since the last one said; None to say it all.
+            before: what became of the last one; None if there was none.
         """
+        message: dict[str, Any] = {"type": "view", "before": before or {}}
         if decision is None:
-            self._send({"type": "view", "whole": view.to_json()})
+            self._send({**message, "whole": view.to_json()})
         else:
-            self._send({"type": "view", "nonce": view.nonce, "decision": decision.to_json()})
+            self._send({**message, "nonce": view.nonce, "decision": decision.to_json()})
+
+    def restarted(self, cause: str, phases: Mapping[str, float]) -> None:
+        """Says that all ranks are back: for who counts restarts. From any thread.
+
+        Args:
+            cause: what kind of fault it was.
+            phases: seconds by name, ``total`` among them.
+
+        Raises:
+            InternalError: the monitor has ended.
+        """
+        self._send({"type": "restart", "cause": cause, "phases": dict(phases)})
 
     def loader(self, n: int, waits: bool, ails: str | None) -> None:
         """Says how it stands with the function's data loader; from any thread.

@@ -27,6 +27,7 @@ from ..store.bounded import in_background
 from ..store.plan import StorePlan, announced_plan
 from .line import VERSION, peer, receive, receive_fd, send
 from .shared_memory import RankMemory
+from .tally import Tally
 from .watch import RankWatch, Stage
 
 log = logging.getLogger(__name__)
@@ -75,15 +76,17 @@ class MonitorService:
 
     Args:
         job: what the job is called in events.
+        tally: told what the ranks do; None if nobody asks.
 
     Raises:
         OSError: no socket can be made.
     """
 
-    def __init__(self, job: str) -> None:
+    def __init__(self, job: str, tally: Tally | None = None) -> None:
         self.name = f"ftrun-{os.getpid()}-{os.urandom(8).hex()}"
         """What ranks find in ``FT_WRAPPER_AGENT``."""
         self._job = job
+        self._tally = tally or Tally()
         self._changed = threading.Condition()
         # Those that the agent has started and not reaped, and whether another process takes their place.
         self._processes: dict[int, bool] = {}
@@ -102,6 +105,7 @@ class MonitorService:
             pid: it.
             replaced: whether another one is started in its place if it ends, as far as is known.
         """
+        self._tally.started(pid)
         with self._changed:
             self._processes[pid] = replaced
             self._changed.notify_all()
@@ -110,6 +114,7 @@ class MonitorService:
         """A rank's process has ended; called before it is reaped, for then its number may be another's."""
         with self._changed:
             self._processes.pop(pid, None)
+        self._tally.ended(pid)
 
     def ask_to_leave(self, pid: int) -> bool:
         """Asks a rank to leave the job where its next step begins, or once its iteration has ended.
@@ -226,7 +231,8 @@ class MonitorService:
                 self._hearts[key] = Heart(plan.connect, heart_name(), limits)
             heart = self._hearts[key]
         limits = dataclasses.replace(limits, replaced=attended.replaced)
-        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, self._job)
+        account = self._tally.open(process, memory)
+        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, self._job, account)
         owned.callback(watch.close)
         owned.callback(line.close)  # before that: the rank waits for it, and the watch for the rank
         with self._changed:

@@ -56,6 +56,10 @@ class RankMemory(ctypes.Structure):
         gil_stamp: when a thread of the rank last had the GIL.
         ping_stamp: when the function last called ``ping``; 0.0 when not in this iteration.
         step_stamp: when the step that the function last told began; means nothing while `step` is None.
+        first_stamp: when the first one of this iteration did.
+        entered_at: when the rank began to call the function in this iteration, or to be a spare; 0.0 before.
+        has_left: whether it is out of the function again, by a fault.
+        has_returned: whether its call has completed.
         phase: whether the stamps count. Changed with `enter_phase`.
         iteration: the global restart iteration that the rank is in; -1 for none.
         active: whether the rank calls the function in this iteration, rather than being a spare.
@@ -73,18 +77,26 @@ class RankMemory(ctypes.Structure):
     _fields_ = (
         ("_mutex", ctypes.c_char * _MUTEX_SIZE),
         *((name, ctypes.c_double) for name in ("main_stamp", "gil_stamp", "ping_stamp", "step_stamp")),
-        ("_step", ctypes.c_uint64),
+        *((name, ctypes.c_double) for name in ("first_stamp", "entered_at")),
+        *((name, ctypes.c_uint64) for name in ("_step", "_first_step")),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
-        *((name, ctypes.c_bool) for name in ("active", "_is_life_held", "leaves")),
+        *(
+            (name, ctypes.c_bool)
+            for name in ("active", "has_left", "has_returned", "_is_life_held", "leaves")
+        ),
     )
     main_stamp: float
     gil_stamp: float
     ping_stamp: float
     step_stamp: float
+    first_stamp: float
+    entered_at: float
     phase: int
     iteration: int
     active: bool
+    has_left: bool
+    has_returned: bool
     hang_protection_disabled: int
     dump_signal: int
     dump_fd: int
@@ -206,12 +218,34 @@ class RankMemory(ctypes.Structure):
     def enter_iteration(self, n: int) -> None:
         """The rank is in another iteration: it has no rank yet, and has told no step."""
         self._step = _NO_STEP  # before the number, or a watcher would take it for one of this iteration
+        self.entered_at, self.has_left = 0.0, False
         self.iteration, self.rank = n, None
 
     def told_step(self) -> dict[str, Any]:
         """The step that was told last, and when it began, as fields of an event; empty if there is none."""
         step, began = self.step, self.step_stamp
         return {} if step is None else {"step": step, "began": began}
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the rank is in the function, or a spare."""
+        return self.entered_at > 0.0 and not self.has_left
+
+    def stay(self) -> dict[str, Any]:
+        """What is known of this iteration: JSON.
+
+        Returns:
+            ``active``; ``entered``, a moment, unless the rank never got that far; and if it has told steps,
+            the ``first`` and the ``last`` one, each with the moment when it began.
+        """
+        told = self.told_step()
+        found: dict[str, Any] = {"active": self.active}
+        if self.entered_at:
+            found["entered"] = self.entered_at
+            if told:
+                found["first"] = self._first_step, self.first_stamp
+                found["last"] = told["step"], told["began"]
+        return found
 
     def _view(self, name: str, form: str) -> Any:
         field = vars(type(self))[name]
@@ -231,6 +265,7 @@ class RankMemory(ctypes.Structure):
         """
         now, stamp = time.monotonic, self._view("ping_stamp", "d")
         number, began = self._view("_step", "Q"), self._view("step_stamp", "d")
+        first, first_began = self._view("_first_step", "Q"), self._view("first_stamp", "d")
         leaves = self._view("leaves", "?")
 
         def ping(step: int | None = None) -> None:
@@ -266,10 +301,14 @@ class RankMemory(ctypes.Structure):
                 return  # a part of the same step
             if leaves[0]:
                 leave()
-            if last != _NO_STEP:
+            if last == _NO_STEP:
+                first[0] = n
+                began[0] = first_began[0] = now()
+                number[0] = n  # the last: it says that the others are there
+            else:
                 note()
-            number[0] = n
-            began[0] = now()
+                number[0] = n
+                began[0] = now()
             note()
 
         def no_step(what: str) -> TypeError:

@@ -37,6 +37,7 @@ from ..store import Decision, Member, StoreMixin, View, serve
 from ..store.bounded import in_background
 from .rank_monitor import RankMonitor, await_exit
 from .shared_memory import Phase, RankMemory
+from .tally import RankAccount, Tally
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class RankWatch:
         pidfd: of it.
         heart: the one that beats for the rank.
         job: what the job is called in events; None for what the environment says.
+        account: told what the rank does; None if nobody asks.
     """
 
     limits: Limits
@@ -89,12 +91,14 @@ class RankWatch:
     pidfd: int
     heart: Heart
     job: dataclasses.InitVar[str | None] = None
+    account: RankAccount | None = None
 
     def __post_init__(self, connect: Callable[[], StoreMixin], memory: RankMemory, job: str | None) -> None:
         self.stage = Stage.IN_CALL
         pid, limits, heart = self.pid, self.limits, self.heart  # the memory goes with this: no cycle
+        self._account = account = self.account or Tally().open(pid, memory)
         self._monitor_of: Callable[[Member], RankMonitor] = lambda member: RankMonitor(
-            connect, member, memory, pid, limits, heart, job
+            connect, member, memory, pid, limits, heart, job, account.hung
         )
         self._ask_to_leave: Callable[[], bool] = lambda: _ask_to_leave(memory)
         self._iteration_stores = IterationStores()
@@ -117,7 +121,8 @@ class RankWatch:
         Returns:
             Whether it has died, and was in the job, so that the others have to be told.
         """
-        with selectors.DefaultSelector() as selector:
+        with contextlib.ExitStack() as over, selectors.DefaultSelector() as selector:
+            over.callback(self._account.leave)
             for fd in (self.line.fileno(), self.pidfd, self._wake):
                 selector.register(fd, selectors.EVENT_READ)
             while self.stage is not Stage.LEFT:
@@ -232,11 +237,16 @@ class RankWatch:
             case "join":
                 if self._monitor is not None:
                     self._monitor.stop()  # the rank has taken another incarnation of its slot
-                self._monitor = self._monitor_of(Member.parse(message["member"], "join"))
+                member = Member.parse(message["member"], "join")
+                self._account.join(member)
+                self._monitor = self._monitor_of(member)
                 self._made.callback(self._monitor.close)
             case "view":
                 assert self._monitor is not None
-                self._monitor.view = self._view(message)
+                self._monitor.view = view = self._view(message)
+                self._account.decided(view, message["before"])
+            case "restart":
+                self._account.restarted(message)
             case "loader":
                 if self._monitor is not None:
                     self._monitor.note_loader(message["iteration"], message["waits"], message["ails"])
@@ -246,6 +256,7 @@ class RankWatch:
                 if self._monitor is not None:
                     self._monitor.leave_call()
                 self.stage = Stage.BETWEEN
+                self._account.leave()
                 self._iteration_stores.close()
                 self._answer({})
             case "bye":

@@ -159,11 +159,12 @@ class Call(Performer):
 
     def know(self, view: View, decision: Decision) -> None:
         own = self.own
+        before = self._reporter.account()
         own.memory.active = True  # until it is known: others may be waiting for this rank
         self._reporter.step = own.memory.step  # before it is forgotten
         own.memory.enter_iteration(view.n)
         is_new = own.member.member in decision.joined or view.n == decision.first
-        own.monitor.enter(view, None if is_new else decision)
+        own.monitor.enter(view, None if is_new else decision, before)
 
     def assign(self, state: State, decision: Decision) -> State:
         self.state = state
@@ -254,6 +255,7 @@ class Call(Performer):
             self.settings.initialize(self.state.freeze())
         self._check_health()
         self._reporter.tell(self.state)
+        self.own.memory.entered_at = time.monotonic()
         if self.state.mode == Mode.INACTIVE:
             self.own.member.emit("spare")
             return self._warm_up()
@@ -307,6 +309,7 @@ class Call(Performer):
                 raise InternalError("the abort plug-in did not return within barrier_timeout")
             self.own.progress.store_lost = watch.store_lost
             self._reporter.left(watch)
+        self.own.memory.has_left = True
         self.own.member.emit("left", **self.own.memory.told_step())
         self.helpers.close()
         if self.settings.abort is not None or self.group.group is not None:

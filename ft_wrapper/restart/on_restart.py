@@ -5,12 +5,13 @@ Where ``on_restart`` is set a rank waits for that before it enters the function:
 took over.
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..exception import StoreError
+from ..exception import InternalError, StoreError
 from ..monitor.shared_memory import Phase
 from ..monitor.threads import Watch
 from ..protocol import Agreement, keys
@@ -77,6 +78,17 @@ class Reporter:
         self.phases.begin(watch.ended_at)
         self.phases.end("abort", watch.aborted_at)
         self.phases.end("leave")
+
+    def account(self) -> dict[str, Any]:
+        """What became of the iteration that has ended by a fault, and of the restart so far: JSON.
+
+        Returns:
+            That of `RankMemory.stay`; ``ended``, a moment; and ``phases``, seconds by name. Empty before the
+            first iteration that this rank was in.
+        """
+        if self.ended_at is None:
+            return {}
+        return {**self._own.memory.stay(), "ended": self.ended_at, "phases": self.phases.seconds}
 
     def await_report(self, state: State, watch: Watch) -> None:
         """Before `tell`, outside of what can be interrupted: waits until all active ranks have come.
@@ -162,6 +174,12 @@ class Reporter:
             said.append(Write({keys.failed_step(view.n): report.failed_step.to_json()}))
         self._own.client.execute(said)
         log.warning("%s", report)
+        phases = {} if self.ended_at is None else dict(self.phases.seconds)
+        if phases:
+            phases.setdefault("enter", max(0.0, report.seconds - sum(phases.values())))
+        cause = "join" if report.interruption is None else report.interruption.name.lower()
+        with contextlib.suppress(InternalError):  # its monitor has ended, which others say
+            self._own.monitor.restarted(cause, {**phases, "total": report.seconds})
 
     def ended(self) -> None:
         """The iteration has ended by a fault: its report is waited for no more."""

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import select
 import socket
 import socketserver
@@ -22,17 +23,20 @@ from elastic_agents import ROLE, Alone, agent, collected
 
 from ft_wrapper.agent.elastic import CannotStart, Policy, WorkerSpec, WorkerState
 from ft_wrapper.agent.group import Group
-from ft_wrapper.agent.health import Health, _Handler, facts
+from ft_wrapper.agent.health import Health, _Handler, application, facts, health
+from ft_wrapper.agent.nodes import Nodes
 from ft_wrapper.agent.signals import Inbox
 from ft_wrapper.run import main
+from ft_wrapper.store.address import host_port, is_this_host
 from ft_wrapper.testing.etcd_server import free_port
 
 TIMEOUT = 120.0
+PORT = "use a port's number, HOST:PORT or "
 
 
-def get(port: int, path: str = "/") -> tuple[int, str]:
+def get(port: int, path: str = "/", host: str = "127.0.0.1") -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=TIMEOUT) as answer:
+        with urllib.request.urlopen(f"http://{host_port(host, port)}{path}", timeout=TIMEOUT) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -40,24 +44,33 @@ def get(port: int, path: str = "/") -> tuple[int, str]:
 
 
 @pytest.fixture
-def inbox() -> Iterator[Inbox]:
-    with contextlib.closing(Inbox()) as made:
+def nodes() -> Iterator[Nodes]:
+    with contextlib.closing(Nodes()) as made:
         yield made
+
+
+@pytest.fixture
+def inbox(nodes: Nodes) -> Inbox:
+    return nodes.inbox
 
 
 def group() -> Group:
     return Group(WorkerSpec(ROLE, 2, Alone(), entrypoint="true", max_restarts=3))
 
 
-def test_a_loop_that_does_not_come_round(inbox: Inbox) -> None:
-    with Health(0, 0.05, group(), inbox) as health:
+def serve(nodes: Nodes, timeout: float = TIMEOUT, host: str = "") -> Health:
+    return Health(host, 0, application(group(), nodes, "job", timeout), nodes.inbox)
+
+
+def test_a_loop_that_does_not_come_round(nodes: Nodes) -> None:
+    with serve(nodes, 0.05) as health:
         code, body = get(health.server_port)
     assert code == 503
     assert json.loads(body)["alive"] is False
 
 
-def test_nobody_has_to_come_round_while_the_nodes_come_together(inbox: Inbox) -> None:
-    with Health(0, TIMEOUT, group(), inbox) as health, inbox.unattended():
+def test_nobody_has_to_come_round_while_the_nodes_come_together(nodes: Nodes) -> None:
+    with serve(nodes) as health, nodes.inbox.unattended():
         code, body = get(health.server_port)
     assert (code, json.loads(body)["state"]) == (200, "INIT")
 
@@ -77,7 +90,7 @@ def test_who_asks_while_the_loop_goes_on_to_the_next_round_is_answered(inbox: In
     assert inbox.knock().is_set()
 
 
-def test_the_end_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_for_nobody(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for a client that says nothing, nor for one whose answer nobody gives."""
 
     class Noted(Inbox):
@@ -89,8 +102,10 @@ def test_the_end_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Handler, "timeout", TIMEOUT * 10)
     has_asked = threading.Event()
     answers: list[tuple[int, str]] = []
-    with contextlib.closing(Noted()) as inbox, contextlib.ExitStack() as clients:
-        with Health(0, TIMEOUT * 10, group(), inbox) as health:
+    nodes.inbox.close()
+    nodes.inbox = Noted()
+    with contextlib.ExitStack() as clients:
+        with serve(nodes, TIMEOUT * 10) as health:
             clients.enter_context(socket.create_connection(("127.0.0.1", health.server_port)))
             asking = threading.Thread(target=lambda: answers.append(get(health.server_port)))
             asking.start()
@@ -99,7 +114,7 @@ def test_the_end_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [code for code, _ in answers] == [200]
 
 
-def test_too_many_open_files(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits, rather than to try again and again; and the end does not wait for it."""
     tried, tried_again = threading.Event(), threading.Event()
 
@@ -110,7 +125,7 @@ def test_too_many_open_files(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(socketserver.TCPServer, "get_request", accept)
     monkeypatch.setattr("ft_wrapper.agent.health._TOO_MANY_FILES", TIMEOUT * 10)
     with (
-        Health(0, TIMEOUT, group(), inbox) as health,
+        serve(nodes) as health,
         socket.create_connection(("127.0.0.1", health.server_port)),
     ):
         assert tried.wait(TIMEOUT)
@@ -157,20 +172,22 @@ def test_an_agent_that_sleeps_is_alive(tmp_path: Path, monkeypatch: pytest.Monke
     }
     pytest.importorskip("prometheus_client")
     for line in (
-        f'ft_wrapper_rank_failures_total{{role="{ROLE}"}} 1.0',
-        f'ft_wrapper_rank_replacements_total{{role="{ROLE}"}} 1.0',
-        f'ft_wrapper_group_restarts_total{{role="{ROLE}"}} 0.0',
-        f'ft_wrapper_workers_remaining_restarts{{role="{ROLE}"}} 2.0',
-        f'ft_wrapper_workers_state{{role="{ROLE}",state="healthy"}} 1.0',
+        'ft_wrapper_rank_failures_total{run_id="job"} 1.0',
+        'ft_wrapper_replacements_total{run_id="job"} 1.0',
+        'ft_wrapper_group_restarts_total{run_id="job"} 0.0',
+        'ft_wrapper_workers_remaining_restarts{run_id="job"} 2.0',
+        'ft_wrapper_workers_state{run_id="job",state="healthy"} 1.0',
+        'ft_wrapper_ranks{run_id="job",state="outside"} 1.0',
+        'ft_wrapper_nodes{run_id="job",state="active"} 1.0',
     ):
         assert f"{line}\n" in answers["metrics"]
     with pytest.raises(OSError):
         get(port)  # it has ended with the agent
 
 
-def test_metrics_need_the_extra(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_need_the_extra(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with Health(0, TIMEOUT, group(), inbox) as health:
+    with serve(nodes) as health:
         code, body = get(health.server_port, "/metrics")
     assert code == 404
     assert "ft-wrapper[prometheus]" in body
@@ -181,10 +198,46 @@ def test_facts_name_no_rank_before_there_are_any() -> None:
 
 
 @pytest.mark.parametrize(
+    ("where", "asked", "others"),
+    [
+        ("127.0.0.1:0", "127.0.0.1", "127.0.0.2"),
+        ("localhost:0", "127.0.0.1", "127.0.0.2"),
+        ("[::1]:0", "::1", "127.0.0.1"),
+        ("0", "127.0.0.2", ""),
+        (":0", "127.0.0.2", ""),
+    ],
+)
+def test_where_it_answers(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, where: str, asked: str, others: str
+) -> None:
+    """At one address, or at all; 127.0.0.2 is this host, too."""
+    if ":" in asked and not is_this_host(asked):
+        pytest.skip("this host has no IPv6")
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", where)
+    with health(group(), nodes, "job") as server, nodes.inbox.unattended():
+        assert server is not None
+        assert get(server.server_port, host=asked)[0] == 200
+        if others:
+            with pytest.raises(OSError):
+                get(server.server_port, host=others)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("TORCHELASTIC_HEALTH_CHECK_PORT", "http", "use a port's number"),
-        ("TORCHELASTIC_HEALTH_CHECK_PORT", "70000", "use a port's number"),
+        ("TORCHELASTIC_HEALTH_CHECK_PORT", "http", PORT),
+        ("TORCHELASTIC_HEALTH_CHECK_PORT", "70000", PORT),
+        ("TORCHELASTIC_HEALTH_CHECK_PORT", "", PORT),
+        ("TORCHELASTIC_HEALTH_CHECK_PORT", "127.0.0.1:", PORT),
+        ("TORCHELASTIC_HEALTH_CHECK_PORT", "127.0.0.1:-1", PORT),
+        ("TORCHELASTIC_HEALTH_CHECK_PORT", "::1", PORT),
+        ("TORCHELASTIC_HEALTH_CHECK_PORT", "fe80::1:80", PORT),
+        ("TORCHELASTIC_HEALTH_CHECK_PORT", "203.0.113.1:0", "Cannot assign requested address; choose a name"),
+        (
+            "TORCHELASTIC_HEALTH_CHECK_PORT",
+            "no such.invalid:0",
+            "[^;]*; choose a name or address of this host",
+        ),
         ("TORCHELASTIC_HEALTH_CHECK_TIMEOUT", "soon", "use a number of seconds"),
         ("TORCHELASTIC_HEALTH_CHECK_TIMEOUT", "0", "use a number of seconds"),
     ],
@@ -195,7 +248,7 @@ def test_bad_input(
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
     monkeypatch.setenv(name, value)
     handler = Alone()
-    with pytest.raises(CannotStart, match=f"{name}={value}: {words}"):
+    with pytest.raises(CannotStart, match=f"{name}={re.escape(value)}: {words}"):
         agent(tmp_path, "true", handler=handler).run()
     assert handler.rounds == 0
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import textwrap
 import threading
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -233,9 +234,20 @@ def places(
     return [(node["id"], node["place"], node["slots"], node["address"]) for node in found["nodes"]]
 
 
+def told_states(node: FtRun) -> dict[str, int]:
+    """What a node tells Prometheus of all nodes: how many are in each state."""
+    found = re.search(r"the health endpoint is at port (\d+) of 127.0.0.1", node.said)
+    assert found is not None, node.said
+    with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/metrics", timeout=TIMEOUT) as answer:
+        told = re.findall(r'^ft_wrapper_nodes{.*state="(\w+)"} (\d+)', answer.read().decode(), re.MULTILINE)
+    return {state: int(count) for state, count in told if int(count)}
+
+
 def test_a_late_node_enlarges_the_job_and_a_spare_steps_in(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "127.0.0.1:0")
     with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
         first = cluster.start("a")
         began = cluster.await_inside(1, first)
@@ -255,9 +267,11 @@ def test_a_late_node_enlarges_the_job_and_a_spare_steps_in(
             ("b", "seat", [1, 1]),
             ("c", "spare", None),
         ]
+        await_that(lambda: told_states(first) == {"active": 2, "spare": 1}, first)
         lose(late)
         replaced = cluster.await_inside(2, first, spare)
         assert [place[0] for place in places(cluster, capsys)] == ["a", "c"]
+        await_that(lambda: told_states(first) == {"active": 2}, first)
         unneeded = cluster.start("d")
         await_that(lambda: "there is no seat for it now" in unneeded.said, unneeded)
         cluster.finish(first, spare)

@@ -30,6 +30,9 @@ arguments.add_argument("--every", type=int, default=10, help="steps between two 
 arguments.add_argument("--faults", default="", help="kind:step,…; kinds: exception, sigkill, hang, late")
 arguments.add_argument("--soft-timeout", type=float, default=1.5)
 arguments.add_argument("--untold", action="store_true", help="tell no steps")
+arguments.add_argument(
+    "--gate", action="store_true", help="after the last step, wait for FOLDER/gate, a FIFO"
+)
 args = arguments.parse_args()
 faults = [spec.split(":") for spec in args.faults.split(",") if spec]
 
@@ -43,6 +46,15 @@ def happens(kind: str, step: int) -> bool:
                 fired.touch()
                 return True
     return False
+
+
+def wait(rank: int, call_wrapper: CallWrapper) -> None:
+    """Until somebody opens the gate; all steps are done."""
+    with call_wrapper.disable_hang_protection():
+        if rank == 0:
+            (args.folder / "at the gate").touch()
+            (args.folder / "gate").read_text()
+        dist.barrier()
 
 
 @Wrapper(
@@ -85,6 +97,8 @@ def train(call_wrapper: CallWrapper = None) -> None:  # type: ignore[assignment]
                 unfinished = args.folder / "unfinished"
                 unfinished.write_text(str(step + 1))
                 unfinished.replace(checkpoint)
+        if args.gate:
+            wait(rank, call_wrapper)
     finally:
         os.close(begun)
 

@@ -242,6 +242,27 @@ def test_steps_are_told_with_the_moment_they_began(memory: RankMemory) -> None:
     assert [note["step"] for note in notes] == [0, 2, 1, 1]
 
 
+def test_what_became_of_an_iteration(memory: RankMemory) -> None:
+    ping, step = memory.make_ping()
+    memory.active = True
+    assert memory.stay() == {"active": True}, "it has not entered it"
+    memory.entered_at = 5.0
+    assert memory.stay() == {"active": True, "entered": 5.0} and memory.is_inside
+    step(7)
+    first = memory.step_stamp
+    ping(8)
+    step(9)
+    told = {"first": (7, first), "last": (9, memory.step_stamp)}
+    assert memory.stay() == {"active": True, "entered": 5.0, **told}
+    memory.has_left = True
+    assert memory.stay()["last"][0] == 9 and not memory.is_inside
+    memory.enter_iteration(1)
+    assert memory.stay() == {"active": True}
+    memory.entered_at = 6.0
+    step(4)
+    assert memory.stay()["first"] == memory.stay()["last"] == (4, memory.step_stamp) and memory.is_inside
+
+
 @pytest.mark.parametrize("n", [-1, 1.5, "3", None, 2**64])
 def test_what_is_no_step(memory: RankMemory, n: Any) -> None:
     ping, step = memory.make_ping()

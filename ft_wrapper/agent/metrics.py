@@ -1,0 +1,133 @@
+"""What an agent tells Prometheus of its node's ranks and of its job: ``/metrics`` of the health endpoint.
+
+All of it stands in this process's memory, and in what its ranks share with it: neither they nor a store are
+asked. What is not known has no sample. Counters and times of ranks are this node's own; see
+``docs/monitoring.md`` for what may be added up over nodes.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ..attribution import Interruption
+from ..monitor.tally import BOUNDS, KINDS, PHASES, RANK_STATES, Histogram, Tallied
+from .group import Group
+from .nodes import Nodes
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+    from prometheus_client.core import Metric
+
+#: What restarts are counted by: the kind of the fault that is the likeliest cause; or that a process joined.
+CAUSES = (*(kind.name.lower() for kind in Interruption), "join")
+#: How nodes stand in the rendezvous.
+NODE_STATES = ("active", "lost", "waiting", "spare")
+
+# By the label; or one without it, or none at all.
+_Values = Mapping[str, float] | float | None
+
+
+def metrics(group: Group, nodes: Nodes, run_id: str) -> "WSGIApplication":
+    """What answers ``/metrics``; without prometheus-client, with words that say so.
+
+    Args:
+        group: this node's workers.
+        nodes: all nodes.
+        run_id: of the job.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, make_wsgi_app
+    except ImportError:
+        return _without_metrics
+    registry = CollectorRegistry()
+    registry.register(_Collector(group, nodes, run_id))
+    app: WSGIApplication = make_wsgi_app(registry)
+    return app
+
+
+def _without_metrics(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+    start_response("404 Not Found", [("Content-Type", "text/plain")])
+    return [b"install ft-wrapper[prometheus] for metrics\n"]
+
+
+class _Collector:
+    def __init__(self, group: Group, nodes: Nodes, run_id: str) -> None:
+        self._group = group
+        self._nodes = nodes
+        self._run_id = run_id
+
+    def collect(self) -> "Iterator[Metric]":
+        yield from self._of_ranks(self._group.tally.read())
+        yield from self._of_agent()
+
+    def _of_ranks(self, known: Tallied) -> "Iterator[Metric]":
+        restarts = _all(CAUSES, known.restarts)
+        yield self._counter("restarts", "Restarts; one node counts each", restarts, "cause")
+        yield self._histogram("restart_seconds", "How long restarts took, by phase", known.phases)
+        yield self._gauge("ranks", "Ranks of this node", _all(RANK_STATES, known.ranks), "state")
+        yield self._gauge("iteration", "Number of the global restart iteration", known.iteration)
+        yield self._gauge("step", "The step that was told last", known.step)
+        since = None if known.progress is None else time.time() - (time.monotonic() - known.progress)
+        yield self._gauge("last_progress_timestamp_seconds", "When a rank made progress last", since)
+        yield self._counter("steps_lost", "Steps that restarts threw away", known.steps_lost)
+        lost = _all(KINDS, known.seconds)
+        yield self._counter("badput_seconds", "What ranks spent on what is no new step", lost, "kind")
+
+    def _of_agent(self) -> "Iterator[Metric]":
+        counts, left = self._group.counts, self._group.remaining_restarts
+        yield self._counter("replacements", "Processes started in place of others", counts.replacements)
+        yield self._gauge("nodes", "Nodes of the job", self._node_states(), "state")
+        yield self._counter("rank_failures", "Rank processes that failed", counts.failures)
+        yield self._counter("group_restarts", "Restarts of all processes", counts.restarts)
+        yield self._counter("rounds", "Starts of all processes", counts.rounds)
+        yield self._gauge("workers_remaining_restarts", "Restarts of all processes that are left", left)
+        state = {self._group.state.name.lower(): 1}
+        yield self._gauge("workers_state", "1 for the state of the processes", state, "state")
+
+    def _node_states(self) -> Mapping[str, float]:
+        """All that the rendezvous knows; of another one the number of nodes that take part."""
+        states = self._nodes.states()
+        if not states:
+            taking_part = self._group.copy().group_world_size
+            return {} if taking_part is None else {"active": taking_part}
+        return _all(NODE_STATES, states)
+
+    def _counter(self, name: str, words: str, values: _Values, label: str = "") -> "Metric":
+        from prometheus_client.core import CounterMetricFamily
+
+        made = CounterMetricFamily(f"ft_wrapper_{name}", words, labels=self._labels(label))
+        for labels, value in self._samples(values, label):
+            made.add_metric(labels, value)
+        return made
+
+    def _gauge(self, name: str, words: str, values: _Values, label: str = "") -> "Metric":
+        from prometheus_client.core import GaugeMetricFamily
+
+        made = GaugeMetricFamily(f"ft_wrapper_{name}", words, labels=self._labels(label))
+        for labels, value in self._samples(values, label):
+            made.add_metric(labels, value)
+        return made
+
+    def _histogram(self, name: str, words: str, values: Mapping[str, Histogram]) -> "Metric":
+        from prometheus_client.core import HistogramMetricFamily
+
+        made = HistogramMetricFamily(f"ft_wrapper_{name}", words, labels=self._labels("phase"))
+        bounds = [*map(str, BOUNDS), "+Inf"]
+        for phase in PHASES:
+            counts = values[phase].cumulative()
+            made.add_metric([self._run_id, phase], list(zip(bounds, counts, strict=True)), values[phase].sum)
+        return made
+
+    def _labels(self, label: str) -> list[str]:
+        return ["run_id", label] if label else ["run_id"]
+
+    def _samples(self, values: _Values, label: str) -> Iterator[tuple[list[str], float]]:
+        if isinstance(values, Mapping):
+            yield from (([self._run_id, kind], value) for kind, value in values.items())
+        elif values is not None:
+            yield [self._run_id], values
+
+
+def _all(names: Iterable[str], values: Mapping[str, float]) -> dict[str, float]:
+    """A value for each name: one that appears later would have no first value to be compared with."""
+    return {name: values.get(name, 0) for name in names}

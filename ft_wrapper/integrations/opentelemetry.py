@@ -1,0 +1,56 @@
+"""Restarts as traces of OpenTelemetry: see ``docs/monitoring.md``."""
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from .. import __version__
+from ..report.restart import RestartReport
+
+try:
+    from opentelemetry import trace
+    from opentelemetry.context import Context
+except ImportError as error:
+    raise ImportError(f"this needs OpenTelemetry: pip install 'ft-wrapper[otel]' ({error})") from error
+
+if TYPE_CHECKING:
+    from opentelemetry.util.types import Attributes
+
+
+def trace_restart(report: RestartReport) -> None:
+    """Makes a trace of a restart: for ``Wrapper(on_restart=trace_restart)``.
+
+    The span ``restart`` has one child for each phase. Rank 0 of the new iteration makes it, with the phases
+    as it saw them; the others do nothing. The tracer is the one that the program has set up; without one
+    nothing happens.
+
+    Args:
+        report: of the restart, which is over.
+    """
+    if os.environ.get("RANK") != "0":
+        return
+    tracer = trace.get_tracer("ft_wrapper", __version__)
+    end = time.time_ns()
+    phases = {name: round(1e9 * seconds) for name, seconds in report.phases.items()}
+    begin = end - max(round(1e9 * report.seconds), sum(phases.values()))
+    attributes: Attributes = {
+        "ft_wrapper.run_id": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        "ft_wrapper.iteration": report.iteration,
+        "ft_wrapper.cause": report.cause,
+        "ft_wrapper.interruption": "join"
+        if report.interruption is None
+        else report.interruption.name.lower(),
+        "ft_wrapper.lost": report.lost,
+        "ft_wrapper.joined": report.joined,
+        "ft_wrapper.took_over": tuple(spare.initial_rank for spare in report.took_over),
+        "ft_wrapper.active_world_size": report.active_world_size,
+        "ft_wrapper.world_size": report.world_size,
+    }
+    # A trace of its own, whatever span the program is in.
+    root = tracer.start_span("restart", Context(), attributes=attributes, start_time=begin)
+    inside = trace.set_span_in_context(root, Context())
+    at = end - sum(phases.values())
+    for name, took in phases.items():
+        tracer.start_span(name, inside, start_time=at).end(at + took)
+        at += took
+    root.end(end)
