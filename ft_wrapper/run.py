@@ -28,7 +28,6 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from . import check
-from . import report as restarts
 from ._files import replace_broken_streams
 from .agent import classic_nodes, ft_nodes, outputs
 from .agent.elastic import CannotStart, Launch, LocalElasticAgent, WorkerSpec
@@ -38,13 +37,14 @@ from .agent.policy import Policy
 from .log_lines import LineFormatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
 from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
+from .report import command as report
 from .report import status
 from .store.address import address_of_this_node, is_this_host, loopback
 
 __all__ = ["command", "main", "parse_args", "run"]
 
 #: What ``ftrun`` does beside starting a script. One of such a name is started as ``./status``.
-COMMANDS = {"status": status.main, "report": restarts.main}
+COMMANDS = {"status": status.main, "report": report.main}
 
 # Not __name__, which is "__main__" under `python -m ft_wrapper.run`.
 log = logging.getLogger("ft_wrapper.run")

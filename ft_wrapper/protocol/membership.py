@@ -198,8 +198,9 @@ class Membership:
 
     def publish(self, rank: int | None, error: BaseException) -> None:
         """Publishes an exception of this member and ends the iteration, if it is still on."""
-        self.emit("fault", kind=Interruption.EXCEPTION.name, ends=True)
-        self.agreement.ends.report_fault(self.view.n, self._raised(rank, Interruption.EXCEPTION, error))
+        fault = self._raised(rank, Interruption.EXCEPTION, error)
+        self.emit("fault", kind=fault.interruption.name, ends=True, message=fault.message)
+        self.agreement.ends.report_fault(self.view.n, fault)
 
     def leave(
         self, rank: int | None, interruption: Interruption, error: BaseException, *, ends: bool

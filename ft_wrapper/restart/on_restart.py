@@ -157,6 +157,7 @@ class Reporter:
         report = self._make(self._own.client, state)
         self._own.client.execute([Write({keys.restarted(view.n): report.to_json()})])
         log.warning("%s", report)
+        self._own.member.emit("restarted", line=str(report))
 
     def ended(self) -> None:
         """The iteration has ended by a fault: its report is waited for no more."""
