@@ -29,7 +29,6 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from . import check, control
-from . import report as restarts
 from ._files import replace_broken_streams
 from ._secrets import without_secrets
 from .agent import classic_nodes, ft_nodes, outputs
@@ -41,6 +40,7 @@ from .agent.policy import Policy
 from .log_lines import JSON, choose_format, make_formatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
 from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
+from .report import command as report
 from .report import status
 from .store.address import address_of_this_node, is_this_host, loopback
 
@@ -49,7 +49,7 @@ __all__ = ["command", "main", "parse_args", "run"]
 #: What ``ftrun`` does beside starting a script. One of such a name is started as ``./status``.
 COMMANDS = {
     "status": status.main,
-    "report": restarts.main,
+    "report": report.main,
     "drain": control.main_drain,
     "restart": control.main_restart,
     "stop": control.main_stop,

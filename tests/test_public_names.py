@@ -40,6 +40,8 @@ NAMES = {
     "report.goodput": "BUCKETS Goodput make_goodput",
     "report.jobs": "by_job",
     "report.rows": "Row Span make_rows",
+    "report.timeline": "Timeline make_timeline",
+    "report.html": "make_page",
     "run": "main",
 }
 ON_EVERY_STORE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import subprocess
@@ -11,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from ft_wrapper import report
-from ft_wrapper.report import PHASES, make_reports
+from ft_wrapper.report import PHASES, command, make_reports
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "minimal.py"
 
@@ -110,27 +110,26 @@ def test_jobs_that_wrote_to_the_same_file_are_told_apart(
     assert (two.job, two.restarts, two.seconds) == ("two", (), pytest.approx(2.0))
     path = tmp_path / "events"
     path.write_text("".join(json.dumps(record) + "\n" for record in mixed))
-    assert report.main([str(path)]) == 0
+    assert command.main([str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "job one:" and lines[3] == "1 restart in 10.0 s on a"
     second = lines.index("job two:")
     assert lines[second + 1] == "0 restarts in 2.0 s on a"
     assert lines[second - 1].endswith("the function told no steps, see call_wrapper.step(n)")
-    assert report.main(["--json", str(path)]) == 0
+    assert command.main(["--json", str(path)]) == 0
     assert [json.loads(line)["job"] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
 
 
 def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = tmp_path / "events"
-    command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", "2", str(EXAMPLE)]
     subprocess.run(
-        command,
+        [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", "2", str(EXAMPLE)],
         env={**os.environ, "FT_WRAPPER_EVENTS": str(events)},
         check=True,
         timeout=100,
         capture_output=True,
     )
-    assert report.main([str(events), "--json"]) == 0
+    assert command.main([str(events), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (restart,) = found["restarts"]
     assert restart["causes"] == ["slot 1: EXCEPTION"]
@@ -138,12 +137,20 @@ def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert min(restart["phases"].values()) >= 0 and found["goodput"] is None
     assert sum(found["time"].values()) == pytest.approx(found["seat_seconds"])
     assert 2 * found["seconds"] == pytest.approx(found["seat_seconds"])
-    assert report.main([str(events)]) == 0
+    assert command.main([str(events)]) == 0
     table, _, summary, *_, in_all = capsys.readouterr().out.splitlines()
     assert table.split() == ["iteration", "cause", *PHASES, "in", "all"]
     assert summary.startswith("1 restart in ") and " of 2 ranks; " in in_all
-    (job,) = {json.loads(line)["job"] for line in events.read_text().splitlines()}
+    written = [json.loads(line) for line in events.read_text().splitlines()]
+    (job,) = {record["job"] for record in written}
     assert job
+    (restarted,) = (record for record in written if record["event"] == "restarted")
+    assert restarted["line"].startswith("restart 1: rank 1 (slot 1 on ") and restarted["iteration"] == 1
+    (fault,) = (record for record in written if record["event"] == "fault" and record["slot"] == 1)
+    assert fault["message"].startswith("raised ")
+    page = tmp_path / "page.html"
+    assert command.main([str(events), "--html", str(page)]) == 0
+    assert page.read_text().count(html.escape(restarted["line"], quote=False)) == 3  # list, number and mark
 
 
 @pytest.mark.parametrize(
@@ -161,5 +168,5 @@ def test_files_that_are_none(
     path = tmp_path / "events"
     if text is not None:
         path.write_text(text)
-    assert report.main([str(path)]) == 2
+    assert command.main([str(path)]) == 2
     assert message in capsys.readouterr().err

@@ -135,6 +135,8 @@ def test_a_report_goes_through_json(interruption: Interruption | None) -> None:
         (9.8842, "9.9 s"),
         (59.94, "59.9 s"),
         (200.0, "3 min 20 s"),
+        (3599.9, "59 min 59 s"),
+        (25_300.0, "7 h 1 min"),
     ],
 )
 def test_durations_are_in_the_unit_that_a_person_would_choose(seconds: float, words: str) -> None:

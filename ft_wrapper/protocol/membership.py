@@ -242,7 +242,7 @@ class Membership:
             fault = self.fault(rank, Interruption.OUT_OF_MEMORY, device_memory.in_words(error, step))
         else:
             fault = self._raised(rank, Interruption.EXCEPTION, error)
-        self.emit("fault", kind=fault.interruption.name, ends=True)
+        self.emit("fault", kind=fault.interruption.name, ends=True, message=fault.message)
         self.agreement.ends.report_fault(self.view.n, dataclasses.replace(fault, step=step))
 
     def leave(

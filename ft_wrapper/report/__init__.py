@@ -4,14 +4,11 @@
 its own clock, and those of the slowest host are shown.
 """
 
-import argparse
 import collections
 import dataclasses
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-from .. import events
 from .goodput import BUCKETS, Goodput, make_goodput
 from .jobs import Record, by_job
 from .restart import duration, plural
@@ -31,6 +28,7 @@ _ENDED_BY = ("end", "abort", "left", "arrive", "decided", "enter")
 _OF_THE_NEXT = ("decided", "enter")
 # What happens to the first process that enters an iteration.
 _BEGINS = ("decide", "decided", "enter")
+_NAMED = 4  # causes or hosts in a line; more of them are counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +48,13 @@ class Restart:
     causes: tuple[str, ...]
     phases: dict[str, float]
     seconds: float
+
+    @property
+    def cause(self) -> str:
+        """The causes in words; of many, the first ones and how many there are."""
+        rest = len(self.causes) - _NAMED
+        named = self.causes[:_NAMED]
+        return ", ".join([*named, f"and {rest} more"] if rest > 0 else named) or "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +106,10 @@ class Report:
         for restart in self.restarts:
             times = [f"{1e3 * restart.phases[phase]:.1f}" for phase in PHASES]
             which = f"{restart.iteration} -> {restart.next_iteration}"
-            causes = ", ".join(restart.causes) or "unknown"
-            rows.append((which, causes, *times, duration(restart.seconds)))
+            rows.append((which, restart.cause, *times, duration(restart.seconds)))
         again = f", {self.started_again} processes started again" if self.started_again else ""
-        count, hosts = len(self.restarts), ", ".join(self.hosts)
+        count = len(self.restarts)
+        hosts = ", ".join(self.hosts) if len(self.hosts) <= _NAMED else f"{len(self.hosts)} hosts"
         summary = f"{count} {plural(count, 'restart')}{again} in {duration(self.seconds)} on {hosts}"
         return "\n".join([*table(rows), summary, *self._time_table()])
 
@@ -147,11 +152,13 @@ class _Iteration:
         number: its number. Another call may have the same numbers.
         moments: for each event, when it happened and to which process.
         faults: what was published here.
+        line: what the log says of the restart that led to it; empty if another host has that.
     """
 
     number: int
     moments: dict[str, list[tuple[float, int]]] = dataclasses.field(default_factory=dict)
     faults: list[str] = dataclasses.field(default_factory=list)
+    line: str = ""
 
     def first(self, *kinds: str) -> float | None:
         """When the first of these events happened."""
@@ -179,7 +186,7 @@ def make_reports(records: Iterable[Record]) -> list[Report]:
     jobs = by_job(records)
     if not jobs:
         raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
-    return [_make_report(job, found) for job, found in jobs]
+    return [make_report(job, found) for job, found in jobs]
 
 
 def _grouped(records: Iterable[Record], field: str) -> dict[str, list[Record]]:
@@ -189,17 +196,24 @@ def _grouped(records: Iterable[Record], field: str) -> dict[str, list[Record]]:
     return groups
 
 
-def _make_report(job: str, records: Sequence[Record]) -> Report:
+def make_report(job: str, records: Sequence[Record]) -> Report:
+    """Makes the report of one job.
+
+    Args:
+        job: its name.
+        records: its events (see `jobs.by_job`), of all hosts, in any order.
+    """
     by_host = _grouped(records, "host")
-    restarts: dict[tuple[int, int], list[Restart]] = {}
+    restarts: dict[tuple[int, int], list[tuple[Restart, str]]] = {}
     for host in sorted(by_host):
         found = sorted(by_host[host], key=lambda record: float(record["monotonic"]))
         iterations = _iterations(found)
         times: collections.Counter[int] = collections.Counter()
-        for restart in _restarts(iterations):
+        for restart, line in _restarts(iterations):
             # Where each call has its own store, the next call has the same numbers.
             times[restart.iteration] += 1
-            restarts.setdefault((restart.iteration, times[restart.iteration]), []).append(restart)
+            seen = restarts.setdefault((restart.iteration, times[restart.iteration]), [])
+            seen.append((restart, line))
     started = (record for found in by_host.values() for record in found if record["event"] == "rank_started")
     return Report(
         job,
@@ -229,11 +243,13 @@ def _iterations(records: Sequence[Record]) -> list[_Iteration]:
         iteration.moments.setdefault(kind, []).append((float(record["monotonic"]), int(record["pid"])))
         if kind == "fault":
             iteration.faults.append(f"slot {record.get('slot')}: {record.get('kind')}")
+        elif kind == "restarted":
+            iteration.line = str(record["line"])
     return found
 
 
-def _restarts(iterations: Sequence[_Iteration]) -> Iterator[Restart]:
-    """The restarts that one host saw to their end."""
+def _restarts(iterations: Sequence[_Iteration]) -> Iterator[tuple[Restart, str]]:
+    """The restarts that one host saw to their end, and what the log says of each."""
     for place, failed in enumerate(iterations):
         begin = failed.first("fault", "end")
         if begin is None or "enter" not in failed.moments:
@@ -247,44 +263,15 @@ def _restarts(iterations: Sequence[_Iteration]) -> Iterator[Restart]:
             where, who = (back, None) if event in _OF_THE_NEXT else (failed, survivors)
             end = max(moment, where.last(event, who) or moment)
             phases[phase], moment = end - moment, end
-        yield Restart(failed.number, back.number, tuple(failed.faults), phases, moment - begin)
+        restart = Restart(failed.number, back.number, tuple(failed.faults), phases, moment - begin)
+        yield restart, back.line
 
 
-def _slowest(seen: Sequence[Restart]) -> Restart:
+def _slowest(seen: Sequence[tuple[Restart, str]]) -> Restart:
     """One restart, as several hosts have seen it."""
-    slowest = max(seen, key=lambda restart: restart.seconds)
-    causes = dict.fromkeys(cause for restart in seen for cause in restart.causes)
+    slowest = max((restart for restart, _ in seen), key=lambda restart: restart.seconds)
+    causes = dict.fromkeys(cause for restart, _ in seen for cause in restart.causes)
+    if not causes:  # there is no fault in the events of a lost host, nor where a process has joined
+        said = (line.partition(": ")[2].partition("; ")[0] for _, line in seen)
+        causes = dict.fromkeys(filter(None, said))
     return dataclasses.replace(slowest, causes=tuple(causes))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """``ftrun report``: prints the report of some events files.
-
-    Args:
-        argv: the arguments; ``sys.argv`` without the program's name when None.
-
-    Returns:
-        0, or 2 if a file cannot be read.
-    """
-    phases = "; ".join(f"{name}: {what}" for name, what in PHASES.items())
-    parser = argparse.ArgumentParser(
-        prog="ftrun report",
-        description="Shows what the time of a job went to, and that of each restart.",
-        epilog=f"The phases, one after the other, from the first fault on: {phases}.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("events", nargs="+", help="the files that FT_WRAPPER_EVENTS named, of all hosts")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a job, one in a line")
-    args = parser.parse_args(argv)
-    try:
-        reports = make_reports(record for path in args.events for record in events.read(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"a record lacks {error}" if isinstance(error, KeyError) else str(error)
-        print(f"ftrun report: error: {what}", file=sys.stderr)
-        return 2
-    for report in reports:
-        if args.json:
-            print(report.to_json())
-        else:
-            print(*([f"job {report.job}:"] if len(reports) > 1 else []), report.to_text(), sep="\n")
-    return 0

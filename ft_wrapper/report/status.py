@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ from ..protocol.operations import read
 from ..protocol.records import FAULT
 from ..rendezvous.record import Place, Record
 from ..store import StoreMixin
+from ..store.bounded import call_in_thread
 from ..store.plan import ANNOUNCED, connector
 from . import table
 from .finding import ENDPOINT, TIMEOUT, meeting_place, open_store, ranks_store, read_record
@@ -237,7 +239,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"{ENDPOINT}: where the nodes meet, or the store of the ranks, who have it in {ANNOUNCED}; "
         "ftrun says it at the start",
     )
-    parser.add_argument("--watch", action="store_true", help="go on, and print it again when it changes")
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="go on: on a terminal a table that changes with the job, if rich is installed, else print it "
+        "again when it changes",
+    )
     parser.add_argument(
         "--interval",
         type=float,
@@ -255,7 +262,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         with contextlib.ExitStack() as opened:
-            statuses = _follow(args.endpoint, args.interval, opened)
+            statuses = _interruptible(_follow(args.endpoint, args.interval, opened))
+            if args.watch and not args.json and sys.stdout.isatty() and importlib.util.find_spec("rich"):
+                _show(statuses)
+                return 0
             for status in statuses if args.watch else itertools.islice(statuses, 1):
                 print(status.to_json() if args.json else status.to_text(), flush=True)
     except (StoreError, DistError, ImportError, ValueError) as error:  # the last two: how etcd is reached
@@ -264,6 +274,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _interruptible(statuses: Iterator[Status]) -> Iterator[Status]:
+    """The same, so that ctrl-C is obeyed at once: in a call of torch's stores it would have to wait."""
+    while (status := call_in_thread(lambda: next(statuses, None), "reading the status")) is not None:
+        yield status
+
+
+def _show(statuses: Iterator[Status]) -> None:
+    from rich.console import Console
+
+    from .live_status import show
+
+    show(statuses, Console())
 
 
 def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iterator[Status]:

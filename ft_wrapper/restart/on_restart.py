@@ -180,6 +180,7 @@ class Reporter:
         cause = "join" if report.interruption is None else report.interruption.name.lower()
         with contextlib.suppress(InternalError):  # its monitor has ended, which others say
             self._own.monitor.restarted(cause, {**phases, "total": report.seconds})
+        self._own.member.emit("restarted", line=str(report))
 
     def ended(self) -> None:
         """The iteration has ended by a fault: its report is waited for no more."""

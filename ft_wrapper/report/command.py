@@ -1,0 +1,149 @@
+"""The command ``ftrun report``: of events files, tables on the terminal, a page or a picture."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO
+
+from .. import events
+from . import PHASES, Report, make_report, picture
+from .html import make_page
+from .jobs import by_job
+from .timeline import Timeline, make_timeline
+
+_Jobs = Sequence[tuple[Report, Timeline]]
+
+
+def _write_page(jobs: _Jobs, file: BinaryIO) -> None:
+    file.write(make_page(jobs).encode())
+
+
+#: What each option writes.
+_OUTPUTS: dict[str, Callable[[_Jobs, BinaryIO], None]] = {
+    "html": _write_page,
+    "png": lambda jobs, file: picture.draw(jobs, file, "png"),
+    "svg": lambda jobs, file: picture.draw(jobs, file, "svg"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``ftrun report``: prints the report of some events files, and draws it.
+
+    Args:
+        argv: the arguments; ``sys.argv`` without the program's name when None.
+
+    Returns:
+        0, or 2 if a file cannot be read or written.
+    """
+    args = _parser().parse_args(argv)
+    wanted = {name: path for name in _OUTPUTS if (path := getattr(args, name)) is not None}
+    try:
+        with contextlib.ExitStack() as opened:
+            files = {name: opened.enter_context(_output(name, path, wanted)) for name, path in wanted.items()}
+            jobs = by_job(record for path in args.events for record in events.read(path))
+            if not jobs:
+                raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
+            reports = [make_report(job, found) for job, found in jobs]
+            if files:
+                found = [
+                    make_timeline(records, report.time)
+                    for (_, records), report in zip(jobs, reports, strict=True)
+                ]
+                drawn = list(zip(reports, found, strict=True))
+                for name, file in files.items():
+                    _OUTPUTS[name](drawn, file)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        what = f"a record lacks {error}" if isinstance(error, KeyError) else str(error)
+        print(f"ftrun report: error: {what}", file=sys.stderr)
+        return 2
+    for report in reports:
+        if args.json:
+            print(report.to_json())
+        else:
+            print(*([f"job {report.job}:"] if len(reports) > 1 else []), report.to_text(), sep="\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    phases = "; ".join(f"{name}: {what}" for name, what in PHASES.items())
+    parser = argparse.ArgumentParser(
+        prog="ftrun report",
+        description="Shows what the time of a job went to, and that of each restart.",
+        epilog=f"The phases, one after the other, from the first fault on: {phases}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("events", nargs="+", help="the files that FT_WRAPPER_EVENTS named, of all hosts")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a job, one in a line")
+    parser.add_argument("--html", metavar="FILE", help="write a page for a browser, too, with a timeline")
+    parser.add_argument(
+        "--png", metavar="FILE", help=f"write a picture of the timeline, too; {picture.NEEDS}"
+    )
+    parser.add_argument("--svg", metavar="FILE", help="the same, as SVG")
+    return parser
+
+
+@contextlib.contextmanager
+def _output(name: str, path: str, wanted: dict[str, str]) -> Iterator[BinaryIO]:
+    """Opens the file of an option; it takes the place of an old one once it is whole.
+
+    Raises:
+        OSError: it cannot be written. The message names the option.
+        ImportError: matplotlib is not there.
+    """
+    where = os.path.realpath(path)
+    if [os.path.realpath(other) for other in wanted.values()].count(where) > 1:
+        raise OSError(f"--{name} {path}: another option names the same file; give each its own")
+    if name != "html":
+        picture.check(f"--{name} {path}")
+    try:
+        with _replacing(where) as file:
+            yield file
+    except OSError as error:
+        # One from elsewhere in the block names its own file, or its own option.
+        if error.errno is None or error.filename not in (None, where, _unfinished(where)):
+            raise
+        raise OSError(f"--{name} {path}: {error.strerror}; name a file that can be written") from error
+
+
+@contextlib.contextmanager
+def _replacing(path: str) -> Iterator[BinaryIO]:
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "wb") as file:  # a device or a pipe; a directory raises
+            yield file
+        return
+    mode = _mode(path)
+    unfinished = _unfinished(path)
+    with open(unfinished, "xb") as file:
+        try:
+            yield file
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.flush()
+            os.replace(unfinished, path)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
+
+
+def _mode(path: str) -> int | None:
+    """The permissions of an old file; None if there is none.
+
+    Raises:
+        OSError: it may not be replaced.
+    """
+    try:
+        with open(path, "r+b") as old:
+            if old.read(9) == b'{"event":':  # a shell has put the name of the first events file there
+                words = (
+                    "has events of a job, and would be lost; the option's FILE comes before the events files"
+                )
+                raise OSError(0, words, path)
+            return os.fstat(old.fileno()).st_mode & 0o7777
+    except FileNotFoundError:
+        return None
+
+
+def _unfinished(path: str) -> str:
+    return f"{path}.{os.getpid()}.unfinished"

@@ -1,0 +1,173 @@
+"""`ftrun status --watch`: a live table on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from rich.console import Console
+from torch.distributed import TCPStore
+
+from ft_wrapper.report import status
+from ft_wrapper.report.live_status import draw, show
+from ft_wrapper.report.status import COMPLETED, NOT_FORMED, RUNNING, NodeStatus, RankStatus, Status
+
+JOB = Status(
+    state=RUNNING,
+    call=0,
+    iteration=3,
+    world_size=3,
+    active_world_size=2,
+    ranks=(
+        RankStatus(0, 0, 0, "gpu7", 41, False),
+        RankStatus(1, 2, None, "[bold]\x1b[31m", None, False),
+        RankStatus(2, 0, 1, "gpu8", 43, True),
+    ),
+    last_faults="rank 1 (slot 1 on gpu7 pid 42) raised [red]KeyError[/red]",
+)
+
+
+def drawn(found: Status, height: int = 50) -> list[str]:
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(draw(found, height))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def many(ranks: int, on_each: int) -> Status:
+    found = [RankStatus(slot, 0, slot, f"gpu{slot // on_each}", slot, False) for slot in range(ranks)]
+    found[-1] = dataclasses.replace(found[-1], has_died=True)
+    found[0] = dataclasses.replace(found[0], active_rank=None)
+    return dataclasses.replace(JOB, ranks=tuple(found), world_size=ranks)
+
+
+def test_a_row_for_each_rank() -> None:
+    head, titles, *rows, fault = drawn(JOB)
+    assert head == "running: iteration 3 of call 0, 2 of 3 ranks active"
+    assert titles.split() == ["slot", "is", "incarnation", "host", "pid"]
+    assert [row.split() for row in rows] == [
+        ["0", "rank", "0", "0", "gpu7", "41"],
+        ["1", "spare", "2", "[bold]\ufffd[31m", "-"],
+        ["2", "died", "0", "gpu8", "43"],
+    ]
+    assert fault == "last fault: rank 1 (slot 1 on gpu7 pid 42) raised [red]KeyError[/red]"
+
+
+def test_more_ranks_than_lines_are_told_by_host_the_dead_first() -> None:
+    titles, *rows = drawn(many(64, 4), height=30)[1:-1]
+    assert titles.split() == ["host", "ranks", "active", "spare", "died"]
+    assert [row.split() for row in rows[:2]] == [["gpu15", "4", "3", "0", "1"], ["gpu0", "4", "3", "1", "0"]]
+    assert len(rows) == 16
+
+
+def test_more_hosts_than_lines_are_counted() -> None:
+    lines = drawn(many(4096, 8), height=30)
+    assert len(lines) < 30 and lines[2].startswith("gpu511 ")
+    assert lines[-2].strip() == "and 490 more hosts"
+
+
+def test_nodes_that_are_not_in_the_job_come_first() -> None:
+    seats = [NodeStatus(f"n{n}", "seat", n, (2 * n, 2 * n + 1), 0, f"10.0.0.{n}") for n in range(100)]
+    nodes = (
+        *seats,
+        NodeStatus("w", "waiting", None, None, 0, ""),
+        NodeStatus("x", "lost", 7, None, None, ""),
+    )
+    lines = drawn(dataclasses.replace(JOB, nodes=nodes), height=30)
+    begin = next(number for number, line in enumerate(lines) if line.startswith("node"))
+    assert [line.split() for line in lines[begin + 1 : begin + 4]] == [
+        ["x", "lost", "7", "-", "-"],
+        ["w", "waiting", "-", "-", "-"],
+        ["n0", "seat", "0", "0..1", "10.0.0.0"],
+    ]
+    assert "and 92 more nodes" in lines[-2] and len(lines) < 30
+
+
+def test_a_job_that_has_not_formed() -> None:
+    found = Status(NOT_FORMED, None, None, 0, None, (), None)
+    assert drawn(found) == ["not formed: no wrapped function has been entered by all ranks yet"]
+
+
+def test_it_is_drawn_in_the_same_place_and_only_when_there_is_something_new() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=100, height=40, force_terminal=True, color_system=None)
+    told = []
+
+    def statuses() -> Iterator[Status]:
+        for iteration in (3, 4):
+            yield dataclasses.replace(JOB, iteration=iteration)
+            told.append(file.getvalue())
+
+    show(statuses(), console)
+    first, second = told
+    assert "iteration 3 of call 0" in first and "iteration 4" not in first
+    rest = second.removeprefix(first)
+    assert rest.count("\x1b[1A") == 6 - 1, "the lines of the table before are gone over"
+    assert "iteration 4 of call 0" in rest
+    assert file.getvalue().rstrip("\n").endswith("\x1b[?25h"), "the cursor is there again"
+
+
+# The command -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_statuses(monkeypatch: pytest.MonkeyPatch) -> list[Status]:
+    found = [JOB, dataclasses.replace(JOB, state=COMPLETED)]
+    monkeypatch.setattr(status, "_follow", lambda *_: iter(found))
+    return found
+
+
+@pytest.mark.parametrize("why", ["no terminal", "no rich", "json"])
+def test_without_a_terminal_or_rich_and_for_programs_it_prints_lines(
+    why: str, two_statuses: list[Status], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: why != "no terminal")
+    if why == "no rich":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert status.main(["127.0.0.1:29400", "--watch", *(["--json"] if why == "json" else [])]) == 0
+    out = capsys.readouterr().out
+    if why == "json":
+        assert [json.loads(line)["state"] for line in out.splitlines()] == [RUNNING, COMPLETED]
+    else:
+        assert out == "".join(f"{found.to_text()}\n" for found in two_statuses)
+
+
+def test_ctrl_c_ends_it_at_once_and_leaves_the_terminal_in_order() -> None:
+    """It waits for news of the job, for up to ten minutes."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ft_wrapper.run", "status", f"127.0.0.1:{server.port}"]
+    try:
+        process = subprocess.Popen(
+            [*command, "--watch", "--interval", "600"], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE
+        )
+        os.close(theirs)
+        try:
+            out = b""
+            while b"not formed" not in out:
+                out += os.read(ours, 4096)
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=60)
+            assert (process.returncode, b"Traceback" in error) == (130, False)
+        finally:
+            process.kill()
+            process.communicate()
+        while True:
+            try:
+                out += os.read(ours, 4096)
+            except OSError:  # the other end is closed
+                break
+        assert out.count(b"\x1b[?25l") == out.count(b"\x1b[?25h") == 1, (
+            "the cursor is hidden, and shown again"
+        )
+    finally:
+        os.close(ours)
