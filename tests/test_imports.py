@@ -19,11 +19,11 @@ LINES: list[set[str]] = [
     {"exception", "attribution", "settings", "state", "events", "compose", "log_lines", "_files"},
     {"protocol"},
     {"store", "report"},
-    {"monitor", "rendezvous"},
+    {"monitor", "rendezvous", "check"},
     {"torch_groups", "agent"},
     {
         *("abort", "completion", "finalize", "health_check", "initialize", "nested_restarter", "terminate"),
-        *("rank_assignment", "check"),
+        "rank_assignment",
     },
     {"restart"},
     {"wrapper"},

@@ -20,6 +20,7 @@ from torch.distributed.run import determine_local_world_size, get_args_parser
 from .. import __version__
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME
+from . import node_options
 from .nodes import EXIT_BARRIER_TIMEOUT
 from .policy import RANK_RESTARTS, Policy
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS
@@ -425,6 +426,7 @@ def _add_own(parser: Parser) -> None:
         "which node this is; started again with the same id it takes its own place (default: --node-rank, "
         "else the number that SLURM or Kubernetes gave it, else a new one)",
     )
+    node_options.add_options(add)
     add(
         "--exit-barrier-timeout SECONDS",
         f"how long a node whose ranks are done waits for the others (default: {EXIT_BARRIER_TIMEOUT:g})",

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import selectors
 import shlex
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from ..store import TCPStoreServer
 from ..store.address import host_port, loopback
 from ..store.bounded import in_background
 from .outputs import Failure
+from .proving import NO_PROOF, Proof, await_proof
 from .signals import Inbox, News, Signalled, SignalQueue, What, signal_name
 
 log = logging.getLogger(__name__)
@@ -211,10 +213,14 @@ class OneNode(Nodes):
         nproc: number of ranks.
         address: of this host; the loopback when None, where only this host reaches the store.
         port: where the store listens; 0 for a free port, another one in each round.
+        proof: what the node has to pass before each round.
     """
 
-    def __init__(self, nproc: int, address: str | None = None, port: int = 0) -> None:
+    def __init__(
+        self, nproc: int, address: str | None = None, port: int = 0, proof: Proof = NO_PROOF
+    ) -> None:
         super().__init__()
+        self._proof = proof
         self._nproc = nproc
         self._address = address or loopback()
         self._port = port
@@ -222,6 +228,7 @@ class OneNode(Nodes):
 
     def next_round(self) -> Round:
         self._end_server()
+        await_proof(self._proof, "this node", lambda why: None, threading.Event().wait)
         try:
             server = TCPStoreServer(self._port, self._address, ranks=self._nproc)
         except StoreError as error:

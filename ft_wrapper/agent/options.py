@@ -20,6 +20,7 @@ from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_opt
 from ..store.address import without_brackets
 from . import command_line
 from .command_line import Parser, name
+from .node_options import NodeChecks, read_options
 from .outputs import PREFIX_ENV
 from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
@@ -61,6 +62,7 @@ class Options:
         log_line_prefix: what ``--tee`` puts before each line; role and rank when None.
         warnings: what the user should be told of the command line, a line each.
         check: whether to look for what may go wrong, and to start nothing.
+        node_checks: what this node has to pass before it takes a seat.
     """
 
     nproc_per_node: int
@@ -90,6 +92,7 @@ class Options:
     log_line_prefix: str | None = None
     warnings: tuple[str, ...] = ()
     check: bool = False
+    node_checks: NodeChecks = dataclasses.field(default_factory=NodeChecks)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -116,6 +119,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     policy = _policy(parser, args)
     _check_devices(parser, args, nproc)
     nodes = _nodes(parser, args, nproc, policy)
+    backend = nodes["rendezvous"].backend if "rendezvous" in nodes else ""
     return Options(
         nproc_per_node=nproc,
         program=_program(parser, args),
@@ -137,6 +141,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         log_line_prefix=args.log_line_prefix_template or os.environ.get(PREFIX_ENV) or None,
         warnings=tuple(parser.warnings),
         check=bool(args.check),
+        node_checks=read_options(parser, backend, is_ours=backend in OURS),
         **nodes,
     )
 
