@@ -68,7 +68,7 @@ class Nvml(types.ModuleType):
         self.NVML_GPU_RECOVERY_ACTION_NONE = 0
         self.NVML_GPU_RECOVERY_ACTION_GPU_RESET = 1
         self.NVMLError = NvmlError
-        self.gpus: list[Gpu | NvmlError] = [Gpu(f"GPU-uuid-{index}") for index in range(count)]
+        self.gpus: list[Gpu | NvmlError] = [Gpu(f"GPU-{index}-uuid") for index in range(count)]
         self.open = 0
         self.has_driver = True
 
@@ -93,11 +93,8 @@ class Nvml(types.ModuleType):
             raise NvmlError(self.NVML_ERROR_NOT_FOUND)
         return self._usable(self.gpus[index])
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Gpu:
-        for gpu in self.gpus:
-            if isinstance(gpu, Gpu) and gpu.uuid == uuid:
-                return gpu
-        raise NvmlError(self.NVML_ERROR_NOT_FOUND)
+    def nvmlDeviceGetUUID(self, gpu: Gpu) -> str:
+        return gpu.uuid
 
     def nvmlDeviceGetFieldValues(self, gpu: Gpu, fields: list[int]) -> list[Any]:
         assert fields == [self.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
@@ -175,7 +172,8 @@ def test_a_lost_gpu_is_found(nvml: Nvml) -> None:
     [
         ("0,2", []),
         ("1", [1]),
-        ("GPU-uuid-3, 0", [3]),
+        ("GPU-3-uu, 0", [3]),
+        ("GPU-7-uuid", []),
         ("-1", []),
         ("", []),
         ("x,1", []),
@@ -191,8 +189,9 @@ def test_only_gpus_of_the_job_count(nvml: Nvml, visible: str, expected: list[int
 def test_fewer_gpus_than_expected(nvml: Nvml) -> None:
     (line,) = of_gpus(nvml, 8)
     assert line.startswith("4 of 8 GPUs: ")
-    (line,) = of_gpus(nvml, 4, CUDA_VISIBLE_DEVICES="0,1,9")
+    (line,) = of_gpus(nvml, 4, CUDA_VISIBLE_DEVICES="0,1,9,GPU-7")
     assert line.startswith("2 of 4 GPUs: ")
+    assert of_gpus(nvml, 3, CUDA_VISIBLE_DEVICES="GPU-0,GPU-2-uuid,MIG-7") == []
 
 
 def test_without_a_driver_only_a_number_says_that_one_is_missing(nvml: Nvml) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from ..check.findings import Finding
 from ..store.bounded import in_background
 from .process import die_with
-from .signals import signal_name
+from .signals import held, signal_name
 
 log = logging.getLogger(__name__)
 
@@ -82,27 +82,21 @@ class Command:
 
     def __call__(self) -> str:
         """Runs it; returns why the node must not take part, empty if it may."""
+        process, said = None, bytearray()
         read_end, write_end = os.pipe()
-        with open(read_end, "rb", buffering=0) as output:
+        with open(read_end, "rb", buffering=0), open(write_end, "wb", buffering=0) as printed:
             os.set_blocking(read_end, False)
             try:
-                process = subprocess.Popen(
-                    ["/bin/sh", "-c", self._command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=write_end,
-                    stderr=write_end,
-                    start_new_session=True,
-                    preexec_fn=functools.partial(die_with, os.getpid()),
-                )
+                with held():
+                    process = self._start(write_end)
+                printed.close()
+                has_ended = self._wait(process.pid, read_end, said)
             except OSError as error:
-                return f"--node-check cannot be started: {error}"
+                return f"--node-check cannot be run: {error}"
             finally:
-                os.close(write_end)
-            said = bytearray()
-            try:
-                has_ended = self._wait(process.pid, output.fileno(), said)
-            finally:
-                _end(process)
+                if process is not None:
+                    with held():
+                        _end(process)
         if not has_ended:
             how = f"it has not ended within {self._timeout:g} s"
         elif process.returncode == 0:
@@ -113,6 +107,16 @@ class Command:
             how = f"exit status {process.returncode}"
         last = _last_line(bytes(said))
         return f"--node-check: {last} ({how})" if last else f"--node-check: {how}"
+
+    def _start(self, output: int) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            ["/bin/sh", "-c", self._command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with, os.getpid()),
+        )
 
     def _wait(self, pid: int, output: int, said: bytearray) -> bool:
         """Reads what the command prints until it has ended; False if it does not in time."""

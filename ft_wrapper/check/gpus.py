@@ -4,7 +4,7 @@ All take ``pynvml``, the module of the package nvidia-ml-py.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -67,33 +67,38 @@ def uncorrected_errors(nvml: Any, handle: Any) -> str | None:
 
 
 def visible(nvml: Any, environ: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """The GPUs that ranks may use, each by its name, with its handle; an error of NVML's in place of that.
+    """The GPUs that ranks may use: what to call each, and its handle, or NVML's error in place of that.
 
     Args:
         nvml: opened.
-        environ: ``CUDA_VISIBLE_DEVICES`` names them, by the driver's indices or by UUIDs; all without it.
-            Parts of a GPU (MIG) are left out.
+        environ: ``CUDA_VISIBLE_DEVICES`` names them, by the driver's indices or how their UUIDs begin; all
+            without it. Parts of a GPU (MIG) have None for a handle.
     """
+    everyone = [(f"GPU {index}", _handle(nvml, index)) for index in range(nvml.nvmlDeviceGetCount())]
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
-        return [_by_index(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-    found = []
+        return everyone
+    found: list[tuple[str, Any]] = []
     for name in map(str.strip, named.split(",")):
         if name.isdecimal():
-            found.append(_by_index(nvml, int(name)))
+            found.append((f"GPU {name}", _handle(nvml, int(name))))
         elif name.startswith("GPU-"):
-            found.append(_handle(nvml, name, lambda name=name: nvml.nvmlDeviceGetHandleByUUID(name)))
-        elif not name.startswith("MIG-"):
+            found += [one for one in everyone if _uuid(nvml, one[1]).startswith(name)][:1]
+        elif name.startswith("MIG-"):
+            found.append((name, None))
+        else:
             break  # CUDA uses none of those behind what it does not understand
     return found
 
 
-def _by_index(nvml: Any, index: int) -> tuple[str, Any]:
-    return _handle(nvml, f"GPU {index}", lambda: nvml.nvmlDeviceGetHandleByIndex(index))
-
-
-def _handle(nvml: Any, name: str, get: Any) -> tuple[str, Any]:
+def _handle(nvml: Any, index: int) -> Any:
     try:
-        return name, get()
+        return nvml.nvmlDeviceGetHandleByIndex(index)
     except nvml.NVMLError as error:
-        return name, error
+        return error
+
+
+def _uuid(nvml: Any, handle: Any) -> str:
+    with suppress(nvml.NVMLError):
+        return "" if isinstance(handle, nvml.NVMLError) else str(nvml.nvmlDeviceGetUUID(handle))
+    return ""

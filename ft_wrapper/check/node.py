@@ -141,6 +141,8 @@ def _is_error(nvml: Any, handle: Any) -> bool:
 
 
 def _problems(nvml: Any, handle: Any) -> Iterator[str]:
+    if handle is None:
+        return
     if _is_error(nvml, handle):
         if handle.value in _lost(nvml):
             yield f"it cannot be used any more ({handle})"

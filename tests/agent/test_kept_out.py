@@ -128,6 +128,18 @@ def test_a_node_that_is_ended_while_it_is_kept_out(
         cluster.finish(first)
 
 
+def test_the_host_of_the_store_ends_the_job_as_ever(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
+        host = cluster.start("0", *check(tmp_path / "never"))
+        await_that(lambda: "is kept out" in host.said, host)
+        other = cluster.start("1")
+        cluster.await_inside(1, host, other)
+        host.process.send_signal(signal.SIGTERM)
+        assert host.end() == 128 + signal.SIGTERM, host.said
+        assert other.end() == 1, other.said
+    assert "which hosts the rendezvous store, has left: it was ended by SIGTERM" in other.said
+
+
 def test_a_signal_ends_a_check_that_hangs(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:

@@ -19,7 +19,7 @@ from ft_wrapper.agent.node_checks import BuiltIn, Command
 from ft_wrapper.agent.nodes import OneNode
 from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.proving import LONGEST_WAIT, Proof, await_proof
-from ft_wrapper.agent.signals import Signalled, queued
+from ft_wrapper.agent.signals import Signalled, held, queued
 from ft_wrapper.check.findings import Finding
 
 MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
@@ -173,6 +173,35 @@ def test_a_signal_ends_the_command(tmp_path: Path) -> None:
         Command(HANGS.format(tmp_path), TIMEOUT)()
     _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
     assert [process for process in left if not has_ended(process)] == []
+
+
+def test_a_signal_while_it_is_started_is_not_lost(tmp_path: Path) -> None:
+    """What is raised in a function that a fork calls is lost."""
+
+    def interrupt() -> None:
+        if os.getpid() == here and not interrupted:
+            interrupted.append(os.kill(os.getpid(), signal.SIGINT))
+
+    here, interrupted = os.getpid(), []
+    os.register_at_fork(before=interrupt)
+    command = Command(HANGS.format(tmp_path), TIMEOUT)
+    with queued((signal.SIGINT, signal.SIGCHLD)) as signals, pytest.raises(Signalled), signals.raised():
+        command()
+    assert interrupted
+    _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
+    assert [process for process in left if not has_ended(process)] == []
+
+
+def test_a_signal_is_held() -> None:
+    with queued((signal.SIGINT,)) as signals, signals.raised():
+        with pytest.raises(Signalled), held():
+            os.kill(os.getpid(), signal.SIGINT)
+            went_on = True
+        with held():
+            os.kill(os.getpid(), signal.SIGINT)  # one is enough
+    assert went_on
+    with held():  # of no one
+        pass
 
 
 # The built-in checks ---------------------------------------------------------------------------------------
