@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .check import gpus
 from .compose import PlugIn
 from .exception import HealthCheckError, RestartError
 from .settings import as_limit, as_timeout
@@ -120,35 +121,10 @@ class GpuHealthCheck(HealthCheck):
 
 
 def _problems(nvml: Any, uuid: str) -> list[str]:
-    nvml.nvmlInit()
-    try:
+    with gpus.opened(nvml):
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        asked = (_recovery_action, _failed_row_remapping)
+        asked = (gpus.recovery_action, gpus.failed_row_remapping)
         return [problem for ask in asked if (problem := ask(nvml, handle)) is not None]
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _recovery_action(nvml: Any, handle: Any) -> str | None:
-    field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
-    if field is None:
-        return None
-    (value,) = nvml.nvmlDeviceGetFieldValues(handle, [field])
-    if value.nvmlReturn != nvml.NVML_SUCCESS or value.value.uiVal == nvml.NVML_GPU_RECOVERY_ACTION_NONE:
-        return None
-    prefix = "NVML_GPU_RECOVERY_ACTION_"
-    names = [n for n in dir(nvml) if n.startswith(prefix) and getattr(nvml, n) == value.value.uiVal]
-    return f"the driver asks for {names[0].removeprefix(prefix) if names else value.value.uiVal}"
-
-
-def _failed_row_remapping(nvml: Any, handle: Any) -> str | None:
-    try:
-        _, _, _, failed = nvml.nvmlDeviceGetRemappedRows(handle)
-    except nvml.NVMLError as ex:
-        if ex.value == nvml.NVML_ERROR_NOT_SUPPORTED:
-            return None
-        raise
-    return "a defective row of its memory could not be remapped" if failed else None
 
 
 class FaultCounterExceeded(RestartError):

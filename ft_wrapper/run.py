@@ -37,6 +37,7 @@ from .agent.nodes import End, Nodes
 from .agent.one_node import OneNode
 from .agent.options import Options, parse_args
 from .agent.policy import Policy
+from .check import node
 from .log_lines import JSON, choose_format, make_formatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
 from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
@@ -134,9 +135,9 @@ def meet(options: Options) -> Nodes:
     """
     parameters = options.rendezvous
     if parameters is None:
-        return OneNode(
-            options.nproc_per_node, _address_alone(options.address), options.port, role=options.role
-        )
+        proof = options.node_checks.proof()
+        address = _address_alone(options.address)
+        return OneNode(options.nproc_per_node, address, options.port, role=options.role, proof=proof)
     if parameters.backend in (NAME, *ETCD_NAMES):
         return _ft(options, parameters)
     return _classic(options, parameters)
@@ -165,6 +166,7 @@ def _ft(options: Options, parameters: RendezvousParameters) -> ft_nodes.FtNodes:
         identity,
         replaces=options.policy is not Policy.GROUP,
         exit_barrier_timeout=options.exit_barrier_timeout,
+        proof=options.node_checks.proof(),
     )
 
 
@@ -221,6 +223,8 @@ def _check(options: Options) -> int:
     if options.program.script is not None and not options.program.is_module:
         unreadable = check.findings.script(options.script, os.access(options.script, os.R_OK))
         found += [unreadable] if unreadable else []
+    said = [finding.what for finding in found]
+    found += [finding for finding in node.look(options.node_checks.wanted) if finding.what not in said]
     return check.say(found)
 
 

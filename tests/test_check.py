@@ -196,7 +196,9 @@ WRONG: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         "limit of 64 open files",
     ),
     "memory": (
-        lambda patch: patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20)),
+        lambda patch: patch.setattr(
+            shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, free=1 << 20)
+        ),
         "1 MiB free in /dev/shm",
     ),
     "clock": (
@@ -217,7 +219,7 @@ def good(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(check, "_is_clock_synchronized", lambda: True)
     monkeypatch.setattr(check, "_addresses", lambda _: ["10.0.0.7"])
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, free=1 << 40))
     return {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "16"}
 
 

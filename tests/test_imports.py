@@ -22,11 +22,11 @@ LINES: list[set[str]] = [
     },
     {"protocol"},
     {"store", "report"},
-    {"monitor", "rendezvous"},
+    {"monitor", "rendezvous", "check"},
     {"torch_groups", "agent", "control"},
     {
         *("abort", "completion", "finalize", "health_check", "initialize", "nested_restarter", "terminate"),
-        *("rank_assignment", "check"),
+        "rank_assignment",
     },
     {"restart"},
     {"wrapper"},

@@ -22,6 +22,7 @@ from .._secrets import without_secrets
 from ..log_lines import FORMAT_ENV, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME
+from . import node_options
 from .nodes import EXIT_BARRIER_TIMEOUT
 from .policy import RANK_RESTARTS, Policy
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS
@@ -428,6 +429,7 @@ def _add_own(parser: Parser) -> None:
         "which node this is; started again with the same id it takes its own place (default: --node-rank, "
         "else the number that SLURM or Kubernetes gave it, else a new one)",
     )
+    node_options.add_options(add)
     add(
         "--drain-timeout SECONDS",
         "SIGTERM drains this node, where others go on without it: its ranks leave the job where their next "

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistStoreError
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousInfo
 
 from ..exception import StoreError, StoreUnavailable, TimeoutError
 from ..protocol import Agreement
@@ -24,7 +24,6 @@ from ..protocol.deaths import holders, report_lost
 from ..rendezvous import drains
 from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
-from ..rendezvous.operations import nodes_waiting
 from ..rendezvous.record import Drain, Node, Record, RoundPolicy, Seat
 from ..rendezvous.settings import Identity, Settings
 from ..store import Member, StoreMixin, TCPStore, connect
@@ -33,6 +32,8 @@ from ..store.bounded import bounded, call_in_thread, in_background
 from ..store.tcp import SERVER_IS_LIBUV
 from .nodes import Nodes, Round
 from .policy import STORE_TIMEOUT
+from .proving import NO_PROOF, Proof, await_proof
+from .seats import asked_of, is_empty, round_of, slots, what_follows
 from .signals import News, What
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class FtNodes(Nodes):
         identity: who this node is.
         replaces: whether the job may switch to the policy ``rank``.
         exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
+        proof: what it has to pass before it takes a seat.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class FtNodes(Nodes):
         *,
         replaces: bool,
         exit_barrier_timeout: float,
+        proof: Proof = NO_PROOF,
     ) -> None:
         super().__init__()
         self._make_backend = make_backend
@@ -73,6 +76,7 @@ class FtNodes(Nodes):
         self._identity = identity
         self._replaces = replaces
         self._exit_barrier_timeout = exit_barrier_timeout
+        self._proof = proof
         self._handler: FtRendezvousHandler | None = None
         self._agents: Store | None = None
         self._round: Round | None = None
@@ -99,6 +103,29 @@ class FtNodes(Nodes):
                 on_lost=self._lost,
             )
         handler = self._handler
+        self._await_proof(handler)
+        while True:
+            info, where = self._take_seat(handler)
+            # Spares are looked at when they are needed: they may have waited for weeks.
+            if not handler.was_spare or self._await_proof(handler, info.store):
+                break
+        joined, node = handler.joined, handler.node
+        assert joined is not None and node is not None
+        # It may have been lost and be back, in this agent or in another one.
+        for incarnation in range(max(0, node.incarnation - 2), node.incarnation + 1):
+            info.store.delete_key(_done(dataclasses.replace(node, incarnation=incarnation)))
+        self._agents, self._round = info.store, where
+        self._knows_that_formed = where.formed
+        self._term = (self.inbox.term, joined)
+        newest = handler.record
+        if newest is not None:
+            self._look(newest)  # what has changed meanwhile
+        if where.group_rank == 0 and self._replaces and not where.formed:
+            in_background("waiting for the head", lambda: self._switch_to_rank(handler, where))
+        return where
+
+    def _take_seat(self, handler: FtRendezvousHandler) -> tuple[RendezvousInfo, Round]:
+        """Waits for a seat of this node in a round whose store answers; logs the deaths of who had it."""
         while True:
             info = handler.next_rendezvous()
             joined, node, workers = handler.joined, handler.node, info.bootstrap_store_info
@@ -116,21 +143,31 @@ class FtNodes(Nodes):
         where = round_of(joined, node, address, agreed_in)
         with contextlib.closing(store):
             if where.formed:
-                predecessors = holders(Agreement(store), _slots(joined.seat_of(node)))
+                predecessors = holders(Agreement(store), slots(joined.seat_of(node)))
                 why = f"node {node.id} has been started again"
-                log_deaths(store, dict.fromkeys(predecessors, why), return_=True)
-        # It may have been lost and be back, in this agent or in another one.
-        for incarnation in range(max(0, node.incarnation - 2), node.incarnation + 1):
-            info.store.delete_key(_done(dataclasses.replace(node, incarnation=incarnation)))
-        self._agents, self._round = info.store, where
-        self._knows_that_formed = where.formed
-        self._term = (self.inbox.term, joined)
-        newest = handler.record
-        if newest is not None:
-            self._look(newest)  # what has changed meanwhile
-        if where.group_rank == 0 and self._replaces and not where.formed:
-            in_background("waiting for the head", lambda: self._switch_to_rank(handler, where))
-        return where
+                # If it is about to be checked at length, the others do not wait for it.
+                comes = not (handler.was_spare and self._proof.takes_time)
+                log_deaths(store, dict.fromkeys(predecessors, why), return_=comes)
+        return info, where
+
+    def _await_proof(self, handler: FtRendezvousHandler, agents: Store | None = None) -> bool:
+        """Waits, without a place in the record, until this node passes; whether it did at once.
+
+        Args:
+            handler: connected by this.
+            agents: the store of the round in which it has its seat, if it has one.
+        """
+        if not self._proof.checks:
+            return True
+        presence = handler.begin()
+
+        def keep_out(why: str) -> None:
+            presence.keep_out(why)
+            if agents is not None:
+                with contextlib.suppress(DistError):
+                    agents.set(_done(presence.node), "kept out")  # the exit barrier does not wait for it
+
+        return await_proof(self._proof, f"node {presence.node}", keep_out, presence.stay_out)
 
     def _switch_to_rank(self, handler: FtRendezvousHandler, where: Round) -> None:
         """Waits, in a thread, until the ranks have formed a job: then failed ones are replaced one by one."""
@@ -243,13 +280,13 @@ class FtNodes(Nodes):
         if state.policy is not RoundPolicy.RANK:
             return  # all ranks are restarted, or their store went with the node
         with contextlib.closing(connect(address, STORE_TIMEOUT)) as store:
-            dead = [(seat, holders(Agreement(store), _slots(seat))) for seat in seats]
+            dead = [(seat, holders(Agreement(store), slots(seat))) for seat in seats]
             # Read after these: a node that is given a seat logs them itself, before it starts others.
             state = handler.refresh()
             lost = {
                 member: f"went down with node {seat.occupant}"
                 for seat, members in dead
-                if _is_empty(state, seat)
+                if is_empty(state, seat)
                 for member in members
             }
             log_deaths(store, lost, return_=False)
@@ -276,7 +313,7 @@ class FtNodes(Nodes):
             if self.have_formed() and seat is not None and where is not None:
                 store = connect(where.store, timedelta(seconds=_LEAVE_TIMEOUT / 2))
                 cleanup.callback(store.close)
-                dead = holders(Agreement(store), _slots(seat))
+                dead = holders(Agreement(store), slots(seat))
             if self._agents is not None and node is not None:
                 self._agents.set(_done(node), "left")
             handler.leave()
@@ -368,37 +405,6 @@ def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) 
     return in_background(f"reporting the death of {names}", report)
 
 
-def asked_of(state: Record, node: Node) -> list[News]:
-    """What a record asks of a node.
-
-    Args:
-        state: the record.
-        node: the node.
-    """
-    mine = (asked for asked in state.drains if asked.node == node.name)
-    return [News(What.DRAIN, asked.why, asked.slots, asked.within) for asked in mine]
-
-
-def what_follows(state: Record, node: Node, round_number: int) -> News | None:
-    """What a record means for a node whose ranks run; None: nothing.
-
-    Args:
-        state: the record.
-        node: the node.
-        round_number: the round that its ranks were started in.
-    """
-    if state.closed:
-        return News(What.OVER, f"the job was ended: {state.reason}") if state.reason else News(What.CLOSED)
-    if nodes_waiting(state, node, round_number) > 0:
-        if state.place_of(node) is None:
-            return News(What.COME, f"this node ({node}) was taken out of the rendezvous")
-        return News(What.COME, "the nodes meet again")
-    empty = [seat.last for seat in state.seats if seat.occupant is None]
-    if state.policy is RoundPolicy.GROUP and empty:
-        return News(What.GONE, f"node {', '.join(empty)} is lost")
-    return None
-
-
 def _await_all(handler: FtRendezvousHandler, timeout: float | None) -> str:
     """Waits until all nodes that take part are done; says which were not waited for any longer."""
     node = handler.node
@@ -418,44 +424,6 @@ def _await_all(handler: FtRendezvousHandler, timeout: float | None) -> str:
             if deadline is None or time.monotonic() < deadline:
                 continue
             return f"not waited for any longer, after {timeout:g} s: node {', '.join(map(str, waited_for))}"
-
-
-def round_of(state: Record, node: Node, address: str, agreed_in: str = "") -> Round:
-    """A node's place in a round.
-
-    Args:
-        state: the record in which it has its seat.
-        node: the node.
-        address: of the store of the ranks.
-        agreed_in: address of the store in which wrapped ranks agree, if that is another one.
-    """
-    seat = state.seat_of(node)
-    assert seat is not None and seat.group_rank is not None
-    same = [other for other in state.seats if other.role == node.role]
-    before = [other for other in same if other.base_slot < seat.base_slot]
-    return Round(
-        address,
-        world_size=state.next_slot,
-        base_rank=seat.base_slot,
-        group_rank=seat.group_rank,
-        group_world_size=len(state.seats),
-        role_rank=sum(other.nproc for other in before),
-        role_world_size=sum(other.nproc for other in same),
-        formation_size=state.formation_size,
-        restarts=state.restarts,
-        formed=state.policy is RoundPolicy.RANK,
-        node=node.id,
-        agreed_in=agreed_in,
-    )
-
-
-def _slots(seat: Seat | None) -> range:
-    assert seat is not None
-    return range(seat.base_slot, seat.base_slot + seat.nproc)
-
-
-def _is_empty(state: Record, seat: Seat) -> bool:
-    return any(other.base_slot == seat.base_slot and other.occupant is None for other in state.seats)
 
 
 def _done(node: Node) -> str:

@@ -15,9 +15,10 @@ from ..rendezvous.register import Register, endpoint_key, version_key
 from ..store import TCPStore, TCPStoreServer
 from ..store.address import host_port, loopback
 from ..store.bounded import in_background
-from .ft_nodes import asked_of, what_follows
 from .nodes import Nodes, Round, alone
 from .policy import STORE_TIMEOUT
+from .proving import NO_PROOF, Proof, await_proof
+from .seats import asked_of, what_follows
 
 _END_TIMEOUT = 5.0
 
@@ -30,10 +31,20 @@ class OneNode(Nodes):
         address: of this host; the loopback when None, where only this host reaches the store.
         port: where the store listens; 0 for a free port, another one in each round.
         role: what the ranks do.
+        proof: what the node has to pass before each round.
     """
 
-    def __init__(self, nproc: int, address: str | None = None, port: int = 0, role: str = "default") -> None:
+    def __init__(
+        self,
+        nproc: int,
+        address: str | None = None,
+        port: int = 0,
+        *,
+        role: str = "default",
+        proof: Proof = NO_PROOF,
+    ) -> None:
         super().__init__()
+        self._proof = proof
         self._nproc = nproc
         self._address = address or loopback()
         self._port = port
@@ -46,6 +57,7 @@ class OneNode(Nodes):
     def next_round(self) -> Round:
         self._end_server()
         self.inbox.begin_term()
+        await_proof(self._proof, "this node", lambda why: None, threading.Event().wait)
         try:
             server = TCPStoreServer(self._port, self._address, ranks=self._nproc)
         except StoreError as error:

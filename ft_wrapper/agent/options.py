@@ -21,6 +21,7 @@ from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_opt
 from ..store.address import without_brackets
 from . import command_line
 from .command_line import Parser, name
+from .node_options import NodeChecks, read_options
 from .outputs import PREFIX_ENV
 from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
@@ -65,6 +66,7 @@ class Options:
         warnings: what the user should be told of the command line, a line each.
         check: whether to look for what may go wrong, and to start nothing.
         log_format: how log lines look, those of the ranks' wrappers, too: ``text`` or ``json``.
+        node_checks: what this node has to pass before it takes a seat.
     """
 
     nproc_per_node: int
@@ -96,6 +98,7 @@ class Options:
     warnings: tuple[str, ...] = ()
     check: bool = False
     log_format: str = TEXT
+    node_checks: NodeChecks = dataclasses.field(default_factory=NodeChecks)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -124,6 +127,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     policy = _policy(parser, args)
     _check_devices(parser, args, nproc)
     nodes = _nodes(parser, args, nproc, policy)
+    backend = nodes["rendezvous"].backend if "rendezvous" in nodes else ""
     return Options(
         nproc_per_node=nproc,
         program=_program(parser, args),
@@ -147,6 +151,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         warnings=tuple(parser.warnings),
         check=bool(args.check),
         log_format=args.log_format,
+        node_checks=read_options(parser, backend, is_ours=backend in OURS),
         **nodes,
     )
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import types
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 #: What is forwarded to the ranks and ends them, by default.
@@ -40,6 +40,7 @@ class SignalQueue:
         self.fd = fd
         self._signals = frozenset(signals)
         self._raises = False
+        self._held: list[int] | None = None
 
     @property
     def ending(self) -> frozenset[int]:
@@ -70,8 +71,36 @@ class SignalQueue:
     def note(self, signum: int, frame: types.FrameType | None) -> None:
         """The handler. The wakeup fd has got the number already."""
         if self._raises and signum in self.ending:
+            if self._held is not None:
+                self._held.append(signum)
+                return
             self._raises = False
             raise Signalled(signum)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it nothing is raised; but at its end, if a signal arrived meanwhile.
+
+        A fork calls functions of libraries, in which what is raised is lost, and locks stay locked.
+        """
+        held: list[int] = []
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = None
+        for signum in held:
+            self.note(signum, None)
+
+
+_queues: list[SignalQueue] = []  # the newest one is last
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """`SignalQueue.held` of the queue that there is in this process, if any. Main thread only."""
+    with _queues[-1].held() if _queues else nullcontext():
+        yield
 
 
 @contextmanager
@@ -87,6 +116,8 @@ def queued(signals: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
         read_end.setblocking(False)
         write_end.setblocking(False)
         queue = SignalQueue(read_end, taken)
+        _queues.append(queue)
+        cleanup.callback(_queues.remove, queue)
         cleanup.callback(
             signal.set_wakeup_fd, signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
         )

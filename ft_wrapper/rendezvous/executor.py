@@ -1,14 +1,17 @@
 """Carries out operations: asks for the next action, does it, writes the record back, waits for others."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
 
+from torch.distributed import DistError
 from torch.distributed.elastic import rendezvous as elastic
 
+from ..exception import StoreError
 from ..protocol.evidence import beat_lasts
 from ..protocol.operations import Beat
-from . import moves, operations
+from . import kept_out, moves, operations
 from .operations import Action, Announced, Context
 from .record import Admission, Node, Place, Record, Seat, differences, digest
 from .register import Board, Register, Snapshot, alive_key, call_back
@@ -32,6 +35,9 @@ class Executor:
         board: the newest record, where it waits for changes.
         settings: timeouts and options.
         on_unseated: told the seats that this node took from silent nodes; only the node that won is told.
+
+    Attributes:
+        was_spare: whether the node was a spare at any time of the last `join`.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class Executor:
         self._options = settings.options()
         self._beat_lasts = beat_lasts(settings.keep_alive_timeout, settings.keep_alive_interval)
         self._on_unseated = on_unseated
+        self.was_spare = False
         self._announced: Announced | None = None
         self._leaving: int | None = None
         self._reason = ""
@@ -170,7 +177,7 @@ class Executor:
         now = self.store.now
         deadline = now() + timeout
         enough: tuple[int, float] | None = None
-        was_spare = False
+        was_spare = self.was_spare = False
         snapshot = self.look()
         while True:
             record = snapshot.record
@@ -184,6 +191,7 @@ class Executor:
                 job = self._settings.run_id
                 log.info("%s: node %s is a spare: there is no seat for it now", job, self.node)
             was_spare = is_spare
+            self.was_spare |= is_spare
             if not context.has_enough:
                 enough = None
             elif enough is None or enough[0] != record.round:
@@ -295,8 +303,15 @@ class Executor:
         return elastic.RendezvousTimeoutError(
             f"{len(came)} of {_wanted(record)} nodes came to round {record.round} of the rendezvous "
             f"{self._settings.run_id!r} within {timeout:g} s: {', '.join(map(str, came))}"
-            f"{_missing(record, came)}; see whether the others run, and reach this endpoint"
+            f"{_missing(record, came)}{self._kept_out()}; see whether the others run, and reach this endpoint"
         )
+
+    def _kept_out(self) -> str:
+        """Names the nodes that were kept out, and why."""
+        with contextlib.suppress(StoreError, DistError):
+            found = [f"node {one.node} ({one.reason})" for one in kept_out.read_all(self.store)]
+            return f"; kept out: {', '.join(found)}" if found else ""
+        return ""
 
 
 def _wanted(record: Record) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -13,12 +13,20 @@ from torch.distributed.elastic import rendezvous as elastic
 from ..exception import StoreError
 from ..protocol.operations import Operations
 from ..store.bounded import in_background
-from . import drains, moves, operations
+from . import drains, kept_out, moves, operations
 from .backends import Backend, WorkerStores, make_backend
 from .executor import Executor, OnUnseated
 from .presence import OnChange, Presence
 from .record import Drain, Node, Record, RoundPolicy
-from .register import Board, Register, Snapshot, agents_prefix, goodbye_key, incarnations_key
+from .register import (
+    Board,
+    Register,
+    Snapshot,
+    agents_prefix,
+    goodbye_key,
+    incarnations_key,
+    store_errors,
+)
 from .settings import ETCD_NAMES, Identity, Settings, new_node_id, parameters_from_url, read_parameters
 
 log = logging.getLogger(__name__)
@@ -46,8 +54,9 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             that noticed.
 
     Attributes:
-        node: this node; None before the first `next_rendezvous`.
+        node: this node; None before `begin`, or the first `next_rendezvous`.
         joined: the record in which it was last given its seat; None before that.
+        was_spare: whether it waited as a spare until it was given that seat.
     """
 
     def __init__(
@@ -70,6 +79,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         )
         self.node: Node | None = None
         self.joined: Record | None = None
+        self.was_spare = False
         self._presence: Presence | None = None
         self._workers = WorkerStores(backend, self._board, settings)
         self._side: Executor | None = None
@@ -107,11 +117,13 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             RendezvousStateError: the record cannot be read.
             RendezvousError: the options differ from the others', or another agent has this node's id.
         """
-        with _store_errors():
+        with store_errors():
             presence = self._start()
+            presence.let_in()
             while True:
                 leaving = None if self.joined is None else self.joined.round
                 record = self.joined = presence.executor.join(leaving).record
+                self.was_spare = presence.executor.was_spare
                 presence.forget_predecessors()
                 info = self._info(presence, record)
                 if info is not None:
@@ -191,6 +203,19 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     # What our agent asks for beside ------------------------------------------------------------------------
 
+    def begin(self) -> Presence:
+        """Connects, and asks for no place yet; `next_rendezvous` does both. Again without harm.
+
+        Returns:
+            What keeps this node in, or out.
+
+        Raises:
+            RendezvousConnectionError: the store is lost.
+            RendezvousError: the options differ from the others', or another agent has this node's id.
+        """
+        with store_errors():
+            return self._start()
+
     @property
     def record(self) -> Record | None:
         """The newest record that is known; None before the first `next_rendezvous`."""
@@ -255,9 +280,10 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         """
         try:
             if self._presence is not None and not self._board.is_closed:
-                with _store_errors():
+                with store_errors():
                     self._board.check()
                     self._presence.give_up()
+                    self._presence.let_in()  # why it was kept out is of no interest any more
         finally:
             self._end()
 
@@ -311,7 +337,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     def _with_side(self, act: Callable[[Executor], Snapshot]) -> Record:
         """Uses a client of its own, since `next_rendezvous` may be under way in another thread."""
-        with _store_errors(), self._side_lock:
+        with store_errors(), self._side_lock:
             self._check()
             if self._side is None:
                 node = self.node or Node(new_node_id())
@@ -337,7 +363,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     def _await_goodbyes(self, side: Executor) -> Snapshot:
         closed = side.look()
-        others = [node for node in closed.record.nodes if node != self.node]
+        others = self._others(closed.record, side.store)
         try:
             side.store.wait([goodbye_key(node.name) for node in others], timedelta(seconds=_GOODBYE))
         except DistStoreError:
@@ -351,13 +377,18 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         if presence is not None:
             presence.end(patience)
             if patience:
-                self._tidy_up(presence.node)
+                self._tidy_up(presence)
         self._side = None
         self._opened.close()
         self._workers.close()
         self._backend.close()
 
-    def _tidy_up(self, node: Node) -> None:
+    def _others(self, record: Record, store: Operations) -> list[Node]:
+        """All other nodes that use the store: those in the record, and those that are kept out."""
+        nodes = {node.name: node for node in (*record.nodes, *(one.node for one in kept_out.read_all(store)))}
+        return [node for node in nodes.values() if self.node is None or node.name != self.node.name]
+
+    def _tidy_up(self, presence: Presence) -> None:
         """After the rendezvous is closed the last node removes the store's contents, if no node hosts it.
 
         Not if a node was lost: it may come back, and must not find an empty store and begin again.
@@ -368,7 +399,8 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         if any(seat.occupant is None for seat in record.seats):
             return
         try:
-            self._backend.leave(node.name, [other.name for other in record.nodes if other.name != node.name])
+            others = [node.name for node in self._others(record, presence.store)]
+            self._backend.leave(presence.node.name, others)
         except (StoreError, DistError) as error:
             log.debug("%s: nothing was tidied up: %s", self.settings.run_id, error)
 
@@ -406,12 +438,3 @@ class EtcdRendezvousHandler(FtRendezvousHandler):
         if parameters.backend not in ETCD_NAMES:
             raise ValueError(f"rendezvous URL {url!r}: must begin with etcd://")
         super().__init__(*read_parameters(parameters), make_backend(parameters))
-
-
-@contextlib.contextmanager
-def _store_errors() -> Iterator[None]:
-    """Errors of the store become torch's error for that."""
-    try:
-        yield
-    except (StoreError, DistError) as error:
-        raise elastic.RendezvousConnectionError(f"the rendezvous store cannot be used: {error}") from error

@@ -8,15 +8,16 @@ import threading
 from collections.abc import Callable
 
 from torch.distributed import DistError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
 
 from ..exception import StoreError, StoreUnavailable
 from ..protocol.evidence import CounterObserver
 from ..protocol.operations import Operations, beats
+from . import kept_out
 from .executor import REFRESH, Executor, OnUnseated
 from .moves import may_unseat
 from .record import Node, Place, Record, RoundPolicy
-from .register import RECORD_KEY, Board, Register, alive_key, call_back, goodbye_key
+from .register import RECORD_KEY, Board, Register, alive_key, call_back, goodbye_key, store_errors
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -331,6 +332,8 @@ class Presence:
         self.executor = Executor(node, register, board, settings, on_unseated)
         self.executor.check(self.executor.refresh().record)
         self._board = board
+        self._job = settings.run_id
+        self._is_kept_out = False
         with contextlib.ExitStack() as opened:
             of_heart, of_watcher = new_register(), new_register()
             for its in (of_heart, of_watcher):
@@ -349,6 +352,47 @@ class Presence:
         for incarnation in range(max(0, self.node.incarnation - 2), self.node.incarnation):
             before = dataclasses.replace(self.node, incarnation=incarnation)
             self.store.delete_key(alive_key(before.name))
+        if self.node.incarnation:
+            kept_out.forget(self.store, self.node)
+
+    def keep_out(self, reason: str) -> None:
+        """Gives up the node's place, if it has one, and tells all why: they do not wait for it.
+
+        Args:
+            reason: why, for people.
+
+        Raises:
+            RendezvousConnectionError: the store is lost.
+        """
+        with store_errors():
+            self.executor.exit()
+            self._is_kept_out = True
+            kept_out.note(self.store, self.node, reason)
+
+    def let_in(self) -> None:
+        """Takes back what `keep_out` has told."""
+        if self._is_kept_out:
+            kept_out.forget(self.store, self.node)
+            self._is_kept_out = False
+
+    def stay_out(self, seconds: float) -> None:
+        """Waits for a while, as a node that is kept out.
+
+        Raises:
+            RendezvousGracefulExitError: the rendezvous is closed.
+            RendezvousConnectionError: the store is lost.
+        """
+        until = self.store.now() + seconds
+        while not self._board.is_closed:
+            left = until - self.store.now()
+            if left <= 0:
+                return
+            self._board.wait(self._board.known().version, left)
+        why = self._board.known().reason
+        raise RendezvousGracefulExitError(
+            f"the rendezvous {self._job!r} is closed: the job is over{why and f': {why}'}; "
+            f"node {self.node} was kept out to its end"
+        )
 
     def give_up(self) -> None:
         """Gives up the node's place, also where it was joining in a thread that was interrupted."""

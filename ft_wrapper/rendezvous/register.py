@@ -4,14 +4,17 @@ It is replaced by compare_set from exactly what was read. Every version has its 
 reads its own one back knows that it has won, also where an answer was lost and the client asked again.
 """
 
+import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
+from ..exception import StoreError
 from ..protocol.operations import Append, Operations, read, read_log
 from .record import Admission, Record
 
@@ -62,6 +65,10 @@ def agents_prefix(round_number: int) -> str:
     return f"{_ROOT}/agents/{round_number}"
 
 
+#: Register: the nodes that have not passed their check, each with the reason; see `kept_out`.
+KEPT_OUT_KEY = f"{_ROOT}/kept_out"
+
+
 def goodbye_key(name: str) -> str:
     """Set once a node has seen that the rendezvous is closed, and needs the store no more."""
     return f"{_ROOT}/goodbye/{name}"
@@ -79,6 +86,15 @@ def call_back(name: str, function: Callable[[T], object] | None, argument: T) ->
             function(argument)
     except Exception:
         log.exception("%s of the rendezvous failed", name)
+
+
+@contextlib.contextmanager
+def store_errors() -> Iterator[None]:
+    """Errors of the store become torch's error for that."""
+    try:
+        yield
+    except (StoreError, DistError) as error:
+        raise RendezvousConnectionError(f"the rendezvous store cannot be used: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from torch.distributed import DistError
@@ -18,7 +19,8 @@ from ..protocol import Agreement, keys
 from ..protocol.entries import split_entry, to_number
 from ..protocol.operations import read
 from ..protocol.records import FAULT
-from ..rendezvous.record import Place, Record
+from ..rendezvous.kept_out import KeptOut, read_all
+from ..rendezvous.record import Node, Place, Record
 from ..store import StoreMixin
 from ..store.bounded import call_in_thread
 from ..store.plan import ANNOUNCED, connector
@@ -31,6 +33,7 @@ RUNNING = "running"
 RESTARTING = "restarting"
 COMPLETED = "completed"
 LOST = "lost"
+KEPT_OUT = "kept out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +42,14 @@ class NodeStatus:
 
     Args:
         id: names the node.
-        place: ``seat``, ``waiting`` for the next round, ``spare``; ``lost`` if its seat is empty.
+        place: ``seat``, ``waiting`` for the next round, ``spare``; ``lost`` if its seat is empty; ``kept
+            out`` if it has not passed its check.
         group_rank: its number; None if it has no seat, or its round is not complete.
         slots: the first and the last slot of its ranks; None without a seat in a complete round.
         incarnation: how many agents had this id before; None for a lost one.
         address: where the others reach it; empty if that is not known.
+        reason: why it is kept out.
+        since: for how long it has been, in seconds since the epoch by its own clock.
     """
 
     id: str
@@ -52,6 +58,8 @@ class NodeStatus:
     slots: tuple[int, int] | None
     incarnation: int | None
     address: str
+    reason: str = ""
+    since: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +95,8 @@ class Status:
         active_world_size: how many of them are in the function; None while that is being agreed on.
         ranks: all of them, by slot.
         last_faults: what ended the iteration before, or the present one if it has ended; in words.
-        nodes: all nodes that have or had a place in the rendezvous; none if its store was not asked.
+        nodes: all nodes that have or had a place in the rendezvous, and those that are kept out; none if its
+            store was not asked.
     """
 
     state: str
@@ -131,7 +140,12 @@ class Status:
         for node in self.nodes:
             slots = node.slots and f"{node.slots[0]}..{node.slots[1]}"
             rows.append((node.id, node.place, node.group_rank, slots, node.address))
-        return ["nodes:", *table(rows, "  ")]
+        lines = ["nodes:", *table(rows, "  ")]
+        for node in self.nodes:
+            if node.reason and node.since is not None:
+                when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(node.since))
+                lines.append(f"node {node.id} is {node.place} since {when}: {node.reason}")
+        return lines
 
 
 def read_status(store: StoreMixin) -> Status:
@@ -201,20 +215,34 @@ def watch(
         store.hear(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
 
 
-def _nodes(record: Record) -> tuple[NodeStatus, ...]:
+def _nodes(record: Record, kept_out: Sequence[KeptOut] = ()) -> tuple[NodeStatus, ...]:
     found = []
+    outside = {one.node.id: _outside(one) for one in kept_out if _is_outside(record, one.node)}
     for seat in record.seats:
         rank = seat.group_rank if record.complete else None
         slots = (seat.base_slot, seat.base_slot + seat.nproc - 1) if record.complete else None
         node = seat.occupant
-        if node is None:
-            found.append(NodeStatus(seat.last, LOST, rank, slots, None, ""))
-        else:
+        if node is not None:
             found.append(NodeStatus(node.id, Place.SEAT.value, rank, slots, node.incarnation, node.address))
+        elif seat.last in outside:  # it has given this seat up
+            found.append(dataclasses.replace(outside.pop(seat.last), group_rank=rank, slots=slots))
+        else:
+            found.append(NodeStatus(seat.last, LOST, rank, slots, None, ""))
     waiting = ((one.node, Place.WAITING.value) for one in record.waiting)
     for node, place in [*waiting, *((node, Place.SPARE.value) for node in record.spares)]:
         found.append(NodeStatus(node.id, place, None, None, node.incarnation, node.address))
-    return tuple(found)
+    return (*found, *outside.values())
+
+
+def _is_outside(record: Record, node: Node) -> bool:
+    """Whether it has no place, nor has a later agent of its id."""
+    inside = record.find(node.id)
+    return inside is None or inside.incarnation < node.incarnation
+
+
+def _outside(one: KeptOut) -> NodeStatus:
+    node = one.node
+    return NodeStatus(node.id, KEPT_OUT, None, None, node.incarnation, node.address, one.reason, one.since)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -294,19 +322,20 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
     """Reads how the job stands whose store, or whose nodes' rendezvous, is at an endpoint."""
     meeting = meeting_place(endpoint)
     store = open_store(meeting, opened)
-    record = read_record(store)
-    if record is None:
+    record, outside = read_record(store), read_all(store)
+    if record is None and not outside:
         # No nodes met there: the ranks agree at the endpoint itself, as they do under any other launcher.
         yield from watch(store if meeting == endpoint else open_store(endpoint, opened), longest)
         return
-    address = ranks_store(endpoint, store, record)
+    address = "" if record is None else ranks_store(endpoint, store, record)
     if not address:
-        yield Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(record))
+        nobody = Record(1, 1) if record is None else record
+        yield Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(nobody, outside))
         return
 
     def nodes() -> tuple[NodeStatus, ...]:
         newest = read_record(store)
-        return () if newest is None else _nodes(newest)
+        return () if newest is None else _nodes(newest, read_all(store))
 
     yield from watch(open_store(address, opened), longest, nodes)
 

@@ -1,0 +1,99 @@
+"""The options of ``ftrun`` that say what a node has to pass before it takes a seat."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..check import node
+from ..check.node import Wanted
+from ..rendezvous.settings import NAME
+from .node_checks import TIMEOUT, BuiltIn, Command
+from .proving import Proof
+
+if TYPE_CHECKING:
+    from .command_line import Parser
+
+_DEFAULT = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeChecks:
+    """What a node has to pass before it takes a seat.
+
+    Args:
+        wanted: the built-in checks; see `ft_wrapper.check.node`.
+        command: the user's, for a shell; empty if there is none.
+        timeout: seconds that either may take.
+        retries: how often they are tried again before the node ends; None: without end.
+    """
+
+    wanted: Wanted = dataclasses.field(default_factory=dict)
+    command: str = ""
+    timeout: float = TIMEOUT
+    retries: int | None = None
+
+    def proof(self) -> Proof:
+        """The checks, ready to be run."""
+        checks: list[Callable[[], str]] = []
+        if self.wanted:
+            checks.append(BuiltIn(lambda: node.look(self.wanted), self.timeout))
+        if self.command:
+            checks.append(Command(self.command, self.timeout))
+        return Proof(tuple(checks), self.retries, takes_time=bool(self.command))
+
+
+def add_options(add: Callable[..., Any]) -> None:
+    """Adds the options.
+
+    Args:
+        add: takes an option with its value's name, its help, and its default.
+    """
+    add(
+        "--node-check CMD",
+        "a shell command that has to end with 0 before this node takes a seat; else the node is kept out, "
+        "for the reason that the last line of the command's output says, and tries again",
+    )
+    add(
+        "--node-checks NAMES",
+        f"what is looked at before that, with commas between: {', '.join((*node.AUTO, *node.NAMED_ONLY))}; "
+        f"{', '.join(node.NUMBERS)} with how much has to be there, as in gpus=8; none; auto for the first "
+        f"{len(node.AUTO)}, on one node for nothing (default: {_DEFAULT})",
+        default=_DEFAULT,
+    )
+    add(
+        "--node-check-timeout SECONDS",
+        f"how long the command may take, and the built-in checks (default: {TIMEOUT:g})",
+        default=f"{TIMEOUT:g}",
+    )
+    add(
+        "--node-check-retries N",
+        "how often a node that is kept out tries again before it ends (default: without end; 0 on one node)",
+    )
+
+
+def read_options(parser: "Parser", backend: str, *, is_ours: bool) -> NodeChecks:
+    """Reads the options; ends the program for what is wrong.
+
+    Args:
+        parser: has read the command line.
+        backend: how the nodes meet; empty if this one is alone.
+        is_ours: whether that is a rendezvous of ours.
+    """
+    given = parser.given
+    names, command = given.node_checks or _DEFAULT, given.node_check or ""
+    try:
+        wanted = node.parse(names)
+    except ValueError as error:
+        parser.error(f"--node-checks {names}: {error}")
+    timeout = parser.seconds("--node-check-timeout")
+    if timeout == 0:
+        parser.error("--node-check-timeout 0: must be more than 0")
+    if names == _DEFAULT and not is_ours:
+        wanted = {}
+    if backend and not is_ours and (wanted or command):
+        said = f"--node-check {command}" if command else f"--node-checks {names}"
+        why = f"there, the others wait for a node that stays out; use --rdzv-backend {NAME}"
+        parser.contradict(said, f"--rdzv-backend {backend}", why)
+    is_limited = given.node_check_retries is not None or not backend
+    retries = parser.count("--node-check-retries") if is_limited else None
+    return NodeChecks(wanted, command, timeout, retries)

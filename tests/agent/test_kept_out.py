@@ -1,0 +1,174 @@
+"""Several ftruns on this machine, of which one has to pass a check first: the others do not wait for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
+from test_nodes import CONF, PLAIN, WRAPPED, Cluster, pids_of
+
+from ft_wrapper.report import status
+
+REASON = "--node-check: the fan stands still (exit status 3)"
+
+
+def check(path: Path) -> tuple[str, str]:
+    """A check that is passed while a file exists."""
+    return "--node-check", f"test -e {path} || {{ echo the fan stands still; exit 3; }}"
+
+
+def places(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
+    """What ``ftrun status`` says of each node: its place, and why it is kept out."""
+    capsys.readouterr()
+    assert status.main([cluster.address, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["nodes"]
+    nodes = {node["id"]: (node["place"], node["reason"]) for node in found}
+    assert len(nodes) == len(found)
+    return nodes
+
+
+def test_a_node_is_kept_out_and_comes_in_once_it_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    well = tmp_path / "well"
+    with Cluster(tmp_path, WRAPPED, nnodes="2:3") as cluster:
+        first = cluster.start("0")
+        cluster.await_first()
+        bad = cluster.start("2", *check(well))
+        await_that(lambda: f"is kept out of the job until it passes its check: {REASON}" in bad.said, bad)
+        second = cluster.start("1")
+        began = cluster.await_inside(2, first, second, bad)
+        assert places(cluster, capsys) == {
+            "0": ("seat", ""),
+            "1": ("seat", ""),
+            "2": ("kept out", REASON),
+        }
+        assert status.main([cluster.address]) == 0
+        shown = capsys.readouterr().out
+        assert re.search(r"^  2 +kept out ", shown, re.MULTILINE), shown
+        last = shown.splitlines()[-1]
+        assert re.fullmatch(r"node 2 is kept out since [\d-]+ [\d:]+: " + re.escape(REASON), last), last
+        await_that(lambda: "a job has formed" in first.said, first)
+        well.touch()
+        grown = cluster.await_inside(3, first, second, bad)
+        assert places(cluster, capsys)["2"] == ("seat", "")
+        cluster.finish(first, second, bad)
+    assert [rank["pid"] for rank in grown[:2]] == [rank["pid"] for rank in began]
+    assert bad.said.count("is kept out") == 1
+    assert bad.said.count("has passed its check") == 1
+    assert len(pids_of(bad)) == 1
+
+
+def test_a_spare_that_fails_gives_its_seat_back_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    well = tmp_path / "well"
+    well.touch()
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
+        last_call = ("--rdzv-conf", CONF.replace("last_call_timeout=0.2", "last_call_timeout=60"))
+        stays, goes = cluster.start("a", *last_call), cluster.start("b", *last_call)
+        began = cluster.await_inside(2, stays, goes)
+        await_that(lambda: "a job has formed" in stays.said, stays)
+        spare = cluster.start("c", *last_call, *check(well))
+        await_that(lambda: "there is no seat for it now" in spare.said, spare)
+        well.unlink()
+        lose(goes)
+        alone = cluster.await_inside(1, stays, spare)
+        await_that(lambda: "is kept out" in spare.said, spare)
+        await_that(lambda: places(cluster, capsys)["c"] == ("kept out", REASON), stays, spare)
+        assert pids_of(spare) == {}
+        well.touch()
+        after = cluster.await_inside(2, stays, spare)
+        cluster.finish(stays, spare)
+    assert [found[0]["pid"] for found in (alone, after)] == [began[0]["pid"]] * 2
+    assert [len(pids) for pids in pids_of(spare).values()] == [1]
+
+
+def test_a_node_that_fails_before_the_next_round_is_not_in_it(tmp_path: Path) -> None:
+    with Cluster(tmp_path, PLAIN, nnodes="1:2") as cluster:
+        options = ("--max-restarts", "1", "--rdzv-conf", CONF.replace("_timeout=0.2", "_timeout=10"))
+        unless = ("--node-check", f"! test -e {cluster.shared}/failed")
+        stays, bad = cluster.start("0", *options), cluster.start("1", *options, *unless)
+        assert stays.end() == 0, stays.said
+        assert bad.end() == 0, bad.said
+    assert "done 0 1 0" in stays.said, "it went on alone, and a change of membership is no restart"
+    assert "is kept out of the job until it passes its check: --node-check: exit status 1" in bad.said
+    assert "the job is over; node 1 (localhost) was kept out to its end" in bad.said
+    assert "done " not in bad.said
+
+
+def test_the_host_of_the_store_may_be_kept_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="2:3") as cluster:
+        host = cluster.start("0", *check(tmp_path / "never"))
+        await_that(lambda: "is kept out" in host.said, host)
+        assert places(cluster, capsys) == {"0": ("kept out", REASON)}
+        others = [cluster.start(node_id) for node_id in ("1", "2")]
+        cluster.await_inside(2, host, *others)
+        cluster.finish(*others, host)
+    assert "was kept out to its end" in host.said
+    assert pids_of(host) == {}
+
+
+def test_a_node_that_is_ended_while_it_is_kept_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
+        first = cluster.start("0")
+        cluster.await_first()
+        bad = cluster.start("1", *check(tmp_path / "never"))
+        await_that(lambda: "is kept out" in bad.said, bad)
+        bad.process.send_signal(signal.SIGTERM)
+        assert bad.end() == 128 + signal.SIGTERM, bad.said
+        cluster.await_inside(1, first)
+        assert set(places(cluster, capsys)) == {"0"}
+        cluster.finish(first)
+
+
+def test_the_host_of_the_store_ends_the_job_as_ever(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
+        host = cluster.start("0", *check(tmp_path / "never"))
+        await_that(lambda: "is kept out" in host.said, host)
+        other = cluster.start("1")
+        cluster.await_inside(1, host, other)
+        host.process.send_signal(signal.SIGTERM)
+        assert host.end() == 128 + signal.SIGTERM, host.said
+        assert other.end() == 1, other.said
+    assert "which hosts the rendezvous store, has left: it was ended by SIGTERM" in other.said
+
+
+def test_a_signal_ends_a_check_that_hangs(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
+        command = f"trap '' INT; sleep 1000 & touch {begun}; wait"
+        node = cluster.start("0", "--node-check", command)
+        node.await_file(begun)
+        family = node.family()
+        assert any("sleep" in process.name() for process in family)
+        node.process.send_signal(signal.SIGINT)
+        assert node.end() == 128 + signal.SIGINT, node.said
+        assert all_gone(family, TIMEOUT) == []
+
+
+def test_a_node_that_may_not_try_again_ends_and_the_others_go_on(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
+        first = cluster.start("0")
+        cluster.await_first()
+        bad = cluster.start("1", *check(tmp_path / "never"), "--node-check-retries", "0")
+        assert bad.end() == 2, bad.said
+        assert f"has failed its check: {REASON}" in bad.said
+        cluster.await_inside(1, first)
+        cluster.finish(first)
+
+
+def test_too_few_nodes_name_those_that_are_kept_out(tmp_path: Path) -> None:
+    conf = f"{CONF},join_timeout=5"
+    with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
+        host: FtRun = cluster.start("0", *check(tmp_path / "never"), "--rdzv-conf", conf)
+        await_that(lambda: "is kept out" in host.said, host)
+        other = cluster.start("1", "--rdzv-conf", conf)
+        assert other.end() == 2, other.said
+    assert f"kept out: node 0 (localhost) ({REASON})" in other.said

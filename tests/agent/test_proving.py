@@ -1,0 +1,328 @@
+"""A node proves itself: the tries and their limits, the user's command, the built-in checks, the options."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from agent_job import TIMEOUT, FtRun, await_that
+from ended import has_ended
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from ft_wrapper.agent.node_checks import BuiltIn, Command
+from ft_wrapper.agent.nodes import OneNode
+from ft_wrapper.agent.options import Options, parse_args
+from ft_wrapper.agent.proving import LONGEST_WAIT, Proof, await_proof
+from ft_wrapper.agent.signals import Signalled, held, queued
+from ft_wrapper.check.findings import Finding
+
+MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
+
+
+# The tries -------------------------------------------------------------------------------------------------
+
+
+def tries(*answers: str, retries: int | None = None) -> tuple[bool, list[str], list[float]]:
+    """Whether it passed at once, why it was kept out, and for how long it waited after each try."""
+    left = iter(answers)
+    reasons: list[str] = []
+    waits: list[float] = []
+    passed = await_proof(Proof((lambda: next(left),), retries), "node 7", reasons.append, waits.append)
+    assert next(left, None) is None
+    return passed, reasons, waits
+
+
+def test_a_node_that_passes_is_not_kept_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ft_wrapper")
+    assert tries("") == (True, [], [])
+    assert caplog.messages == []
+
+
+def test_it_waits_longer_each_time_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ft_wrapper")
+    passed, reasons, waits = tries(*map(str, range(1, 101)), "")
+    assert not passed
+    assert reasons == [str(number) for number in range(1, 101)]
+    assert waits[:8] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_WAIT, LONGEST_WAIT]
+    assert set(waits[8:]) == {LONGEST_WAIT}
+    out, come = caplog.messages
+    assert out == "node 7 is kept out of the job until it passes its check: 1"
+    assert come.startswith("node 7 has passed its check after ")
+
+
+def test_tries_are_limited() -> None:
+    with pytest.raises(RendezvousError, match=r"^node 7 has failed its check 3 times, the last time: c$"):
+        tries("a", "b", "c", retries=2)
+    with pytest.raises(RendezvousError, match=r"^node 7 has failed its check: a$"):
+        tries("a", retries=0)
+
+
+def test_checks_are_run_until_one_fails() -> None:
+    ran = []
+
+    def answer(why: str) -> str:
+        ran.append(why)
+        return why
+
+    proof = Proof((lambda: answer(""), lambda: answer("bad"), lambda: answer("later")))
+    assert proof.failure() == "bad"
+    assert ran == ["", "bad"]
+    assert Proof().failure() == ""
+
+
+def test_a_node_that_is_alone_does_not_begin() -> None:
+    node = OneNode(1, proof=Proof((lambda: "no disk",), retries=0))
+    with pytest.raises(RendezvousError, match="this node has failed its check: no disk"):
+        node.next_round()
+    node.close()
+
+
+# The command -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("true", ""),
+        ("echo all is well; exit 0", ""),
+        ("exit 3", "--node-check: exit status 3"),
+        (
+            "echo first; echo 'the fan stands still'; echo; exit 1",
+            "--node-check: the fan stands still (exit status 1)",
+        ),
+        ("echo out; echo err >&2; exit 1", "--node-check: err (exit status 1)"),
+        (r"printf 'half a line'; exit 1", "--node-check: half a line (exit status 1)"),
+        (r"printf 'red \033[31mline\n'; exit 1", "--node-check: red [31mline (exit status 1)"),
+        ("kill -9 $$", "--node-check: killed by SIGKILL"),
+        ("no-such-program-7", "--node-check: /bin/sh: "),
+        ("yes | head -n 100000; echo last; exit 1", "--node-check: last (exit status 1)"),
+        ("exec >&- 2>&-; exit 4", "--node-check: exit status 4"),
+        ("read line || echo no input; exit 1", "--node-check: no input (exit status 1)"),
+    ],
+)
+def test_what_a_command_says(command: str, why: str) -> None:
+    said = Command(command, TIMEOUT)()
+    assert said == why or (why.endswith("/bin/sh: ") and "no-such-program-7" in said)
+
+
+def test_a_long_line_is_cut() -> None:
+    said = Command("yes x | tr -d '\\n' | head -c 3000; exit 1", TIMEOUT)()
+    assert len(said) < 400 and "xxx… (exit status 1)" in said
+
+
+def children(folder: Path) -> list[psutil.Process]:
+    """The processes whose numbers are in the folder's files."""
+    found = []
+    for path in folder.glob("pid.*"):
+        try:
+            found.append(psutil.Process(int(path.read_text())))
+        except psutil.NoSuchProcess:
+            continue
+    return [process for process in found if not has_ended(process)]
+
+
+# It has a child, and is deaf to what asks it to end.
+HANGS = (
+    "trap '' TERM INT; sleep 1000 & echo $! > {0}/pid.child; echo $$ > {0}/pid.shell; "
+    "echo busy; touch {0}/on; wait"
+)
+
+
+def test_a_command_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
+    said = Command(HANGS.format(tmp_path), 1.0)()
+    assert said == "--node-check: busy (it has not ended within 1 s)"
+    assert len(list(tmp_path.glob("pid.*"))) == 2
+    _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
+    assert [process for process in left if not has_ended(process)] == []
+
+
+def test_what_a_command_leaves_is_killed_though_it_prints_for_ever(tmp_path: Path) -> None:
+    said = Command(f"yes & echo $! > {tmp_path}/pid.child; exit 5", TIMEOUT)()
+    assert "exit status 5" in said
+    _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
+    assert [process for process in left if not has_ended(process)] == []
+
+
+@pytest.fixture
+def killer(tmp_path: Path) -> Iterator[None]:
+    """Sends this process a signal once the command is on."""
+    stop = threading.Event()
+
+    def send() -> None:
+        while not stop.wait(0.02):
+            if (tmp_path / "on").exists():
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("killer")
+def test_a_signal_ends_the_command(tmp_path: Path) -> None:
+    with queued((signal.SIGINT, signal.SIGCHLD)) as signals, pytest.raises(Signalled), signals.raised():
+        Command(HANGS.format(tmp_path), TIMEOUT)()
+    _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
+    assert [process for process in left if not has_ended(process)] == []
+
+
+def test_a_signal_while_it_is_started_is_not_lost(tmp_path: Path) -> None:
+    """What is raised in a function that a fork calls is lost."""
+
+    def interrupt() -> None:
+        if os.getpid() == here and not interrupted:
+            interrupted.append(os.kill(os.getpid(), signal.SIGINT))
+
+    here, interrupted = os.getpid(), []
+    os.register_at_fork(before=interrupt)
+    command = Command(HANGS.format(tmp_path), TIMEOUT)
+    with queued((signal.SIGINT, signal.SIGCHLD)) as signals, pytest.raises(Signalled), signals.raised():
+        command()
+    assert interrupted
+    _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
+    assert [process for process in left if not has_ended(process)] == []
+
+
+def test_a_signal_is_held() -> None:
+    with queued((signal.SIGINT,)) as signals, signals.raised():
+        with pytest.raises(Signalled), held():
+            os.kill(os.getpid(), signal.SIGINT)
+            went_on = True
+        with held():
+            os.kill(os.getpid(), signal.SIGINT)  # one is enough
+    assert went_on
+    with held():  # of no one
+        pass
+
+
+# The built-in checks ---------------------------------------------------------------------------------------
+
+
+def test_what_is_found_is_the_reason() -> None:
+    found = [Finding("a", "b", "c"), Finding("d", "e", "f")]
+    assert BuiltIn(lambda: found, TIMEOUT)() == "a: b; c; d: e; f"
+    assert BuiltIn(list, TIMEOUT)() == ""
+
+
+def test_a_driver_that_does_not_answer_is_asked_once() -> None:
+    answers, calls = threading.Event(), []
+
+    def look() -> list[Finding]:
+        calls.append(threading.get_ident())
+        answers.wait(TIMEOUT)
+        return []
+
+    hangs = BuiltIn(look, 0.05)
+    assert "have not ended within 0.05 s" in hangs()
+    assert "have not ended within 0.05 s" in hangs()
+    assert len(calls) == 1
+    hangs._timeout = TIMEOUT
+    answers.set()
+    assert hangs() == ""
+    assert hangs() == ""
+    assert len(calls) == 2
+
+
+def test_a_mistake_in_a_check_keeps_no_node_out(caplog: pytest.LogCaptureFixture) -> None:
+    def look() -> list[Finding]:
+        raise ZeroDivisionError("a mistake")
+
+    assert BuiltIn(look, TIMEOUT)() == ""
+    while not any("a mistake" in message for message in caplog.messages):
+        threading.Event().wait(0.01)  # it is logged by the thread
+
+
+# The options -----------------------------------------------------------------------------------------------
+
+
+def parsed(*arguments: str) -> Options:
+    return parse_args([*arguments, "--no-python", "true"])
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("PET_"):
+            monkeypatch.delenv(name)
+
+
+def test_what_is_checked_by_default() -> None:
+    several = parsed(*MEET).node_checks
+    assert (set(several.wanted), several.command, several.timeout, several.retries) == (
+        {"gpus", "disk", "shm", "clock"},
+        "",
+        120.0,
+        None,
+    )
+    assert len(several.proof().checks) == 1 and not several.proof().takes_time
+    alone = parsed().node_checks
+    assert (dict(alone.wanted), alone.retries, alone.proof().checks) == ({}, 0, ())
+    assert parsed(*MEET, "--node-checks", "none").node_checks.proof().checks == ()
+    assert parsed(*MEET, "--rdzv-backend", "c10d").node_checks.proof().checks == ()
+
+
+def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--node-check", "a b", "--node-checks", "links,disk=20", "--node-check-timeout", "7")
+    for where in ((), MEET):
+        found = parsed(*where, *asked, "--node-check-retries", "3").node_checks
+        assert (dict(found.wanted), found.command) == ({"links": None, "disk": 20.0}, "a b")
+        assert (found.timeout, found.retries) == (7.0, 3)
+        assert len(found.proof().checks) == 2 and found.proof().takes_time
+    monkeypatch.setenv("PET_NODE_CHECK", "c")
+    assert parsed(*MEET).node_checks.command == "c"
+    monkeypatch.setenv("PET_NODE_CHECK", "")
+    assert not parsed(*MEET).node_checks.proof().takes_time
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--node-checks", "fans"], "--node-checks fans: there is no 'fans'"),
+        (["--node-check-timeout", "0"], "--node-check-timeout 0: must be more than 0"),
+        (["--node-check-timeout", "soon"], "--node-check-timeout soon: is not a number of seconds"),
+        (["--node-check-retries", "-1"], "--node-check-retries -1: use a number of at least 0"),
+        (
+            [*MEET, "--rdzv-backend", "c10d", "--node-check", "true"],
+            "--node-check true and --rdzv-backend c10d contradict each other",
+        ),
+        (
+            [*MEET, "--rdzv-backend", "c10d", "--node-checks", "links"],
+            "--node-checks links and --rdzv-backend c10d contradict each other",
+        ),
+    ],
+)
+def test_what_is_refused(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parsed(*arguments)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"ftrun: error: {word}")
+
+
+# One node --------------------------------------------------------------------------------------------------
+
+
+def test_one_node_that_fails_starts_nothing(tmp_path: Path) -> None:
+    with FtRun(tmp_path / "node", "--node-check", "echo no disk; exit 1", "--no-python", "true") as node:
+        assert node.end() == 2
+    (line,) = [line for line in node.said.splitlines() if "ftrun: error: " in line]
+    assert line.endswith("this node has failed its check: --node-check: no disk (exit status 1)")
+    assert node.events("rank_started") == []
+
+
+def test_one_node_that_may_try_again(tmp_path: Path) -> None:
+    check = ("--node-check", f"test -e {tmp_path}/well", "--node-check-retries", "100")
+    with FtRun(tmp_path / "node", *check, "--no-python", "true") as node:
+        await_that(lambda: "this node is kept out of the job" in node.said, node)
+        assert node.events("rank_started") == []
+        (tmp_path / "well").touch()
+        assert node.end() == 0, node.said
+    assert len(node.events("rank_started")) == 1
