@@ -231,7 +231,7 @@ def ends_before(job_: Job, moment: float) -> bool:
 
 
 def deliver(fault: Fault, index: int, store: Store, job_: Job, end: float) -> float | None:
-    """Lets a fault happen. One that comes while its rank does not train waits for the rank's next step.
+    """Lets a fault happen. One that comes while its rank does not train waits until it has done a step.
 
     Args:
         fault: what.

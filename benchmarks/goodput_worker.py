@@ -113,8 +113,6 @@ class Train:
         if rank not in self.logs:
             self.logs[rank] = Log(os.path.join(task.folder, f"rank-{rank}.jsonl"), rank)
         self.logs[rank].write("enter", time.monotonic(), pid=os.getpid(), iteration=iteration)
-        entry = self.count.add(f"entries/{rank}", 1)
-        self.count.set(f"entry/{rank}/{entry}", str(os.getpid()))
         self.begin_group(rank, iteration)
         torch.manual_seed(0)
         objects: Any
@@ -130,9 +128,10 @@ class Train:
             ddp = DistributedDataParallel(objects["model"])
         atomic = call_wrapper.atomic if call_wrapper else contextlib.nullcontext
         due = time.monotonic()
-        told = False
+        trains = False
         for step in steps:
-            self.meet_fault(rank)
+            if trains:
+                self.meet_fault(rank)
             objects["optimizer"].zero_grad()
             loss = (ddp(batch(step, rank, task.ranks)) - 1).square().mean()
             # The rest of the step: the CPU is idle while a GPU computes. A late step is not made up for.
@@ -141,10 +140,9 @@ class Train:
             loss.backward()
             commit()
             self.logs[rank].write("step", time.monotonic(), step=step)
-            if not told:
-                told = True
-                if self.count.add("begun", 1) == task.ranks:
-                    self.count.set("all begun", "")
+            if not trains:
+                trains = True
+                self.tell(rank)
             if rank == 0 and (step + 1) % task.every == 0:
                 with atomic():
                     self.checkpoint.save(objects, step + 1)
@@ -159,6 +157,13 @@ class Train:
             options["store"] = PrefixStore(f"group/{launch}/{iteration}", self.count)
             options |= {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
         dist.init_process_group("gloo", **options)
+
+    def tell(self, rank: int) -> None:
+        """Tells the driver that this rank trains, and in which process."""
+        entry = self.count.add(f"entries/{rank}", 1)
+        self.count.set(f"entry/{rank}/{entry}", str(os.getpid()))
+        if self.count.add("begun", 1) == self.task.ranks:
+            self.count.set("all begun", "")
 
     def meet_fault(self, rank: int) -> None:
         """Lets a fault happen that the driver has put down for this rank."""
