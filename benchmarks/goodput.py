@@ -166,6 +166,12 @@ class Records:
             counts.append(self.reached[rank][lines - 1] if lines else 0)
         return min(counts)
 
+    def when(self, steps: int) -> float:
+        """Returns the moment at which so many steps were done."""
+        return max(
+            self.moments[rank][bisect.bisect_left(reached, steps)] for rank, reached in self.reached.items()
+        )
+
     def again(self, begin: float, end: float) -> int:
         """Returns how many steps were done again between two moments, on the rank with most of them."""
         most = 0
@@ -327,8 +333,9 @@ def outcome(
         happened: moment and kind of each fault, in order.
         ended: whether the job ended by itself.
     """
-    step = (begin - calm) / max(1, records.useful(begin) - records.useful(calm))
-    useful = records.useful(end) - records.useful(begin)
+    first, last = records.useful(calm), records.useful(begin)
+    step = (records.when(last) - records.when(first)) / max(1, last - first)
+    useful = records.useful(end) - last
     lost: dict[str, list[float]] = defaultdict(list)
     nexts = [moment for moment, _ in happened[1:]] + [end]
     for (moment, kind), later in zip(happened, nexts, strict=True):

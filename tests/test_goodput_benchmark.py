@@ -63,12 +63,12 @@ def test_what_faults_cost_adds_up(tmp_path: Path) -> None:
     one = [10, *calm, (11.0, 10), 10, (15.0, 11), 20, (25.0, 11), (26.0, 12)]
     two = [11, *calm, (11.0, 10), 11, (15.0, 11), 11, (25.0, 11), (26.0, 12)]
     happened = [(11.0, "exception"), (15.0, "sigkill")]
-    done = outcome(records(tmp_path, one, two), 1.0, 10.0, 30.0, happened, ended=False)
-    assert done.step == 1.0
+    found = records(tmp_path, one, two)
+    done = outcome(found, 1.5, 10.5, 30.5, happened, ended=False)
+    assert (done.step, found.when(1), found.when(12)) == (1.0, 1.0, 15.0)
     assert (done.useful, done.again) == (3, 1)
     assert done.goodput == pytest.approx(3 / 20)
-    assert done.lost == {"exception": [3.0], "sigkill": [14.0]}
-    assert sum(map(sum, done.lost.values())) == 30.0 - 10.0 - done.useful * done.step
+    assert done.lost == {"exception": [3.0], "sigkill": [14.5]}
     assert (done.faults, done.restarts, done.processes) == (2, 2, 1)
 
 
