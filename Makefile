@@ -137,6 +137,7 @@ docs: $(INSTALLED)
 	$(BIN)/python -m sphinx -b html -W -E --keep-going -q docs docs/_build/html
 
 bench: $(INSTALLED)
+	$(BIN)/python benchmarks/goodput.py
 	$(BIN)/python benchmarks/restart_latency.py
 	$(BIN)/python benchmarks/replace_rank.py
 	$(BIN)/python benchmarks/first_step.py
