@@ -1,5 +1,7 @@
 """Every error that a user can meet, and how one is said in a line."""
 
+from ._secrets import without_secrets
+
 
 class RestartError(Exception):
     """Base of the errors raised by the wrapper itself."""
@@ -96,6 +98,8 @@ class StoreUnavailable(StoreError):
 def in_one_line(error: BaseException) -> str:
     """Says what was raised: the kind and the first line of the message, as a traceback's last line has it.
 
+    Without secrets: it goes into the store, from where others read and show it.
+
     ``traceback.format_exception_only`` says the same, with more lines, and takes twenty times as long; the
     others wait for this.
 
@@ -110,4 +114,4 @@ def in_one_line(error: BaseException) -> str:
         lines = str(error).strip().splitlines()
     except Exception:
         lines = ["<exception str() failed>"]
-    return f"{name}: {lines[0]}" if lines else name
+    return f"{name}: {without_secrets(lines[0])}" if lines else name

@@ -41,3 +41,8 @@ def test_a_syntax_error_says_what_is_wrong() -> None:
     with pytest.raises(SyntaxError) as caught:
         compile("x = = 1", "train.py", "exec")
     assert in_one_line(caught.value) == "SyntaxError: invalid syntax (train.py, line 1)"
+
+
+def test_it_has_no_password_in_it() -> None:
+    error = RuntimeError("no answer from https://me:pa55word@host:1/runs")
+    assert in_one_line(error) == "RuntimeError: no answer from https://…@host:1/runs"
