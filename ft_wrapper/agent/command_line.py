@@ -284,15 +284,11 @@ def make_parser() -> Parser:
         get_args_parser(),
         prog="ftrun",
         formatter_class=_Help,
-        usage="ftrun [options] script ...\n"
-        "       ftrun status [ENDPOINT]       how a job stands\n"
-        "       ftrun report EVENTS ...       what its restarts took\n"
-        "       ftrun drain NODE|SLOT [ENDPOINT], ftrun restart [ENDPOINT], ftrun stop [ENDPOINT]",
+        usage="ftrun [options] script ...\n       ftrun status | report | drain | restart | stop ...",
         description="Starts the ranks of a job on this machine, which may be one of several, and hosts the "
         "store that they agree on. A rank of a wrapped job that dies is started again alone.",
         epilog="As under torchrun, options may be abbreviated, written with underscores, and set by a "
-        "variable: PET_NPROC_PER_NODE=2. The commands have their own help: 'ftrun status --help', "
-        "'ftrun report --help'.",
+        "variable: PET_NPROC_PER_NODE=2. The commands have their own help: 'ftrun status --help'.",
     )
     _add_what_differs(parser)
     _add_what_torch_may_lack(parser)

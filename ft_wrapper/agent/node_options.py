@@ -1,4 +1,4 @@
-"""The options of ``ftrun`` that say what a node has to pass before it takes a seat."""
+"""The options of ``ftrun`` about one node: what it has to pass before it takes a seat, and how it leaves."""
 
 import dataclasses
 from collections.abc import Callable
@@ -97,3 +97,21 @@ def read_options(parser: "Parser", backend: str, *, is_ours: bool) -> NodeChecks
     is_limited = given.node_check_retries is not None or not backend
     retries = parser.count("--node-check-retries") if is_limited else None
     return NodeChecks(wanted, command, timeout, retries)
+
+
+def read_drain_timeout(parser: "Parser", backend: str, *, is_ours: bool) -> float:
+    """Reads for how long SIGTERM drains this node; warns where it cannot.
+
+    Args:
+        parser: has read the command line.
+        backend: how the nodes meet; empty if this one is alone.
+        is_ours: whether that is a rendezvous of ours.
+    """
+    seconds = parser.seconds("--drain-timeout")
+    if is_ours or not seconds:
+        return seconds
+    where = (
+        f"with --rdzv-backend {backend}; use {NAME} or etcd" if backend else "on one node: no other is left"
+    )
+    parser.warn(f"--drain-timeout {parser.given.drain_timeout}: no effect {where}")
+    return 0.0

@@ -21,7 +21,7 @@ from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_opt
 from ..store.address import without_brackets
 from . import command_line
 from .command_line import Parser, name
-from .node_options import NodeChecks, read_options
+from .node_options import NodeChecks, read_drain_timeout, read_options
 from .outputs import PREFIX_ENV
 from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
@@ -139,7 +139,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         local_ranks_filter=parser.local_ranks(nproc),
         signals=parser.signals(),
         shutdown_timeout=parser.seconds("--shutdown-timeout"),
-        drain_timeout=_drain_timeout(parser, args, nodes.get("rendezvous")),
+        drain_timeout=read_drain_timeout(parser, backend, is_ours=backend in OURS),
         policy=policy,
         max_restarts=parser.count("--max-restarts"),
         max_rank_restarts=parser.count("--max-rank-restarts", RANK_RESTARTS),
@@ -280,19 +280,6 @@ def _nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy)
         parser.error(f"--rdzv-backend {args.rdzv_backend} needs --rdzv-id ID: it tells the jobs there apart")
     parameters = _parameters(parser, args, endpoint, least, most + spares, nproc)
     return {**found, "spare_nodes": spares, "rendezvous": parameters}
-
-
-def _drain_timeout(parser: Parser, args: argparse.Namespace, rendezvous: object) -> float:
-    """Warns where SIGTERM cannot drain this node."""
-    seconds = parser.seconds("--drain-timeout")
-    if seconds and rendezvous is None:
-        parser.warn(f"--drain-timeout {args.drain_timeout}: no effect on one node: no other would be left")
-        return 0.0
-    if seconds and args.rdzv_backend not in (*OURS, STATIC):
-        backend = f"--rdzv-backend {args.rdzv_backend}"
-        parser.warn(f"--drain-timeout {args.drain_timeout}: no effect with {backend}; use {NAME} or etcd")
-        return 0.0
-    return seconds
 
 
 def _spare_nodes(parser: Parser, args: argparse.Namespace, policy: Policy) -> int:

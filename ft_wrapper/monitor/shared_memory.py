@@ -8,6 +8,7 @@ The stamps are seconds of ``time.monotonic()``, one clock for all processes of a
 and written in one store, so that no reader sees half of a value and no writer takes a lock.
 """
 
+import contextlib
 import ctypes
 import enum
 import errno
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _SIZE = 4096
@@ -209,6 +210,15 @@ class RankMemory(ctypes.Structure):
         self.main_stamp = time.monotonic()
         self.ping_stamp = 0.0
         self.phase = phase
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """A block in which a rank that makes no progress counts as hung; elsewhere it waits for others."""
+        self.enter_phase(Phase.WATCHED)
+        try:
+            yield
+        finally:
+            self.enter_phase(Phase.IDLE)
 
     @property
     def step(self) -> int | None:

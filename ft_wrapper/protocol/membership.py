@@ -15,11 +15,10 @@ from ..exception import (
     RankDiscarded,
     RestartAbort,
     RestartError,
-    StoreError,
     TimeoutError,
 )
 from ..settings import Limits
-from . import Agreement, exclusion, keys
+from . import Agreement, exclusion, keys, left_out
 from .deaths import await_others, report_deaths
 from .global_iteration import Proposed
 from .joining import Entry
@@ -357,7 +356,7 @@ class Membership:
             if entry is Entry.DONE:
                 return False
             if entry is Entry.TAKEN_OVER:
-                raise RankDiscarded(self._taken_over())
+                raise RankDiscarded(left_out.taken_over(self.agreement, self.member, self.record))
             if entry is Entry.IN:
                 self.view, self.decision = view, decision
                 self.emit("decided")
@@ -418,28 +417,8 @@ class Membership:
         )
 
     def _left_out(self) -> str:
-        if self.agreement.joining.newest_of(self.slot) != self.member:
-            return self._taken_over()
-        n = self.view.n
-        late = f"it took longer than barrier_timeout={self.limits.barrier_timeout:g} s to leave the function"
-        why = f"it was declared dead, or {late}"  # the keys of an old iteration are deleted
-        with contextlib.suppress(StoreError):
-            if self.member in self.agreement.ends.deaths_of(n):
-                known = [
-                    fault.message for fault in self.agreement.ends.faults_of(n) if fault.member == self.member
-                ]
-                why = " ".join(["it was declared dead", *(f"({message})" for message in known[-1:])])
-            elif self.agreement.ends.outcome_of(n) is not None:
-                why = late
-        return f"slot {self.slot} was left out after iteration {n}: {why}"
-
-    def _taken_over(self) -> str:
-        newest = self.agreement.joining.newest_of(self.slot)
-        record = self.agreement.joining.record_of(newest)
-        return (
-            f"slot {self.slot} was taken over by process {record.pid} on {record.host}; this is process "
-            f"{self.record.pid} on {self.record.host}: no slot can be held by two processes, so make sure "
-            "that each RANK is started once"
+        return left_out.in_words(
+            self.agreement, self.member, self.record, self.view.n, self.limits.barrier_timeout
         )
 
     def _hear_of_end(self, seconds: float) -> str | None:

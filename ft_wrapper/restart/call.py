@@ -24,7 +24,7 @@ from ..exception import (
 )
 from ..health_check import CudaHealthCheck, HealthCheck
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part
-from ..monitor.shared_memory import Phase, RankMemory
+from ..monitor.shared_memory import Phase
 from ..protocol import Agreement
 from ..protocol.heart import note_wanted
 from ..protocol.records import Decision, View
@@ -51,19 +51,6 @@ _WARMS_UP_AFTER = 2.0
 # After a fault, whatever the user's own check is: what an abort left running has come to its end, and a CUDA
 # context that an error sticks to would fail each iteration. Its process is replaced.
 _check_device = CudaHealthCheck()
-
-
-class _Watched:
-    """A block in which a rank that makes no progress counts as hung; elsewhere it waits for others."""
-
-    def __init__(self, memory: RankMemory) -> None:
-        self._memory = memory
-
-    def __enter__(self) -> None:
-        self._memory.enter_phase(Phase.WATCHED)
-
-    def __exit__(self, *_: object) -> None:
-        self._memory.enter_phase(Phase.IDLE)
 
 
 class Call(Performer):
@@ -105,7 +92,6 @@ class Call(Performer):
         self._user_store: PrefixStore | None = None
         self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
         self._reporter = Reporter(self.own, began_at)
-        self._watched = _Watched(self.own.memory)
         try:
             self._leftovers = LeftoverCheck(when, self.kept, collects=settings.collect_garbage)
         except BaseException as error:  # no thread can be started
@@ -172,7 +158,7 @@ class Call(Performer):
         store = PrefixStore(own.member.view.n, own.member.agreement.store)
         assign = self.settings.rank_assignment
         assert assign is not None, "the wrapper has put its default there"
-        with self._watched:  # a rank that hangs here holds up all
+        with own.memory.watched():  # a rank that hangs here holds up all
             return activate_if_unsaid(
                 assign(RankAssignmentCtx(state, store, set(decision.ranks))), rank, world_size
             )
@@ -200,7 +186,7 @@ class Call(Performer):
 
     def call_function(self, state: State, entered: int) -> Left:
         self._leftovers.look()
-        with self._watched:
+        with self.own.memory.watched():
             return self._call_function(state, entered)
 
     def _call_function(self, state: State, entered: int) -> Left:
@@ -294,7 +280,7 @@ class Call(Performer):
     # ---- out of the function
 
     def settle(self) -> None:
-        with self._watched:
+        with self.own.memory.watched():
             self._settle()
         if self.own.progress.store_lost is not None:
             raise self.own.progress.store_lost
@@ -319,7 +305,7 @@ class Call(Performer):
 
     def clean_up(self) -> None:
         settings, own = self.settings, self.own
-        with self._watched:
+        with self.own.memory.watched():
             if settings.finalize is not None or settings.health_check is not None:
                 self._restore()  # what the function has left would fail them
             if settings.finalize is not None:
