@@ -12,6 +12,7 @@ _TRIED = re.compile(rf"Tried to allocate {_SIZE}")
 _CAPACITY = re.compile(rf"GPU (\d+) has a total capacity of {_SIZE}")
 _FREE = re.compile(rf"of which {_SIZE} is free")
 _IN_USE = re.compile(rf"this process has {_SIZE} memory in use")
+_OTHERS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 
 
 def has_run_out(error: BaseException | None) -> bool:
@@ -58,4 +59,5 @@ def _how_much(said: str) -> str:
         had = f"{free[1]} free of {capacity[2]}" if free is not None else capacity[2]
         words += f"; GPU {capacity[1]} had {had}"
         words += "" if in_use is None else f", and this process held {in_use[1]}"
+        words += "".join(f", process {pid} {size}" for pid, size in _OTHERS.findall(said))
     return words

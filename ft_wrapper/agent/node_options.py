@@ -110,8 +110,6 @@ def read_drain_timeout(parser: "Parser", backend: str, *, is_ours: bool) -> floa
     seconds = parser.seconds("--drain-timeout")
     if is_ours or not seconds:
         return seconds
-    where = (
-        f"with --rdzv-backend {backend}; use {NAME} or etcd" if backend else "on one node: no other is left"
-    )
+    where = f"with --rdzv-backend {backend}; use {NAME} or etcd" if backend else "on one node"
     parser.warn(f"--drain-timeout {parser.given.drain_timeout}: no effect {where}")
     return 0.0

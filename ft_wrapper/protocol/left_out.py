@@ -42,6 +42,6 @@ def taken_over(agreement: Agreement, member: Member, own: MemberRecord) -> str:
     record = agreement.joining.record_of(newest)
     return (
         f"slot {member.slot} was taken over by process {record.pid} on {record.host}; this is process "
-        f"{own.pid} on {own.host}: no slot can be held by two processes, so make sure that each RANK is started "
-        "once"
+        f"{own.pid} on {own.host}: no slot can be held by two processes, so make sure that each RANK is "
+        "started once"
     )

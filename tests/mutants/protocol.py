@@ -91,15 +91,15 @@ MUTANTS = [
     _job(
         "the-silent-are-missing",
         ITERATION,
-        "- arrived.keys() - dead.keys() - silent\n        left",
-        "- arrived.keys() - dead.keys()\n        left",
+        "- arrived.keys() - dead.keys() - silent\n        verdict",
+        "- arrived.keys() - dead.keys()\n        verdict",
         "nobody waits for the silent until the barrier timeout",
     ),
     _job(
         "the-dead-are-missing",
         ITERATION,
-        "- arrived.keys() - dead.keys() - silent\n        left",
-        "- arrived.keys() - silent\n        left",
+        "- arrived.keys() - dead.keys() - silent\n        verdict",
+        "- arrived.keys() - silent\n        verdict",
         "nobody waits for the dead",
     ),
     _job(

@@ -39,6 +39,12 @@ XPU = (
             "79.11 GiB, and this process held 75.90 GiB",
         ),
         (
+            CUDA.replace("Including", "Process 4711 has 12.02 GiB memory in use. Including"),
+            None,
+            "ran out of device memory: tried to allocate 20.00 GiB; GPU 3 had 3.20 GiB free of 79.11 GiB, "
+            "and this process held 75.90 GiB, process 4711 12.02 GiB",
+        ),
+        (
             XPU,
             None,
             "ran out of device memory: tried to allocate 512.00 MiB; GPU 0 had 15.91 GiB",
