@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from rank_harness import Job
 from rejoin_job import Training, training
 
-from ft_wrapper.report import status
+from ft_wrapper.report import finding, status
 from ft_wrapper.report.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
 from ft_wrapper.testing import FakeStore
 
@@ -80,6 +81,6 @@ def test_no_endpoint(
 def test_a_store_that_does_not_answer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "_TIMEOUT", status.timedelta(seconds=0.2))
+    monkeypatch.setattr(finding, "TIMEOUT", timedelta(seconds=0.2))
     assert status.main(["127.0.0.1:1"]) == 2
     assert "127.0.0.1:1" in capsys.readouterr().err
