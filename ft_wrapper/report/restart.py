@@ -64,6 +64,17 @@ class RestartReport:
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     step: int | None = None
 
+    @property
+    def kind(self) -> str:
+        """What to count it by.
+
+        The interruption's name in lower case; ``join`` if nothing failed and a process joined, ``unknown`` if
+        no fault was published.
+        """
+        if self.interruption is not None:
+            return self.interruption.name.lower()
+        return "join" if self.joined else "unknown"
+
     def __str__(self) -> str:
         """The line in the log."""
         parts = [self.cause]
