@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from ft_wrapper.agent.metrics import CAUSES
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.entering import Entered
@@ -102,6 +103,31 @@ def test_no_fault_and_no_rank_are_said_so() -> None:
     assert "no fault was published" in said(1, [], [], 1, 1, 0.01)
     silent = Fault(Member(4, 0), None, Interruption.UNRESPONSIVE, "sent no heartbeat for 30 s", "", 0)
     assert "slot 4 sent no heartbeat for 30 s;" in said(1, [silent], [], 1, 1, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("interruption", "joined", "kind"),
+    [
+        (Interruption.HARD_TIMEOUT, (), "hard_timeout"),
+        (Interruption.TERMINATED, (3,), "terminated"),
+        (None, (3,), "join"),
+        (None, (), "unknown"),
+    ],
+)
+def test_what_a_restart_is_counted_by(
+    interruption: Interruption | None, joined: tuple[int, ...], kind: str
+) -> None:
+    report = RestartReport(
+        iteration=1,
+        cause="words",
+        interruption=interruption,
+        joined=joined,
+        active_world_size=1,
+        world_size=1,
+        seconds=0.1,
+    )
+    assert report.kind == kind
+    assert kind in CAUSES
 
 
 @pytest.mark.parametrize("interruption", [None, Interruption.HARD_TIMEOUT])

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
     from prometheus_client.core import Metric
 
-#: What restarts are counted by: the kind of the fault that is the likeliest cause; or that a process joined.
-CAUSES = (*(kind.name.lower() for kind in Interruption), "join")
+#: What restarts are counted by, see `RestartReport.kind`.
+CAUSES = (*(kind.name.lower() for kind in Interruption), "join", "unknown")
 #: How nodes stand in the rendezvous.
 NODE_STATES = ("active", "lost", "waiting", "spare")
 

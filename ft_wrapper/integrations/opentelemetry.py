@@ -37,9 +37,7 @@ def trace_restart(report: RestartReport) -> None:
         "ft_wrapper.run_id": os.environ.get("TORCHELASTIC_RUN_ID", ""),
         "ft_wrapper.iteration": report.iteration,
         "ft_wrapper.cause": report.cause,
-        "ft_wrapper.interruption": "join"
-        if report.interruption is None
-        else report.interruption.name.lower(),
+        "ft_wrapper.kind": report.kind,
         "ft_wrapper.lost": report.lost,
         "ft_wrapper.joined": report.joined,
         "ft_wrapper.took_over": tuple(spare.initial_rank for spare in report.took_over),

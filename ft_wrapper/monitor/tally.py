@@ -237,15 +237,11 @@ class RankAccount:
         self._memory: RankMemory | None = memory
         self._born = born
         self._view: View | None = None
-        self._kind, self._since = (
-            "",
-            0.0,
-        )  # what its time goes to, from when on; empty if that is not known yet
+        # What its time goes to, and from when on; empty if that is not known yet.
+        self._kind, self._since = "", 0.0
         self._has_entered = False
-        self._phases: dict[
-            str, float
-        ] = {}  # of the restart that is under way, as far as they have been counted
-        self._ended = 0.0  # when that began
+        # Of the restart that is under way: when it began, and the phases that have been counted.
+        self._ended, self._phases = 0.0, dict[str, float]()
         self._has_completed = False
 
     @property
@@ -304,8 +300,8 @@ class RankAccount:
             now, view = self._tally.clock(), self._view
             self._look_whether_entered()
             self._has_completed = self._memory.has_returned
-            stay = self._memory.stay()
-            if view is not None and "entered" in stay and self._memory.active:
+            stay = self._stay()
+            if view is not None and "entered" in stay and stay["active"]:
                 self._spend(view, stay, now, is_whole=self.is_done)
             if view is not None and self.is_done:
                 self._tally.steps.of(view.nonce).is_complete = True
@@ -340,8 +336,8 @@ class RankAccount:
         self._look_whether_entered()
         if self._kind in ("waiting", "idle_spare"):
             return {self._kind: max(0.0, now - self._since)}
-        stay = memory.stay()
-        if view is None or not self._has_entered or "entered" not in stay or not memory.active:
+        stay = self._stay()
+        if view is None or not self._has_entered or "entered" not in stay or not stay["active"]:
             return {}
         told = max(memory.step_stamp if "last" in stay else 0.0, memory.ping_stamp)
         self._tally.note_progress(told or memory.main_stamp)
@@ -362,12 +358,17 @@ class RankAccount:
             self._tally.spend(self._kind, at - self._since)
         self._kind, self._since = kind, at
 
+    def _stay(self) -> dict[str, Any]:
+        """What its memory says of the iteration; empty if the rank is in the next one, and will say so."""
+        if self._memory is None or self._view is None:
+            return {}
+        stay = self._memory.stay()
+        return stay if self._memory.iteration == self._view.n else {}
+
     def _look_whether_entered(self) -> None:
-        memory, view = self._memory, self._view
-        if memory is None or view is None or self._has_entered or memory.iteration != view.n:
-            return
-        if memory.entered_at:
-            self._enter(memory.entered_at, is_active=memory.active)
+        stay = self._stay()
+        if "entered" in stay and not self._has_entered:
+            self._enter(stay["entered"], is_active=stay["active"])
 
     def _enter(self, at: float, *, is_active: bool) -> None:
         self._has_entered = True

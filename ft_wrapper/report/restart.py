@@ -72,6 +72,17 @@ class RestartReport:
     step: int | None = None
     excluded: str = ""
 
+    @property
+    def kind(self) -> str:
+        """What to count it by.
+
+        The interruption's name in lower case; ``join`` if nothing failed and a process joined, ``unknown`` if
+        no fault was published.
+        """
+        if self.interruption is not None:
+            return self.interruption.name.lower()
+        return "join" if self.joined else "unknown"
+
     def __str__(self) -> str:
         """The line in the log."""
         parts = [self.cause]

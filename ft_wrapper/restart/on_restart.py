@@ -177,9 +177,8 @@ class Reporter:
         phases = {} if self.ended_at is None else dict(self.phases.seconds)
         if phases:
             phases.setdefault("enter", max(0.0, report.seconds - sum(phases.values())))
-        cause = "join" if report.interruption is None else report.interruption.name.lower()
         with contextlib.suppress(InternalError):  # its monitor has ended, which others say
-            self._own.monitor.restarted(cause, {**phases, "total": report.seconds})
+            self._own.monitor.restarted(report.kind, {**phases, "total": report.seconds})
         self._own.member.emit("restarted", line=str(report))
 
     def ended(self) -> None:

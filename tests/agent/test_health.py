@@ -185,6 +185,17 @@ def test_an_agent_that_sleeps_is_alive(tmp_path: Path, monkeypatch: pytest.Monke
         get(port)  # it has ended with the agent
 
 
+def test_metrics_do_not_wait_for_the_loop(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what one wants to see of an agent that is stuck."""
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(nodes.inbox, "knock", lambda: pytest.fail("the loop was asked"))
+    with serve(nodes) as health:
+        code, body = get(health.server_port, "/metrics")
+    assert code == 200
+    assert 'ft_wrapper_workers_state{run_id="job",state="init"} 1.0' in body
+    assert "ft_wrapper_step{" not in body, "what is not known is left out"
+
+
 def test_metrics_need_the_extra(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with serve(nodes) as health:

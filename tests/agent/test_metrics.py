@@ -36,8 +36,9 @@ needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not in
 Samples = dict[tuple[str, ...], float]
 
 
-def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT) as answer:
+def scrape(port: int, form: str = "text/plain") -> str:
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": form})
+    with urllib.request.urlopen(asked, timeout=TIMEOUT) as answer:
         return str(answer.read().decode())
 
 
@@ -70,12 +71,14 @@ class Scraped:
     Args:
         early: a scrape in its first iteration, or later.
         late: another one, when all steps were done and the killed process was back.
-        at: between when and when that was, on the clock of the events.
+        newer: one more, in the format that Prometheus asks for first.
+        at: between when and when `late` was, on the clock of the events.
         records: all events.
     """
 
     early: str
     late: str
+    newer: str
     at: tuple[float, float]
     records: list[dict[str, Any]]
 
@@ -97,9 +100,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Scraped:
         before = time.monotonic()
         late = scrape(port)
         at = before, time.monotonic()
+        newer = scrape(port, "application/openmetrics-text; version=1.0.0")
         (folder / "gate").write_text("")
         assert run.end() == 0, run.said
-    return Scraped(early, late, at, events.read(str(folder / "run" / "events")))
+    return Scraped(early, late, newer, at, events.read(str(folder / "run" / "events")))
 
 
 def test_restarts_and_ranks_of_a_job(job: Scraped) -> None:
@@ -152,6 +156,14 @@ def test_no_counter_goes_down(job: Scraped) -> None:
     counters = [key for key in early if key[0].endswith(("_total", "_count", "_sum", "_bucket"))]
     assert counters and all(late[key] >= early[key] for key in counters)
     assert early.keys() <= late.keys() | {("ft_wrapper_workers_state", "unhealthy")}
+
+
+def test_openmetrics_is_the_same(job: Scraped) -> None:
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+    assert job.newer.endswith("# EOF\n")
+    names = {one.name for family in text_string_to_metric_families(job.newer) for one in family.samples}
+    assert names == {name for name, *_ in samples(job.late)}
 
 
 @needs_promtool

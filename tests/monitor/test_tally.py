@@ -282,6 +282,30 @@ def test_an_iteration_that_a_rank_never_entered(tally: Tally, clock: Clock, make
     }
 
 
+def test_what_a_rank_has_not_told_yet_is_of_no_other_iteration(
+    tally: Tally, clock: Clock, make: Make
+) -> None:
+    """It is in the next one already, and back at step 3, while what it says of the last one is on its way."""
+    rank = make(0)
+    rank.start()
+    rank.join()
+    rank.decided(view(0))
+    rank.enter(1000.0)
+    rank.step(20, 1000.0)
+    rank.decided(view(1), rank.left(1000.0, abort=0.0))
+    rank.enter(1000.0)
+    rank.step(10, 1000.0)
+    rank.step(12, 1002.0)
+    before = rank.left(1002.0, abort=0.0)
+    rank.memory.enter_iteration(2)
+    rank.enter(1003.0)
+    rank.step(3, 1003.0)
+    clock.now = 1004.0
+    assert (tally.read().steps_lost, tally.read().iteration) == (0, 1)
+    rank.account.decided(view(2), before)
+    assert (tally.read().steps_lost, tally.read().step) == (10 + 9, 3)
+
+
 def test_a_function_that_tells_no_steps(tally: Tally, clock: Clock, make: Make) -> None:
     """Nobody knows what of it is useful; its pings are progress."""
     rank = make(0)

@@ -67,7 +67,7 @@ def test_a_restart_is_a_trace_with_a_span_for_each_phase(exporter: Any) -> None:
         "ft_wrapper.run_id": "llm",
         "ft_wrapper.iteration": 3,
         "ft_wrapper.cause": REPORT.cause,
-        "ft_wrapper.interruption": "terminated",
+        "ft_wrapper.kind": "terminated",
         "ft_wrapper.lost": (1,),
         "ft_wrapper.joined": (),
         "ft_wrapper.took_over": (4,),
