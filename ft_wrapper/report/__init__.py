@@ -227,7 +227,7 @@ def make_report(job: str, records: Sequence[Record]) -> Report:
 def _iterations(records: Sequence[Record]) -> list[_Iteration]:
     """Sorts one host's records into iterations, in the order of these."""
     found: list[_Iteration] = []
-    first = 0
+    of_call: dict[int, _Iteration] = {}
     for record in records:
         number = record.get("iteration")
         if not isinstance(number, int) or number < 0:
@@ -235,10 +235,10 @@ def _iterations(records: Sequence[Record]) -> list[_Iteration]:
         kind = str(record["event"])
         was_done = bool(found) and "done" in found[-1].moments
         if was_done and (kind == "enter" or (kind in _BEGINS and number != found[-1].number)):
-            first = len(found)  # of the next call, whose numbers may begin again
-        iteration = next((known for known in reversed(found[first:]) if known.number == number), None)
+            of_call = {}  # of the next call, whose numbers may begin again
+        iteration = of_call.get(number)
         if iteration is None:
-            iteration = _Iteration(number)
+            iteration = of_call[number] = _Iteration(number)
             found.append(iteration)
         iteration.moments.setdefault(kind, []).append((float(record["monotonic"]), int(record["pid"])))
         if kind == "fault":

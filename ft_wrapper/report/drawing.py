@@ -100,7 +100,7 @@ class _Plan:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.names = [shortened(line.name, _MOST_CHARACTERS) for line in timeline.lines]
-        sizes = max((len(line.size) + 1 for line in timeline.lines if line.size), default=0)
+        sizes = max((len(line.size) + 2 for line in timeline.lines if line.size), default=0)
         self.narrow = round(max(map(len, self.names)) * _CHARACTER) + 10  # of the names alone
         self.left = self.narrow + round(sizes * _CHARACTER)  # of the time
         self.width = _WIDTH - self.left - _BEFORE - _BEHIND

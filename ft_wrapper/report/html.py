@@ -96,7 +96,7 @@ def _head(section: Element, report: Report, timeline: Timeline) -> None:
     if report.goodput is not None:
         said.append(("steps", f"{time.steps:,} done, {time.steps_again:,} done again"))
     count = len(report.restarts)
-    again = f", {report.started_again} processes started again" if report.started_again else ""
+    again = f" ({report.started_again} processes started again)" if report.started_again else ""
     said.append(("restarts", f"{count}{again}"))
     for name, value in said:
         fact = add(facts, "div")

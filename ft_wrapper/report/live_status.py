@@ -1,7 +1,9 @@
 """The live table of ``ftrun status --watch`` on a terminal; `rich` draws it, an extra."""
 
 import collections
-from collections.abc import Iterable
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -15,6 +17,7 @@ from .restart import plural
 if TYPE_CHECKING:
     from .status import RankStatus, Status
 
+_STDERR = 2
 _BESIDE = 8  # lines of the table that are no rows, and of the prompt
 
 
@@ -26,9 +29,27 @@ def show(statuses: Iterable["Status"], console: Console) -> None:
         console: where.
     """
     # Nothing is drawn but when there is something new: no thread refreshes it.
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+    with _without_stderr(), live:
         for status in statuses:
             live.update(draw(status, console.height), refresh=True)
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Keeps what torch's own code says of each wait that ends without news out of the table."""
+    if not os.isatty(_STDERR):
+        yield
+        return
+    before = os.dup(_STDERR)
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, _STDERR)
+        os.close(null)
+        yield
+    finally:
+        os.dup2(before, _STDERR)
+        os.close(before)
 
 
 def draw(status: "Status", height: int) -> Group:

@@ -141,6 +141,40 @@ def test_without_a_terminal_or_rich_and_for_programs_it_prints_lines(
         assert out == "".join(f"{found.to_text()}\n" for found in two_statuses)
 
 
+NOISY = """
+import os
+from rich.console import Console
+from ft_wrapper.report.live_status import show
+def statuses():
+    os.write(2, b"noise")
+    yield from ()
+show(statuses(), Console())
+os.write(2, b"error")
+"""
+
+
+def test_what_torchs_own_code_says_meanwhile_is_not_in_the_table() -> None:
+    ours, theirs = pty.openpty()
+    try:
+        subprocess.run(
+            [sys.executable, "-c", NOISY], stdin=theirs, stdout=theirs, stderr=theirs, timeout=100, check=True
+        )
+        os.close(theirs)
+        out = read_to_end(ours)
+    finally:
+        os.close(ours)
+    assert b"error" in out and b"noise" not in out
+
+
+def read_to_end(terminal: int) -> bytes:
+    out = b""
+    while True:
+        try:
+            out += os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            return out
+
+
 def test_ctrl_c_ends_it_at_once_and_leaves_the_terminal_in_order() -> None:
     """It waits for news of the job, for up to ten minutes."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
@@ -161,11 +195,7 @@ def test_ctrl_c_ends_it_at_once_and_leaves_the_terminal_in_order() -> None:
         finally:
             process.kill()
             process.communicate()
-        while True:
-            try:
-                out += os.read(ours, 4096)
-            except OSError:  # the other end is closed
-                break
+        out += read_to_end(ours)
         assert out.count(b"\x1b[?25l") == out.count(b"\x1b[?25h") == 1, (
             "the cursor is hidden, and shown again"
         )

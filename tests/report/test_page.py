@@ -90,8 +90,11 @@ def test_the_page_has_each_rank_each_fault_and_all_buckets(records: list[dict[st
     for slot in range(6):
         assert f"slot {slot} on gpu00{slot // 2}" in text
     assert len(timeline.incidents) == 4
+    tooltips = [part.text or "" for svg in svgs(page) for part in svg.iter() if part.tag.endswith("}title")]
     for incident in timeline.incidents:
-        assert text.count(incident.line) >= 2, "in the list, and as a tooltip"
+        assert incident.line in text
+        marks = sum(mark.incident is incident for mark in timeline.marks)
+        assert marks and sum(incident.line in tooltip for tooltip in tooltips) == 1 + marks
     for name in report.time.buckets:
         assert name in text and per_cent(report.time.share(name)) in text
     assert report.goodput is not None and per_cent(report.goodput) in text

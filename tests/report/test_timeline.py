@@ -67,7 +67,10 @@ def test_a_row_for_each_rank_has_the_spans_of_goodput() -> None:
 
 def test_hosts_with_clocks_of_their_own_are_put_on_one() -> None:
     """The simulated ones differ by days; a rank hears of a decision within 20 ms."""
-    found = timeline(four_faults().records)
+    early = ("agent_started", "round_started", "rank_started", "register")
+    records = four_faults().records
+    # Of one of them the events begin later.
+    found = timeline([each for each in records if each["host"] != "gpu001" or each["event"] not in early])
     first_steps = [
         next(segment.begin for segment in line.segments if "new" in segment.shares)
         for line in found.lines[:4]
