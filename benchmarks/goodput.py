@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -366,14 +367,21 @@ def measure(arguments: argparse.Namespace, systems: list[System], folder: Path) 
             running = {
                 system.name: threads.submit(run, folder, system, faults, arguments) for system in systems
             }
-            for name, future in running.items():
-                try:
-                    one = future.result()
-                except RuntimeError as error:  # it did not start: the others are measured all the same
-                    print(error, flush=True)
-                    continue
-                outcomes[name].append(one)
-                print(f"{name}: {one.goodput:.1%}, {one.faults} of {len(faults)} faults", flush=True)
+            try:
+                for name, future in running.items():
+                    try:
+                        one = future.result()
+                    except RuntimeError as error:  # it did not start: the others are measured all the same
+                        print(error, flush=True)
+                        continue
+                    outcomes[name].append(one)
+                    print(f"{name}: {one.goodput:.1%}, {one.faults} of {len(faults)} faults", flush=True)
+            except BaseException:  # Ctrl-C, or SIGTERM: the threads wait for what ends here
+                threads.shutdown(wait=False, cancel_futures=True)
+                for process in psutil.Process().children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                raise
     return outcomes
 
 
