@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -40,10 +41,11 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 WORKER = Path(__file__).resolve().parent / "goodput_worker.py"
 FORMATION_TIMEOUT = 180.0  # seconds for all ranks to have trained a step
-EXCEPTION, KILL, HANG = KINDS = ("exception", "sigkill", "hang")
+KILL = "sigkill"
+KINDS = ("exception", KILL, "hang")
 COUNTS = ("useful", "again", "faults", "restarts", "processes")
 HEADERS = (
-    *("system", "goodput", "live state /", "step", "useful steps", "done again", "faults", "restarts"),
+    *("system", "goodput", "first / this", "step", "useful steps", "done again", "faults", "restarts"),
     *("new processes", *(f"lost by {kind}" for kind in KINDS), "ended by itself"),
 )
 NVRX_SPARES = 1  # a rank that it lost does not come back before all are started again
@@ -366,14 +368,21 @@ def measure(arguments: argparse.Namespace, systems: list[System], folder: Path) 
             running = {
                 system.name: threads.submit(run, folder, system, faults, arguments) for system in systems
             }
-            for name, future in running.items():
-                try:
-                    one = future.result()
-                except RuntimeError as error:  # it did not start: the others are measured all the same
-                    print(error, flush=True)
-                    continue
-                outcomes[name].append(one)
-                print(f"{name}: {one.goodput:.1%}, {one.faults} of {len(faults)} faults", flush=True)
+            try:
+                for name, future in running.items():
+                    try:
+                        one = future.result()
+                    except RuntimeError as error:  # it did not start: the others are measured all the same
+                        print(error, flush=True)
+                        continue
+                    outcomes[name].append(one)
+                    print(f"{name}: {one.goodput:.1%}, {one.faults} of {len(faults)} faults", flush=True)
+            except BaseException:  # Ctrl-C, or SIGTERM: the threads wait for what ends here
+                threads.shutdown(wait=False, cancel_futures=True)
+                for process in psutil.Process().children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                raise
     return outcomes
 
 
@@ -396,10 +405,7 @@ def rows(outcomes: dict[str, list[Outcome]]) -> list[list[str]]:
                 f"{middle(name, 'goodput'):.1%}",
                 ratio(middle(first, "goodput"), middle(name, "goodput")),
                 duration(middle(name, "step")),
-                *(
-                    f"{middle(name, what):g}"
-                    for what in ("useful", "again", "faults", "restarts", "processes")
-                ),
+                *(f"{middle(name, what):g}" for what in COUNTS),
                 *map(duration, lost),
                 "yes" if any(one.ended for one in all_) else "no",
             ]

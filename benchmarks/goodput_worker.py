@@ -136,7 +136,7 @@ class Train:
             loss = (ddp(batch(step, rank, task.ranks)) - 1).square().mean()
             # The rest of the step: the CPU is idle while a GPU computes. A late step is not made up for.
             due = max(due + task.step, time.monotonic())
-            time.sleep(due - time.monotonic() if due > time.monotonic() else 0.0)
+            time.sleep(max(0.0, due - time.monotonic()))
             loss.backward()
             commit()
             self.logs[rank].write("step", time.monotonic(), step=step)
