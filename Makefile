@@ -103,7 +103,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml
 
 test-frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python tests/frameworks/framework_runs.py --runs $(RUNS) --docs docs/frameworks.md
-	$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks
+	$(FRAMEWORKS)/bin/python -m pytest --numprocesses 2 --dist worksteal -m frameworks tests/frameworks
 
 test-frameworks-all:
 	$(MAKE) test-frameworks RUNS=10

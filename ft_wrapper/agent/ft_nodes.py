@@ -33,7 +33,7 @@ from ..store.tcp import SERVER_IS_LIBUV
 from .nodes import Nodes, Round
 from .policy import STORE_TIMEOUT
 from .proving import NO_PROOF, Proof, await_proof
-from .seats import asked_of, is_empty, round_of, slots, what_follows
+from .seats import asked_of, is_empty, round_of, what_follows
 from .signals import News, What
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,9 @@ class FtNodes(Nodes):
         where = round_of(joined, node, address, agreed_in)
         with contextlib.closing(store):
             if where.formed:
-                predecessors = holders(Agreement(store), slots(joined.seat_of(node)))
+                own = joined.seat_of(node)
+                assert own is not None
+                predecessors = holders(Agreement(store), drains.slots_of(own))
                 why = f"node {node.id} has been started again"
                 # If it is about to be checked at length, the others do not wait for it.
                 comes = not (handler.was_spare and self._proof.takes_time)
@@ -280,7 +282,7 @@ class FtNodes(Nodes):
         if state.policy is not RoundPolicy.RANK:
             return  # all ranks are restarted, or their store went with the node
         with contextlib.closing(connect(address, STORE_TIMEOUT)) as store:
-            dead = [(seat, holders(Agreement(store), slots(seat))) for seat in seats]
+            dead = [(seat, holders(Agreement(store), drains.slots_of(seat))) for seat in seats]
             # Read after these: a node that is given a seat logs them itself, before it starts others.
             state = handler.refresh()
             lost = {
@@ -313,7 +315,7 @@ class FtNodes(Nodes):
             if self.have_formed() and seat is not None and where is not None:
                 store = connect(where.store, timedelta(seconds=_LEAVE_TIMEOUT / 2))
                 cleanup.callback(store.close)
-                dead = holders(Agreement(store), slots(seat))
+                dead = holders(Agreement(store), drains.slots_of(seat))
             if self._agents is not None and node is not None:
                 self._agents.set(_done(node), "left")
             handler.leave()

@@ -35,12 +35,6 @@ def round_of(state: Record, node: Node, address: str, agreed_in: str = "") -> Ro
     )
 
 
-def slots(seat: Seat | None) -> range:
-    """The slots of a seat that is there."""
-    assert seat is not None
-    return range(seat.base_slot, seat.base_slot + seat.nproc)
-
-
 def is_empty(state: Record, seat: Seat) -> bool:
     """Whether nobody has a seat, in a newer record than that in which it was found."""
     return any(other.base_slot == seat.base_slot and other.occupant is None for other in state.seats)
