@@ -71,6 +71,27 @@ WITHOUT_STEPS = """
 """
 
 
+# One long step, which a file ends by an error on slot 0.
+ONE_STEP = """
+    import os, sys, time
+    from ft_wrapper import CallWrapper, Wrapper
+
+    folder, slot = sys.argv[1], os.environ["RANK"]
+
+    @Wrapper(use_global_iteration=True, heartbeat_timeout=60)
+    def train(call_wrapper: CallWrapper = None):
+        n = call_wrapper.iteration
+        call_wrapper.step(0)
+        open(f"{folder}/step.{n}.{slot}", "w").close()
+        while not os.path.exists(f"{folder}/finish"):
+            if slot == "0" and n == 0 and os.path.exists(f"{folder}/raise"):
+                raise ValueError("told to")
+            time.sleep(0.02)
+
+    train()
+"""
+
+
 def ftrun(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ft_wrapper.run", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
@@ -218,6 +239,22 @@ def test_a_function_that_tells_no_step_is_ended_and_not_started_again(tmp_path: 
         (cluster.shared / "finish").touch()
         assert job.end() == 0, job.said
         assert len(job.pids(1)) == 1
+
+
+def test_a_fault_in_its_last_step_lets_a_rank_leave_at_once(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, ONE_STEP, nnodes="1", nproc=2)
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", str(cluster.script), str(cluster.shared)) as job:
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), job)
+        command = [sys.executable, "-m", "ft_wrapper.run", "drain", "1", endpoint_of(job), "--within", "600"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as draining:
+            await_that(lambda: "to leave the job within 600 s" in job.said, job)
+            (cluster.shared / "raise").touch()
+            assert draining.communicate(timeout=TIMEOUT)[0] == "slot 1 left the job; ranks that go on: 1\n"
+        await_that(lambda: came_to(cluster.shared, 1, 0), job)
+        (cluster.shared / "finish").touch()
+        assert job.end() == 0, job.said
+        (ended,) = (record for record in job.events("rank_ended") if record["rank"] == 1)
+        assert ended["exitcode"] == 0 and not came_to(cluster.shared, 1, 1)
 
 
 def test_restart_and_stop(tmp_path: Path) -> None:

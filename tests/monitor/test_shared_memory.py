@@ -263,6 +263,29 @@ def test_what_became_of_an_iteration(memory: RankMemory) -> None:
     assert memory.stay()["first"] == memory.stay()["last"] == (4, memory.step_stamp) and memory.is_inside
 
 
+@pytest.mark.parametrize("way", ["step", "ping"])
+def test_one_that_is_to_leave_does_so_where_a_step_begins(memory: RankMemory, way: str) -> None:
+    class Left(BaseException):
+        pass
+
+    def leave() -> None:
+        raise Left
+
+    ping, step = memory.make_ping(leave=leave)
+    tell = step if way == "step" else ping
+    tell(3)
+    memory.leaves = True
+    ping()
+    tell(3)  # a part of the step that is on
+    for n in (4, 1):  # the next one; or the function has gone back
+        with pytest.raises(Left):
+            tell(n)
+        assert memory.step == 3, "it has not begun"
+    memory.enter_iteration(1)
+    with pytest.raises(Left):
+        tell(0)
+
+
 @pytest.mark.parametrize("n", [-1, 1.5, "3", None, 2**64])
 def test_what_is_no_step(memory: RankMemory, n: Any) -> None:
     ping, step = memory.make_ping()
