@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
+from test_etcd import EtcdCluster, left_in
 from test_nodes import CONF, PLAIN, WRAPPED, Cluster, pids_of
 
 from ft_wrapper.report import status
+from ft_wrapper.testing import EtcdServer
 
 REASON = "--node-check: the fan stands still (exit status 3)"
 
@@ -61,6 +63,28 @@ def test_a_node_is_kept_out_and_comes_in_once_it_passes(
     assert bad.said.count("is kept out") == 1
     assert bad.said.count("has passed its check") == 1
     assert len(pids_of(bad)) == 1
+
+
+def test_a_node_is_kept_out_on_etcd(
+    tmp_path: Path, etcd: EtcdServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    well = tmp_path / "well"
+    with EtcdCluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
+        cluster.use(etcd)
+        cluster._conf = CONF
+        bad = cluster.start("1", *check(well))
+        await_that(lambda: "is kept out" in bad.said, bad)
+        assert places(cluster, capsys) == {"1": ("kept out", REASON)}
+        first = cluster.start("0")
+        began = cluster.await_inside(1, first, bad)
+        await_that(lambda: "a job has formed" in first.said, first)
+        assert places(cluster, capsys) == {"0": ("seat", ""), "1": ("kept out", REASON)}
+        well.touch()
+        grown = cluster.await_inside(2, first, bad)
+        assert places(cluster, capsys) == {"0": ("seat", ""), "1": ("seat", "")}
+        cluster.finish(first, bad)
+    assert grown[0]["pid"] == began[0]["pid"]
+    assert left_in(etcd) == []
 
 
 def test_a_spare_that_fails_gives_its_seat_back_at_once(
