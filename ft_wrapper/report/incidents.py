@@ -12,6 +12,7 @@ from .rows import Record, Row, iteration_of
 #: What happened to a rank, by the kind of its fault; `JOINED` if nothing failed and a process came.
 WORDS = {
     "EXCEPTION": "raised",
+    "OUT_OF_MEMORY": "ran out of memory",
     "BASE_EXCEPTION": "left",
     "SOFT_TIMEOUT": "hung",
     "HARD_TIMEOUT": "hung, and was killed",

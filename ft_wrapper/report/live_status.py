@@ -61,17 +61,19 @@ def draw(status: "Status", height: int) -> Group:
     """
     parts: list[Text | Table] = [_head(status)]
     nodes = _nodes(status, max(height // 3, 5))
-    free = max(height - _BESIDE - (nodes.row_count + 1 if nodes else 0), 5)
+    kept_out = status.kept_out()
+    free = max(height - _BESIDE - (nodes.row_count + 1 if nodes else 0) - len(kept_out), 5)
     if status.ranks:
         parts.append(_ranks(status) if len(status.ranks) <= free else _hosts(status, free))
     if nodes:
         parts.append(nodes)
+    parts += [_text(said) for said in kept_out]
     if status.last_faults is not None:
         parts.append(Text.assemble(("last fault: ", "bold"), clean(status.last_faults)))
     return Group(*parts)
 
 
-_PLACES = ("lost", "waiting", "spare", "seat")
+_LAST = {"waiting": 1, "spare": 2, "seat": 3}  # what is more urgent comes before
 _STYLES = {"running": "bold green", "restarting": "bold yellow", "completed": "bold"}
 
 
@@ -127,10 +129,10 @@ def _nodes(status: "Status", most: int) -> Table | None:
     if not status.nodes:
         return None
     table = _table("node", "place", "group rank", "slots", "address")
-    for node in sorted(status.nodes, key=lambda node: _PLACES.index(node.place))[:most]:
+    for node in sorted(status.nodes, key=lambda node: _LAST.get(node.place, 0))[:most]:
         slots = f"{node.slots[0]}..{node.slots[1]}" if node.slots else "-"
         group_rank = "-" if node.group_rank is None else str(node.group_rank)
-        place = Text(node.place, "bold red" if node.place == "lost" else "")
+        place = Text(node.place, "" if node.place in _LAST else "bold red")
         table.add_row(_text(node.id), place, group_rank, slots, _text(node.address))
     _count_the_rest(table, len(status.nodes) - most, "node")
     return table

@@ -54,11 +54,16 @@ SHAPES = {
     "hung": ("M0 -6L6 0L0 6L-6 0Z", "D"),
     "joined": ("M-5 0A5 5 0 1 0 5 0A5 5 0 1 0 -5 0Z", "o"),
 }
-_SHAPE_OF = {
+#: Which of `SHAPES` an incident has, by its kind.
+SHAPE_OF = {
     "EXCEPTION": "raised",
+    "OUT_OF_MEMORY": "raised",
     "BASE_EXCEPTION": "raised",
     "SOFT_TIMEOUT": "hung",
     "HARD_TIMEOUT": "hung",
+    "TERMINATED": "died",
+    "UNRESPONSIVE": "died",
+    "MONITOR_PROCESS_EXCEPTION": "died",
     "JOINED": "joined",
 }
 SHAPE_TITLES = {
@@ -75,7 +80,7 @@ def shape_of(kind: str) -> str:
     Args:
         kind: of its likeliest cause.
     """
-    return _SHAPE_OF.get(kind, "died")
+    return SHAPE_OF.get(kind, "died")
 
 
 def clean(text: object) -> str:

@@ -140,7 +140,11 @@ class Status:
         for node in self.nodes:
             slots = node.slots and f"{node.slots[0]}..{node.slots[1]}"
             rows.append((node.id, node.place, node.group_rank, slots, node.address))
-        lines = ["nodes:", *table(rows, "  ")]
+        return ["nodes:", *table(rows, "  "), *self.kept_out()]
+
+    def kept_out(self) -> list[str]:
+        """Which nodes are kept out, since when and why: a line for each."""
+        lines = []
         for node in self.nodes:
             if node.reason and node.since is not None:
                 when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(node.since))

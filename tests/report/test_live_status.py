@@ -77,19 +77,20 @@ def test_more_hosts_than_lines_are_counted() -> None:
 
 def test_nodes_that_are_not_in_the_job_come_first() -> None:
     seats = [NodeStatus(f"n{n}", "seat", n, (2 * n, 2 * n + 1), 0, f"10.0.0.{n}") for n in range(100)]
-    nodes = (
-        *seats,
-        NodeStatus("w", "waiting", None, None, 0, ""),
-        NodeStatus("x", "lost", 7, None, None, ""),
-    )
+    out = NodeStatus("y", "kept out", None, None, 0, "", "GPU 3 has [uncorrected] errors", 1_790_000_000.0)
+    lost = NodeStatus("x", "lost", 7, None, None, "")
+    nodes = (*seats, NodeStatus("w", "waiting", None, None, 0, ""), lost, out)
     lines = drawn(dataclasses.replace(JOB, nodes=nodes), height=30)
     begin = next(number for number, line in enumerate(lines) if line.startswith("node"))
     assert [line.split() for line in lines[begin + 1 : begin + 4]] == [
         ["x", "lost", "7", "-", "-"],
+        ["y", "kept", "out", "-", "-", "-"],
         ["w", "waiting", "-", "-", "-"],
-        ["n0", "seat", "0", "0..1", "10.0.0.0"],
     ]
-    assert "and 92 more nodes" in lines[-2] and len(lines) < 30
+    *_, rest, why, fault = lines
+    assert rest.strip() == "and 93 more nodes" and fault.startswith("last fault") and len(lines) < 30
+    assert why.startswith("node y is kept out since 2026-")
+    assert why.endswith(": GPU 3 has [uncorrected] errors")
 
 
 def test_a_job_that_has_not_formed() -> None:

@@ -13,7 +13,8 @@ from ft_wrapper import RestartReport
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.protocol.records import Fault, Member
 from ft_wrapper.report.goodput import BUCKETS, make_goodput
-from ft_wrapper.report.incidents import natural, slots_in
+from ft_wrapper.report.incidents import WORDS, natural, slots_in
+from ft_wrapper.report.look import SHAPE_OF, SHAPES
 from ft_wrapper.report.restart import in_words
 from ft_wrapper.report.timeline import MOST_ROWS, STATES, Line, Timeline, make_timeline
 
@@ -173,6 +174,12 @@ def test_without_the_logs_line_the_faults_are_named() -> None:
     assert lines[1] == "slot 1 on gpu000 died"
     assert sorted(lines[2].split("; ")) == [f"slot {slot} on gpu00{slot // 2} hung" for slot in (0, 2, 3, 4)]
     assert lines[3] == "slot 4 on gpu002 was lost with its host; slot 5 on gpu002 was lost with its host"
+
+
+def test_each_kind_of_fault_has_words_and_a_mark() -> None:
+    kinds = {kind.name for kind in Interruption}
+    assert set(WORDS) == kinds and set(SHAPE_OF) == {*kinds, "JOINED"}
+    assert set(SHAPE_OF.values()) == set(SHAPES)
 
 
 def test_faults_in_the_wake_of_another_are_counted() -> None:
