@@ -61,17 +61,20 @@ def draw(status: "Status", height: int) -> Group:
     """
     parts: list[Text | Table] = [_head(status)]
     nodes = _nodes(status, max(height // 3, 5))
-    free = max(height - _BESIDE - (nodes.row_count + 1 if nodes else 0), 5)
+    reasons = [clean(line) for node in status.nodes if (line := node.why())][:_REASONS]
+    free = max(height - _BESIDE - (nodes.row_count + 1 if nodes else 0) - len(reasons), 5)
     if status.ranks:
         parts.append(_ranks(status) if len(status.ranks) <= free else _hosts(status, free))
     if nodes:
-        parts.append(nodes)
+        parts += [nodes, *map(Text, reasons)]
     if status.last_faults is not None:
         parts.append(Text.assemble(("last fault: ", "bold"), clean(status.last_faults)))
     return Group(*parts)
 
 
-_PLACES = ("lost", "waiting", "spare", "seat")
+_PLACES = ("lost", "kept out", "waiting", "spare", "seat")
+_BAD = ("lost", "kept out")
+_REASONS = 3  # so many nodes that are kept out are told about
 _STYLES = {"running": "bold green", "restarting": "bold yellow", "completed": "bold"}
 
 
@@ -130,7 +133,7 @@ def _nodes(status: "Status", most: int) -> Table | None:
     for node in sorted(status.nodes, key=lambda node: _PLACES.index(node.place))[:most]:
         slots = f"{node.slots[0]}..{node.slots[1]}" if node.slots else "-"
         group_rank = "-" if node.group_rank is None else str(node.group_rank)
-        place = Text(node.place, "bold red" if node.place == "lost" else "")
+        place = Text(node.place, "bold red" if node.place in _BAD else "")
         table.add_row(_text(node.id), place, group_rank, slots, _text(node.address))
     _count_the_rest(table, len(status.nodes) - most, "node")
     return table

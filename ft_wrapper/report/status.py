@@ -49,7 +49,7 @@ class NodeStatus:
         incarnation: how many agents had this id before; None for a lost one.
         address: where the others reach it; empty if that is not known.
         reason: why it is kept out.
-        since: for how long it has been, in seconds since the epoch by its own clock.
+        since: since when it is, in seconds since the epoch by its own clock; None for all others.
     """
 
     id: str
@@ -60,6 +60,13 @@ class NodeStatus:
     address: str
     reason: str = ""
     since: float | None = None
+
+    def why(self) -> str:
+        """A line about a node that is kept out; empty for all others."""
+        if self.since is None:
+            return ""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"node {self.id} is {self.place} since {when}: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +148,7 @@ class Status:
             slots = node.slots and f"{node.slots[0]}..{node.slots[1]}"
             rows.append((node.id, node.place, node.group_rank, slots, node.address))
         lines = ["nodes:", *table(rows, "  ")]
-        for node in self.nodes:
-            if node.reason and node.since is not None:
-                when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(node.since))
-                lines.append(f"node {node.id} is {node.place} since {when}: {node.reason}")
-        return lines
+        return lines + [line for node in self.nodes if (line := node.why())]
 
 
 def read_status(store: StoreMixin) -> Status:
