@@ -61,7 +61,7 @@ def draw(status: "Status", height: int) -> Group:
     """
     parts: list[Text | Table] = [_head(status)]
     nodes = _nodes(status, max(height // 3, 5))
-    kept_out = status.kept_out()
+    kept_out = status.kept_out()[:_REASONS]
     free = max(height - _BESIDE - (nodes.row_count + 1 if nodes else 0) - len(kept_out), 5)
     if status.ranks:
         parts.append(_ranks(status) if len(status.ranks) <= free else _hosts(status, free))
@@ -73,6 +73,7 @@ def draw(status: "Status", height: int) -> Group:
     return Group(*parts)
 
 
+_REASONS = 3  # so many nodes that are kept out are told about
 _LAST = {"waiting": 1, "spare": 2, "seat": 3}  # what is more urgent comes before
 _STYLES = {"running": "bold green", "restarting": "bold yellow", "completed": "bold"}
 

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from ft_wrapper.report import status
 from ft_wrapper.report.live_status import draw, show
-from ft_wrapper.report.status import COMPLETED, NOT_FORMED, RUNNING, NodeStatus, RankStatus, Status
+from ft_wrapper.report.status import COMPLETED, KEPT_OUT, NOT_FORMED, RUNNING, NodeStatus, RankStatus, Status
 
 JOB = Status(
     state=RUNNING,
@@ -91,6 +91,17 @@ def test_nodes_that_are_not_in_the_job_come_first() -> None:
     assert rest.strip() == "and 93 more nodes" and fault.startswith("last fault") and len(lines) < 30
     assert why.startswith("node y is kept out since 2026-")
     assert why.endswith(": GPU 3 has [uncorrected] errors")
+
+
+def test_nodes_that_are_kept_out_say_why() -> None:
+    bad = [NodeStatus(f"b{n}", KEPT_OUT, None, None, 0, "", f"no disk\x1b {n}", 0.0) for n in range(9)]
+    seats = [NodeStatus(f"n{n}", "seat", n, (n, n), 0, "") for n in range(100)]
+    lines = drawn(dataclasses.replace(JOB, nodes=(*seats, *bad)), height=30)
+    begin = next(number for number, line in enumerate(lines) if line.startswith("node"))
+    assert lines[begin + 1].split() == ["b0", "kept", "out", "-", "-", "-"]
+    reasons = [line for line in lines if line.startswith("node b")]
+    assert [line.rpartition(": ")[2] for line in reasons] == [f"no disk\ufffd {n}" for n in range(3)]
+    assert len(lines) < 30
 
 
 def test_a_job_that_has_not_formed() -> None:
