@@ -151,6 +151,8 @@ class RankMonitor:
         if self.is_between:
             # As it always ends, mostly: no fault. Those who go on to another call must not wait for it.
             self._tell_death(None, False, self.limits.termination_grace_time)
+        elif not self._is_death_told and self.memory.leaves:  # it was ended, as it had no step to leave at
+            self._publish_death(Interruption.BASE_EXCEPTION, "was drained")
         elif not self._is_death_told:
             self._publish_death(Interruption.TERMINATED, "died")
         self._agreement.ends.say_goodbye(self.member)  # it cannot do so itself any more
@@ -332,7 +334,7 @@ class RankMonitor:
         self._is_death_told = True
 
     def _tell_death(self, fault: Fault | None, active: bool, timeout: float) -> None:
-        returns = self.limits.replaced
+        returns = self.limits.replaced and not self.memory.leaves
         report_deaths(
             self._agreement, self.view, {self.member: fault}, active=active, timeout=timeout, returns=returns
         )

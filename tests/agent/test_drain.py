@@ -232,7 +232,8 @@ def test_a_function_that_tells_no_step_is_ended_and_not_started_again(tmp_path: 
         await_that(lambda: came_to(cluster.shared, 0, 0, 1), job)
         done = ftrun("drain", "slot:1", endpoint_of(job))
         assert done.returncode == 0, done.stderr
-        await_that(lambda: came_to(cluster.shared, 1, 0), job)
+        await_that(lambda: came_to(cluster.shared, 1, 0) and "restart 1: " in job.said, job)
+        assert "restart 1: rank 1 (slot 1 on " in job.said and ") was drained; no spare" in job.said
         for refused, why in (("0", "0 ranks would be left"), ("7", "there is no node or slot '7'")):
             again = ftrun("drain", refused, endpoint_of(job))
             assert again.returncode == 2 and why in again.stderr
