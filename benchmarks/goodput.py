@@ -48,7 +48,6 @@ HEADERS = (
     *("system", "goodput", "first / this", "step", "useful steps", "done again", "faults", "restarts"),
     *("new processes", *(f"lost by {kind}" for kind in KINDS), "ended by itself"),
 )
-NVRX_SPARES = 1  # a rank that it lost does not come back before all are started again
 RESTARTS = 1000  # more than there are faults: no launcher gives up
 
 
@@ -200,15 +199,15 @@ def commands(system: System, ranks: int, worker: list[str]) -> list[list[str]]:
         options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
         return [[python, "-m", "torch.distributed.run", *options, f"--max-restarts={RESTARTS}", *worker]]
     # NVRx's launcher leaves the ranks to its wrapper until too few agents have all of theirs, and starts all
-    # ranks then. So there is an agent for each rank, as its documentation advises, and one more with a spare.
-    agents = ranks + NVRX_SPARES
+    # ranks then. So there is an agent for each rank, as its documentation advises. There is no spare: four
+    # ranks that wait for ever for the store of a killed rank 0 would be enough for the launcher.
     endpoint = f"127.0.0.1:{free_port_pair()}"
     launcher = [python, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
-    options = [f"--nnodes={ranks}:{agents}", "--nproc-per-node=1", f"--max-restarts={RESTARTS}"]
+    options = [f"--nnodes={ranks}", "--nproc-per-node=1", f"--max-restarts={RESTARTS}"]
     options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=goodput"]
     options += ["--local-addr=127.0.0.1", "--monitor-interval=0.5", "--ft-restart-policy=min-healthy"]
     options += ["--ft-enable-nic-monitor=False"]
-    return [[*launcher, *options, f"--rdzv-conf=is_host={int(i == 0)}", *worker] for i in range(agents)]
+    return [[*launcher, *options, f"--rdzv-conf=is_host={int(i == 0)}", *worker] for i in range(ranks)]
 
 
 def settings(system: System, hang: float) -> tuple[dict[str, float], float]:
