@@ -128,7 +128,7 @@ def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings:
 def test_a_death_is_published_once_but_again_if_that_failed(settings: Limits) -> None:
     store = FakeStore()
     heart = Heart(lambda: store, str(MEMBER), dataclasses.replace(settings, heartbeat_interval=5.0))
-    memory = mock.Mock(active=True, rank=None)
+    memory = mock.Mock(active=True, rank=None, leaves=False)
     watching = RankMonitor(lambda: store, MEMBER, memory, 0, settings, heart)
     try:
         store.fail("append", error=StoreError("out of reach"))
