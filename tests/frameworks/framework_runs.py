@@ -217,7 +217,7 @@ def run_job(kind: Kind, folder: Path, faults: list[str], temporary: Path | None 
         kind: of job.
         folder: for its files.
         faults: of each run, after the clean one.
-        temporary: folder for temporary files; by default the same.
+        temporary: folder for temporary files; by default one of its own.
 
     Returns:
         A verdict on each run; what is wrong with the job counts for its last one.
@@ -226,8 +226,10 @@ def run_job(kind: Kind, folder: Path, faults: list[str], temporary: Path | None 
     words = ["--nproc-per-node", kind.processes, "--max-rank-restarts", 100 * (len(faults) + 1)]
     words += [HERE / kind.script, "--folder", folder, "--steps", STEPS, "--way", kind.way]
     words += ["--active", kind.active, "--faults", *faults]
-    environment = {**ENVIRONMENT, "TMPDIR": str(temporary or folder)}
-    records, trouble = run_ftrun(words, folder, environment, START + A_RUN * (len(faults) + 1))
+    # With a short name: a loader's workers have sockets there, whose names have to fit into 108 bytes.
+    with tempfile.TemporaryDirectory(prefix="ft-") as short:
+        environment = {**ENVIRONMENT, "TMPDIR": str(temporary or short)}
+        records, trouble = run_ftrun(words, folder, environment, START + A_RUN * (len(faults) + 1))
     reference = digest_of(records.get(CLEAN, []))
     verdicts = [
         judge(
