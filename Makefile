@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 AT_ONCE := --numprocesses $(WORKERS) --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all test-gpu test-frameworks test-frameworks-all matrix matrix-torch explore mutants lint format docs \
+.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all test-gpu test-frameworks test-frameworks-all framework-runs framework-tests matrix matrix-torch explore mutants lint format docs \
 	bench clean distclean
 
 help:
@@ -102,8 +102,13 @@ $(FRAMEWORKS)/.installed: pyproject.toml
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS)/.installed
+	$(MAKE) --jobs 2 --output-sync framework-runs framework-tests
+
+framework-runs:
 	$(FRAMEWORKS)/bin/python tests/frameworks/framework_runs.py --runs $(RUNS) --docs docs/frameworks.md
-	$(FRAMEWORKS)/bin/python -m pytest --numprocesses 2 --dist worksteal -m frameworks tests/frameworks
+
+framework-tests:
+	$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks
 
 test-frameworks-all:
 	$(MAKE) test-frameworks RUNS=10
