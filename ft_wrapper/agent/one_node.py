@@ -119,7 +119,7 @@ class OneNode(Nodes):
         server, self._server = self._server, None
         if server is None:
             return
-        waker, thread = self._waker, self._thread
+        waker, thread, self._waker, self._thread = self._waker, self._thread, None, None
         if waker is not None and thread is not None:
             # The thread is woken first: torch's client would print how it has lost the server.
             with contextlib.closing(waker.store), contextlib.suppress(StoreError, DistError, RendezvousError):
