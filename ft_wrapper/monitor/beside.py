@@ -15,6 +15,7 @@ import pickle
 import signal
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Callable
 
@@ -29,7 +30,7 @@ from .line import MonitorLine, send
 from .rank_monitor import await_exit
 from .service import heart_name
 from .shared_memory import RankMemory
-from .watch import RankWatch, step_back_for_good
+from .watch import RESTART, RankWatch
 
 log = logging.getLogger(__name__)
 
@@ -181,9 +182,10 @@ def _watch(task: _Task, line: socket.socket, memory: RankMemory) -> None:
         watch.await_goodbyes()
         server.close()  # not left to the exit: the next call's host takes the port once this has ended
     if died:
-        # Freeing this process's memory takes a CPU for as long as freeing the rank's.
+        # Freeing this process's memory takes a CPU for as long as freeing the rank's. It waits until the
+        # others have restarted. (Under SCHED_IDLE it would not end for minutes where all CPUs are busy.)
         await_exit(pidfd, limits.termination_grace_time)
-        step_back_for_good()
+        time.sleep(RESTART)
 
 
 def _reset_signals() -> None:

@@ -41,7 +41,7 @@ from .tally import RankAccount, Tally
 
 log = logging.getLogger(__name__)
 
-_RESTART = 0.1  # seconds in which others restart, mostly; so long a dead rank's memory is freed behind them
+RESTART = 0.1  # seconds in which others restart, mostly; so long a dead rank's memory is freed behind them
 
 _PF_EXITING = 0x4
 _SIGKILL_PENDING = 1 << 8
@@ -207,7 +207,7 @@ class RankWatch:
                 with stepping_back(self.pid, allowed):
                     self._has_died = True
                     self._wake_up()
-                    await_exit(self.pidfd, _RESTART)
+                    await_exit(self.pidfd, RESTART)
         except Exception:
             log.exception("cannot wait for the death of process %d, which will be noticed late", self.pid)
 
@@ -355,12 +355,6 @@ def stepping_back(pid: int, allowed: bool) -> Iterator[None]:
         for tid in changed:
             with contextlib.suppress(OSError):  # gone
                 os.sched_setscheduler(tid, os.SCHED_OTHER, _IDLE)
-
-
-def step_back_for_good() -> None:
-    """Before a process ends of its own accord while others restart: frees its memory behind them."""
-    for tid in _threads(os.getpid()):
-        _step_back(tid)
 
 
 def _step_back(tid: int) -> bool:

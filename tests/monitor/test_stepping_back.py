@@ -102,16 +102,3 @@ def test_who_may_not_go_back_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     assert may_step_forward() is False
-
-
-def test_a_process_that_ends_of_its_own_accord_steps_back_with_all_threads() -> None:
-    script = (
-        "import os, threading\n"
-        "from ft_wrapper.monitor.watch import step_back_for_good\n"
-        "stop = threading.Event(); thread = threading.Thread(target=stop.wait); thread.start()\n"
-        "step_back_for_good()\n"
-        "print(*{os.sched_getscheduler(int(tid)) for tid in os.listdir('/proc/self/task')})\n"
-        "stop.set(); thread.join()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == [str(os.SCHED_IDLE)], done.stderr
