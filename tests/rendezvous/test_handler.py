@@ -365,12 +365,16 @@ def test_other_options_are_refused(nodes: Nodes) -> None:
 
 
 def test_other_options_are_refused_though_both_come_first(nodes: Nodes) -> None:
-    a, b = nodes.make("0", 2, 2, patience=0.1), nodes.make("1", 2, 3, patience=0.1, join_timeout=1.0)
-    both = [nodes.join(a), nodes.join(b)]
-    done, _ = concurrent.futures.wait(both, TIMEOUT, concurrent.futures.FIRST_COMPLETED)
+    handlers = [nodes.make("0", 2, 2, patience=0.1), nodes.make("1", 2, 3, patience=0.1)]
+    both = [nodes.join(handler) for handler in handlers]
+    done, waits = concurrent.futures.wait(both, TIMEOUT, concurrent.futures.FIRST_COMPLETED)
     error = done.pop().exception()
     assert error is not None
     assert "nnodes is 2:" in str(error)
+    for future in waits:
+        handlers[both.index(future)].set_closed()
+        with pytest.raises(RendezvousClosedError):
+            future.result(TIMEOUT)
 
 
 def test_garbage_in_the_record_names_the_key(nodes: Nodes) -> None:
