@@ -302,8 +302,11 @@ def test_a_rank_whose_abort_hangs_is_replaced(tmp_path: Path, does: str) -> None
             hangs = os.environ["RANK"] == "0"
             dist.init_process_group(blocking_backend(OnAbort.HANGS if hangs else OnAbort.RETURNS))
             group = dist.new_group(backend=blocking_backend())
+            store = dist.distributed_c10d._get_default_store()
             if not hangs:
+                store.wait(["rank 0 has its groups"])
                 raise ValueError("as planned")
+            store.set("rank 0 has its groups", "")
             while sys.argv[1] == "trains":
                 call_wrapper.ping()
                 time.sleep(0.01)

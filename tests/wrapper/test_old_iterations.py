@@ -32,7 +32,8 @@ def settings() -> dict[str, Any]:
 
 
 def watch_looks() -> list[threading.Event]:
-    """Has the check say when it has looked; for each look one event."""
+    """Has the check say when it has looked; for each look one event. On a busy machine it may take longer."""
+    setattr(leftover_check, "_LIMIT", 10.0)  # noqa: B010
     looks: list[threading.Event] = []
     look, look_at = leftover_check.LeftoverCheck.look, leftover_check.LeftoverCheck._look_at
     waiting: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
