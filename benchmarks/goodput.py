@@ -371,7 +371,7 @@ def measure(arguments: argparse.Namespace, systems: list[System], folder: Path) 
                 for name, future in running.items():
                     try:
                         one = future.result()
-                    except RuntimeError as error:  # it did not start: the others are measured all the same
+                    except RuntimeError as error:  # it did not start: still measure the others
                         print(error, flush=True)
                         continue
                     outcomes[name].append(one)

@@ -2,7 +2,7 @@
 
     python docs/options.py
 
-writes it anew into the page. What the installed torch does not have yet stays as the page has it.
+rewrites it in the page. Options that the installed torch does not have yet stay as they are.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class CallWrapper:
         """Says that the function makes progress. About 0.1 µs: it writes a time stamp and nothing else.
 
         From the first call in an iteration on, the function must go on calling it: a rank that does not for
-        ``soft_timeout`` restarts everybody, one that does not for ``hard_timeout`` is ended. With ``ping(n)``
+        ``soft_timeout`` restarts all ranks, one that does not for ``hard_timeout`` is ended. With ``ping(n)``
         or ``ping(step=n)`` it says, too, which step is on, as `step` does.
         """
         self.step: Callable[[int], None] = step
