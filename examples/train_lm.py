@@ -3,14 +3,14 @@
     ftrun --nproc-per-node 4 examples/train_lm.py --active 3
     ftrun --nproc-per-node 4 examples/train_lm.py --active 3 --live
 
-With ``--live`` the state stays in the processes that survive, and no step is done twice; checkpoints are read
-only where no process has it any more.
+With ``--live`` the surviving processes keep the state, and no step is repeated; a checkpoint is read only if
+no process has the state any more.
 
 The text is what every machine with Python has: the sources of the standard library. Three things make a
 run end with the same weights, bit for bit, whatever happened on the way:
 
-- A checkpoint is there as a whole or not at all, and every entry of ``train`` resumes from the newest one;
-  or, with ``--live``, from the step that was committed last.
+- A checkpoint exists completely or not at all, and every entry of ``train`` resumes from the newest one, or,
+  with ``--live``, from the last committed step.
 - Which data a step sees, and every random number in it, depends on the seed, the step and the rank only.
 - As many ranks train after a fault as before it (``--active``); a spare takes a lost rank's place, or else
   the others wait until there are enough again (``--min-ranks``): for a process that is started again.
