@@ -4,10 +4,10 @@
     python benchmarks/flat.py --ddp 20 --fsdp2 10
     python benchmarks/flat.py --fsdp2 20 --no-collect-garbage     # what the wrapper's collection is for
 
-Each rank raises in turn, in the midst of a step, while the other sits in a collective. Before each entry the
-process is looked at, once its old groups are gone and glibc has given back what it can (``malloc_trim``,
-without which its free lists grow). The table has the first restarts and the last ones: the same, or something
-stays; then it says what, and this ends with 1.
+The ranks take turns raising in the middle of a step, while the other waits in a collective. Each process is
+measured before each entry, once its old groups are gone and glibc has released what it can (``malloc_trim``,
+without which its free lists grow). The table compares the first restarts with the last ones. If anything has
+grown, the script says what stays, and exits with 1.
 """
 
 from __future__ import annotations

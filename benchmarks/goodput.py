@@ -1,13 +1,14 @@
-"""What is left of the time when faults come every 20 s: useful steps x step time / wall time.
+"""Goodput with a fault every 20 s: useful steps x step time / wall time.
 
     python benchmarks/goodput.py --at-once           # ten minutes of all systems, side by side
     python benchmarks/goodput.py --minutes 2         # one after the other
 
-Four ranks train with DistributedDataParallel and AdamW in a gloo group; a step takes 100 ms, most of which
-the CPU sleeps. Rank 0 writes a checkpoint every 50 steps. Exceptions, SIGKILLs and hangs in C come at random,
-the same for all: the schedule depends on ``--seed``. With live state no step is lost; with checkpoints, under
-ft_wrapper, NVRx 0.4.1 and torchrun, those since the last one are done again. A step counts once, when all
-ranks have done it. The step time is that of each system, in the same run, before the first fault.
+Four ranks train with DistributedDataParallel and AdamW in a gloo group; a step takes 100 ms, most of which is
+sleep. Rank 0 writes a checkpoint every 50 steps. Exceptions, SIGKILLs and hangs in C come at random, at
+the same moments for all systems: ``--seed`` determines the schedule. With live state no step is lost; with
+checkpoints, under ft_wrapper, NVRx 0.4.1 and torchrun, the steps since the last one are repeated. A step
+counts once, when all ranks have done it. Each system's step time comes from the same run, before the first
+fault.
 """
 
 from __future__ import annotations
@@ -371,7 +372,7 @@ def measure(arguments: argparse.Namespace, systems: list[System], folder: Path) 
                 for name, future in running.items():
                     try:
                         one = future.result()
-                    except RuntimeError as error:  # it did not start: the others are measured all the same
+                    except RuntimeError as error:  # it did not start: still measure the others
                         print(error, flush=True)
                         continue
                     outcomes[name].append(one)

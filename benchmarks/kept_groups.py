@@ -1,11 +1,11 @@
-"""What it saves that the process group and DDP stay over a restart, for a plain and for a compiled model.
+"""What it saves to keep the process group and DDP over a restart, for a plain and for a compiled model.
 
     python benchmarks/kept_groups.py            # needs torch >= 2.15
     python benchmarks/kept_groups.py --quick    # one job of each kind
 
 Three ranks train with live state, a fourth one is a spare, as in ``lost_work.py``: exceptions and a SIGKILL,
-and the time from the fault to the first step that was not done before. In turn, with
-``Wrapper(keep_groups=True)`` and ``live.data_parallel``, and with a group and a DDP object made in each
+and the time from the fault to the first new step. Jobs alternate between
+``Wrapper(keep_groups=True)`` with ``live.data_parallel``, and a group and a DDP object made in each
 iteration. DDP has ``find_unused_parameters=True`` in both. Figures are medians.
 """
 

@@ -1,4 +1,4 @@
-"""How fast a state goes from its holders to a receiver, and a bare socket beside it.
+"""How fast a state goes from its holders to a receiver, compared with a bare socket.
 
     python benchmarks/live_transfer.py                       # 10 MB, 128 MB and 1 GB: some minutes
     python benchmarks/live_transfer.py --sizes 128 --runs 5

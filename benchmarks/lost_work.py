@@ -1,4 +1,4 @@
-"""What a fault costs in work: until the first step that no one had done before, and steps done again.
+"""What a fault costs in work: the time until the first new step, and steps done again.
 
     python benchmarks/lost_work.py            # everything
     python benchmarks/lost_work.py --quick    # one job of each kind, and a short look at commit

@@ -248,7 +248,7 @@ class Train:
         """The training loop."""
         task, rank = self.task, dist.get_rank()
         batch = torch.ones(8, task.size.width)
-        new = task.faults[self.index - 1][2] if self.index else 0  # the step that nobody has done yet
+        new = task.faults[self.index - 1][2] if self.index else 0  # the first step that no rank has done yet
         kind, victim, last = task.faults[self.index] if self.index < len(task.faults) else ("", -1, -1)
 
         def forwarded() -> None:

@@ -4,7 +4,7 @@
     python benchmarks/replace_rank.py --quick      # fewer kills
 
 The same function in a gloo group, the same ranks killed at the same moments, under ftrun, under ``ftrun
---no-standby`` (torch is imported by each replacement) and under torchrun, which starts all ranks anew. The
+--no-standby`` (torch is imported by each replacement) and under torchrun, which restarts all ranks. The
 driver stamps the time just before the signal; each rank stamps the function's first line. Figures are
 medians; times are of this machine, the ratios are what to compare.
 """

@@ -2,7 +2,7 @@
 
     python docs/options.py
 
-writes it anew into the page. What the installed torch does not have yet stays as the page has it.
+rewrites it in the page. Options that the installed torch does not have yet stay as they are.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ STANDS_FOR = {"--master-port": "`29500`", "--shutdown-timeout": "`30`"}
 """What torchrun takes where its parser has no default."""
 
 REMARKS = {
-    "--rdzv-id": "`etcd` needs one of the job's own",
-    "--rdzv-conf": "a warning for names that there are not ([Rendezvous](rendezvous.md))",
-    "--redirects": "a warning for ranks that there are not",
+    "--rdzv-id": "`etcd` needs one for each job",
+    "--rdzv-conf": "a warning for unknown names ([Rendezvous](rendezvous.md))",
+    "--redirects": "a warning for ranks that do not exist",
     "--tee": "lines begin with role and rank rather than role and local rank",
-    "--local-ranks-filter": "a warning for ranks that there are not",
+    "--local-ranks-filter": "a warning for ranks that do not exist",
     "--log-dir": "a temporary one is removed if nothing was written to it",
     "--log-line-prefix-template": "with older torch, too; without it "
     "`TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE`, else as `--tee`",

@@ -2,7 +2,7 @@
 
     python docs/report_pictures.py
 
-writes them anew into ``docs/_static``, and a page for a browser, in some two minutes. It needs matplotlib:
+rewrites them in ``docs/_static``, with a page for a browser, in some two minutes. It needs matplotlib:
 ``pip install '.[plot]'``.
 """
 

@@ -55,7 +55,7 @@ CRASH = Sequence(
 )
 
 EARLY_RESPAWN = Sequence(
-    "An early respawn: rank 1's host is lost, and its next process comes before anybody has noticed",
+    "An early respawn: rank 1's host is lost, and its next process comes before the loss is noticed",
     ("rank 0", "rank 1", "rank 2", "new rank 1", "store"),
     (
         Row("rank 1", "is lost, with its monitor: no one can tell the others", (), ends=True),

@@ -1,4 +1,4 @@
-"""The same script, wrapped: it goes on through faults.
+"""The same script, wrapped: it survives faults.
 
 ftrun --nproc-per-node 2 examples/ddp_after.py FOLDER
 """

@@ -1,16 +1,15 @@
-"""A training run survives an exception, killed ranks and a hang, and loses nothing by it.
+"""A training run survives an exception, killed ranks and a hang without losing anything.
 
-Trains the same model again and again, on four processes of which one is a hot spare:
+Trains the same model several times, on four processes, one of which is a hot spare:
 
-1. left alone;
+1. without faults;
 2. with an exception, a killed rank 0 and a hang;
-3. with more killed ranks than there are spares: ``ftrun`` starts their processes again, and they come back
-   into the running job;
-4. with live state (``train_lm.py --live``), left alone, and with the faults of 2: no step is done again.
+3. with more killed ranks than there are spares: ``ftrun`` restarts their processes, and they rejoin the
+   running job;
+4. with live state (``train_lm.py --live``), without faults and with the faults of 2: no step is repeated.
 
-The final weights of 1 to 3 are the same, bit for bit, and so are those of both runs of 4, which makes its
-random numbers in another way. In 1, 2 and 4 ``ftrun`` is told not to start dead ranks again: the spare alone
-takes over.
+The final weights of 1 to 3 are the same, bit for bit. So are those of both runs of 4, which makes its random
+numbers in a different way. In 1, 2 and 4 ``ftrun`` does not restart dead ranks: only the spare takes over.
 
     python examples/demo.py                      faults at fixed places
     python examples/demo.py --seed 7             at places chosen at random

@@ -1,15 +1,15 @@
-"""A training run on three nodes survives the loss of any machine, the first one too.
+"""A training run on three nodes survives the loss of any machine, even the first one.
 
-Three members of etcd and three nodes of two ranks, all on this machine; four of the six ranks train. One
-thing after the other is lost, and comes back:
+Three members of etcd and three nodes of two ranks, all on this machine; four of the six ranks train. These
+are lost, one after the other, and come back:
 
-1. the leader of etcd: no one notices;
+1. the leader of etcd: training does not notice;
 2. node 0, with the first agent and the first ranks: one restart, and spares take over; then it is back;
 3. a member of etcd and another node at the same time;
-4. two members of etcd, its majority: the training goes on without, and no one notices;
-5. the majority, and a rank meanwhile: that waits until the majority is back, and is one restart then.
+4. two members of etcd, its majority: training continues without them, and does not notice;
+5. the majority, and then a rank: the restart waits until the majority is back.
 
-The final weights are the same, bit for bit, as those of the run that is left alone.
+The final weights are the same, bit for bit, as those of the run without faults.
 
     python examples/demo_etcd.py                  `make demo-etcd`
     python examples/demo_etcd.py --outage 30      without a majority for longer

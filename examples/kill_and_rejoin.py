@@ -4,14 +4,14 @@
     python examples/kill_and_rejoin.py --ranks 6 --minutes 10 --seed 7    `make soak`
     python examples/kill_and_rejoin.py --ranks 6 --minutes 10 --live      `make soak-live`
 
-Every ``--every`` seconds, more or less, something happens to a random rank. At the end of ``--minutes`` the
-training may finish, and the same number of steps is trained without faults. What must hold then:
+About every ``--every`` seconds something happens to a random rank. At the end of ``--minutes`` the training
+finishes, and a second run trains the same number of steps without faults. Then these must hold:
 
 - the final weights are the same, bit for bit;
 - no iteration number was used twice;
 - keys in the store, memory, file descriptors and threads are what they were in the first minute (from three
   minutes on). One rank is spared: it goes through every restart in the same process, and so does its monitor;
-- with ``--live``: no step was done again, since the spared rank always has the state.
+- with ``--live``: no step was repeated, because the spared rank always has the state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trains through faults without losing a step: the state lives on in the processes that survive.
+"""Trains through faults without losing a step: the surviving processes keep the state.
 
 ftrun --nproc-per-node 4 --active-world-size 3 examples/live_ddp.py
 """

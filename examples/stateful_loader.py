@@ -1,8 +1,8 @@
-"""Goes on in the middle of an epoch: each rank's position in its data is in the checkpoint.
+"""Resumes in the middle of an epoch: each rank's position in its data is in the checkpoint.
 
 ftrun --nproc-per-node 2 examples/stateful_loader.py checkpoints
 
-Needs ``pip install torchdata``. Rank 1 fails once, in the second epoch; with ``--clean`` behind the folder
+Needs ``pip install torchdata``. Rank 1 fails once, in the second epoch; with ``--clean`` after the folder
 it does not, and the final weights are the same.
 """
 

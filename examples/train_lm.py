@@ -3,14 +3,14 @@
     ftrun --nproc-per-node 4 examples/train_lm.py --active 3
     ftrun --nproc-per-node 4 examples/train_lm.py --active 3 --live
 
-With ``--live`` the state stays in the processes that survive, and no step is done twice; checkpoints are read
-only where no process has it any more.
+With ``--live`` the surviving processes keep the state, and no step is repeated; a checkpoint is read only if
+no process has the state any more.
 
 The text is what every machine with Python has: the sources of the standard library. Three things make a
 run end with the same weights, bit for bit, whatever happened on the way:
 
-- A checkpoint is there as a whole or not at all, and every entry of ``train`` resumes from the newest one;
-  or, with ``--live``, from the step that was committed last.
+- A checkpoint exists completely or not at all, and every entry of ``train`` resumes from the newest one, or,
+  with ``--live``, from the last committed step.
 - Which data a step sees, and every random number in it, depends on the seed, the step and the rank only.
 - As many ranks train after a fault as before it (``--active``); a spare takes a lost rank's place, or else
   the others wait until there are enough again (``--min-ranks``): for a process that is started again.
@@ -101,13 +101,13 @@ def seed_everything(*parts: object) -> None:
     torch.manual_seed(random.Random(repr(parts)).getrandbits(63))
 
 
-# A process that was paused for minutes may have been given up for dead, and yet it goes on, and writes. What
-# it writes must neither be believed nor replace anything. Nothing can keep it from writing, but the number of
-# the global iteration is a fencing token: it is used once, and those who came later have higher ones. So
+# A process that was paused for minutes may have been declared dead, and still wake up and write. Its writes
+# must neither count nor replace anything. Nothing can keep it from writing, but the number of the global
+# iteration is a fencing token: it is used once, and later iterations have higher numbers. So
 #
 # - a checkpoint's name says which iteration wrote it, and the newest one of the highest iteration counts;
-# - an iteration puts the checkpoint that it begins with under its own number before anybody trains: whatever
-#   an earlier iteration still writes from then on has a lower number.
+# - before any rank trains, an iteration puts the checkpoint that it begins with under its own number: what an
+#   earlier iteration still writes after that has a lower number.
 #
 # Numbers are unique in the life of one store. A folder may outlive it: hence the number of the run.
 CHECKPOINT = re.compile(r"run-(\d+)-iteration-(\d+)-step-(\d+)\.(pt|tmp)")
@@ -161,8 +161,8 @@ def save_checkpoint(folder: Path, token: Token, step: int, checkpoint: dict) -> 
     """Writes a checkpoint that is either there as a whole or not at all, then removes old ones.
 
     Raises:
-        SystemExit: a later iteration has begun in the folder. It may begin a moment after the look; what is
-            written then does not count all the same. The look keeps a rank that is out from leaving files.
+        SystemExit: a later iteration has begun in the folder. It may begin a moment after the check, but
+            what is written then does not count. The check keeps an evicted rank from leaving files behind.
     """
     path = checkpoint_path(folder, token, step)
     unfinished = path.with_suffix(".tmp")

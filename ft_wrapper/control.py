@@ -220,15 +220,15 @@ def _parser(name: str, what: str) -> argparse.ArgumentParser:
         parser.add_argument(
             "target",
             metavar="NODE|SLOT",
-            help="a node's id, or a slot's number where no node has that id (node:ID and slot:N leave no "
-            "doubt); 'ftrun status' shows both",
+            help="a node's id, or a slot's number where no node has that id (write node:ID or slot:N to "
+            "be sure); 'ftrun status' shows both",
         )
     parser.add_argument(
         "endpoint",
         nargs="?",
         default=os.environ.get(ANNOUNCED),
         metavar="ENDPOINT",
-        help=f"{ENDPOINT}: where the nodes meet; on one node, what ftrun says at the start",
+        help=f"{ENDPOINT}: where the nodes meet; on one node, the endpoint that ftrun prints at the start",
     )
     parser.add_argument("--why", default="", metavar="TEXT", help="goes into the log of the job")
     return parser
@@ -268,15 +268,15 @@ def main_drain(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser(
         "drain",
-        "Has the ranks of a node, or one rank, leave a running job where their next step begins: spares or "
-        "the others go on. They are not started again, and a node whose ranks have left leaves, too.",
+        "Removes the ranks of a node, or one rank, from a running job when their next step begins: spares "
+        "take over, or the others continue. They are not restarted, and a node leaves when its ranks have.",
     )
     parser.add_argument(
         "--within",
         type=float,
         default=WITHIN,
         metavar="SECONDS",
-        help=f"until ranks are ended that have not come to a step (default: {WITHIN:g})",
+        help=f"after this long, terminate ranks that have not left (default: {WITHIN:g})",
     )
     args = parser.parse_args(argv)
     if not 0 <= args.within < float("inf"):
@@ -286,7 +286,7 @@ def main_drain(argv: Sequence[str] | None = None) -> int:
 
 def main_restart(argv: Sequence[str] | None = None) -> int:
     """``ftrun restart``; arguments and result as for `main_drain`."""
-    what = "Ends the iteration of a running job: all its ranks enter the function again, in their processes."
+    what = "Ends the iteration of a running job: its ranks enter the function again, in the same processes."
     return _carry_out("restart", _parser("restart", what).parse_args(argv), restart)
 
 

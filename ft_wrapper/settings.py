@@ -181,38 +181,38 @@ class Limits:
     """What the wrapper, the monitor and the protocol have to know. Plain data that goes through JSON.
 
     Args:
-        monitor_thread_interval: how late the monitor thread notices a missed event at the most.
-        monitor_process_interval: how late the monitor does, in whatever process.
-        heartbeat_interval: between two requests of a heart, which beats and looks at others in turn.
+        monitor_thread_interval: how late at most the monitor thread notices a missed event.
+        monitor_process_interval: how late at most the monitor does, whichever process it runs in.
+        heartbeat_interval: between two requests of a heart, which alternates between beating and checking.
         progress_watchdog_interval: between two automatic time stamps of progress.
-        soft_timeout: no progress for so long restarts all ranks.
-        hard_timeout: no progress for so long ends the process.
-        heartbeat_timeout: no heartbeat for so long, and a rank counts as lost.
-        barrier_timeout: how long a restart waits for ranks that live but do not come. Between two wrapped
-            calls they are waited for as long as they live; the log says so this often.
-        completion_timeout: how long a rank that has finished waits for the others before it restarts them;
+        soft_timeout: without progress for this long, all ranks restart.
+        hard_timeout: without progress for this long, the process is terminated.
+        heartbeat_timeout: without a heartbeat for this long, a rank counts as lost.
+        barrier_timeout: how long a restart waits for ranks that are alive but do not arrive. Between two
+            wrapped calls it waits as long as they are alive, and logs that this often.
+        completion_timeout: how long a rank that has finished waits for the others before it causes a restart;
             once in a call.
         last_call_wait: how long to gather further faults before aborting.
         termination_grace_time: from SIGTERM to SIGKILL.
         unwind_grace: how long the clean-up of an interrupted function (``finally`` and ``except`` blocks, a
             framework's teardown) may take before it is interrupted, too.
         use_global_iteration: iteration numbers are unique for the whole life of the store.
-        active_world_size: so many ranks are active, the rest are hot spares; short for a rank assignment.
+        active_world_size: how many ranks are active; the rest are hot spares. Short for a rank assignment.
             When None, and without a ``rank_assignment``: what ``ftrun --active-world-size`` or
-            ``--spare-nodes`` says, or fewer while there are not so many ranks.
-        min_world_size: with fewer ranks than this the call fails rather than going on.
-        on_join: what a process causes that joins the running job (which needs ``use_global_iteration``): it
+            ``--spare-nodes`` says, or fewer while there are not enough ranks.
+        min_world_size: with fewer ranks than this the call fails instead of continuing.
+        on_join: what happens when a process joins the running job (which needs ``use_global_iteration``): it
             waits for the ``next`` restart; or it ends the iteration if fewer ranks are active than there were
             (``degraded``), or in any case (``now``).
         join_window: how long joins are gathered before that; longer in a crash loop.
         rejoin_wait: how long a restart waits for an announced replacement.
-        max_same_faults: the same fault so many times in a row ends the job with that error: what raises the
-            same type at the same line of your code, and without progress before, which is a ``ping()``, or a
-            minute in the function. From the second time on the ranks wait before they enter it again: 0.5 s,
-            and twice as long each time, at most 10 s. None: it is never ended, nor slowed down.
-        max_faults: a slot, or a host, that causes so many restarts within ``fault_window`` is excluded: its
-            ranks leave, and are not started again; a spare takes over. Not if fewer than ``min_world_size``
-            would be left. None: none is.
+        max_same_faults: the same fault this many times in a row ends the job with that error. The same means:
+            the same type, at the same line of your code, without progress before it, which is a ``ping()``,
+            or a minute in the function. From the second time on the ranks wait before they enter the function
+            again: 0.5 s, and twice as long each time, at most 10 s. None: the job never ends or slows down.
+        max_faults: a slot or host that causes this many restarts within ``fault_window`` is excluded: its
+            ranks leave and are not restarted; a spare takes over. Not if fewer than ``min_world_size`` ranks
+            would be left. None: no exclusion.
         fault_window: how long a fault counts for that.
     """
 

@@ -51,19 +51,19 @@ class CallWrapper:
         memory, member = call.own.memory, weakref.ref(call.own.member)  # a ping may outlive the call
         ping, step = memory.make_ping(lambda: _note_step(member(), memory), _leave)
         self.ping: Callable[..., None] = ping
-        """Says that the function makes progress. About 0.1 µs: it writes a time stamp and nothing else.
+        """Reports progress. Takes about 0.1 µs: it only writes a time stamp.
 
-        From the first call in an iteration on, the function must go on calling it: a rank that does not for
-        ``soft_timeout`` restarts everybody, one that does not for ``hard_timeout`` is ended. With ``ping(n)``
-        or ``ping(step=n)`` it says, too, which step is on, as `step` does.
+        From the first call in an iteration on, the function must keep calling it: if a rank does not for
+        ``soft_timeout``, all ranks restart; if it does not for ``hard_timeout``, its process is terminated.
+        ``ping(n)`` or ``ping(step=n)`` also reports the step, as `step` does.
         """
         self.step: Callable[[int], None] = step
-        """Says which step is on, at its beginning: ``call_wrapper.step(n)``, on all active ranks.
+        """Reports that a step begins: ``call_wrapper.step(n)``, on all active ranks.
 
-        So ``ftrun report`` tells steps done again from new ones, and loading from training. Numbers go up by
-        one, from where the loaded state is. A number that is told twice in a row is one step; a lower one
-        says that the function has gone back. It is no sign of progress: that is ``ping``. About 0.15 µs:
-        nothing is written to disk but, once in an iteration, that the steps have begun.
+        With it ``ftrun report`` distinguishes repeated steps from new ones, and loading from training.
+        Numbers increase by one, from where the loaded state is. The same number twice in a row is one step; a
+        lower one says that the function has gone back. It does not count as progress: use ``ping`` for that.
+        Takes about 0.15 µs, and writes to disk only once in an iteration, when the steps begin.
         """
 
     @property
@@ -78,24 +78,24 @@ class CallWrapper:
 
     @property
     def store(self) -> PrefixStore:
-        """A store for this iteration alone; may be passed as ``store=`` to ``init_process_group``."""
+        """A store for this iteration only; can be passed to ``init_process_group`` as ``store=``."""
         return self._call.user_store()
 
     def process_group(self, backend: str = "gloo", **options: Any) -> Any:
-        """Makes the default process group of the active ranks, in the place of ``init_process_group``.
+        """Makes the default process group of the active ranks, in place of ``init_process_group``.
 
-        With ``Wrapper(keep_groups=True)`` it is made once in a process. In later iterations the same object,
-        and what was built on it, gets the new peers. Groups and meshes made beside it are made again.
+        With ``Wrapper(keep_groups=True)`` a process makes it once. In later iterations the same object, and
+        what was built on it, gets the new peers. Make other groups and meshes again in each iteration.
 
         Args:
             backend: as for ``init_process_group``.
-            options: its other arguments, but for what the wrapper chooses.
+            options: its other arguments, except those that the wrapper sets.
 
         Returns:
             The group.
 
         Raises:
-            TypeError: an option is the wrapper's to choose; or a kept group was made with others.
+            TypeError: the wrapper sets this option itself, or a kept group was made with different ones.
         """
         call, state = self._call, self.state
         assert state.active_rank is not None and state.active_world_size is not None, "spares do not run this"
@@ -121,11 +121,11 @@ class CallWrapper:
     def atomic(self) -> contextlib.AbstractContextManager[Any]:
         """A block that no restart interrupts half-way; may be nested.
 
-        When the iteration ends elsewhere meanwhile, the function is left at the end of the block, and only
-        then are its process groups aborted. Keep it short, and free of collectives: the others wait.
+        If the iteration ends during the block, the function is left at the end of the block, and its process
+        groups are aborted only then. Keep it short, and free of collectives: the other ranks wait.
 
         Raises:
-            RankShouldRestart: on entering, if the iteration has ended; at the end, if it ended meanwhile.
+            RankShouldRestart: on entry, if the iteration has ended; at the end, if it ended during the block.
         """
         return self._call.own.interrupter.atomic()
 
@@ -154,9 +154,9 @@ def _note_step(member: Membership | None, memory: RankMemory) -> None:
 class Wrapper:
     """Keeps a distributed training function going through faults, in the processes that survive them.
 
-    Used as a decorator (bare, with ``()`` or with arguments) or called on a function. On any fault all
-    surviving ranks leave the function, abort their process groups, agree who is left, take their new ranks
-    and enter it again. Durations are ``timedelta`` or seconds.
+    Use it as a decorator (bare, with ``()`` or with arguments) or call it on a function. On any fault all
+    surviving ranks leave the function, abort their process groups, agree on who is left, take new ranks and
+    enter the function again. Durations are ``timedelta`` or seconds.
 
     Raises:
         TypeError: an argument has the wrong type.

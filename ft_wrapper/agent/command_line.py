@@ -45,8 +45,8 @@ NO_EFFECT = {
 #: Help for options of torchrun's that stay as they are in its parser.
 EXPLAINED = {
     "--start-method": "changes nothing: it is for functions, and ranks run scripts",
-    "--run-path": "the script is a path, whatever --module and --no-python say; ranks that are forked run it "
-    "in this way in any case",
+    "--run-path": "the script is a path, whatever --module and --no-python say; forked ranks always run it "
+    "this way",
     **{option: f"has no effect here: {instead}" for option, instead in NO_EFFECT.items()},
 }
 
@@ -286,7 +286,7 @@ def make_parser() -> Parser:
         formatter_class=_Help,
         usage="ftrun [options] script ...\n       ftrun status | report | drain | restart | stop ...",
         description="Starts the ranks of a job on this machine, which may be one of several, and hosts the "
-        "store that they agree on. A rank of a wrapped job that dies is started again alone.",
+        "store that they agree on. If a rank of a wrapped job dies, only that rank is restarted.",
         epilog="As under torchrun, options may be abbreviated, written with underscores, and set by a "
         "variable: PET_NPROC_PER_NODE=2. The commands have their own help: 'ftrun status --help'.",
     )
@@ -401,35 +401,35 @@ def _add_own(parser: Parser) -> None:
         "--version",
         action="version",
         version=f"ftrun {__version__}, torch {torch.__version__}",
-        help="say which versions of ftrun and torch these are",
+        help="print the versions of ftrun and torch",
     )
     add(
         "--check",
-        "start nothing: look for what may go wrong with this command on this machine, and say what to do; "
-        "ends with 1 if something is found",
+        "start nothing: check what may go wrong with this command on this machine, and say what to do; exits "
+        "with 1 if there are findings",
     )
     add(
         "--restart-policy POLICY",
-        "when a rank fails: rank: it is started again alone; group: all are ended and restarted; "
+        "when a rank fails: rank: only that rank is restarted; group: all ranks are stopped and restarted; "
         "auto: group, and rank once a wrapped job has formed (default: auto)",
         default=Policy.AUTO.value,
     )
-    add("--max-rank-restarts N", f"how often each rank may be started again alone (default: {RANK_RESTARTS})")
+    add("--max-rank-restarts N", f"how often each single rank may be restarted (default: {RANK_RESTARTS})")
     add(
         "--active-world-size N",
         "how many ranks call the function of a wrapped job; the others are hot spares (default: all)",
     )
-    add("--spare-nodes K", "so many nodes beyond --nnodes take part, for hot spares (default: 0)")
+    add("--spare-nodes K", "how many nodes beyond --nnodes take part, for hot spares (default: 0)")
     add(
         "--node-id ID",
-        "which node this is; started again with the same id it takes its own place (default: --node-rank, "
+        "which node this is; restarted with the same id it takes its old place (default: --node-rank, "
         "else the number that SLURM or Kubernetes gave it, else a new one)",
     )
     node_options.add_options(add)
     add(
         "--drain-timeout SECONDS",
-        "SIGTERM drains this node, where others go on without it: its ranks leave the job where their next "
-        "step begins, or are ended after so long (default: 0: the job ends)",
+        "SIGTERM drains this node if the others can continue without it: its ranks leave the job when their "
+        "next step begins, or are terminated after this long (default: 0: the job ends)",
         default="0",
     )
     add(
@@ -439,12 +439,12 @@ def _add_own(parser: Parser) -> None:
     )
     add(
         "--log-format FORMAT",
-        "how log lines look, those of the ranks' wrappers, too: text, or json: one object a line "
+        "format of the log lines, including those of the ranks' wrappers: text, or json: one object per line "
         f"(default: {FORMAT_ENV}, else text)",
         default=os.environ.get(FORMAT_ENV, TEXT),
     )
     add(
         "--no-standby",
-        "start each rank by itself, instead of forking it from a process that has imported torch (always so "
+        "start each rank separately, instead of forking it from a process that has imported torch (always so "
         "with --no-python and PYTHON_EXEC)",
     )

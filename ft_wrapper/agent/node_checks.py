@@ -129,7 +129,7 @@ class Command:
                 while True:
                     ready = [key.fd for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
                     if output in ready and not _read(output, said):
-                        selector.unregister(output)  # nobody writes any more
+                        selector.unregister(output)  # all writers have closed it
                     if pidfd in ready:
                         for _ in range(_PIPE // _MOST_OUTPUT):  # what it has left behind may print for ever
                             if not _read(output, said):

@@ -50,14 +50,14 @@ def add_options(add: Callable[..., Any]) -> None:
     """
     add(
         "--node-check CMD",
-        "a shell command that has to end with 0 before this node takes a seat; else the node is kept out, "
-        "for the reason that the last line of the command's output says, and tries again",
+        "a shell command that must exit with 0 before this node takes a seat; otherwise the node is kept out "
+        "and tries again; the last line of the command's output is the reason",
     )
     add(
         "--node-checks NAMES",
-        f"what is looked at before that, with commas between: {', '.join((*node.AUTO, *node.NAMED_ONLY))}; "
-        f"{', '.join(node.NUMBERS)} with how much has to be there, as in gpus=8; none; auto for the first "
-        f"{len(node.AUTO)}, on one node for nothing (default: {_DEFAULT})",
+        f"built-in checks before that, separated by commas: {', '.join((*node.AUTO, *node.NAMED_ONLY))}; "
+        f"{', '.join(node.NUMBERS)} with the amount that must exist, as in gpus=8; none; auto for the first "
+        f"{len(node.AUTO)}, on one node for none (default: {_DEFAULT})",
         default=_DEFAULT,
     )
     add(
@@ -67,7 +67,7 @@ def add_options(add: Callable[..., Any]) -> None:
     )
     add(
         "--node-check-retries N",
-        "how often a node that is kept out tries again before it ends (default: without end; 0 on one node)",
+        "how often a node that is kept out tries again before it gives up (default: no limit; 0 on one node)",
     )
 
 

@@ -1,4 +1,4 @@
-"""A node proves itself before it takes a seat: until then it stays out, and the others do not wait for it."""
+"""Checks a node before it takes a seat. Until it passes it stays out, and the job goes on without it."""
 
 import dataclasses
 import logging

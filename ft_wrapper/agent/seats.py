@@ -36,7 +36,7 @@ def round_of(state: Record, node: Node, address: str, agreed_in: str = "") -> Ro
 
 
 def is_empty(state: Record, seat: Seat) -> bool:
-    """Whether nobody has a seat, in a newer record than that in which it was found."""
+    """Whether a seat is empty, in a newer record than the one in which it was found."""
     return any(other.base_slot == seat.base_slot and other.occupant is None for other in state.seats)
 
 

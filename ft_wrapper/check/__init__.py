@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """What ``python -m ft_wrapper.check`` does; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m ft_wrapper.check",
-        description="Looks for what may go wrong with a job here. Ends with 1 if there is something.",
+        description="Checks what may go wrong with a job here. Exits with 1 if there are findings.",
     )
     parser.add_argument("--nnodes", type=int, metavar="N", help="how many nodes the job has (default: 1)")
     parser.add_argument(

@@ -48,7 +48,7 @@ class _Kept:
 
 
 class Checkpoints:
-    """A job's checkpoints in a folder: where to write, what is whole, where to go on from.
+    """A job's checkpoints in a folder: where to write, which are complete, which one to continue from.
 
     Make it in the wrapped function in each iteration, on all active ranks; no process group is needed::
 
@@ -59,7 +59,7 @@ class Checkpoints:
             save(checkpoints.folder(step))
             checkpoints.seal(step)
 
-    Each iteration writes into a folder of its own. A checkpoint counts once it is sealed: by `seal`; by the
+    Each iteration writes into its own folder. A checkpoint counts once it is sealed: by `seal`; by the
     ``.metadata`` that ``torch.distributed.checkpoint`` writes last; or because it is a single file, which was
     written beside and renamed.
 
@@ -115,8 +115,8 @@ class Checkpoints:
     def folder(self, step: int) -> Path:
         """Where this iteration writes the checkpoint of a step: the same path on all ranks.
 
-        The folder above it is made, it itself is not: it may also become a single file, which is written
-        beside it and then renamed.
+        Creates the parent folder, but not the path itself, because it may also become a single file, which is
+        written next to it and then renamed.
 
         Args:
             step: of the training, from 0.
@@ -134,9 +134,9 @@ class Checkpoints:
         return above / f"checkpoint-{step}"
 
     def seal(self, step: int) -> None:
-        """Says that all ranks have written the checkpoint of a step; then removes old ones.
+        """Seals the checkpoint of a step once all ranks have written it; then removes old ones.
 
-        All active ranks call it, in their main thread, each after it has written its part. It waits for all.
+        All active ranks call it, in their main thread, each after it has written its part. Waits for all.
 
         Args:
             step: what ``folder`` was called with.
@@ -169,7 +169,7 @@ class Checkpoints:
     def newest(self) -> Path | None:
         """The newest sealed checkpoint of all iterations, and of all jobs that used the folder; None: none.
 
-        Active rank 0 looks, and all active ranks are given what it has found. Needs no process group.
+        Active rank 0 looks, and all active ranks get its answer. Needs no process group.
 
         Raises:
             BarrierTimeout: active rank 0 did not come.

@@ -158,7 +158,7 @@ class Course:
         return self.kept.held
 
     def compare(self) -> None:
-        """Compares the state with that of the replicas. Who differs from the most of them is not believed.
+        """Compares the state with that of the replicas. One that differs from most of them is discarded.
 
         Raises:
             Differs: this rank does, or no state is that of most replicas.

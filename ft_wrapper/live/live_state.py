@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 class LiveState:
     """A training state that survives restarts in the processes that hold it.
 
-    Make it in the wrapped function in each iteration, once the process group is there. The first time it
-    builds the state. After a fault, who still has it goes on with it, a new process receives it from a living
-    peer, and all stand at the step that was committed last. No step is lost or done twice as long as each
-    shard of the state is held by a rank that lives::
+    Make it in the wrapped function in each iteration, after the process group. The first time it builds the
+    state. After a fault the survivors keep theirs, a new process receives the state from a living peer, and
+    all ranks continue after the last committed step. No step is lost or done twice as long as each shard of
+    the state has a living holder::
 
         live = LiveState(call_wrapper, build, seed=0)
         ddp = live.data_parallel()
@@ -48,21 +48,22 @@ class LiveState:
             as the model, optimizers, schedulers, a ``GradScaler``. The same on all ranks.
         restore: loads the newest checkpoint into such a dict, and returns its step; 0 if there is none. All
             active ranks call it: the first time, and when a shard of the state has no living holder.
-        update: turns gradients into the next state, without collectives: called with the dict, and with what
-            ``commit`` was given. By default all optimizers, through a registered ``GradScaler``, then all
-            schedulers.
-        seed: makes all random numbers of a step depend on this, the step and the rank alone.
+        update: turns gradients into the next state, without collectives. Called with the dict and the
+            arguments of ``commit``. By default all optimizers step, through the ``GradScaler`` if ``build``
+            returned one, then all schedulers.
+        seed: makes all random numbers of a step depend only on this, the step and the rank.
         mesh: of this iteration, if ``build`` shards the modules on it by ``fully_shard``. The last dimension
-            shards; along the one before it, if there is one, are replicas.
-        buddies: so many other ranks have a copy of each shard in host memory, on other nodes where there are
-            such, and its own rank has one. When a shard has no living holder, all go back to the newest ones.
+            shards; the one before it, if there is one, replicates.
+        buddies: how many other ranks keep a copy of each shard in host memory, on other nodes if there are
+            any; its own rank keeps one, too. If a shard has no living holder, all ranks go back to the newest
+            step for which a copy of every shard survives.
         every: steps between two copies.
-        verify_every: compares the replicas' states after so many steps; None: only after transfers.
-        name: tells several states of a wrapped call apart.
+        verify_every: compares the replicas' states after this many steps; None: only after transfers.
+        name: distinguishes several states of a wrapped call.
 
     Raises:
-        JobAbort: what would come again in each iteration: an argument or what ``build`` returned is not
-            right, there is no process group of all active ranks, or the ranks do not build the same; the
+        JobAbort: an error that would come back in each iteration: a wrong argument, a wrong result of
+            ``build``, no process group of all active ranks, or ranks that build different states; the
             message names the first difference.
     """
 
@@ -132,8 +133,8 @@ class LiveState:
         """A module of the state in ``DistributedDataParallel``, over the default process group.
 
         With ``Wrapper(keep_groups=True)``, `CallWrapper.process_group` and ``find_unused_parameters=True`` it
-        is made once in a process; in later iterations the same object goes on, with the peers of that
-        iteration. Else it is made each time.
+        is made once in a process; later iterations use the same object, with their new peers. Otherwise each
+        iteration makes a new one.
 
         Args:
             name: of the module.
@@ -161,17 +162,17 @@ class LiveState:
 
     @property
     def step(self) -> int:
-        """The number of committed steps; that of the step that is on, or comes next."""
+        """The number of committed steps, which is the number of the current or next step."""
         return self._kept.newest
 
     def steps(self, total: int) -> Iterator[int]:
-        """Goes through the steps that are left, from `step` on. Each has to end with `commit`.
+        """Iterates over the remaining steps, from `step` on. Each must end with `commit`.
 
-        Says at each step that there is progress, and which step is on (``call_wrapper.ping``); and seeds, if
+        At the beginning of each step it reports the step and progress (``call_wrapper.ping``), and seeds if
         there is a ``seed``.
 
         Args:
-            total: the number of steps in all.
+            total: the total number of steps.
 
         Raises:
             RuntimeError: a step ended without `commit`.
@@ -189,17 +190,18 @@ class LiveState:
                 raise RuntimeError(f"step {step} ended without commit(); call it once in each step")
 
     def commit(self, *arguments: Any) -> None:
-        """Applies the gradients, in the place of ``optimizer.step()``: on all active ranks, or on none.
+        """Applies the gradients, in place of ``optimizer.step()``: on all active ranks, or on none.
 
-        After all that talks to other ranks, such as clipping. Returns with the next step's state, or does not
-        return: then the step is applied by the other ranks, too, or begun again on all.
+        Call it after everything that talks to other ranks, such as clipping. When it returns, the state is
+        that of the next step. If a fault keeps it from returning, the recovery either applies the step on all
+        ranks or starts it again on all.
 
         Args:
             arguments: for ``update``, after the objects.
 
         Raises:
-            RuntimeError: there is nothing to commit: outside of a step, twice in a step, without a gradient,
-                or in another iteration. A parameter was changed in the step by something else.
+            RuntimeError: there is nothing to commit (outside a step, twice in a step, without a gradient, or
+                in another iteration), or something else has changed a parameter in this step.
         """
         self._check_commit()
         self._open = None

@@ -112,8 +112,8 @@ class Interrupter:
         Once this method has returned or raised, no interruption can come any more.
 
         Raises:
-            RankShouldRestart: it was interrupted: before it began, while it ran, or so late that it returned
-                all the same. An ``Exception`` that an interrupted function raises is the cause.
+            RankShouldRestart: it was interrupted: before it began, while it ran, or so late that it had
+                already returned. An ``Exception`` that an interrupted function raises is the cause.
             BaseException: whatever else the function raises; a ``BaseException`` also when interrupted.
         """
         result: Any = None

@@ -76,7 +76,7 @@ class MonitorService:
 
     Args:
         job: what the job is called in events.
-        tally: told what the ranks do; None if nobody asks.
+        tally: told what the ranks do; None without metrics.
 
     Raises:
         OSError: no socket can be made.

@@ -80,7 +80,7 @@ class RankWatch:
         pidfd: of it.
         heart: the one that beats for the rank.
         job: what the job is called in events; None for what the environment says.
-        account: told what the rank does; None if nobody asks.
+        account: told what the rank does; None without metrics.
     """
 
     limits: Limits

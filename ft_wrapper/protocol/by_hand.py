@@ -267,7 +267,7 @@ class ByHand(Operations):
         Raises:
             RestartError: the others went on without it, a newer process has its rank, or the call has
                 completed.
-            TimeoutError: somebody did not come; names who.
+            TimeoutError: a rank did not come; names which.
             ValueError: the rank is not known.
         """
         if self._place is not None:

@@ -76,9 +76,9 @@ class CounterObserver(Generic[K]):
     of the timeout. So a member that has lost its lease by mistake has the other half to come back.
 
     Args:
-        read: reads the counter of somebody; see `Beats`.
+        read: reads the counter of a member; see `Beats`.
         now: the observer's own clock, in seconds.
-        timeout: seconds after which somebody whose counter stands still is silent.
+        timeout: seconds after which a member whose counter stands still is silent.
     """
 
     def __init__(self, read: Callable[[K], int], now: Callable[[], float], timeout: float) -> None:
@@ -89,7 +89,7 @@ class CounterObserver(Generic[K]):
         self._seen: dict[K, tuple[int, float, float]] = {}
 
     def stillness(self, one: K) -> float:
-        """Reads somebody's counter; seconds for which this observer has seen it stand still.
+        """Reads a member's counter; seconds for which this observer has seen it stand still.
 
         Raises:
             Exception: whatever the store raised; all earlier observations are forgotten then.
@@ -195,9 +195,9 @@ class Ends:
         self.store = store
 
     def end_iteration(self, n: int, outcome: str, *before: Step) -> str:
-        """Ends iteration n, unless it has ended already, and wakes everybody.
+        """Ends iteration n, unless it has ended already, and wakes all members.
 
-        The caller wakes others, also when somebody else ended n: that one may have died before waking.
+        The caller wakes others, also when another process ended n: it may have died before waking them.
 
         Args:
             n: the iteration.
@@ -213,9 +213,9 @@ class Ends:
         return entries.outcome_in(n, stands) or outcome
 
     def pass_on_end(self, n: int) -> None:
-        """Wakes everybody again, for iteration n has ended.
+        """Wakes all members again, because iteration n has ended.
 
-        Its ender may have been stopped, or cut off with its monitor, before it could wake anybody.
+        The process that ended it may have been stopped, or cut off with its monitor, before it did so.
         """
         self.store.set(keys.wake_end(n), "1")
 
@@ -273,7 +273,7 @@ class Ends:
             Append(keys.faults(n), fault.to_json()) for fault in dead.values() if fault is not None
         ]
         # Ended first: observers of silence leave the logged dead alone, so one that logged one and died
-        # before ending n would have left everybody waiting.
+        # before ending n would have left all others waiting.
         if ends:
             steps += _ending(n, FAULT)
         entries = [f"{member} {RETURNS}" if returns else str(member) for member in sorted(dead)]
@@ -309,7 +309,7 @@ class Ends:
         """Ends n as done if every active rank has finished; the log decides, not the count.
 
         Returns:
-            The outcome that stands, None if somebody has not finished.
+            The outcome that stands, None if a rank has not finished.
         """
         if len(self.finished_in(n)) < active_world_size:
             return self.outcome_of(n)

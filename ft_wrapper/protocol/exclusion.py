@@ -1,7 +1,7 @@
-"""A slot or a host that causes fault after fault is left out, so that a bad node does not sit twice. Pure.
+"""Excludes a slot or a host that causes fault after fault, so that a bad node gets no second seat. Pure.
 
-Each decision carries who caused the restarts of the last while. Whoever proposes a decision judges, and all
-others read what it has decided: so all agree on who is out.
+Each decision carries who caused the recent restarts. The proposer of a decision judges, and all other ranks
+read the verdict, so all agree on who is excluded.
 """
 
 import dataclasses

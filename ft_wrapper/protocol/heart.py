@@ -148,7 +148,7 @@ class Heart:
 
     @property
     def is_beating(self) -> bool:
-        """Whether it beats for somebody."""
+        """Whether it beats for any member."""
         return bool(self._ranks)
 
     def add(self, rank: Rank) -> None:

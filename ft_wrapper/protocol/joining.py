@@ -1,7 +1,7 @@
 """How a process gets into the job: into its first iteration, or later into a running one (DESIGN.md 5.3).
 
-Nothing is looked at once and then believed: who wants in looks at head again and again, from the top, until
-it is listed there or knows that it never will be. So no process comes too early or too late.
+A joining process never relies on a single read. It reads head again and again, from the top, until head lists
+it or it knows that head never will. So no process joins too early or too late.
 """
 
 import dataclasses
@@ -324,7 +324,7 @@ class _Attempt:
     _asked_at: float = 0.0
     _ended_at: float | None = None
     _said_at: float = -math.inf  # when the log said last for whom this waits
-    _awaited_at: float = -math.inf  # when somebody was last between two calls, who lives
+    _awaited_at: float = -math.inf  # when a living member was last between two calls
     _pause: float = _FIRST_LOOK
 
     def __post_init__(self) -> None:

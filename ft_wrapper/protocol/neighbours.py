@@ -1,4 +1,4 @@
-"""Watching the next members in the ring, so that a lost host or network is noticed by somebody."""
+"""Watching the next members in the ring, so that a lost host or network is noticed."""
 
 import enum
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 _SOON = 8  # the part of the timeout for which a heart may stand still before those behind it are looked at
 _AHEAD = 8  # times as many as stand still are looked at behind them, that were not looked at before
-_FIRST_TRY = 0.05  # seconds between tries to propose, once an iteration has ended that somebody silent is in
+_FIRST_TRY = 0.05  # seconds between tries to propose, once an iteration with a silent member has ended
 
 
 class Sight(enum.Flag):
@@ -38,7 +38,7 @@ class NeighbourWatch:
         timeout: seconds without a heartbeat after which a member is silent.
 
     Attributes:
-        doubts: whether somebody stood still when this last looked: those behind are looked at as well.
+        doubts: whether a member stood still at the last look: then those behind it are looked at as well.
         left_out: those without whom the others had gone on when this last looked at the head.
     """
 
@@ -52,7 +52,7 @@ class NeighbourWatch:
         self._ring: tuple[Head | None, frozenset[Member], tuple[int, ...]] | None = None
         self._spares: tuple[Head | None, set[Member]] | None = None  # silent ones that are known to be spares
         self._suspicion: tuple[View, Member, frozenset[Member]] | None = None
-        self._ended: Head | None = None  # the iteration that this has ended for somebody's silence
+        self._ended: Head | None = None  # the iteration that this has ended for a member's silence
         # Seconds to the next try; an ended iteration may stay for long between two calls.
         self._pause = _FIRST_TRY
         self.doubts = False
@@ -93,7 +93,7 @@ class NeighbourWatch:
             raise
 
     def leave_out_suspects(self, seconds: float, stop: threading.Event) -> None:
-        """Once an iteration has ended that somebody silent is in, proposes the next one without.
+        """Once an iteration with a silent member has ended, proposes the next one without it.
 
         So the restart does not wait for those who were silent before.
 

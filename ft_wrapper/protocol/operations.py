@@ -135,7 +135,7 @@ class Operations:
     """The operations of ``torch.distributed.Store`` that the protocol uses, and steps made of them.
 
     A store implements torch's operations. It overrides ``execute`` where it can carry out several steps at
-    once, or one of them in a better way, and ``hear`` where it can tell what a key says that woke somebody.
+    once, or one of them in a better way, and ``hear`` where it can tell what a key says that woke a waiter.
     """
 
     patience = 0.0

@@ -70,15 +70,15 @@ def _parser() -> argparse.ArgumentParser:
     phases = "; ".join(f"{name}: {what}" for name, what in PHASES.items())
     parser = argparse.ArgumentParser(
         prog="ftrun report",
-        description="Shows what the time of a job went to, and that of each restart.",
+        description="Shows what a job's time went to, and what each restart's time went to.",
         epilog=f"The phases, one after the other, from the first fault on: {phases}.",
         allow_abbrev=False,
     )
     parser.add_argument("events", nargs="+", help="the files that FT_WRAPPER_EVENTS named, of all hosts")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a job, one in a line")
-    parser.add_argument("--html", metavar="FILE", help="write a page for a browser, too, with a timeline")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per job, one per line")
+    parser.add_argument("--html", metavar="FILE", help="also write a page for a browser, with a timeline")
     parser.add_argument(
-        "--png", metavar="FILE", help=f"write a picture of the timeline, too; {picture.NEEDS}"
+        "--png", metavar="FILE", help=f"also write a picture of the timeline; {picture.NEEDS}"
     )
     parser.add_argument("--svg", metavar="FILE", help="the same, as SVG")
     return parser

@@ -47,14 +47,14 @@ class RestartReport:
         active_world_size: number of ranks that call the function.
         world_size: number of all ranks, spares included.
         seconds: from the end of the iteration before until the last active rank was back.
-        phases: seconds of this rank's own, by the names that ``ftrun report`` has: ``abort``, ``leave``,
-            ``arrive``, ``decide``, ``enter``. A process that joined knows the last one alone.
-        excluded: the slot or host that is out because of too many faults, or stays though it should be, in
+        phases: this rank's own seconds, by the names in ``ftrun report``: ``abort``, ``leave``, ``arrive``,
+            ``decide``, ``enter``. A process that joined knows only the last one.
+        excluded: the slot or host that is excluded after too many faults, or that should be but stays, in
             words; empty if there is none.
-        failed_step: the step in which the function raised, if that is what ended the iteration before and the
-            function had told it; with the iterations before that, if they failed in the same one.
-        step: the step that this rank's function had told last (``call_wrapper.step``) when the iteration
-            before ended; None if it had told none, as on a spare and in a process that joined.
+        failed_step: the step in which the function raised, if that ended the iteration before and the
+            function had reported it; with the earlier iterations that failed in the same step.
+        step: the last step that this rank had reported (``call_wrapper.step``) when the iteration before
+            ended; None if it had reported none, as on a spare and in a process that joined.
     """
 
     iteration: int

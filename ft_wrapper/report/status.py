@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="ftrun status",
-        description="Shows how a job of wrapped ranks stands: its iteration, its ranks, the last fault.",
+        description="Shows the state of a wrapped job: its iteration, its ranks, the last fault.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -268,23 +268,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="?",
         default=os.environ.get(ANNOUNCED),
         metavar="ENDPOINT",
-        help=f"{ENDPOINT}: where the nodes meet, or the store of the ranks, who have it in {ANNOUNCED}; "
-        "ftrun says it at the start",
+        help=f"{ENDPOINT}: where the nodes meet, or the store of the ranks, which have it in {ANNOUNCED}; "
+        "ftrun prints it at the start",
     )
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="go on: on a terminal a table that changes with the job, if rich is installed, else print it "
-        "again when it changes",
+        help="keep running: on a terminal a table that changes with the job, if rich is installed, else "
+        "print the status again when it changes",
     )
     parser.add_argument(
         "--interval",
         type=float,
         default=5.0,
         metavar="SECONDS",
-        help="read it at least so often (default: 5)",
+        help="read the status at least this often (default: 5)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args(argv)
     try:
         connector(args.endpoint or "", TIMEOUT)

@@ -87,9 +87,9 @@ class Settings(Limits):
         store_factory: makes the coordination store; ``ftrun``'s own store comes first.
         store_kwargs: its arguments, ``host_name``, ``port`` and ``timeout`` for the TCPStore.
         initialize: run on each rank before the function, in every iteration.
-        abort: run in a thread of its own to free the function's thread from collectives. By default torch's
-            groups are aborted, then the function's child processes ended; `AbortTorchDistributed` alone does
-            the first only.
+        abort: run in a thread of its own to free the function's thread from collectives. By default it
+            aborts torch's groups, then ends the function's child processes; `AbortTorchDistributed` does only
+            the first.
         finalize: run on each rank once it has left the function after a fault.
         health_check: run before the function, where raising is a fault; and after ``finalize``, where raising
             ends this rank. A spare ends in both cases.
@@ -97,24 +97,24 @@ class Settings(Limits):
         terminate: run when this rank leaves the job.
         rank_assignment: who gets which rank, and who is active; all ranks, shifted, when None.
         monitor_process_logfile: absolute path; ``{rank}`` is filled in. With this or the next one the rank
-            has a monitor process of its own, also where its agent would run the monitor.
+            has its own monitor process, even if its agent would run the monitor.
         monitor_process_pidfile: absolute path; ``{rank}`` is filled in.
         enabled: False leaves the function as it is.
         collect_garbage: run Python's garbage collector between iterations, while this rank waits for the
             others, so that old models in reference cycles are freed before new ones are made. At the first
             call and the first restart what is left is frozen (``gc.freeze``), which makes it cheap.
-        keep_groups: ``call_wrapper.process_group()`` makes one default group, which stays over restarts and
-            is given its new peers; with torch >= 2.15, and a backend that can. Else it is made in each
-            iteration.
-        warm_up: run without arguments on each spare while it waits, once in a process: what would make its
-            first step slow (caches, kernels, files). No collectives, for no other rank takes part. Before it,
-            and also when None, a spare does what torch leaves to the first step. It is interrupted, and begun
-            again with the next wait, when the spare is needed; what it raises is logged, and the spare waits
-            all the same. False: nothing is warmed.
+        keep_groups: ``call_wrapper.process_group()`` makes one default group, which survives restarts and
+            gets its new peers, with torch >= 2.15 and a backend that can. Otherwise each iteration makes a
+            new one.
+        warm_up: run without arguments on each spare while it waits, once in a process: for work that would
+            slow down its first step (caches, kernels, files). No collectives, because no other rank takes
+            part. Before it, and also when None, a spare does what torch leaves to the first step. If the
+            spare is needed, it is interrupted, and starts again at the next wait; what it raises is logged,
+            and the spare keeps waiting. False: no warming up.
         on_restart: called with a `RestartReport` on every rank, spares too, in each iteration but the call's
-            first, before the function is entered, and once all active ranks have come. An ``Exception`` that
-            it raises is logged; a fault interrupts it as it interrupts the function; a hang in it counts as
-            one of the function.
+            first, before the function is entered, and once all active ranks have arrived. An ``Exception``
+            that it raises is logged; a fault interrupts it as it interrupts the function; a hang in it counts
+            as a hang in the function.
     """
 
     store_factory: Plain[Callable[..., StoreMixin]] = Plain(TCPStore, _check_factory)

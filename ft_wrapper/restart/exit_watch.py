@@ -19,9 +19,9 @@ from ..monitor.frames import whereabouts
 
 log = logging.getLogger(__name__)
 
-#: Seconds from the end of the main thread until the log says what is waited for.
+#: Seconds from the end of the main thread until the log says what it waits for.
 SAID_AFTER = 5.0
-#: Seconds from the end of the main thread until the process is ended all the same, with exit code 1.
+#: Seconds from the end of the main thread until the process exits regardless, with code 1.
 ENDED_AFTER = 60.0
 
 Running: TypeAlias = threading.Thread | multiprocessing.process.BaseProcess

@@ -12,7 +12,7 @@
 - I10: every process comes to an end.
 - I11: no world is smaller than allowed.
 - I12: no process is in the function of n while it is listed in n + 1.
-- I13 to I15: nobody is left out or interrupted without a reason, or too early (`progress`).
+- I13 to I15: no process is left out or interrupted without a reason, or too early (`progress`).
 """
 
 import re

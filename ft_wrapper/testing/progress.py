@@ -1,7 +1,7 @@
 """Checks that a simulated job goes on as it should, and when.
 
 - I4: in time.
-- I13: nobody is interrupted or left out without a reason.
+- I13: no process is interrupted or left out without a reason.
 - I14: the job forms with all the slots that it begins with.
 - I15: it waits for ranks that are about to come back.
 """
@@ -222,7 +222,7 @@ class Progress:
             raise Violation(f"I4: {process.name} got in after {took:.1f} s")
 
     def check_hearing(self, process: "SimulatedProcess", n: int) -> None:
-        """Who leaves n has heard of its end at once, or with the next heartbeat of anybody."""
+        """A process that leaves n heard of its end at once, or with the next heartbeat of any member."""
         history = self.history
         if process.facts.disturbed or n not in history.ended_at or n < history.heads[-1].n - 1:
             return
