@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from ..attribution import Interruption, by_blame
 from .records import Blamed, Decision, Fault, Member, View
 
-_MOST = 64  # restarts that are remembered
+_MOST = 64  # restarts that are remembered, or as many as exclude a slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +66,8 @@ def judge(
         return Verdict(view.blamed)
     host, at = culprit.host or host_of(culprit.member), culprit.at or time.time()
     since = at - view.fault_window
-    blamed = (*(one for one in view.blamed if one.at >= since), Blamed(culprit.member.slot, host, at))[
-        -_MOST:
-    ]
-    slot = culprit.member.slot
+    slot, most = culprit.member.slot, max(_MOST, view.max_faults)
+    blamed = (*(one for one in view.blamed if one.at >= since), Blamed(slot, host, at))[-most:]
     if _is_host_bad(view.max_faults, blamed, host):
         out = frozenset(one for one in kept if host_of(one) == host)
         what, new = f"host {host}", [one for one in newcomers if host_of(one) == host]
@@ -85,17 +83,20 @@ def judge(
     return Verdict(blamed, out, slot, _in_words(view, what, "is excluded"))
 
 
-def why_out(decision: Decision, slot: int, host: str) -> str:
+def why_out(decision: Decision, slot: int, host: str, now: float = 0.0) -> str:
     """Why a member is to be out, in words; empty if there is no reason.
 
     Args:
         decision: the newest.
         slot: the member's.
         host: where it runs.
+        now: the time of day. Only a fault makes decisions forget older ones, and the last one may have been
+            long ago; 0 if the decision has just been made.
     """
-    if _is_host_bad(decision.max_faults, decision.blamed, host):
+    blamed = [one for one in decision.blamed if one.at >= now - decision.fault_window]
+    if _is_host_bad(decision.max_faults, blamed, host):
         return _in_words(decision, f"host {host}", "is excluded")
-    if _is_slot_bad(decision.max_faults, decision.blamed, slot, host):
+    if _is_slot_bad(decision.max_faults, blamed, slot, host):
         return _in_words(decision, f"slot {slot} on {host}", "is excluded")
     return ""
 

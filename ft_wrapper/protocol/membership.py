@@ -183,10 +183,11 @@ class Membership:
         It came before that was decided; later ones do not get so far.
         """
         if self.member in self.decision.joined:
-            self._leave_if_excluded(self.decision, len(self.view.members) - len(self.decision.joined))
+            others = len(self.view.members) - len(self.decision.joined)
+            self._leave_if_excluded(self.decision, others, time.time())
 
-    def _leave_if_excluded(self, decision: Decision, others: int) -> None:
-        why = exclusion.why_out(decision, self.slot, self.record.host)
+    def _leave_if_excluded(self, decision: Decision, others: int, now: float = 0.0) -> None:
+        why = exclusion.why_out(decision, self.slot, self.record.host, now)
         if why and others >= max(1, decision.min_world_size):
             raise Excluded(why)
 
@@ -198,7 +199,7 @@ class Membership:
         others = {one for one in view.members if one.slot != self.slot} - self.agreement.ends.deaths_of(
             view.n
         )
-        self._leave_if_excluded(decision, len(others))
+        self._leave_if_excluded(decision, len(others), time.time())
 
     def has_failed(self) -> bool:
         """Whether the present iteration has ended by a fault."""

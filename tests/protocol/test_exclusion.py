@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.protocol.exclusion import culprit_of, judge, why_out
 from ft_wrapper.protocol.records import Blamed, Decision, Fault, Member, View
@@ -86,6 +88,19 @@ def test_a_process_knows_by_the_decision_that_it_is_out() -> None:
     host = decision(Blamed(2, "b", 950.0), Blamed(3, "b", 960.0), Blamed(3, "b", 970.0))
     assert why_out(host, 2, "b") == why_out(host, 7, "b") != ""
     assert why_out(host, 2, "a") == ""
+
+
+def test_it_is_out_for_no_longer_than_its_faults_count() -> None:
+    slot = decision(*[Blamed(2, "b", at) for at in (950.0, 960.0, 970.0)])
+    assert why_out(slot, 2, "b", 1050.0).startswith("slot 2 on b is excluded")
+    assert why_out(slot, 2, "b", 1051.0) == "", "no fault since then has made anyone forget these"
+    host = decision(Blamed(2, "b", 950.0), Blamed(3, "b", 960.0), Blamed(3, "b", 970.0))
+    assert why_out(host, 7, "b", 1050.0) and not why_out(host, 7, "b", 1051.0)
+
+
+def test_as_many_faults_are_remembered_as_it_takes() -> None:
+    before = dataclasses.replace(view(*[(2, 950.0)] * 99), max_faults=100)
+    assert "is excluded, after 100 faults" in judge(before, [fault(2)], MEMBERS, (), host_of).words
 
 
 def test_a_decision_is_read_as_it_was_written() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+import types
+from pathlib import Path
 from typing import Any
 
 from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.protocol import membership
 from ft_wrapper.restart import same_faults
 
 
@@ -86,3 +89,28 @@ def test_the_next_process_of_a_slot_that_died_too_often_is_not_let_in(job: Job) 
     job.tell("finish", 0, 2)
     job.wait_for_end()
     assert (job[0].value, job[2].value) == (3, 3)
+
+
+def comes_later(rank: Rank, *, repaired: str) -> int:
+    """`trains`, but once there is a file a process comes two hours later."""
+    if Path(repaired).exists():
+        clock = vars(time) | {"time": lambda: time.time() + 7200.0}
+        membership.time = types.SimpleNamespace(**clock)  # type: ignore[assignment]
+    return trains(rank, active_world_size=2, max_faults=2, on_join="now", rejoin_wait=0.0)
+
+
+def test_a_repaired_slot_is_let_in_once_its_faults_do_not_count_any_more(job: Job, tmp_path: Path) -> None:
+    job.start(3, comes_later, repaired=str(tmp_path / "repaired"))
+    job.expect("in", 0, 1, n=0)
+    job.kill(1)
+    job.expect("in", 0, 2, n=1)
+    job.start_again(1)
+    job.expect("in", 0, 1, n=2)
+    job.kill(1)
+    job.expect("in", 0, 2, n=3)
+    (tmp_path / "repaired").touch()
+    job.start_again(1)
+    job.expect("in", 0, 1, n=4)
+    job.tell("finish")
+    job.wait_for_end()
+    assert (job[0].value, job[1].value) == (4, 4)
