@@ -2,9 +2,10 @@
 
 Written when the environment variable ``FT_WRAPPER_EVENTS`` names a file, which all ranks and monitors of
 a host append to. Times of one host may be compared with each other: ``monotonic`` is one clock for all of
-its processes. Times of two hosts may not.
+its processes, until the machine is started again (``boot``). Times of two hosts may not.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -33,6 +34,14 @@ def started() -> float:
     return time.monotonic() - since_boot + ticks / os.sysconf("SC_CLK_TCK")
 
 
+@functools.cache
+def _boot() -> str:
+    """Tells apart the starts of a machine, and machines of one name: each start has a clock of its own."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read(8)
+    return ""
+
+
 def emit(event: str, **fields: Any) -> None:
     """Appends one record to the events file, if there is one; its owner alone may read it.
 
@@ -50,6 +59,7 @@ def emit(event: str, **fields: Any) -> None:
         "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
         **fields,
         "host": socket.gethostname(),
+        "boot": _boot(),
         "pid": os.getpid(),
         "monotonic": time.monotonic(),
         "time": time.time(),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ft_wrapper import events
 from ft_wrapper.report import PHASES, command, make_reports
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "minimal.py"
@@ -120,6 +121,34 @@ def test_jobs_that_wrote_to_the_same_file_are_told_apart(
     assert [json.loads(line)["job"] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
 
 
+def test_a_host_that_was_started_again_has_another_clock() -> None:
+    def life(host: str, boot: str, n: int, *moments: tuple[float, str]) -> list[dict[str, Any]]:
+        told = [(at, event, n, 7) for at, event in moments]
+        return records(host, told, job="j", boot=boot, nonce=f"of {n}", slot=int(host == "b"), incarnation=n)
+
+    stayed = life("a", "x", 0, (500.0, "register"), (501.0, "enter"))
+    stayed += life("a", "x", 1, (1100.0, "decided"), (1500.0, "done"))
+    lost = life("b", "y", 0, (1e6, "register"), (1e6 + 1, "enter"))  # its process 7 goes with the machine
+    back = life("b", "z", 1, (30.0, "register"), (31.0, "enter"), (430.0, "done"))
+    (found,) = make_reports([*stayed, *lost, *back])
+    assert found.seconds == pytest.approx(1000.0)
+    assert [row.host for row in found.time.rows] == ["a", "b", "b (boot 2)"]
+    assert found.time.seat_seconds == pytest.approx(1000.0 + 1.0 + 400.0)
+
+
+def test_processes_of_two_starts_of_a_machine_are_none_that_two_jobs_share() -> None:
+    one = records("a", [(100.0, "enter", 0, 7)], nonce="of one", boot="x", slot=0)
+    other = records("a", [(50.0, "enter", 0, 7)], nonce="of other", boot="y", slot=0)
+    assert len(make_reports([*one, *other])) == 2
+
+
+def test_events_tell_the_starts_of_a_machine_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(events.ENV, str(tmp_path / "events"))
+    events.emit("done")
+    (record,) = events.read(str(tmp_path / "events"))
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().startswith(record["boot"]) and record["boot"]
+
+
 def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = tmp_path / "events"
     subprocess.run(
@@ -159,7 +188,7 @@ def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[
         (None, "No such file"),
         ("", "there are no events: was FT_WRAPPER_EVENTS set"),
         ("{", ":1 is not a JSON record"),
-        ('{"event": "enter"}', "a record lacks 'monotonic'"),
+        ('{"event": "enter"}', "a record lacks 'host'"),
     ],
 )
 def test_files_that_are_none(

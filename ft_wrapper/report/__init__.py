@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from .goodput import BUCKETS, Goodput, make_goodput
 from .jobs import Record, by_job
 from .restart import duration, plural
+from .rows import by_host
 
 #: The phases of a restart, from the first fault on, one after the other.
 PHASES = {
@@ -189,13 +190,6 @@ def make_reports(records: Iterable[Record]) -> list[Report]:
     return [make_report(job, found) for job, found in jobs]
 
 
-def _grouped(records: Iterable[Record], field: str) -> dict[str, list[Record]]:
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(str(record.get(field, "")), []).append(record)
-    return groups
-
-
 def make_report(job: str, records: Sequence[Record]) -> Report:
     """Makes the report of one job.
 
@@ -203,21 +197,19 @@ def make_report(job: str, records: Sequence[Record]) -> Report:
         job: its name.
         records: its events (see `jobs.by_job`), of all hosts, in any order.
     """
-    by_host = _grouped(records, "host")
+    hosts = by_host(records)
     restarts: dict[tuple[int, int], list[tuple[Restart, str]]] = {}
-    for host in sorted(by_host):
-        found = sorted(by_host[host], key=lambda record: float(record["monotonic"]))
-        iterations = _iterations(found)
+    for found in hosts.values():
         times: collections.Counter[int] = collections.Counter()
-        for restart, line in _restarts(iterations):
+        for restart, line in _restarts(_iterations(found)):
             # Where each call has its own store, the next call has the same numbers.
             times[restart.iteration] += 1
             seen = restarts.setdefault((restart.iteration, times[restart.iteration]), [])
             seen.append((restart, line))
-    started = (record for found in by_host.values() for record in found if record["event"] == "rank_started")
+    started = (record for record in records if record["event"] == "rank_started")
     return Report(
         job,
-        tuple(sorted(by_host)),
+        tuple(hosts),
         make_goodput(records),
         sum(record.get("incarnation", 0) > 0 for record in started),
         tuple(map(_slowest, restarts.values())),

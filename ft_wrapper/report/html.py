@@ -13,7 +13,7 @@ from .drawing import add, draw_bar, draw_swatch, draw_timeline, patterns
 from .goodput import BUCKETS
 from .look import LOOKS, moment, per_cent, shape_of, summary
 from .restart import duration, plural
-from .timeline import STATE_OF, STATES, Timeline
+from .timeline import STATE_OF, Timeline, shares_of
 
 _UNKNOWN = "the function told no steps, see call_wrapper.step(n)"
 
@@ -105,16 +105,14 @@ def _head(section: Element, report: Report, timeline: Timeline) -> None:
 
 
 def _legend(section: Element, report: Report) -> None:
-    time = report.time
-    shares = {state: sum(map(time.share, state.buckets)) for state in STATES}
-    section.append(draw_bar([(state, share) for state, share in shares.items() if share > 0]))
+    shares = shares_of(report.time)
+    section.append(draw_bar(shares))
     legend = add(section, "ul", class_="legend")
-    for state, share in shares.items():
-        if share > 0:
-            entry = add(legend, "li")
-            entry.append(draw_swatch(state.name))
-            add(entry, "b", per_cent(share))
-            add(entry, "span", state.title)
+    for state, share in shares:
+        entry = add(legend, "li")
+        entry.append(draw_swatch(state.name))
+        add(entry, "b", per_cent(share))
+        add(entry, "span", state.title)
 
 
 def _explanation(report: Report, timeline: Timeline) -> str:

@@ -1,7 +1,7 @@
 """Which events belong to one job, where several have written to the same files."""
 
 import collections
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 Record = dict[str, Any]
@@ -41,7 +41,7 @@ def by_job(records: Iterable[Record]) -> list[tuple[str, list[Record]]]:
     Returns:
         Of each job the name, with a number behind it if there are several of that name, and its events.
     """
-    records = list(records)
+    records = list(_by_boot(records))
     # An agent has the name of its job in some of its events only: its environment does not say it.
     names: dict[Hashable, set[str]] = collections.defaultdict(set)
     for record in records:
@@ -59,6 +59,17 @@ def by_job(records: Iterable[Record]) -> list[tuple[str, list[Record]]]:
         parts = _apart(members)
         found += [(name if number == 1 else f"{name} ({number})".strip(), part) for number, part in parts]
     return found
+
+
+def _by_boot(records: Iterable[Record]) -> Iterator[Record]:
+    """A machine that was started again is another host: its clock and its process numbers begin again."""
+    names: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    for record in records:
+        host, boot = str(record.get("host", "")), str(record.get("boot", ""))
+        known = names[host]
+        another = f"{host} (boot {len(known) + 1})" if known else host
+        name = known.setdefault(boot, another) if boot else host
+        yield record if name == host else {**record, "host": name}
 
 
 def _apart(records: Sequence[Record]) -> list[tuple[int, list[Record]]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from . import Report
 from .look import LOOKS, SHAPES, clean, moment, per_cent, shape_of, shortened, summary, ticks
-from .timeline import STATES, State, Timeline
+from .timeline import STATES, Timeline, shares_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,22 +67,13 @@ def draw(jobs: Sequence[tuple[Report, Timeline]], file: BinaryIO, kind: str) -> 
         figure.savefig(file, format=kind, dpi=100, metadata=metadata)
 
 
-def _row(timeline: Timeline) -> float:
-    return 0.26 if len(timeline.lines) <= 24 else 0.15
-
-
 def _rows(timeline: Timeline) -> float:
-    return _row(timeline) * max(len(timeline.lines), 1)
-
-
-def _states(report: Report) -> list[tuple[State, float]]:
-    """The states that there were, and their shares of the time."""
-    shares = [(state, sum(map(report.time.share, state.buckets))) for state in STATES]
-    return [(state, share) for state, share in shares if share > 0]
+    count = max(len(timeline.lines), 1)
+    return count * (0.26 if count <= 24 else 0.15)
 
 
 def _legend(report: Report) -> float:
-    return _LEGEND * -(-len(_states(report)) // _IN_A_ROW) + _GAP
+    return _LEGEND * -(-len(shares_of(report.time)) // _IN_A_ROW) + _GAP
 
 
 def _height(report: Report, timeline: Timeline) -> float:
@@ -162,7 +153,7 @@ class _Job:
 
         axes.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[])
         at, patches = 0.0, []
-        for state, share in _states(self._report):
+        for state, share in shares_of(self._report.time):
             style = _style(state.name)
             axes.broken_barh([(at, share)], (0, 1), **style)
             patches.append(Patch(label=f"{per_cent(share)} {state.title}", **style))

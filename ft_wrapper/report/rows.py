@@ -91,24 +91,28 @@ def iteration_of(record: Record) -> str:
     return str(record.get("nonce", record.get("iteration", "")))
 
 
+def by_host(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The events of each host, in their order."""
+    found: dict[str, list[Record]] = collections.defaultdict(list)
+    for record in records:
+        found[str(record["host"])].append(record)
+    return {host: sorted(found[host], key=_at) for host in sorted(found)}
+
+
 def make_rows(records: Iterable[Record]) -> list[Row]:
     """Makes the rows of one job.
 
     Args:
         records: its events, in any order.
     """
-    by_host: dict[str, list[Record]] = collections.defaultdict(list)
-    for record in records:
-        by_host[str(record["host"])].append(record)
-    for found in by_host.values():
-        found.sort(key=_at)
+    hosts = by_host(records)
     # Where each seat is at last. By the time of day: incarnations begin again if all is started again.
     newest: dict[int, tuple[float, str]] = {}
-    for record in (each for found in by_host.values() for each in found if each["event"] == "register"):
+    for record in (each for found in hosts.values() for each in found if each["event"] == "register"):
         came = float(record["time"] if "time" in record else record["monotonic"])
         slot, where = int(record["slot"]), (came, str(record["host"]))
         newest[slot] = max(where, newest.get(slot, where))
-    return [row for host in sorted(by_host) for row in _rows_of(host, by_host[host], newest)]
+    return [row for host, found in hosts.items() for row in _rows_of(host, found, newest)]
 
 
 def _rows_of(host: str, records: Sequence[Record], newest: dict[int, tuple[float, str]]) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from .goodput import Goodput
 from .incidents import Incident, Seat, find_incidents, natural
 from .restart import plural
-from .rows import Record, Row, Span, iteration_of
+from .rows import Record, Row, iteration_of
 
 MOST_ROWS = 64
 """So many rows can be looked at."""
@@ -150,6 +150,12 @@ class Timeline:
     def is_folded(self) -> bool:
         """Whether a row is more than one rank."""
         return len(self.lines) < self.ranks
+
+
+def shares_of(time: Goodput) -> list[tuple[State, float]]:
+    """The states that there were, and their shares of the time, from 0 to 1."""
+    shares = [(state, sum(map(time.share, state.buckets))) for state in STATES]
+    return [(state, share) for state, share in shares if share > 0]
 
 
 def make_timeline(records: Iterable[Record], time: Goodput) -> Timeline:
@@ -347,13 +353,9 @@ def _bands(records: Iterable[Record], rows: Iterable[Row], clocks: Mapping[str, 
     found: dict[str, tuple[float, float]] = {}
     for row in rows:
         began = clocks[row.host]
-        for span in filter(_is_in_function, row.spans):
+        for span in (span for span in row.spans if span.kind in _IN_FUNCTION):
             begin, end = span.begin - began, span.end - began
             first, last = found.get(span.iteration, (begin, end))
             found[span.iteration] = min(begin, first), max(end, last)
     bands = (Band(numbers[n], *times) for n, times in found.items() if n in numbers)
     return tuple(sorted(bands, key=lambda band: band.begin))
-
-
-def _is_in_function(span: Span) -> bool:
-    return span.kind in _IN_FUNCTION
