@@ -23,10 +23,10 @@ from .protocol.records import FAULT, Fault
 from .rendezvous import drains, moves
 from .rendezvous.record import Record
 from .rendezvous.register import Register
-from .report.finding import ENDPOINT, TIMEOUT, meeting_place, open_store, ranks_store, read_record
+from .report.finding import ENDPOINT, check_endpoint, meeting_place, open_store, ranks_store, read_record
 from .report.restart import plural
 from .store import StoreMixin
-from .store.plan import ANNOUNCED, connector
+from .store.plan import ANNOUNCED
 
 #: Seconds from a drain until ranks are ended that have not come to their next step, by default.
 WITHIN = 30.0
@@ -113,7 +113,8 @@ def drain(endpoint: str, target: str, within: float, why: str) -> str:
         What was done, for people.
 
     Raises:
-        Refused: too few ranks would be left, or they have not left in time.
+        Refused: they have not left in time, or the job is over.
+        drains.TooFew: too few ranks would be left.
         StoreError: a store cannot be used.
         ValueError: there is no such node or slot.
     """
@@ -238,14 +239,9 @@ def _carry_out(name: str, args: argparse.Namespace, command: Callable[[str, str]
     """Runs a command; returns 0, 1 if it was refused, 2 if the job cannot be reached."""
     endpoint, asked_by = args.endpoint or "", f"ftrun {name} on {socket.gethostname()}"
     try:
-        connector(endpoint, TIMEOUT)
-    except ValueError:
-        shown = without_secrets(endpoint or "no endpoint")
-        print(f"ftrun {name}: error: {shown}: give {ENDPOINT}", file=sys.stderr)
-        return 2
-    try:
+        check_endpoint(endpoint)
         print(command(endpoint, f"{asked_by}: {args.why}" if args.why else asked_by))
-    except Refused as error:
+    except (Refused, drains.TooFew) as error:
         print(f"ftrun {name}: refused: {without_secrets(str(error))}", file=sys.stderr)
         return 1
     except (StoreError, DistError, RendezvousError, ImportError, ValueError) as error:

@@ -8,6 +8,10 @@ from .moves import drain
 from .record import Drain, Node, Record, RoundPolicy, Seat
 
 
+class TooFew(ValueError):
+    """A drain is refused; says how many would be left."""
+
+
 def find(record: Record, target: str, within: float, why: str = "") -> Drain:
     """What is to be asked for.
 
@@ -67,11 +71,11 @@ def add(record: Record, asked: Drain, slots: Collection[int], min_world_size: in
     """The record with a drain in it; for the arguments see `why_not`.
 
     Raises:
-        ValueError: too few would be left; says how many.
+        TooFew: too few would be left, or the job is over.
     """
     why = why_not(record, asked, slots, min_world_size)
     if why:
-        raise ValueError(why)
+        raise TooFew(why)
     return drain(record, asked)
 
 

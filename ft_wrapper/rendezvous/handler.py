@@ -265,7 +265,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         """Asks that ranks leave the job; for the arguments see `drains.why_not`.
 
         Raises:
-            ValueError: too few would be left.
+            drains.TooFew: too few would be left.
             RendezvousConnectionError: the store is lost.
         """
         self._with_side(

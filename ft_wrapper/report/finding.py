@@ -10,10 +10,19 @@ from ..rendezvous.record import Record
 from ..rendezvous.register import RECORD_KEY, endpoint_key
 from ..store import StoreMixin, connect
 from ..store.address import EtcdAddress, is_etcd
+from ..store.plan import connector
 
 TIMEOUT = timedelta(seconds=10)
 #: What a user calls a job.
 ENDPOINT = "HOST:PORT, or etcd://HOST:PORT/PREFIX"
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ValueError unless this may be what a user calls a job."""
+    try:
+        connector(endpoint, TIMEOUT)
+    except ValueError:
+        raise ValueError(f"{endpoint or 'no endpoint'}: give {ENDPOINT}") from None
 
 
 def read_record(store: Operations) -> Record | None:

@@ -23,9 +23,9 @@ from ..rendezvous.kept_out import KeptOut, read_all
 from ..rendezvous.record import Node, Place, Record
 from ..store import StoreMixin
 from ..store.bounded import call_in_thread
-from ..store.plan import ANNOUNCED, connector
+from ..store.plan import ANNOUNCED
 from . import table
-from .finding import ENDPOINT, TIMEOUT, meeting_place, open_store, ranks_store, read_record
+from .finding import ENDPOINT, check_endpoint, meeting_place, open_store, ranks_store, read_record
 from .restart import host_and_pid, in_words
 
 NOT_FORMED = "not formed"
@@ -287,12 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args(argv)
     try:
-        connector(args.endpoint or "", TIMEOUT)
-    except ValueError:
-        shown = without_secrets(args.endpoint or "no endpoint")
-        print(f"ftrun status: error: {shown}: give {ENDPOINT}", file=sys.stderr)
-        return 2
-    try:
+        check_endpoint(args.endpoint or "")
         with contextlib.ExitStack() as opened:
             statuses = _interruptible(_follow(args.endpoint, args.interval, opened))
             if args.watch and not args.json and sys.stdout.isatty() and importlib.util.find_spec("rich"):

@@ -234,9 +234,10 @@ def test_a_function_that_tells_no_step_is_ended_and_not_started_again(tmp_path: 
         assert done.returncode == 0, done.stderr
         await_that(lambda: came_to(cluster.shared, 1, 0) and "restart 1: " in job.said, job)
         assert "restart 1: rank 1 (slot 1 on " in job.said and ") was drained; no spare" in job.said
-        for refused, why in (("0", "0 ranks would be left"), ("7", "there is no node or slot '7'")):
-            again = ftrun("drain", refused, endpoint_of(job))
-            assert again.returncode == 2 and why in again.stderr
+        refused, wrong = "refused: 0 ranks would be left", "error: there is no node or slot '7'"
+        for target, code, why in (("0", 1, refused), ("7", 2, wrong)):
+            again = ftrun("drain", target, endpoint_of(job))
+            assert again.returncode == code and why in again.stderr
         (cluster.shared / "finish").touch()
         assert job.end() == 0, job.said
         assert len(job.pids(1)) == 1
