@@ -1,6 +1,7 @@
 """The options of ``ftrun`` about one node: what it has to pass before it takes a seat, and how it leaves."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ class NodeChecks:
     Args:
         wanted: the built-in checks; see `ft_wrapper.check.node`.
         command: the user's, for a shell; empty if there is none.
-        timeout: seconds that either may take.
+        timeout: seconds that each of them may take.
         retries: how often they are tried again before the node ends; None: without end.
     """
 
@@ -34,9 +35,9 @@ class NodeChecks:
 
     def proof(self) -> Proof:
         """The checks, ready to be run."""
-        checks: list[Callable[[], str]] = []
-        if self.wanted:
-            checks.append(BuiltIn(lambda: node.look(self.wanted), self.timeout))
+        # Each for itself: a mistake in one of them hides nothing that another one finds.
+        looks = [functools.partial(node.look, {name: number}) for name, number in self.wanted.items()]
+        checks: list[Callable[[], str]] = [BuiltIn(look, self.timeout) for look in looks]
         if self.command:
             checks.append(Command(self.command, self.timeout))
         return Proof(tuple(checks), self.retries, takes_time=bool(self.command))
@@ -62,7 +63,7 @@ def add_options(add: Callable[..., Any]) -> None:
     )
     add(
         "--node-check-timeout SECONDS",
-        f"how long the command may take, and the built-in checks (default: {TIMEOUT:g})",
+        f"how long the command may take, and each built-in check (default: {TIMEOUT:g})",
         default=f"{TIMEOUT:g}",
     )
     add(

@@ -231,7 +231,7 @@ def links(root: Path) -> Iterator[Finding]:
         if (card / "device" / "subsystem").resolve().name == "usb":
             continue
         is_on = int(_text(card / "flags") or "0", 16) & _IFF_UP
-        was_used = int(_text(card / "statistics" / "rx_bytes") or "0") > 0
+        was_used = _has_counted(card / "statistics" / "rx_bytes")
         if is_on and was_used and _text(card / "carrier") == "0":
             why = "it has had one, and what goes over it is lost"
             yield Finding(
@@ -248,10 +248,15 @@ def ports(root: Path) -> Iterator[Finding]:
     for card in _entries(root / "class" / "infiniband"):
         for port in _entries(card / "ports"):
             state = _text(port / "state")
-            was_used = int(_text(port / "counters" / "port_rcv_data") or "0") > 0
+            was_used = _has_counted(port / "counters" / "port_rcv_data")
             if _text(port / "link_layer") == "InfiniBand" and was_used and state and "ACTIVE" not in state:
                 what = f"port {port.name} of {card.name} is {state.partition(': ')[2] or state}"
                 yield Finding(what, "NCCL cannot use it", "see its cable, its switch and the subnet manager")
+
+
+def _has_counted(path: Path) -> bool:
+    """Whether a counter of the kernel's is above 0; some are no number but ``N/A (no PMA)``."""
+    return _text(path).lstrip("0").isdecimal()
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -144,10 +144,8 @@ class Tally:
             memory: which it shares with its monitor; not used any more once the account is closed.
         """
         with self._lock:
-            is_first = pid not in self._accounts
-            account = self._accounts[pid] = RankAccount(
-                self, memory, self._born.get(pid) if is_first else None
-            )
+            born = None if pid in self._accounts else self._born.get(pid)
+            account = self._accounts[pid] = RankAccount(self, memory, born)
             return account
 
     def restarted(self, cause: str, phases: Mapping[str, float]) -> None:

@@ -16,10 +16,12 @@ from ended import has_ended
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ft_wrapper.agent.node_checks import BuiltIn, Command
+from ft_wrapper.agent.node_options import NodeChecks
 from ft_wrapper.agent.one_node import OneNode
 from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.proving import LONGEST_WAIT, Proof, await_proof
 from ft_wrapper.agent.signals import Signalled, held, queued
+from ft_wrapper.check import node as checks
 from ft_wrapper.check.findings import Finding
 
 MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
@@ -241,6 +243,13 @@ def test_a_mistake_in_a_check_keeps_no_node_out(caplog: pytest.LogCaptureFixture
         threading.Event().wait(0.01)  # it is logged by the thread
 
 
+def test_a_mistake_in_a_check_hides_nothing_that_another_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "links", lambda root: 1 // 0)
+    monkeypatch.setattr(checks, "_size", lambda path: (100, 0))
+    proof = NodeChecks({"links": None, "shm": None}, timeout=TIMEOUT).proof()
+    assert proof.failure().startswith("0 MiB free in /dev/shm")
+
+
 # The options -----------------------------------------------------------------------------------------------
 
 
@@ -263,7 +272,7 @@ def test_what_is_checked_by_default() -> None:
         120.0,
         None,
     )
-    assert len(several.proof().checks) == 1 and not several.proof().takes_time
+    assert len(several.proof().checks) == 4 and not several.proof().takes_time
     alone = parsed().node_checks
     assert (dict(alone.wanted), alone.retries, alone.proof().checks) == ({}, 0, ())
     assert parsed(*MEET, "--node-checks", "none").node_checks.proof().checks == ()
@@ -276,7 +285,7 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         found = parsed(*where, *asked, "--node-check-retries", "3").node_checks
         assert (dict(found.wanted), found.command) == ({"links": None, "disk": 20.0}, "a b")
         assert (found.timeout, found.retries) == (7.0, 3)
-        assert len(found.proof().checks) == 2 and found.proof().takes_time
+        assert len(found.proof().checks) == 3 and found.proof().takes_time
     monkeypatch.setenv("PET_NODE_CHECK", "c")
     assert parsed(*MEET).node_checks.command == "c"
     monkeypatch.setenv("PET_NODE_CHECK", "")
