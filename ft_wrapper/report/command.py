@@ -47,11 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
             reports = [make_report(job, found) for job, found in jobs]
             if files:
-                found = [
-                    make_timeline(records, report.time)
-                    for (_, records), report in zip(jobs, reports, strict=True)
-                ]
-                drawn = list(zip(reports, found, strict=True))
+                pairs = zip(jobs, reports, strict=True)
+                drawn = [(report, make_timeline(records, report.time)) for (_, records), report in pairs]
                 for name, file in files.items():
                     _OUTPUTS[name](drawn, file)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:

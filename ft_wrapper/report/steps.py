@@ -87,13 +87,18 @@ class Steps:
         """The calls in which any rank told steps."""
         return {self.calls.get(n, "") for n, _ in self.parts}
 
+    @functools.cached_property
+    def _told_in(self) -> set[tuple[str, int, str | None]]:
+        """Each rank, with each call in which it told steps."""
+        told = ((who, n) for who, iterations in self.told.items() for n in iterations)
+        return {(host, slot, self.calls.get(n)) for (host, slot, _), n in told}
+
     def had_none_yet(self, host: str, slot: int, iteration: str) -> bool:
         """Whether a rank that told no step in an iteration was not that far yet; else it tells none."""
         call = self.calls.get(iteration, "")
-        if call not in self.telling or (iteration, 0) not in self.parts:
-            return call in self.telling
-        own = (found for who, found in self.told.items() if who[:2] == (host, slot))
-        return any(self.calls.get(n) == call for found in own for n in found)
+        if call in self.telling and (iteration, 0) in self.parts:
+            return (host, slot, call) in self._told_in
+        return call in self.telling
 
 
 def read_steps(records: Sequence[Record], rows: Sequence[Row]) -> Steps:
