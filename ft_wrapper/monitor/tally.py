@@ -10,6 +10,7 @@ rank does, too.
 
 import bisect
 import collections
+import copy
 import dataclasses
 import itertools
 import threading
@@ -109,7 +110,8 @@ class Tally:
         self.clock = clock
         self._lock = threading.Lock()
         self._born: dict[int, float] = {}  # the agent's processes
-        self._accounts: dict[int, RankAccount] = {}  # the newest one of each
+        # The newest one of each; None for a process that has none yet, and stands in for one that is gone.
+        self._accounts: dict[int, RankAccount | None] = {}
         self._gone, self._gone_at = 0, 0.0
         self._seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self._told: dict[str, float] = {}
@@ -126,14 +128,15 @@ class Tally:
         """A rank's process was started."""
         with self._lock:
             self._born[pid] = self.clock()
+            if self._gone:
+                self._accounts[pid] = None
             self._count_gone(-1)
 
     def ended(self, pid: int) -> None:
         """A rank's process has ended."""
         with self._lock:
             self._born.pop(pid, None)
-            account = self._accounts.pop(pid, None)
-            if account is not None and not account.is_done:
+            if pid in self._accounts and not ((account := self._accounts.pop(pid)) and account.is_done):
                 self._count_gone(1)
 
     def open(self, pid: int, memory: RankMemory) -> "RankAccount":
@@ -144,7 +147,7 @@ class Tally:
             memory: which it shares with its monitor; not used any more once the account is closed.
         """
         with self._lock:
-            born = None if pid in self._accounts else self._born.get(pid)
+            born = None if self._accounts.get(pid) else self._born.get(pid)
             account = self._accounts[pid] = RankAccount(self, memory, born)
             return account
 
@@ -187,10 +190,7 @@ class Tally:
                 dict(self._told),
                 self.steps.lost(),
                 dict(self._restarts),
-                {
-                    phase: dataclasses.replace(one, counts=[*one.counts])
-                    for phase, one in self._phases.items()
-                },
+                copy.deepcopy(self._phases),
             )
 
     # ---- for the accounts, which have the lock, as for `steps`

@@ -205,6 +205,34 @@ def test_a_process_that_dies(tally: Tally, clock: Clock, make: Make) -> None:
     }
 
 
+def test_a_process_that_dies_before_it_can_stand_in_for_another(
+    tally: Tally, clock: Clock, make: Make
+) -> None:
+    """As on a node with a broken GPU, where each further process fails while it starts."""
+    first = make(0)
+    first.start()
+    first.join()
+    first.decided(view(0))
+    clock.now = 1001.0
+    first.die()
+    for _ in range(2):
+        further = make(0)
+        further.start()
+        assert tally.read().ranks["gone"] == 0
+        clock.now += 1.0
+        tally.ended(further.pid)
+        assert tally.read().ranks["gone"] == 1
+        clock.now += 5.0
+    assert lost(tally)["gone"] == 10.0
+    last = make(0)
+    last.start()
+    last.join()
+    clock.now += 1.0
+    last.done()
+    tally.ended(last.pid)
+    assert tally.read().ranks["gone"] == 0
+
+
 def test_a_hang_is_detection_and_not_a_step(tally: Tally, clock: Clock, make: Make) -> None:
     rank = make(0)
     rank.start()
