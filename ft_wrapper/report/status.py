@@ -21,6 +21,7 @@ from ..protocol.operations import read
 from ..protocol.records import FAULT
 from ..rendezvous.kept_out import KeptOut, read_all
 from ..rendezvous.record import Node, Place, Record
+from ..rendezvous.register import version_key
 from ..store import StoreMixin
 from ..store.bounded import call_in_thread
 from ..store.plan import ANNOUNCED
@@ -289,9 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_endpoint(args.endpoint or "")
         with contextlib.ExitStack() as opened:
-            statuses = _interruptible(_follow(args.endpoint, args.interval, opened))
+            seen = itertools.groupby(_follow(args.endpoint, args.interval, opened))
+            statuses = _interruptible(status for status, _ in seen)
             if args.watch and not args.json and sys.stdout.isatty() and importlib.util.find_spec("rich"):
-                _show(statuses)
+                live = importlib.import_module(".live_status", __package__)  # it needs rich
+                live.show(statuses, live.Console())
                 return 0
             for status in statuses if args.watch else itertools.islice(statuses, 1):
                 print(status.to_json() if args.json else status.to_text(), flush=True)
@@ -309,32 +312,26 @@ def _interruptible(statuses: Iterator[Status]) -> Iterator[Status]:
         yield status
 
 
-def _show(statuses: Iterator[Status]) -> None:
-    from rich.console import Console
-
-    from .live_status import show
-
-    show(statuses, Console())
-
-
 def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iterator[Status]:
     """Reads how the job stands whose store, or whose nodes' rendezvous, is at an endpoint."""
     meeting = meeting_place(endpoint)
     store = open_store(meeting, opened)
-    record, outside = read_record(store), read_all(store)
-    if record is None and not outside:
-        # No nodes met there: the ranks agree at the endpoint itself, as they do under any other launcher.
-        yield from watch(store if meeting == endpoint else open_store(endpoint, opened), longest)
-        return
-    address = "" if record is None else ranks_store(endpoint, store, record)
-    if not address:
-        nobody = Record(1, 1) if record is None else record
-        yield Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(nobody, outside))
-        return
+    while True:
+        record, outside = read_record(store), read_all(store)
+        if record is None and not outside:
+            # No nodes met there: the ranks agree at the endpoint itself, as they do under any other launcher.
+            yield from watch(store if meeting == endpoint else open_store(endpoint, opened), longest)
+            return
+        record = record or Record(1, 1)
+        if address := ranks_store(endpoint, store, record):
+            break
+        yield Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(record, outside))
+        if record.closed:
+            return
+        store.hear(version_key(record.version + 1), longest)
 
     def nodes() -> tuple[NodeStatus, ...]:
-        newest = read_record(store)
-        return () if newest is None else _nodes(newest, read_all(store))
+        return _nodes(read_record(store) or Record(1, 1), read_all(store))
 
     yield from watch(open_store(address, opened), longest, nodes)
 

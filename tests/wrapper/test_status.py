@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -12,8 +14,12 @@ import pytest
 from rank_harness import Job
 from rejoin_job import Training, training
 
+from ft_wrapper.rendezvous.moves import close
+from ft_wrapper.rendezvous.record import Node, Record, Seat
+from ft_wrapper.rendezvous.register import Register, endpoint_key
 from ft_wrapper.report import finding, status
 from ft_wrapper.report.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
+from ft_wrapper.store import TCPStoreServer, connect
 from ft_wrapper.testing import FakeStore
 
 
@@ -67,6 +73,39 @@ def test_a_job_that_has_not_formed() -> None:
     found = read_status(FakeStore())
     assert found.to_text() == "not formed: no wrapped function has been entered by all ranks yet"
     assert json.loads(found.to_json())["iteration"] is None
+
+
+def test_a_job_whose_nodes_have_not_met_is_watched_until_they_have() -> None:
+    node = Node("7", address="here")
+    half = Record(2, 2, seats=(Seat(None, 0, 1, "default", node, "7"),))
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(contextlib.closing(TCPStoreServer(0)))
+        endpoint = f"localhost:{server.port}"
+        store = opened.enter_context(contextlib.closing(connect(endpoint, timedelta(seconds=10))))
+        register = Register(store, Record(2, 2))
+        first, _ = register.replace(register.read(), half)
+        statuses = status._follow(endpoint, 60.0, opened)
+        found = next(statuses)
+        assert (found.state, [one.group_rank for one in found.nodes]) == (NOT_FORMED, [None])
+        whole = dataclasses.replace(
+            half, complete=True, seats=(dataclasses.replace(half.seats[0], group_rank=0),)
+        )
+        store.set(endpoint_key(0), endpoint)
+        register.replace(first, whole)
+        found = next(statuses)
+        assert (found.state, [one.group_rank for one in found.nodes]) == (NOT_FORMED, [0])
+
+
+def test_a_job_that_has_ended_before_its_nodes_met_is_not_watched() -> None:
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(contextlib.closing(TCPStoreServer(0)))
+        store = opened.enter_context(
+            contextlib.closing(connect(f"localhost:{server.port}", timedelta(seconds=10)))
+        )
+        register = Register(store, Record(2, 2))
+        register.replace(register.read(), close(Record(2, 2), "too few"))
+        (found,) = status._follow(f"localhost:{server.port}", 60.0, opened)
+        assert found.state == NOT_FORMED
 
 
 @pytest.mark.parametrize("endpoint", [[], ["host"], ["host:port"], [":29400"]])
