@@ -137,7 +137,7 @@ class CallWrapper:
         try:
             yield
         finally:
-            self._call.pinged = self._call.pinged or memory.ping_stamp > 0
+            self._call.progressed = self._call.progressed or memory.has_progressed
             memory.enter_phase(memory.phase)
             memory.hang_protection_disabled -= 1
 

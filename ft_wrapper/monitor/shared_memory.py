@@ -231,6 +231,14 @@ class RankMemory(ctypes.Structure):
         self.entered_at, self.has_left = 0.0, False
         self.iteration, self.rank = n, None
 
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the function has pinged; if it tells steps, since it began the first of this iteration."""
+        step = self.step
+        if step is None:
+            return self.ping_stamp > 0.0
+        return step != self._first_step or self.ping_stamp > self.step_stamp
+
     def told_step(self) -> dict[str, Any]:
         """The step that was told last, and when it began, as fields of an event; empty if there is none."""
         step, began = self.step, self.step_stamp

@@ -63,7 +63,7 @@ class Call(Performer):
         function_name: of the wrapped function: it must be the same on all ranks.
 
     Attributes:
-        pinged: whether the function has pinged in this iteration, though its stamps are new.
+        progressed: whether the function has made progress in this iteration, though its stamps are new.
         kept: what the function's helpers keep over iterations, by name.
         keeps: what they give back when the call ends.
         helpers: what they give back when the iteration ends.
@@ -80,7 +80,7 @@ class Call(Performer):
             forget.collect_garbage("call")
         self.settings = settings
         self.state = state
-        self.pinged = False
+        self.progressed = False
         self.kept: dict[str, Any] = {}
         self.keeps = contextlib.ExitStack()
         self.helpers = contextlib.ExitStack()
@@ -192,7 +192,7 @@ class Call(Performer):
     def _call_function(self, state: State, entered: int) -> Left:
         own = self.own
         own.interrupter.reset()
-        self.pinged = False
+        self.progressed = False
         self._stay = stay = Stay(time.monotonic())
         is_spare = state.mode == Mode.INACTIVE
         report = functools.partial(self._report_entry, entered)
@@ -214,8 +214,8 @@ class Call(Performer):
                 self.state.fn_exception = raised
             # A RankShouldRestart that no one asked for is the function's own.
             if not isinstance(caught, RankShouldRestart) or not own.interrupter.requested:
-                has_pinged = self.pinged or bool(own.memory.ping_stamp)
-                stay.count(caught, own.member.view, self.settings.max_same_faults, has_pinged)
+                has_progressed = self.progressed or own.memory.has_progressed
+                stay.count(caught, own.member.view, self.settings.max_same_faults, has_progressed)
                 left.error, left.fault, left.step = caught, stay.fault, own.memory.step
                 # And not merely a collective that fails because the iteration is over.
                 stay.is_cause = watch.ended_at is None

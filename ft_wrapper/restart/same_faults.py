@@ -37,21 +37,21 @@ class Stay:
     is_last: bool = False
     is_out_of_memory: bool = False
 
-    def count(self, error: BaseException, view: View, limit: int | None, has_pinged: bool) -> None:
+    def count(self, error: BaseException, view: View, limit: int | None, has_progressed: bool) -> None:
         """Names the fault, if it counts: there was no progress before it, and it follows from no other fault.
 
         Args:
             error: by which the function was left.
             view: the present iteration's.
             limit: the argument ``max_same_faults``.
-            has_pinged: whether there was progress, by the function's own word.
+            has_progressed: whether there was progress, by the function's own word.
         """
         if isinstance(error, JobAbort):
             self.fault, self.is_last = FOR_GOOD + in_one_line(error), True
             return
         if limit is None or (self.watch is not None and self.watch.ended_at is not None):
             return
-        if has_pinged or time.monotonic() - self.entered_at > PROGRESS_AFTER:
+        if has_progressed or time.monotonic() - self.entered_at > PROGRESS_AFTER:
             return
         self.fault = kind_and_place(error)
         self.is_last = times_before(view, self.fault) + 1 >= limit

@@ -106,6 +106,13 @@ def test_an_exception_loses_no_step(job: Job, clean_digest: dict[str, str]) -> N
     assert job.wait() == [[clean[0][0], 4, "PEERS"]] * 2
 
 
+def test_a_step_that_fails_on_each_try_ends_the_job(job: Job) -> None:
+    job.start(2, trains, {f"{n}:3:1": "raise" for n in range(9)})
+    job.wait_for_end()
+    assert sorted(process.error for process in job.ranks.values()) == ["JobEnded", "ValueError"]
+    assert "5 times in a row without progress" in job[0].text + job[1].text
+
+
 def test_a_new_rank_receives_the_state(job: Job) -> None:
     job.start(3, trains, {})
     clean = job.wait()[0]

@@ -32,6 +32,14 @@ def fails_at_once(rank: Rank, slots: list[int], rounds: int = 100, place: str = 
         if slots[n % len(slots)] == rank.slot:
             if place == "ping":
                 call_wrapper.ping()
+            if place.startswith("step"):
+                call_wrapper.ping()  # at the end of loading
+                call_wrapper.ping(step=n)
+            if place == "step, ping":
+                call_wrapper.step(n)
+                call_wrapper.ping()
+            if place == "step, step":
+                call_wrapper.ping(step=n + 1)
             if place == "ping in a block":
                 with call_wrapper.disable_hang_protection():
                     call_wrapper.ping()
@@ -96,7 +104,14 @@ def test_a_rank_alone(job: Job) -> None:
     check_end(job, 0, 1)
 
 
-@pytest.mark.parametrize("place", ["ping", "ping in a block", "minutes", "elsewhere"])
+def test_the_begin_of_the_first_step_is_no_progress(job: Job) -> None:
+    job.start(2, fails_at_once, [1], 9, "step", max_same_faults=3)
+    check_end(job, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "place", ["ping", "ping in a block", "minutes", "elsewhere", "step, ping", "step, step"]
+)
 def test_what_makes_progress_or_fails_elsewhere_goes_on(job: Job, place: str) -> None:
     job.start(2, fails_at_once, [1], 4, place, max_same_faults=2)
     assert job.wait() == [4, 4]
@@ -149,6 +164,7 @@ def fails_in_step(rank: Rank, fails: list[list[int]]) -> Any:
         n = call_wrapper.iteration
         slot, step = fails[n] if n < len(fails) else (-1, 0)
         call_wrapper.ping(step=step)
+        call_wrapper.ping()
         rank.say("in", n=n)
         if slot == rank.slot:
             rank.hear()
