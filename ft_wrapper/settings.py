@@ -208,8 +208,9 @@ class Limits:
         rejoin_wait: how long a restart waits for an announced replacement.
         max_same_faults: the same fault this many times in a row ends the job with that error. The same means:
             the same type, at the same line of your code, without progress before it: a ``ping()`` (behind the
-            begin of its first step, if the function tells steps), a second step, or a minute in the function. From the second time on the ranks wait before they enter the function
-            again: 0.5 s, and twice as long each time, at most 10 s. None: the job never ends or slows down.
+            begin of its first step, if the function tells steps), a second step, or a minute in the function.
+            From the second time on the ranks wait before they enter the function again: 0.5 s, and twice as
+            long each time, at most 10 s. None: the job never ends or slows down.
         max_faults: a slot or host that causes this many restarts within ``fault_window`` is excluded: its
             ranks leave and are not restarted; a spare takes over. Not if fewer than ``min_world_size`` ranks
             would be left. None: no exclusion.
