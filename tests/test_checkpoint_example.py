@@ -70,7 +70,11 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> str:
     return train(tmp_path_factory.mktemp("clean") / "run", "", asynchronous=False)[0]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "asynchronous",
+    [pytest.param(False, marks=pytest.mark.nightly("asynchronous saves run always")), True],
+    ids=["sync", "async"],
+)
 def test_fsdp2_ends_with_the_same_weights_whatever_happens(
     tmp_path: Path, clean: str, asynchronous: bool
 ) -> None:
@@ -87,6 +91,7 @@ def test_fsdp2_ends_with_the_same_weights_whatever_happens(
         assert faulty == clean
 
 
+@pytest.mark.nightly("its job goes through faults above")
 def test_the_example_runs_as_it_says(tmp_path: Path) -> None:
     text = (EXAMPLES / "fsdp2_dcp.py").read_text()
     options = ("--nproc-per-node", 4, "--active-world-size", 3)

@@ -290,10 +290,20 @@ SECTIONS = [section for section in re.split(r"^## ", TESTING, flags=re.MULTILINE
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Which seed fails and how many steps it takes changes with the protocol; that it fails so does not.
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+LONG = ("A rank assignment", "A store\n")
+NIGHTLY = pytest.mark.nightly("other sections run always")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.partition("\n")[0])
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param(
+            section, marks=NIGHTLY if section.startswith(LONG) else [], id=section.partition("\n")[0]
+        )
+        for section in SECTIONS
+    ],
+)
 def test_page_on_testing_prints_what_it_says(
     section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,7 +152,7 @@ def run_benchmark(*arguments: str) -> str:
 @pytest.mark.parametrize("shared", [False, True])
 def test_ranks_ask_what_counting_says_in_every_world(shared: bool) -> None:
     """And their connections are a rank's four, or as many as they share."""
-    arguments = ["--ranks", "64", "--shared", "4"] if shared else ["--ranks", "8", "64"]
+    arguments = ["--ranks", "32", "--shared", "4"] if shared else ["--ranks", "8", "32"]
     output = run_benchmark(
         *arguments, "--interval", "1", "--repeats", "1", "--parts", "form", "exception", "barrier"
     )
@@ -166,7 +166,7 @@ def test_ranks_ask_what_counting_says_in_every_world(shared: bool) -> None:
     assert {row["requests/rank"] for row in figures(output, "One restart after")} == {"12"}
     if not shared:
         barrier = [number(row["bytes/rank"]) for row in figures(output, "A barrier of NVRx's shape")]
-        assert barrier[1] > barrier[0] + 100  # everyone reads the whole list: the contrast
+        assert barrier[1] > barrier[0] + 50  # everyone reads the whole list: the contrast
 
 
 @pytest.mark.alone("it counts what is asked in a second")

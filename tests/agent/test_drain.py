@@ -226,6 +226,7 @@ def test_a_node_that_hosts_the_store_stays_for_the_others(tmp_path: Path) -> Non
         assert lost_or_repeated(*nodes) == ([], [])
 
 
+@pytest.mark.nightly("ranks leave between two steps above always")
 def test_a_function_that_tells_no_step_is_ended_and_not_started_again(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, WITHOUT_STEPS, nnodes="1", nproc=2)
     with FtRun(tmp_path / "job", "--nproc-per-node", "2", str(cluster.script), str(cluster.shared)) as job:

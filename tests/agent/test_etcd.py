@@ -204,6 +204,7 @@ def await_end_of_lease(etcd: EtcdServer, *, heartbeats: bool = False) -> None:
             watch.close()
 
 
+@pytest.mark.nightly("tests/store has leases that end always")
 def test_nothing_is_left_of_a_job_that_died_with_all_its_processes(
     tmp_path: Path, members: EtcdServer
 ) -> None:

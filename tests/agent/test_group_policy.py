@@ -314,6 +314,7 @@ def test_after_a_node_has_finished_a_failure_restarts_all_rather_than_those_that
     assert restarts(again) == {"a": {1}, "b": {1}}
 
 
+@pytest.mark.nightly("a node is lost above always")
 def test_after_a_node_has_finished_the_loss_of_another_does_not_scale_the_job_down(tmp_path: Path) -> None:
     with Job(tmp_path, OURS, "1:2") as job:
         done, busy, _ = finish_one(job)

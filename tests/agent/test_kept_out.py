@@ -87,6 +87,7 @@ def test_a_node_is_kept_out_on_etcd(
     assert left_in(etcd) == []
 
 
+@pytest.mark.nightly("a node that fails is kept out above always")
 def test_a_spare_that_fails_gives_its_seat_back_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -439,6 +439,7 @@ SPARED = """
 """
 
 
+@pytest.mark.nightly("a spare node steps in in test_nodes.py always")
 def test_the_ranks_of_a_spare_node_step_in_where_they_are(tmp_path: Path) -> None:
     with Cluster(tmp_path, SPARED, nnodes="2", nproc=2) as cluster:
         conf = CONF.replace("last_call_timeout=0.2", "last_call_timeout=60")  # all are to be there

@@ -490,6 +490,7 @@ def test_warnings_are_lines_of_ftruns_own(tmp_path: Path) -> None:
         assert " ftrun: --" in line
 
 
+@pytest.mark.nightly("two agents meet in tests/rendezvous/test_torchrun.py always")
 def test_two_nodes_on_one_host_meet_where_torchruns_do(tmp_path: Path) -> None:
     say = ("--no-python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE, node $GROUP_RANK")
     with made(Network(1)) as network:  # its port 29500 is free

@@ -24,11 +24,13 @@ from .search import Search
 from .seen import MOST_LEFT, SeenByAll, SeenHere
 from .states import StateScheduler
 
+MORE = pytest.mark.nightly("fewer programs run always")
 ALONE = dataclasses.replace(JOB, members=1, active=1)
 
 # Jobs of simulated processes
 
 
+@pytest.mark.nightly("what they share is tested below always")
 def test_processes_that_share_a_search_make_all_of_it() -> None:
     alone = every_run(Explorer(), 0, scenario=ALONE)
     shared = every_run(Explorer(), 0, processes=2, scenario=ALONE)
@@ -205,7 +207,16 @@ def random_lines(choose: random.Random, operations: Operations, tasks: int, most
 
 
 @pytest.mark.parametrize(
-    ("departures", "events", "programs"), [(0, True, 150), (1, True, 40), (1, False, 400), (2, True, 10)]
+    ("departures", "events", "programs"),
+    [
+        (0, True, 50),
+        (1, True, 10),
+        (1, False, 100),
+        pytest.param(0, True, 150, marks=MORE),
+        pytest.param(1, True, 40, marks=MORE),
+        pytest.param(1, False, 400, marks=MORE),
+        pytest.param(2, True, 10, marks=MORE),
+    ],
 )
 def test_whatever_is_left_out_comes_to_the_same_as_something_else(
     departures: int, events: bool, programs: int

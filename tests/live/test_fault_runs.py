@@ -38,6 +38,7 @@ def test_a_few_faults_cost_no_step(tmp_path: Path) -> None:
 MOVED = "sigkill:step:2:0,exception:step:7:1,sigkill:before vote:7:1"
 
 
+@pytest.mark.nightly("the explorer's job hsdp has it always")
 @needs_fsdp2_on_cpu
 def test_survivors_may_take_other_shards(tmp_path: Path) -> None:
     verdicts = run_job(KINDS["hsdp"], tmp_path / "job", 0, 1, 1, faults=MOVED)

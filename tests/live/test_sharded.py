@@ -29,6 +29,7 @@ from torch import nn
 from ft_wrapper.torch_groups.forget import forget_old_ranks
 
 TIMEOUT = 100.0
+NIGHTLY = pytest.mark.nightly("shards that move to other ranks run always, with and without replicas")
 BEFORE, AFTER = 3, 3
 """Steps before the restart and after it."""
 
@@ -406,10 +407,10 @@ def run(body: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]
 @pytest.mark.parametrize(
     "scenario",
     [
-        Scenario((2,)),
-        Scenario((2,), foreach=False, rolls=True),
+        pytest.param(Scenario((2,)), marks=NIGHTLY),
+        pytest.param(Scenario((2,), foreach=False, rolls=True), marks=NIGHTLY),
         Scenario((3,), moves=(1, 2, 0), exchanges=True),
-        Scenario((2, 2), moves=(2, 1, 0, 3), rolls=True),
+        pytest.param(Scenario((2, 2), moves=(2, 1, 0, 3), rolls=True), marks=NIGHTLY),
         Scenario((2, 2), foreach=False, moves=(3, 2, 1, 0), exchanges=True, rolls=True),
     ],
     ids=str,

@@ -61,6 +61,7 @@ def test_a_context_is_whole_after_each_interrupt(benchmark: Any, context: str, i
     check(vars(benchmark.count(context, interrupts, seed=0)), interrupts)
 
 
+@pytest.mark.nightly("the contexts are interrupted always")
 def test_torch_compiles_after_it_was_interrupted_while_compiling() -> None:
     command = [sys.executable, str(SCRIPT), "--json", "--only", "aot_eager", "--interrupts", "6"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

@@ -11,6 +11,7 @@ from ft_wrapper.testing.scenario import Disturbance, Scenario
 from ft_wrapper.testing.simulation import Simulation
 
 RAISES = Disturbance("exception", 0, 1)
+NIGHTLY = pytest.mark.nightly("slot 0 has each fault at each step always")
 
 
 def run(seed: int, *disturbances: Disturbance, **scenario: Any) -> Simulation:
@@ -18,7 +19,7 @@ def run(seed: int, *disturbances: Disturbance, **scenario: Any) -> Simulation:
     return Simulation(Scenario(disturbances=disturbances, **scenario), seed).run()
 
 
-@pytest.mark.parametrize("slot", range(3))
+@pytest.mark.parametrize("slot", [0, *(pytest.param(slot, marks=NIGHTLY) for slot in (1, 2))])
 @pytest.mark.parametrize(
     "kind, seconds",
     [

@@ -9,12 +9,12 @@ from ft_wrapper.testing.explore import Explorer, new_seed
 from ft_wrapper.testing.scenario import Disturbance, Scenario
 from ft_wrapper.testing.simulation import Simulation
 
-SEEDS = 500
+SEEDS = 250
 FIRST_SEED = 1_000_000
-NIGHTLY = pytest.mark.nightly("500 other seeds run always")
+NIGHTLY = pytest.mark.nightly("250 other seeds run always")
 
 
-@pytest.mark.parametrize("group", [0, pytest.param(1, marks=NIGHTLY), pytest.param(2, marks=NIGHTLY)])
+@pytest.mark.parametrize("group", [0, *(pytest.param(group, marks=NIGHTLY) for group in range(1, 6))])
 def test_random_jobs_with_crashes_and_respawns(group: int) -> None:
     report = Explorer().at_random(SEEDS, seed=FIRST_SEED + group * SEEDS)
     assert report.failure is None, report.failure

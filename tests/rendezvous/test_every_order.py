@@ -30,12 +30,16 @@ def quiet() -> Iterator[None]:
     logging.disable(before)
 
 
+NIGHTLY = pytest.mark.nightly("each policy, and both kinds of stores, run always")
 TWO = Job(2, 1, 2)
 THREE = Job(3, 2, 3)
 FOUR = Job(4, 3, 3, happenings=(CRASH, EXIT, CLOSE))
 
 
-@pytest.mark.parametrize(("rank_policy", "hosted"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    ("rank_policy", "hosted"),
+    [(False, True), pytest.param(True, True, marks=NIGHTLY), (True, False)],
+)
 @pytest.mark.parametrize(
     ("job", "departures"),
     [(dataclasses.replace(TWO, happenings=()), 3), (TWO, 0), (THREE, 0), (FOUR, 0)],

@@ -164,6 +164,7 @@ def test_the_same_on_etcd(
         assert client.read(Span.prefix(b"ft_wrapper/job/"), keys_only=True) == ()
 
 
+@pytest.mark.nightly("late nodes join in tests/agent/test_nodes.py always")
 def test_late_agent_joins(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
     first = launch(port, "1:2", "grow", conf=",node_id=0")
     assert first.stdout is not None

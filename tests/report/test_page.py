@@ -222,6 +222,7 @@ def test_the_picture_is_drawn_in_both_formats(tmp_path: Path, records: list[dict
     assert svg.read_bytes() == first, "the same picture is the same file"
 
 
+@pytest.mark.nightly("one of a usual job is drawn always")
 def test_a_picture_of_hostile_and_of_very_many(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from ft_wrapper.report import picture

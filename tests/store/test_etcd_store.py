@@ -621,6 +621,7 @@ def test_under_torchs_prefix_store(etcd: EtcdServer, make: Make) -> None:
         part.get("k")
 
 
+@pytest.mark.nightly("the jobs of tests/agent/test_etcd.py make groups always")
 def test_process_group(etcd: EtcdServer, prefix: str) -> None:
     command = [sys.executable, str(Path(__file__).parent / "etcd_rank.py"), etcd.endpoints, prefix]
     ranks = [

@@ -24,6 +24,7 @@ from ft_wrapper.restart import leftover_check
 PATIENT: dict[str, Any] = {"soft_timeout": 80.0, "hard_timeout": 90.0, "barrier_timeout": 100.0}
 RESTARTS = 3
 EACH = {"FT_WRAPPER_LEFTOVERS": "1"}
+NIGHTLY = pytest.mark.nightly("DDP and HSDP run always")
 
 
 def settings() -> dict[str, Any]:
@@ -129,9 +130,9 @@ def trains(rank: Rank, name: str) -> list[int]:
     ("name", "ranks"),
     [
         ("DDP", 2),
-        pytest.param("FSDP2", 2, marks=needs_fsdp2_on_cpu),
+        pytest.param("FSDP2", 2, marks=[needs_fsdp2_on_cpu, NIGHTLY]),
         pytest.param("HSDP", 4, marks=needs_fsdp2_on_cpu),
-        ("FSDP1", 2),
+        pytest.param("FSDP1", 2, marks=NIGHTLY),
     ],
 )
 def test_nothing_is_said_where_all_is_clean(job: Job, name: str, ranks: int) -> None:

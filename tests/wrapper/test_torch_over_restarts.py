@@ -344,6 +344,7 @@ def who_holds(thing: object) -> str:
     )
 
 
+@pytest.mark.nightly("old models are looked for in test_old_iterations.py always")
 @needs_fsdp2_on_cpu
 def test_no_old_model_lives_over_thirty_restarts(job: Job) -> None:
     job.start(2, makes_models, 30, True)
