@@ -80,20 +80,26 @@ def _report(path: str, trouble: str) -> None:
 def read(path: str) -> list[dict[str, Any]]:
     """Reads an events file, in the order of writing.
 
+    A crash or a full disk may have cut a line short. Such lines are left out, with a warning.
+
     Args:
         path: the file.
 
     Raises:
-        ValueError: a line is not a JSON object; the message names file and line.
+        ValueError: no line is a JSON object; the message names file and line.
     """
-    records = []
-    with open(path, encoding="utf-8") as lines:
+    records, damaged = [], []
+    with open(path, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
-            try:
+            record = None
+            with contextlib.suppress(json.JSONDecodeError):
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number} is not a JSON record: {error}") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}:{number} is not a JSON object")
-            records.append(record)
+            if isinstance(record, dict):
+                records.append(record)
+            else:
+                damaged.append(number)
+    if damaged and not records:
+        raise ValueError(f"{path}:{damaged[0]} is not a JSON record, and no other line is")
+    if damaged:
+        log.warning("%s: %d damaged lines are left out, the first is line %d", path, len(damaged), damaged[0])
     return records

@@ -182,6 +182,14 @@ def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert page.read_text().count(html.escape(restarted["line"], quote=False)) == 3  # list, number and mark
 
 
+def test_damaged_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A machine that crashed has cut one short, and goes on behind it; bytes of another file are in one."""
+    path = tmp_path / "events"
+    path.write_bytes(b'{"event": "a"}\n{"event": "b", "ho{"event": "c"}\n7\n\xff\xfe\n{"event": "d"}\n')
+    assert [record["event"] for record in events.read(str(path))] == ["a", "d"]
+    assert "3 damaged lines are left out, the first is line 2" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

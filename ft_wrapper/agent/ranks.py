@@ -381,11 +381,12 @@ class Ranks:
 
     def _drain(self, news: News) -> list[Action]:
         now = self._clock()
-        asked = [
-            rank
-            for rank in range(self._nproc())
-            if rank not in self._leaving and (not news.slots or self.round.rank(rank) in news.slots)
+        named = [
+            rank for rank in range(self._nproc()) if not news.slots or self.round.rank(rank) in news.slots
         ]
+        for rank in self._leaving.keys() & named:
+            self._leaving[rank].at = min(self._leaving[rank].at, now + news.within)
+        asked = [rank for rank in named if rank not in self._leaving]
         if not asked:
             return []  # the news came before
         names = ", ".join(str(self.round.rank(rank)) for rank in asked)

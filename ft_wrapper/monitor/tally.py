@@ -136,7 +136,7 @@ class Tally:
         """A rank's process has ended."""
         with self._lock:
             self._born.pop(pid, None)
-            if pid in self._accounts and not ((account := self._accounts.pop(pid)) and account.is_done):
+            if pid in self._accounts and not ((account := self._accounts.pop(pid)) and account.is_over):
                 self._count_gone(1)
 
     def open(self, pid: int, memory: RankMemory) -> "RankAccount":
@@ -240,7 +240,12 @@ class RankAccount:
         self._has_entered = False
         # Of the restart that is under way: when it began, and the phases that have been counted.
         self._ended, self._phases = 0.0, dict[str, float]()
-        self._has_completed = False
+        self._has_completed = self._was_drained = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing stands in for its process once that has ended."""
+        return self.is_done or (self._was_drained if self._memory is None else self._memory.leaves)
 
     @property
     def is_done(self) -> bool:
@@ -297,7 +302,7 @@ class RankAccount:
                 return
             now, view = self._tally.clock(), self._view
             self._look_whether_entered()
-            self._has_completed = self._memory.has_returned
+            self._has_completed, self._was_drained = self._memory.has_returned, self._memory.leaves
             stay = self._stay()
             if view is not None and "entered" in stay and stay["active"]:
                 self._spend(view, stay, now, is_whole=self.is_done)

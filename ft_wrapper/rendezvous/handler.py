@@ -374,14 +374,14 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         """Ends the threads, for which it waits, and lets go of everything. Again without harm."""
         self._ended = True
         presence, self._presence = self._presence, None
-        if presence is not None:
-            presence.end(patience)
-            if patience:
-                self._tidy_up(presence)
         self._side = None
-        self._opened.close()
-        self._workers.close()
-        self._backend.close()
+        with contextlib.ExitStack() as ending:
+            for each in (self._backend, self._workers, self._opened):
+                ending.callback(each.close)
+            if presence is not None:
+                presence.end(patience)
+                if patience:
+                    self._tidy_up(presence)
 
     def _others(self, record: Record, store: Operations) -> list[Node]:
         """All other nodes that use the store: those in the record, and those that are kept out."""

@@ -119,10 +119,15 @@ def close(record: Record, reason: str = "") -> Record:
 
 
 def drain(record: Record, asked: Drain) -> Record:
-    """Asks ranks to leave the job; their node carries it out, and leaves if they are all it has."""
+    """Asks ranks to leave the job; their node carries it out, and leaves if they are all it has.
+
+    Of two drains of the same ranks the one that leaves less time counts.
+    """
     known = any(asked.node == node.name for node in record.nodes)
-    same = any((asked.node, asked.slots) == (other.node, other.slots) for other in record.drains)
-    return replace(record, drains=(*record.drains, asked)) if known and not same else record
+    same = [other for other in record.drains if (other.node, other.slots) == (asked.node, asked.slots)]
+    if not known or any(other.within <= asked.within for other in same):
+        return record
+    return replace(record, drains=(*(one for one in record.drains if one not in same), asked))
 
 
 def adopt_rank_policy(record: Record) -> Record:

@@ -398,6 +398,17 @@ def test_one_that_is_drained_is_asked_once_and_not_started_again() -> None:
     assert (end.failures, end.drained) == ([], False)
 
 
+def test_a_second_drain_may_leave_it_less_time() -> None:
+    node = Node().run()
+    node.ranks.told(DRAIN)
+    node.tick(SPARE_DELAY)
+    at = node.ranks.due()
+    assert node.ranks.told(News(What.DRAIN, "a notice", within=300.0)) == [AskToLeave(0)]
+    assert node.ranks.due() == at, "it leaves more"
+    assert node.ranks.told(News(What.DRAIN, "a notice", (1,), within=5.0)) == []
+    assert node.ranks.due() == node.now + 5.0
+
+
 def test_what_a_drained_one_dies_of_is_no_failure() -> None:
     node = Node().run()
     node.ranks.told(DRAIN)

@@ -205,6 +205,18 @@ def test_a_process_that_dies(tally: Tally, clock: Clock, make: Make) -> None:
     }
 
 
+def test_one_that_was_drained_is_not_gone(tally: Tally, clock: Clock, make: Make) -> None:
+    """It leaves without having returned; nothing stands in for it, and no alert is due."""
+    rank = make(0)
+    rank.start()
+    rank.join()
+    rank.decided(view(0))
+    rank.enter(1000.0)
+    rank.memory.leaves = True
+    rank.die()
+    assert tally.read().ranks["gone"] == 0
+
+
 def test_a_process_that_dies_before_it_can_stand_in_for_another(
     tally: Tally, clock: Clock, make: Make
 ) -> None:

@@ -36,6 +36,15 @@ def test_the_same_drain_is_there_once_and_goes_with_its_node() -> None:
     assert remove(state, [node("b", nproc=2)])[0].drains == ()
 
 
+def test_of_two_drains_the_one_that_leaves_less_time_counts() -> None:
+    """A cloud's notice of 25 s comes behind a drain that had ten minutes."""
+    long, short = replace(drain("b:0"), within=600.0), replace(drain("b:0"), within=25.0)
+    state = drains.add(formed("a", "b"), long, range(4), 1)
+    state = drains.add(state, short, range(4), 1)
+    assert state.drains == (short,)
+    assert drains.add(state, long, range(4), 1).drains == (short,)
+
+
 def test_nodes_and_slots_are_found() -> None:
     state = formed("a", "3")
     assert drains.find(state, "a", 30.0, "why") == drain("a:0")
