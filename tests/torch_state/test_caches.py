@@ -244,7 +244,11 @@ def test_functions_let_go_of_the_default_group_of_their_import() -> None:
         dist.destroy_process_group()
 
 
-@by_mesh
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(MESHES[0], marks=pytest.mark.nightly("two dimensions run always")), MESHES[1]],
+    ids=["1-D", "2-D"],
+)
 @pytest.mark.parametrize("left_out", ITS_MISTAKES)
 def test_a_step_that_is_left_out_is_named(mesh: dict[str, Any], left_out: str) -> None:
     left = what_is_left(mesh, left_out)

@@ -103,7 +103,7 @@ def put_in_class(library: Any, mesh: Any) -> None:
     class Registry:
         table = {"a": [mesh]}
 
-    Registry.__module__ = "mylib"
+    Registry.__module__ = library.__name__
     library.Registry = Registry
 
 
@@ -131,14 +131,20 @@ PLACES: dict[str, tuple[Callable[[Any, Any], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("what", ["DeviceMesh", "ProcessGroup"])
-def test_the_way_from_a_global_is_told(things: Things, library: Any, place: str, what: str) -> None:
-    """A group, too: the collector does not track containers of what C++ has made."""
-    put, way = PLACES[place]
-    put(library, mesh_of(2, 2) if what == "DeviceMesh" else dist.new_group([0, 1]))
+def test_the_way_from_a_global_is_told(things: Things, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group, too: the collector does not track containers of what C++ has made.
+
+    All places at once, each in a library of its own: each walk goes through all that the tests have imported.
+    """
+    for place, (put, _) in PLACES.items():
+        library = types.ModuleType(f"{place}_lib")
+        monkeypatch.setitem(sys.modules, library.__name__, library)
+        put(library, mesh_of(2, 2) if what == "DeviceMesh" else dist.new_group([0, 1]))
     restart(things)
-    assert found() == [(what, way)]
+    ways_told = {(what, way.replace("mylib", f"{place}_lib")) for place, (_, way) in PLACES.items()}
+    assert set(found()) == ways_told
+    assert len(found()) == len(PLACES)
 
 
 def test_what_the_present_iteration_has_made_is_not_told(things: Things, library: Any) -> None:
