@@ -119,11 +119,11 @@ def test_a_long_line_is_cut() -> None:
 
 
 def children(folder: Path) -> list[psutil.Process]:
-    """The processes whose numbers are in the folder's files."""
+    """The processes whose numbers are in the folder's files; a shell may be killed before it has written one."""
     found = []
-    for path in folder.glob("pid.*"):
+    for number in filter(None, (path.read_text() for path in folder.glob("pid.*"))):
         try:
-            found.append(psutil.Process(int(path.read_text())))
+            found.append(psutil.Process(int(number)))
         except psutil.NoSuchProcess:
             continue
     return [process for process in found if not has_ended(process)]
