@@ -385,7 +385,9 @@ class Ranks:
             rank for rank in range(self._nproc()) if not news.slots or self.round.rank(rank) in news.slots
         ]
         for rank in self._leaving.keys() & named:
-            self._leaving[rank].at = min(self._leaving[rank].at, now + news.within)
+            leaving = self._leaving[rank]
+            if leaving.signum == signal.SIGTERM:  # each record tells of it, also after the signal
+                leaving.at = min(leaving.at, now + news.within)
         asked = [rank for rank in named if rank not in self._leaving]
         if not asked:
             return []  # the news came before

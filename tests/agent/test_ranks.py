@@ -409,6 +409,17 @@ def test_a_second_drain_may_leave_it_less_time() -> None:
     assert node.ranks.due() == node.now + 5.0
 
 
+def test_a_drain_that_is_told_again_leaves_the_whole_time_after_the_signal() -> None:
+    """Each new record tells of all drains in it."""
+    node = Node().run()
+    drain = News(What.DRAIN, "a notice", (1,), within=1.0)
+    node.ranks.told(drain)
+    assert Send(signal.SIGTERM, 1) in node.tick(SPARE_DELAY + 1.0)
+    kills_at = node.now + GRACE
+    assert node.ranks.told(drain) == []
+    assert node.ranks.due() == kills_at
+
+
 def test_what_a_drained_one_dies_of_is_no_failure() -> None:
     node = Node().run()
     node.ranks.told(DRAIN)
