@@ -121,6 +121,7 @@ class Group:
             where: their place among those of all nodes.
         """
         host, port = split_host_port(where.address)
+        self.tally.begin_round()
         with self._lock:
             group = self._group
             group.group_rank, group.group_world_size = where.group_rank, where.group_world_size  # type: ignore[assignment]

@@ -292,7 +292,7 @@ class Loop:
     def _add(self, request: Request, pid: int) -> None:
         process = RankProcess(request, pid, os.pidfd_open(pid))  # of a child that is not reaped yet
         self._running[request.rank] = process
-        self._monitors.add(pid, replaced=request.is_replaced)
+        self._monitors.add(pid, request.rank, replaced=request.is_replaced)
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self._emit("rank_started", process)
         self._carry_out(self._ranks.forked(request.rank, request.incarnation, pid))

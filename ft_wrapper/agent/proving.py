@@ -55,15 +55,16 @@ def await_proof(
     Raises:
         RendezvousError: it did not pass as often as it may try.
     """
-    failures, began = 0, time.monotonic()
+    failures, began, logged = 0, time.monotonic(), ""
     while why := proof.failure():
         keep_out(why)
         failures += 1
         if proof.retries is not None and failures > proof.retries:
             times = "" if failures == 1 else f" {failures} times, the last time"
             raise RendezvousError(f"{who} has failed its check{times}: {why}")
-        if failures == 1:
+        if why != logged:
             log.warning("%s is kept out of the job until it passes its check: %s", who, why)
+            logged = why
         wait(min(FIRST_WAIT * 2 ** min(failures - 1, 30), LONGEST_WAIT))
     if failures:
         log.info("%s has passed its check after %.1f s, and comes in", who, time.monotonic() - began)

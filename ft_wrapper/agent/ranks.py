@@ -385,7 +385,9 @@ class Ranks:
             rank for rank in range(self._nproc()) if not news.slots or self.round.rank(rank) in news.slots
         ]
         for rank in self._leaving.keys() & named:
-            self._leaving[rank].at = min(self._leaving[rank].at, now + news.within)
+            leaving = self._leaving[rank]
+            if leaving.signum == signal.SIGTERM:  # each record tells of it, also after the signal
+                leaving.at = min(leaving.at, now + news.within)
         asked = [rank for rank in named if rank not in self._leaving]
         if not asked:
             return []  # the news came before
@@ -393,6 +395,7 @@ class Ranks:
         log.warning("%s: rank %s to leave the job within %g s", news.why, names, news.within)
         for rank in asked:
             self._leaving[rank] = _Leaving(now + news.within)
+            self._group.tally.drained(rank)
             if isinstance(self._ranks.get(rank), _Due):
                 del self._ranks[rank]
         return [AskToLeave(rank) for rank in asked if rank in self._of(_Running)]

@@ -98,14 +98,15 @@ class MonitorService:
         self._listener.listen(128)
         self._acceptor = in_background("accepting ranks", self._accept)
 
-    def add(self, pid: int, *, replaced: bool = False) -> None:
+    def add(self, pid: int, rank: int, *, replaced: bool = False) -> None:
         """A rank's process was started.
 
         Args:
             pid: it.
+            rank: its local rank.
             replaced: whether another one is started in its place if it ends, as far as is known.
         """
-        self._tally.started(pid)
+        self._tally.started(pid, rank)
         with self._changed:
             self._processes[pid] = replaced
             self._changed.notify_all()

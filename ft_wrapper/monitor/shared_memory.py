@@ -68,7 +68,8 @@ class RankMemory(ctypes.Structure):
             timeout applies.
         dump_signal: by which the rank is asked where it stands; 0 if it cannot be asked.
         dump_fd: the rank's descriptor that the answer comes by.
-        leaves: whether the rank was asked to leave the job. Written by the agent.
+        leaves: whether the rank was asked to leave the job, which the agent writes; or was excluded, which
+            the rank writes where its call ends.
 
     Raises:
         RuntimeError: the platform lacks ``memfd_create`` or robust mutexes.

@@ -110,9 +110,11 @@ class Tally:
         self.clock = clock
         self._lock = threading.Lock()
         self._born: dict[int, float] = {}  # the agent's processes
+        self._ranks: dict[int, int] = {}  # their local ranks
         # The newest one of each; None for a process that has none yet, and stands in for one that is gone.
         self._accounts: dict[int, RankAccount | None] = {}
-        self._gone, self._gone_at = 0, 0.0
+        self._gone, self._gone_at = set[int](), 0.0  # by local rank
+        self._drained: set[int] = set()  # local ranks that no process comes back for in this round
         self._seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self._told: dict[str, float] = {}
         self.steps = StepHistory()
@@ -124,20 +126,36 @@ class Tally:
 
     # ---- what happens
 
-    def started(self, pid: int) -> None:
-        """A rank's process was started."""
+    def begin_round(self) -> None:
+        """All ranks are about to be started, also those that were drained."""
         with self._lock:
-            self._born[pid] = self.clock()
-            if self._gone:
+            self._drained.clear()
+
+    def started(self, pid: int, rank: int) -> None:
+        """A process was started for a local rank."""
+        with self._lock:
+            self._born[pid], self._ranks[pid] = self.clock(), rank
+            if rank in self._gone:
                 self._accounts[pid] = None
-            self._count_gone(-1)
+            self._spend_gone()
+            self._gone.discard(rank)
 
     def ended(self, pid: int) -> None:
         """A rank's process has ended."""
         with self._lock:
             self._born.pop(pid, None)
-            if pid in self._accounts and not ((account := self._accounts.pop(pid)) and account.is_over):
-                self._count_gone(1)
+            rank = self._ranks.pop(pid, None)
+            is_lost = pid in self._accounts and not ((account := self._accounts.pop(pid)) and account.is_over)
+            if is_lost and rank is not None and rank not in self._drained:
+                self._spend_gone()
+                self._gone.add(rank)
+
+    def drained(self, rank: int) -> None:
+        """A local rank was asked to leave the job: it is not missed, whether its process lives or not."""
+        with self._lock:
+            self._spend_gone()
+            self._drained.add(rank)
+            self._gone.discard(rank)
 
     def open(self, pid: int, memory: RankMemory) -> "RankAccount":
         """A process has a monitor now.
@@ -167,8 +185,8 @@ class Tally:
         """What is known now."""
         with self._lock:
             now = self.clock()
-            self._count_gone(0)
-            states = collections.Counter(gone=self._gone)
+            self._spend_gone()
+            states = collections.Counter(gone=len(self._gone))
             steps, passing = list[int](), list[dict[str, float]]()
             for pid in self._born:
                 account = self._accounts.get(pid)
@@ -215,10 +233,11 @@ class Tally:
         self.steps.of(view.nonce)
         self._iteration = view.n
 
-    def _count_gone(self, change: int) -> None:
+    def _spend_gone(self) -> None:
+        """The time of those that are gone, before there are more or fewer of them."""
         now = self.clock()
-        self._seconds["gone"] += self._gone * (now - self._gone_at)
-        self._gone, self._gone_at = max(0, self._gone + change), now
+        self._seconds["gone"] += len(self._gone) * (now - self._gone_at)
+        self._gone_at = now
 
 
 class RankAccount:

@@ -4,14 +4,13 @@ Each decision carries who caused the recent restarts. The proposer of a decision
 read the verdict, so all agree on who is excluded.
 """
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
 from ..attribution import Interruption, by_blame
 from .records import Blamed, Decision, Fault, Member, View
-
-_MOST = 64  # restarts that are remembered, or as many as exclude a slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +64,9 @@ def judge(
     if culprit is None:
         return Verdict(view.blamed)
     host, at = culprit.host or host_of(culprit.member), culprit.at or time.time()
-    since = at - view.fault_window
-    slot, most = culprit.member.slot, max(_MOST, view.max_faults)
-    blamed = (*(one for one in view.blamed if one.at >= since), Blamed(slot, host, at))[-most:]
+    since, slot = at - view.fault_window, culprit.member.slot
+    recent = [one for one in view.blamed if one.at >= since]
+    blamed = _newest([*recent, Blamed(slot, host, at)], view.max_faults)
     if _is_host_bad(view.max_faults, blamed, host):
         out = frozenset(one for one in kept if host_of(one) == host)
         what, new = f"host {host}", [one for one in newcomers if host_of(one) == host]
@@ -99,6 +98,17 @@ def why_out(decision: Decision, slot: int, host: str, now: float = 0.0) -> str:
     if _is_slot_bad(decision.max_faults, blamed, slot, host):
         return _in_words(decision, f"slot {slot} on {host}", "is excluded")
     return ""
+
+
+def _newest(blamed: Sequence[Blamed], most: int) -> tuple[Blamed, ...]:
+    """The last faults of each slot on each host: as many as exclude it, however many others there are."""
+    counts: collections.Counter[tuple[int, str]] = collections.Counter()
+    newest = []
+    for one in reversed(blamed):
+        counts[one.slot, one.host] += 1
+        if counts[one.slot, one.host] <= most:
+            newest.append(one)
+    return tuple(reversed(newest))
 
 
 def _is_host_bad(most: int, blamed: Sequence[Blamed], host: str) -> bool:

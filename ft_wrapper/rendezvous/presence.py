@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
@@ -109,14 +109,19 @@ class NodeWatch:
         self._held_since = 0.0
         self._judges_from = 0.0
 
-    def silent(self, record: Record) -> list[Node]:
+    def silent(self, record: Record, outside: Iterable[Node] = ()) -> list[Node]:
         """Looks at the neighbours in the record and returns those that are silent.
+
+        Args:
+            record: of the nodes.
+            outside: nodes that are not in it, and are looked at as well.
 
         Raises:
             Exception: whatever the store raised; what was seen before is forgotten then.
         """
         try:
             stillness = self._look(record)
+            stillness |= {node: self._observer.stillness(node) for node in outside if node not in stillness}
         except Exception:
             self._known, self._doubted = set(), set()
             raise
@@ -291,7 +296,12 @@ class Heart(_Keeper):
         record = self._executor.look().record
         if record.closed:
             return True
-        silent = self._watch.silent(record)
+        outside = self._kept_out(record)
+        silent = self._watch.silent(record, outside)
+        for node in [node for node in silent if node in outside]:
+            log.warning("no heartbeat from node %s, which was kept out, for %g s", node, self._timeout)
+            kept_out.forget(self._store, node)
+            silent.remove(node)
         if silent and may_unseat(record, self._executor.node, silent):
             names = ", node ".join(map(str, silent))
             log.warning(
@@ -299,6 +309,15 @@ class Heart(_Keeper):
             )
             self._executor.expel(silent)
         return False
+
+    def _kept_out(self, record: Record) -> list[Node]:
+        """The nodes that are kept out, where this node looks after them: the first in the record does."""
+        node, noted = self._executor.node, list[kept_out.KeptOut]()
+        if not record.nodes or node.is_same(record.nodes[0]):
+            with contextlib.suppress(StoreError):  # no reason to lose this node, and the next look will tell
+                noted = kept_out.read_all(self._store)
+        others = [one.node for one in noted if not node.is_same(one.node)]
+        return [other for other in others if record.place_of(other) is None]
 
 
 class Presence:

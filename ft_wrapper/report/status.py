@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -193,24 +194,28 @@ def read_status(store: StoreMixin) -> Status:
 
 
 def watch(
-    store: StoreMixin, longest: float, read_nodes: Callable[[], tuple[NodeStatus, ...]] = tuple
+    store: StoreMixin, longest: float, read_nodes: Callable[[], tuple[NodeStatus, ...] | None] = tuple
 ) -> Iterator[Status]:
     """Reads how a job stands whenever that changes: an iteration ends, another one begins.
 
     Args:
         store: the job's.
         longest: seconds after which to read it, and the nodes, in any case.
-        read_nodes: reads the nodes.
+        read_nodes: reads the nodes; None if they have begun another round, whose ranks use another store.
 
     Yields:
-        What was read, if it differs from the last one. Ends when the job has completed.
+        What was read, if it differs from the last one. Ends when the job has completed, or begun another
+        round.
 
     Raises:
         StoreError: the store cannot be read, or no longer.
     """
     last = None
     while True:
-        status = dataclasses.replace(read_status(store), nodes=read_nodes())
+        status, nodes = read_status(store), read_nodes()
+        if nodes is None:
+            return
+        status = dataclasses.replace(status, nodes=nodes)
         if status != last:
             yield status
         last = status
@@ -313,9 +318,10 @@ def _interruptible(statuses: Iterator[Status]) -> Iterator[Status]:
 
 
 def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iterator[Status]:
-    """Reads how the job stands whose store, or whose nodes' rendezvous, is at an endpoint."""
+    """Reads how the job stands whose store, or nodes' rendezvous, is at an endpoint; round after round."""
     meeting = meeting_place(endpoint)
     store = open_store(meeting, opened)
+    status: Status | None = None
     while True:
         record, outside = read_record(store), read_all(store)
         if record is None and not outside:
@@ -324,16 +330,29 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
             return
         record = record or Record(1, 1)
         if address := ranks_store(endpoint, store, record):
-            break
-        yield Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(record, outside))
+            try:
+                with contextlib.ExitStack() as of_round:
+                    nodes = functools.partial(_nodes_in, store, record.round)
+                    for status in watch(open_store(address, of_round), longest, nodes):
+                        yield status
+            except (StoreError, DistError):
+                if status is None:
+                    raise
+                # The ranks' store has ended with its round, and the next one may take a while.
+            if status is not None and status.state == COMPLETED:
+                return
+        else:
+            status = Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(record, outside))
+            yield status
         if record.closed:
             return
         store.hear(version_key(record.version + 1), longest)
 
-    def nodes() -> tuple[NodeStatus, ...]:
-        return _nodes(read_record(store) or Record(1, 1), read_all(store))
 
-    yield from watch(open_store(address, opened), longest, nodes)
+def _nodes_in(store: StoreMixin, number: int) -> tuple[NodeStatus, ...] | None:
+    """The nodes, as long as they are in this round; None after that."""
+    record = read_record(store) or Record(1, 1)
+    return _nodes(record, read_all(store)) if record.round == number else None
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from .. import events
 from .._files import check_open_files
 from ..abort import close_aborted_sockets, protect_children, protect_process, wait_for_released_groups
 from ..attribution import Interruption
-from ..exception import StoreError
+from ..exception import Excluded, StoreError
 from ..log_lines import note_slot
 from ..monitor import beside, frames, interrupt, shared_memory, threads
 from ..monitor.line import MonitorLine, ask_agent
@@ -280,6 +280,8 @@ class Resources:
             return False
 
     def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is Excluded:
+            self.memory.leaves = True  # so that the agent counts no rank as gone
         if self.progress.has_completed and kind is None and self.plan.port is None and self.monitor.between():
             # Those who go on to the next call on this store wait for this rank, as long as it lives.
             last = _remembered[self.plan.description]

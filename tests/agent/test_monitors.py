@@ -80,7 +80,7 @@ def start(monitors: MonitorService, store: TCPStore) -> Iterator[Start]:
         def start() -> Rank:
             rank = Rank(monitors.name, f"127.0.0.1:{store.port}")
             ranks.callback(rank.close)
-            monitors.add(rank.pid)
+            monitors.add(rank.pid, 0)
             return rank
 
         yield start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from ft_wrapper.agent.outputs import Failure
 from ft_wrapper.agent.policy import Policy, RestartPolicy
 from ft_wrapper.agent.ranks import PLACE_DELAY, SPARE_DELAY, Ranks
 from ft_wrapper.agent.signals import News, What
+from ft_wrapper.monitor.shared_memory import RankMemory
 
 GRACE = 5.0  # seconds from a signal to SIGKILL
 TERM = Send(signal.SIGTERM)
@@ -407,6 +409,34 @@ def test_a_second_drain_may_leave_it_less_time() -> None:
     assert node.ranks.due() == at, "it leaves more"
     assert node.ranks.told(News(What.DRAIN, "a notice", (1,), within=5.0)) == []
     assert node.ranks.due() == node.now + 5.0
+
+
+def test_a_drain_that_is_told_again_leaves_the_whole_time_after_the_signal() -> None:
+    """Each new record tells of all drains in it."""
+    node = Node().run()
+    drain = News(What.DRAIN, "a notice", (1,), within=1.0)
+    node.ranks.told(drain)
+    assert Send(signal.SIGTERM, 1) in node.tick(SPARE_DELAY + 1.0)
+    kills_at = node.now + GRACE
+    assert node.ranks.told(drain) == []
+    assert node.ranks.due() == kills_at
+
+
+def test_one_that_is_drained_while_its_process_is_gone_is_not_missed() -> None:
+    node = Node().run()
+    tally = node.group.tally
+    tally.started(pid(1), 1)
+    with contextlib.closing(RankMemory()) as memory:
+        tally.open(pid(1), memory).leave()
+        tally.ended(pid(1))
+        assert tally.read().ranks["gone"] == 1
+        node.ranks.told(DRAIN)
+        assert tally.read().ranks["gone"] == 0
+        node.begin()
+        tally.started(pid(1), 1)
+        tally.open(pid(1), memory).leave()
+        tally.ended(pid(1))
+        assert tally.read().ranks["gone"] == 1, "in the next round it is wanted"
 
 
 def test_what_a_drained_one_dies_of_is_no_failure() -> None:

@@ -25,7 +25,7 @@ class Rank:
         self.account: RankAccount
 
     def start(self) -> None:
-        self.tally.started(self.pid)
+        self.tally.started(self.pid, self.member.slot)
 
     def join(self) -> None:
         self.account = self.tally.open(self.pid, self.memory)
@@ -214,6 +214,41 @@ def test_one_that_was_drained_is_not_gone(tally: Tally, clock: Clock, make: Make
     rank.enter(1000.0)
     rank.memory.leaves = True
     rank.die()
+    assert tally.read().ranks["gone"] == 0
+
+
+def test_one_whose_process_is_gone_or_comes_while_it_is_drained_is_not_gone(tally: Tally, make: Make) -> None:
+    first = make(0)
+    first.start()
+    first.join()
+    first.die()
+    assert tally.read().ranks["gone"] == 1
+    tally.drained(0)
+    assert tally.read().ranks["gone"] == 0
+    late = make(0)
+    late.start()
+    late.join()
+    late.die()
+    assert tally.read().ranks["gone"] == 0
+    tally.begin_round()
+    again = make(0)
+    again.start()
+    again.join()
+    again.die()
+    assert tally.read().ranks["gone"] == 1, "in the next round it is wanted"
+
+
+def test_a_start_replaces_its_own_rank_alone(tally: Tally, make: Make) -> None:
+    """Another process, which had joined nothing, has failed as well, and is there again first."""
+    dead, other = make(0), make(1)
+    for rank in (dead, other):
+        rank.start()
+    dead.join()
+    dead.die()
+    tally.ended(other.pid)
+    other.start()
+    assert tally.read().ranks["gone"] == 1
+    make(0).start()
     assert tally.read().ranks["gone"] == 0
 
 

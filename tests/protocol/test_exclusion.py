@@ -103,6 +103,22 @@ def test_as_many_faults_are_remembered_as_it_takes() -> None:
     assert "is excluded, after 100 faults" in judge(before, [fault(2)], MEMBERS, (), host_of).words
 
 
+def test_faults_of_others_do_not_push_out_those_of_a_slot() -> None:
+    """Slot 2 on b fails between 200 faults of other slots and hosts."""
+    now = view((2, 950.0))
+    for number in range(200):
+        if number == 100:
+            now = dataclasses.replace(now, blamed=(*now.blamed, Blamed(2, "b", 950.0)))
+        other = [fault(number + 4, host=f"h{number}")]
+        now = dataclasses.replace(now, blamed=judge(now, other, MEMBERS, (), host_of).blamed)
+    assert "slot 2 on b is excluded" in judge(now, [fault(2)], MEMBERS, (), host_of).words
+
+
+def test_of_a_slot_no_more_faults_are_remembered_than_it_takes() -> None:
+    verdict = judge(view(*[(2, 950.0 + at) for at in range(9)], least=4), [fault(2)], MEMBERS, (), host_of)
+    assert [one.at for one in verdict.blamed] == [957.0, 958.0, 1000.0]
+
+
 def test_a_decision_is_read_as_it_was_written() -> None:
     made = decision(Blamed(2, "b", 950.5))
     assert Decision.from_json(made.to_json(), "key") == made

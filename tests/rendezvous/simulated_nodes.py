@@ -7,7 +7,7 @@ when others wait; its watcher and its heart, which are the ones that the handler
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -198,9 +198,9 @@ class SimulatedNode:
         heart._stopping = VirtualStop(scheduler)  # type: ignore[assignment]
         look = heart._watch.silent
 
-        def silent(state: Record) -> list[Node]:
+        def silent(state: Record, outside: Iterable[Node] = ()) -> list[Node]:
             began = scheduler.now()
-            found = look(state)
+            found = look(state, outside)
             for other in found:
                 self.world.is_silent(other, self, began)
             return found

@@ -539,3 +539,25 @@ def test_a_member_of_etcd_on_this_node_does_not_make_it_the_only_one(etcd: EtcdS
         with contextlib.closing(EtcdBackend(EtcdAddress(endpoints, prefix))) as backend:
             assert (backend.local_address() == "localhost") is is_only_one
             backend.leave("the only one", [])
+
+
+def test_an_error_in_one_close_skips_no_other() -> None:
+    backend, opened = MemoryBackend(FakeStore(RealClock())), mock.Mock()
+    handler = FtRendezvousHandler(Settings("job", 1, 1), Identity("0"), backend)
+    presence = handler.begin()
+    handler._opened.callback(opened)
+    end = presence.end
+
+    def fail(patience: float) -> None:
+        end(patience)
+        raise OSError("a mistake")
+
+    with (
+        mock.patch.object(presence, "end", fail),
+        mock.patch.object(handler._workers, "close", side_effect=OSError("another")),
+        mock.patch.object(backend, "close") as closed,
+        pytest.raises(OSError, match="another"),
+    ):
+        handler.leave()
+    opened.assert_called_once()
+    closed.assert_called_once()

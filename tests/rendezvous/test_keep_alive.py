@@ -7,10 +7,13 @@ import dataclasses
 import pytest
 from simulated_nodes import neighbours
 
+from ft_wrapper.rendezvous import kept_out
+from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.moves import may_unseat
-from ft_wrapper.rendezvous.presence import NodeWatch
+from ft_wrapper.rendezvous.presence import Heart, NodeWatch
 from ft_wrapper.rendezvous.record import Node, Record, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import alive_key
+from ft_wrapper.rendezvous.register import KEPT_OUT_KEY, Board, Register, Snapshot, alive_key
+from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.testing import FakeStore
 
 NODES = [Node(str(number)) for number in range(6)]
@@ -180,3 +183,52 @@ def test_a_store_that_stays_slow_keeps_no_lost_node_in() -> None:
         found = watch.silent(state)
         assert seconds < 200.0
     assert found == [NODES[1]]
+
+
+def heart_of(node: Node, store: FakeStore, state: Record) -> Heart:
+    """A node's heart, whose beats the test asks for."""
+    settings, board = Settings("job", 1, 6, keep_alive_interval=5.0, keep_alive_max_attempt=3), Board()
+    board.learn(Snapshot("", state))
+    return Heart(Executor(node, Register(store, state), board, settings), board, settings)
+
+
+@pytest.mark.parametrize(
+    ("state", "who"),
+    [(record(RoundPolicy.GROUP, 2, 0), 0), (record(RoundPolicy.RANK, 2, 1), 0), (Record(1, 6), 5)],
+    ids=["group", "rank", "all are kept out"],
+)
+def test_one_that_dies_while_it_is_kept_out_is_forgotten(state: Record, who: int) -> None:
+    """The first node sees to that; those in the record stay there."""
+    store = FakeStore()
+    heart = heart_of(NODES[who], store.clone(), state)
+    for node in NODES[3:]:
+        kept_out.note(store, node, "no disk")
+
+    def left_after(beats: int, *living: Node) -> list[str]:
+        for _ in range(beats):
+            beat(store, *state.nodes, *living)
+            store.clock.advance(5.0)
+            assert not heart._beat()
+        return [one.node.id for one in kept_out.read_all(store)]
+
+    assert left_after(9, *NODES[3:]) == ["3", "4", "5"]
+    assert left_after(2, *NODES[4:]) == ["3", "4", "5"]
+    assert left_after(4, *NODES[4:]) == ["4", "5"]
+
+
+def test_only_the_first_node_looks_after_those_that_are_kept_out() -> None:
+    store, reads = FakeStore(), list[str]()
+    state = record(RoundPolicy.GROUP, 2, 0)
+    hearts = [heart_of(node, store.clone(), state) for node in NODES[:2]]
+    store.on_operation(lambda client, operation, args: reads.append(str(args)))
+    for heart, count in zip(hearts, (1, 0), strict=True):
+        reads.clear()
+        heart._beat()
+        assert sum(KEPT_OUT_KEY in one for one in reads) == count
+
+
+def test_a_list_that_cannot_be_read_ends_no_heart() -> None:
+    store = FakeStore()
+    heart = heart_of(NODES[0], store, record(RoundPolicy.GROUP, 2, 0))
+    store.set(KEPT_OUT_KEY, "no JSON")
+    assert not heart._beat()

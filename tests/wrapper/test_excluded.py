@@ -10,6 +10,7 @@ from typing import Any
 from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.protocol import membership
 from ft_wrapper.restart import same_faults
 
@@ -49,6 +50,37 @@ def test_a_slot_that_raises_three_times_leaves_and_a_spare_takes_over(job: Job) 
     said = line(job, "restart 3: ")
     assert "slot 1 on " in said and "is excluded, after 3 faults within 3600 s (max_faults=3)" in said
     assert "spare slot 2 took over as rank 1" in said
+
+
+def tells_whether_it_leaves(rank: Rank) -> int:
+    """`trains`, and says what the agent reads in the end."""
+    close = RankMemory.close
+
+    def tell(memory: RankMemory) -> None:
+        if memory.leaves:
+            rank.say("leaves")
+        close(memory)
+
+    RankMemory.close = tell  # type: ignore[method-assign]
+    settings = {"on_join": "now", "rejoin_wait": 0.0, "max_same_faults": None}
+    return trains(rank, active_world_size=2, max_faults=2, **settings)
+
+
+def test_the_agent_is_told_that_an_excluded_one_is_not_missed(job: Job) -> None:
+    """Neither the one that was in the job, nor the next process of a slot."""
+    job.start(3, tells_whether_it_leaves)
+    for n in range(2):
+        job.expect("in", 0, 1, n=n)
+        job.tell("raise", 1)
+    job.expect("leaves", 1)
+    job.wait_for_end(1)
+    job.start_again(1)
+    job.expect("leaves", 1)
+    job.wait_for_end(1)
+    assert job[1].error == "Excluded"
+    job.expect("in", 0, 2, n=2)
+    job.tell("finish", 0, 2)
+    job.wait_for_end()
 
 
 def test_one_stays_if_too_few_would_be_left(job: Job) -> None:

@@ -96,6 +96,38 @@ def test_a_job_whose_nodes_have_not_met_is_watched_until_they_have() -> None:
         assert (found.state, [one.group_rank for one in found.nodes]) == (NOT_FORMED, [0])
 
 
+@pytest.mark.parametrize("stays", [False, True], ids=["its store ends", "its store stays"])
+def test_a_job_that_goes_to_another_round_is_watched_there(
+    stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finding, "TIMEOUT", timedelta(seconds=0.5))
+    node = Node("7", address="here")
+    seat = Seat(0, 0, 1, "default", node, "7")
+    record = Record(2, 2, complete=True, seats=(seat,))
+    with contextlib.ExitStack() as opened:
+        ends = [opened.enter_context(contextlib.ExitStack()) for _ in range(3)]
+        servers = [end.enter_context(contextlib.closing(TCPStoreServer(0))) for end in ends]
+        meeting, first, second = (f"localhost:{server.port}" for server in servers)
+        store = opened.enter_context(contextlib.closing(connect(meeting, timedelta(seconds=10))))
+        register = Register(store, Record(2, 2))
+        snapshot, _ = register.replace(register.read(), record)
+        store.set(endpoint_key(0), first)
+        statuses = status._follow(meeting, 0.1, opened)
+        assert [one.place for one in next(statuses).nodes] == ["seat"]
+        if not stays:
+            ends[1].close()
+        begun = dataclasses.replace(record, round=1, complete=False)
+        snapshot, _ = register.replace(snapshot, begun)
+        found = next(statuses)
+        assert (found.state, [one.group_rank for one in found.nodes]) == (NOT_FORMED, [None])
+        snapshot, _ = register.replace(snapshot, dataclasses.replace(begun, complete=True))
+        store.set(endpoint_key(1), second)
+        assert [one.group_rank for one in next(statuses).nodes] == [0]
+        ends[2].close()
+        register.replace(snapshot, close(dataclasses.replace(begun, complete=True), "rank 0 failed"))
+        assert list(statuses) == [], "the job is over, which is no error"
+
+
 def test_a_job_that_has_ended_before_its_nodes_met_is_not_watched() -> None:
     with contextlib.ExitStack() as opened:
         server = opened.enter_context(contextlib.closing(TCPStoreServer(0)))
