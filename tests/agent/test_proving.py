@@ -125,7 +125,7 @@ def test_a_long_line_is_cut() -> None:
 
 
 def children(folder: Path) -> list[psutil.Process]:
-    """The processes whose numbers are in the folder's files; a shell may be killed before it has written one."""
+    """The processes whose numbers are in the folder's files; one may be empty, of a shell that was killed."""
     found = []
     for number in filter(None, (path.read_text() for path in folder.glob("pid.*"))):
         try:
