@@ -157,7 +157,7 @@ def test_one_monitor_at_a_time_for_each_process(start: Start) -> None:
 def test_hello_is_answered_with_who_is_replaced(monitors: MonitorService, start: Start) -> None:
     """Also to a rank that gets no monitor; one that could not join is left out for good."""
     rank = start()
-    monitors.add(rank.pid, replaced=True)
+    monitors.add(rank.pid, 0, replaced=True)
     assert rank.tell("ask", True, False) == (None, True)
     assert rank.tell("ask", False, False) == (None, False)
     assert rank.tell("begin")
@@ -221,7 +221,7 @@ def test_the_ranks_of_an_agent_share_a_heart_that_beats_as_long_as_one_lives(
     with contextlib.closing(MonitorService("job")) as others:
         rank = Rank(others.name, f"127.0.0.1:{store.port}")
         with contextlib.closing(rank):
-            others.add(rank.pid)
+            others.add(rank.pid, 0)
             assert join_with_heart(rank, store, 0)[1] != hearts[0]
             rank.tell("end")
 
@@ -362,7 +362,7 @@ def test_a_job_that_has_ended_is_told_of_nothing(
     server = TCPStoreServer()
     store = TCPStore("127.0.0.1", server.port)
     with contextlib.closing(Rank(monitors.name, f"127.0.0.1:{server.port}")) as rank:
-        monitors.add(rank.pid)
+        monitors.add(rank.pid, 0)
         view, member = in_a_call(rank, store, begin, log)
         Agreement(store).ends.end_iteration(view.n, "done")
         assert rank.tell("between")
@@ -395,7 +395,7 @@ def test_who_is_no_rank_is_refused(
     monkeypatch.setattr(module, "_KNOWN_WITHIN", 0.1)
     with contextlib.closing(Rank(monitors.name, f"127.0.0.1:{store.port}")) as unknown:
         assert not unknown.tell("begin")
-        monitors.add(unknown.pid)
+        monitors.add(unknown.pid, 0)
         assert unknown.tell("begin")
         unknown.tell("end")
         monitors.remove(unknown.pid)
@@ -424,7 +424,7 @@ def test_a_process_is_waited_for_that_is_at_work_before_it_is_known(
         while threads() < idle + 2:  # the teller, and the one who attends
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        monitors.add(rank.pid)
+        monitors.add(rank.pid, 0)
         teller.join(TIMEOUT)
         assert answer == [True]
 
