@@ -299,7 +299,7 @@ class Heart(_Keeper):
         outside = self._kept_out(record)
         silent = self._watch.silent(record, outside)
         for node in [node for node in silent if node in outside]:
-            log.warning("no heartbeat from node %s, which was kept out, for %g s", node, self._timeout)
+            log.warning("no heartbeat from node %s for %g s: kept out, now forgotten", node, self._timeout)
             kept_out.forget(self._store, node)
             silent.remove(node)
         if silent and may_unseat(record, self._executor.node, silent):
