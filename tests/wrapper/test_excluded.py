@@ -106,8 +106,8 @@ def test_faults_long_ago_do_not_count(job: Job) -> None:
     assert job.wait() == [3, 3]
 
 
-def test_the_next_process_of_a_slot_that_died_too_often_is_not_let_in(job: Job) -> None:
-    job.start(3, trains, active_world_size=2, max_faults=2, on_join="now", rejoin_wait=0.0)
+def kill_twice(job: Job) -> None:
+    """Slot 1 dies in iterations 0 and 2; the spare, slot 2, stands in for it."""
     job.expect("in", 0, 1, n=0)
     job.kill(1)
     job.expect("in", 0, 2, n=1)
@@ -115,6 +115,11 @@ def test_the_next_process_of_a_slot_that_died_too_often_is_not_let_in(job: Job) 
     job.expect("in", 0, 1, n=2)
     job.kill(1)
     job.expect("in", 0, 2, n=3)
+
+
+def test_the_next_process_of_a_slot_that_died_too_often_is_not_let_in(job: Job) -> None:
+    job.start(3, trains, active_world_size=2, max_faults=2, on_join="now", rejoin_wait=0.0)
+    kill_twice(job)
     job.start_again(1)
     job.wait_for_end(1)
     assert (job[1].error, job[1].code) == ("Excluded", 1)
@@ -133,13 +138,7 @@ def comes_later(rank: Rank, *, repaired: str) -> int:
 
 def test_a_repaired_slot_is_let_in_once_its_faults_do_not_count_any_more(job: Job, tmp_path: Path) -> None:
     job.start(3, comes_later, repaired=str(tmp_path / "repaired"))
-    job.expect("in", 0, 1, n=0)
-    job.kill(1)
-    job.expect("in", 0, 2, n=1)
-    job.start_again(1)
-    job.expect("in", 0, 1, n=2)
-    job.kill(1)
-    job.expect("in", 0, 2, n=3)
+    kill_twice(job)
     (tmp_path / "repaired").touch()
     job.start_again(1)
     job.expect("in", 0, 1, n=4)
