@@ -166,7 +166,8 @@ def test_ranks_ask_what_counting_says_in_every_world(shared: bool) -> None:
     assert {row["requests/rank"] for row in figures(output, "One restart after")} == {"12"}
     if not shared:
         barrier = [number(row["bytes/rank"]) for row in figures(output, "A barrier of NVRx's shape")]
-        assert barrier[1] > barrier[0] + 50  # everyone reads the whole list: the contrast
+        # The contrast: each reads the list, of 86 bytes against 16, or half of it if one comes after another.
+        assert barrier[1] > barrier[0] + 20
 
 
 @pytest.mark.alone("it counts what is asked in a second")

@@ -59,6 +59,7 @@ def test_it_waits_longer_each_time_and_says_so_once(caplog: pytest.LogCaptureFix
 
 
 def test_another_reason_is_said_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "ft_wrapper")
     tries("no disk", "no disk", "no link", "no link", "no disk", "")
     out = "node 7 is kept out of the job until it passes its check: "
     assert caplog.messages == [f"{out}no disk", f"{out}no link", f"{out}no disk"]
