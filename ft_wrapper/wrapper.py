@@ -62,8 +62,8 @@ class CallWrapper:
 
         With it ``ftrun report`` distinguishes repeated steps from new ones, and loading from training.
         Numbers increase by one, from where the loaded state is. The same number twice in a row is one step; a
-        lower one says that the function has gone back. It does not reset ``soft_timeout``: ``ping`` does. Takes
-        about 0.15 µs, and writes to disk only once in an iteration, when the steps begin.
+        lower one says that the function has gone back. It does not reset ``soft_timeout``: ``ping`` does.
+        Takes about 0.15 µs, and writes to disk only once in an iteration, when the steps begin.
         """
 
     @property
