@@ -20,10 +20,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import psutil
 
-from .compose import PlugIn
+from .compose import Compose, PlugIn
 from .settings import as_seconds, check_callable
 from .state import FrozenState
-from .torch_groups import abort_all
+from .torch_groups import abort_all, abort_may_hang
 from .torch_groups import release_process_groups as release_process_groups
 from .torch_groups import wait_for_released_groups as wait_for_released_groups
 from .torch_groups.gloo import close_aborted_sockets as close_aborted_sockets
@@ -164,6 +164,21 @@ class AbortProcesses(Abort):
         if running:
             _logger.warning("processes still not ended: %s", ", ".join(map(str, running.values())))
         return state
+
+
+def may_hang(abort: object) -> bool:
+    """Whether an ``abort`` plug-in may never return, and so needs a thread of its own.
+
+    To start a thread and wait for it takes each rank some tenths of a millisecond: much, where all that there
+    is to abort are gloo's sockets, or nothing.
+    """
+    if isinstance(abort, Compose):
+        return any(map(may_hang, abort.parts))
+    if type(abort) is AbortTorchDistributed:
+        return abort_may_hang()
+    if type(abort) is AbortProcesses:
+        return abort._find is not find_children  # the user's own; all else in it has its limits
+    return abort is not None
 
 
 def find_children() -> list[psutil.Process]:

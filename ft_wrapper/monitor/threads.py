@@ -77,7 +77,8 @@ class MonitorThread:
         store: a client of its own: waiting occupies it.
         interrupter: stops the thread that runs the function.
         before_abort: called once the iteration has ended by a fault; its exceptions are logged.
-        abort: frees it from collectives, in a thread of its own: it may hang; its exceptions are logged.
+        abort: frees it from collectives; its exceptions are logged.
+        abort_may_hang: whether that needs a thread of its own, as it may not return.
         whereabouts: says what an abort that hangs is doing.
         last_call_wait: seconds to gather further faults before aborting.
     """
@@ -86,6 +87,7 @@ class MonitorThread:
     interrupter: Interrupter
     before_abort: Callable[[], None]
     abort: Callable[[], None]
+    abort_may_hang: Callable[[], bool]
     whereabouts: Callable[[], str]
     last_call_wait: float
 
@@ -174,12 +176,17 @@ class MonitorThread:
         events.emit("abort", iteration=watch.n)
         # A group that was being made may have opened connections since.
         while not self.interrupter.interrupt_until_left(_ABORT_AGAIN):
-            if not aborting.is_alive():
+            if aborting is None or not aborting.is_alive():
                 aborting = self._begin_abort()
-        aborting.join()  # its groups are not to be touched meanwhile; if it never ends, hard_timeout ends all
+        if aborting is not None:
+            # Its groups are not to be touched meanwhile. If it never ends, hard_timeout ends all.
+            aborting.join()
 
-    def _begin_abort(self) -> threading.Thread:
-        """Aborts; returns the thread that does it, which has ended unless the abort hangs."""
+    def _begin_abort(self) -> threading.Thread | None:
+        """Aborts; returns the thread that does it, if any, which has ended unless the abort hangs."""
+        if not self.abort_may_hang():
+            self._run_logged("abort", self.abort)
+            return None
         thread = threading.Thread(
             target=self._run_logged, args=("abort", self.abort), name="ft_wrapper-abort", daemon=True
         )

@@ -11,7 +11,13 @@ from typing import Protocol
 
 from .. import events
 from .._files import check_open_files
-from ..abort import close_aborted_sockets, protect_children, protect_process, wait_for_released_groups
+from ..abort import (
+    close_aborted_sockets,
+    may_hang,
+    protect_children,
+    protect_process,
+    wait_for_released_groups,
+)
 from ..attribution import Interruption
 from ..exception import Excluded, StoreError
 from ..log_lines import note_slot
@@ -156,7 +162,13 @@ class Resources:
             owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
             self.client = store.clone()
             self.thread = threads.MonitorThread(
-                self.client, self.interrupter, before_abort, abort, being_aborted, limits.last_call_wait
+                self.client,
+                self.interrupter,
+                before_abort,
+                abort,
+                lambda: may_hang(settings.abort),
+                being_aborted,
+                limits.last_call_wait,
             )
             owned.callback(self._end_thread)
             self.is_in_time = self._join(remembered, base, since_last_call)

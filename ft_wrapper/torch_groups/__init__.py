@@ -70,6 +70,15 @@ def abort_all() -> None:
             log.warning("could not abort %s", what, exc_info=True)
 
 
+def abort_may_hang() -> bool:
+    """Whether `abort_all` would have a backend abort: of gloo's groups it shuts down the sockets, no more."""
+    c10d = sys.modules.get(_C10D)
+    try:
+        return c10d is not None and bool(_groups_that_abort(c10d))
+    except Exception:  # the function makes a group just now
+        return True
+
+
 def being_aborted() -> str:
     """Says which groups' abort has not returned."""
     return ", ".join(_aborting) or "not in a process group"
@@ -109,13 +118,18 @@ def _abort_store_clients() -> None:
         shut_down_clients(host, int(port))
 
 
-def _abort_backends(c10d: Any) -> None:
+def _groups_that_abort(c10d: Any) -> dict[Any, dict[torch.device, Any]]:
+    """All groups but gloo's, with their backends."""
     # By what a backend can do, not by its class: torch >= 2.15 has two for NCCL, and others have their own.
     backends = {group: _backends(group) for group in c10d._world.pg_names}
-    aborting = [group for group, its in backends.items() if not its or not all(map(_is_gloo, its.values()))]
-    if not aborting:
+    return {group: its for group, its in backends.items() if not its or not all(map(_is_gloo, its.values()))}
+
+
+def _abort_backends(c10d: Any) -> None:
+    backends = _groups_that_abort(c10d)
+    if not backends:
         return
-    aborting.sort(key=lambda group: str(c10d._world.pg_names[group]), reverse=True)
+    aborting = sorted(backends, key=lambda group: str(c10d._world.pg_names[group]), reverse=True)
     names = {group: f"group {c10d._world.pg_names[group]}" for group in aborting}
     names = {
         group: f"{name} of {', '.join(one.name() for one in backends[group].values())}"

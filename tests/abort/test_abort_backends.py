@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from ft_wrapper import torch_groups
+from ft_wrapper.abort import Abort, AbortProcesses, AbortTorchDistributed, may_hang
+from ft_wrapper.compose import Compose
+from ft_wrapper.state import FrozenState
 from ft_wrapper.testing import OnAbort, blocking_backend
 
 TIMEOUT = 60.0
@@ -111,6 +114,38 @@ def test_before_torch_2_8_backends_are_aborted_where_they_can() -> None:
 
     abort(OldGroup("0", said, nccl, gloo))
     assert said == ["nccl"]
+
+
+# ---- what needs a thread of its own
+
+
+class Own(Abort):
+    def __call__(self, state: FrozenState) -> FrozenState:
+        return state
+
+
+class OwnTorch(AbortTorchDistributed):
+    pass
+
+
+@pytest.mark.parametrize("own", [Own(), OwnTorch(), AbortProcesses(list), lambda state: state])
+def test_a_users_plug_in_may_hang(own: Any) -> None:
+    plain = Compose(AbortProcesses(), AbortTorchDistributed())
+    assert not may_hang(plain) and not may_hang(None)
+    assert may_hang(own)
+    assert may_hang(Compose(own, plain))
+
+
+@pytest.mark.parametrize("backend", ["gloo", blocking_backend()])
+def test_torchs_abort_may_hang_where_a_backend_aborts(backend: str, release: None) -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.new_group([0], backend=backend)
+    assert may_hang(Compose(AbortProcesses(), AbortTorchDistributed())) == (backend != "gloo")
+
+
+def test_torchs_abort_may_hang_where_groups_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_groups, "_groups_that_abort", None)
+    assert may_hang(AbortTorchDistributed())
 
 
 # ---- the stand-in
