@@ -10,13 +10,12 @@ rank does, too.
 
 import bisect
 import collections
-import contextlib
 import copy
 import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..protocol.records import Member, View
@@ -110,7 +109,6 @@ class Tally:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._lock = threading.Lock()
-        self._decided: collections.deque[Decided] = collections.deque()  # and not looked at so far
         self._born: dict[int, float] = {}  # the agent's processes
         self._ranks: dict[int, int] = {}  # their local ranks
         # The newest one of each; None for a process that has none yet, and stands in for one that is gone.
@@ -126,25 +124,16 @@ class Tally:
         self._restarts: collections.Counter[str] = collections.Counter()
         self._phases = {phase: Histogram() for phase in PHASES}
 
-    @contextlib.contextmanager
-    def up_to_date(self) -> Iterator[None]:
-        """A block that no other thread is in, and in which all is known that was told before."""
-        with self._lock:
-            while self._decided:
-                decided = self._decided.popleft()
-                decided.account.look_back(decided)
-            yield
-
     # ---- what happens
 
     def begin_round(self) -> None:
         """All ranks are about to be started, also those that were drained."""
-        with self.up_to_date():
+        with self._lock:
             self._drained.clear()
 
     def started(self, pid: int, rank: int) -> None:
         """A process was started for a local rank."""
-        with self.up_to_date():
+        with self._lock:
             self._born[pid], self._ranks[pid] = self.clock(), rank
             if rank in self._gone:
                 self._accounts[pid] = None
@@ -153,7 +142,7 @@ class Tally:
 
     def ended(self, pid: int) -> None:
         """A rank's process has ended."""
-        with self.up_to_date():
+        with self._lock:
             self._born.pop(pid, None)
             rank = self._ranks.pop(pid, None)
             is_lost = pid in self._accounts and not ((account := self._accounts.pop(pid)) and account.is_over)
@@ -163,7 +152,7 @@ class Tally:
 
     def drained(self, rank: int) -> None:
         """A local rank was asked to leave the job: it is not missed, whether its process lives or not."""
-        with self.up_to_date():
+        with self._lock:
             self._spend_gone()
             self._drained.add(rank)
             self._gone.discard(rank)
@@ -175,7 +164,7 @@ class Tally:
             pid: the agent's process that it is, or is below.
             memory: which it shares with its monitor; not used any more once the account is closed.
         """
-        with self.up_to_date():
+        with self._lock:
             born = None if self._accounts.get(pid) else self._born.get(pid)
             account = self._accounts[pid] = RankAccount(self, memory, born)
             return account
@@ -187,14 +176,14 @@ class Tally:
             cause: what kind of fault it was.
             phases: seconds by `PHASES`; those that are not known are not there.
         """
-        with self.up_to_date():
+        with self._lock:
             self._restarts[cause] += 1
             for phase in self._phases.keys() & phases.keys():
                 self._phases[phase].observe(phases[phase])
 
     def read(self) -> Tallied:
         """What is known now."""
-        with self.up_to_date():
+        with self._lock:
             now = self.clock()
             self._spend_gone()
             states = collections.Counter(gone=len(self._gone))
@@ -239,10 +228,6 @@ class Tally:
         if iteration is self.steps.newest:
             self._step = last
 
-    def decided(self, decided: "Decided") -> None:
-        """A rank is in an iteration; called without the lock."""
-        self._decided.append(decided)
-
     def enter(self, view: View) -> None:
         """A rank is in an iteration."""
         self.steps.of(view.nonce)
@@ -253,23 +238,6 @@ class Tally:
         now = self.clock()
         self._seconds["gone"] += len(self._gone) * (now - self._gone_at)
         self._gone_at = now
-
-
-@dataclasses.dataclass(frozen=True)
-class Decided:
-    """A rank is in an iteration.
-
-    Args:
-        account: the rank's.
-        view: the iteration.
-        before: what became of the last one, see `Reporter.account`; empty if there was none.
-        at: when it said so.
-    """
-
-    account: "RankAccount"
-    view: View
-    before: Mapping[str, Any]
-    at: float
 
 
 class RankAccount:
@@ -307,7 +275,7 @@ class RankAccount:
 
     def join(self, member: Member) -> None:
         """It has its slot."""
-        with self._tally.up_to_date():
+        with self._tally._lock:
             now = self._tally.clock()
             waits_to_be_let_in = self._born is not None and member.incarnation > 0
             if self._born is not None:
@@ -322,13 +290,14 @@ class RankAccount:
             view: the iteration.
             before: what became of the last one, see `Reporter.account`; empty if there was none.
         """
-        # What that means can wait: just now the ranks restart, and need the processors.
-        self._tally.decided(Decided(self, view, before, self._tally.clock()))
-
-    def quiet(self) -> None:
-        """It says nothing."""
-        with self._tally.up_to_date():
-            pass
+        with self._tally._lock:
+            if self._view is None or not before:
+                begins = self._tally.clock()
+            else:
+                begins = self._restart(self._view, before)
+            self._view, self._has_entered = view, False
+            self._tally.enter(view)
+            self._turn("waiting" if view.n == view.first else "recovery_enter", begins)
 
     def hung(self, nonce: str, seconds: float) -> None:
         """A hang was noticed.
@@ -337,7 +306,7 @@ class RankAccount:
             nonce: of the iteration.
             seconds: for which it went unnoticed.
         """
-        with self._tally.up_to_date():
+        with self._tally._lock:
             iteration = self._tally.steps.of(nonce)
             iteration.hung = max(seconds, iteration.hung)
 
@@ -347,7 +316,7 @@ class RankAccount:
 
     def leave(self) -> None:
         """It has left its call, or has died."""
-        with self._tally.up_to_date():
+        with self._tally._lock:
             if self._memory is None:
                 return
             now, view = self._tally.clock(), self._view
@@ -404,14 +373,6 @@ class RankAccount:
         return {kind: max(0.0, seconds) for kind, seconds in lost.items()}
 
     # ---- with the lock
-
-    def look_back(self, decided: "Decided") -> None:
-        """It was in an iteration before this one, or was not."""
-        view, before = decided.view, decided.before
-        begins = decided.at if self._view is None or not before else self._restart(self._view, before)
-        self._view, self._has_entered = view, False
-        self._tally.enter(view)
-        self._turn("waiting" if view.n == view.first else "recovery_enter", begins)
 
     def _turn(self, kind: str, at: float) -> None:
         """From a moment on its time goes to something else."""

@@ -127,8 +127,6 @@ class RankWatch:
                 selector.register(fd, selectors.EVENT_READ)
             while self.stage is not Stage.LEFT:
                 ready = {key.fd for key, _ in selector.select(self._pause())}
-                if not ready:
-                    self._account.quiet()
                 if self.line.fileno() in ready and not self._read():
                     selector.unregister(self.line)
                     if self._monitor is None:

@@ -169,24 +169,6 @@ def test_a_restart_from_start_to_end(tally: Tally, clock: Clock, make: Make) -> 
     assert tally.read().ranks["gone"] == 0
 
 
-@pytest.mark.parametrize("quiet", [True, False])
-def test_what_is_looked_at_late_counts_from_when_it_was_told(
-    tally: Tally, clock: Clock, make: Make, quiet: bool
-) -> None:
-    rank = make(0)
-    rank.start()
-    rank.join()
-    clock.now = 1002.0
-    rank.decided(view(1))
-    clock.now = 1005.0
-    if quiet:
-        rank.account.quiet()
-        assert not tally._decided
-    rank.enter(1006.0)
-    assert lost(tally) == {"waiting": 2.0, "recovery_enter": 4.0}
-    rank.done()
-
-
 def test_a_process_that_dies(tally: Tally, clock: Clock, make: Make) -> None:
     """In step 5, which lasts a second; its place is empty for three, until another one has been started."""
     first = make(0)
