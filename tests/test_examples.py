@@ -541,6 +541,7 @@ kill_and_rejoin = load("kill_and_rejoin")
     [(), pytest.param(("--live",), marks=pytest.mark.nightly("live state goes through faults above"))],
     ids=["plain", "live"],
 )
+@pytest.mark.nightly("training with faults, and live state, run always")
 def test_ranks_that_are_killed_and_come_back_lose_nothing(live: tuple[str, ...]) -> None:
     """Short: `make soak` does it for ten minutes. This seed kills slot 0, then slot 2, the only spare."""
     options = ["--ranks", 3, "--active", 2, "--minutes", 0.12, "--every", 2.4, "--seed", 50, "--verbose"]

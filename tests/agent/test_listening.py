@@ -154,6 +154,7 @@ def test_hosts_without_names_meet_and_listen_where_they_are_published(
 
 
 @IPV4_ALWAYS
+@pytest.mark.nightly("two such hosts run one always")
 def test_a_host_without_a_name_runs_a_job_alone(tmp_path: Path, unnamed: Unnamed) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "job"
     script.write_text(textwrap.dedent(ALONE))

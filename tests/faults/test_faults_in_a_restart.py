@@ -18,13 +18,15 @@ from rank_harness import Job, Template, await_end, running
 from ft_wrapper.store import TCPStoreServer
 
 POINTS = ("abort", "arrived", "decided", "assignment")
-NIGHTLY = [pytest.mark.nightly("another rank is lost there in every run")]
+NIGHTLY = [pytest.mark.nightly("another rank is lost there in every run, and a waiting spare")]
 
 
 @pytest.mark.parametrize(
     ("kind", "point", "victim"),
     [
-        pytest.param(kind, point, victim, marks=[] if kind == "sigkill" or victim == 0 else NIGHTLY)
+        pytest.param(
+            kind, point, victim, marks=NIGHTLY if (kind == "sigstop" and victim) or victim == SPARE else []
+        )
         for kind in ("sigkill", "sigstop")
         for point in POINTS
         for victim in (0, 2, SPARE)

@@ -10,7 +10,7 @@ from explorer.job import JOBS
 from explorer.mistakes import MISTAKES, Mistake
 from explorer.search import at_random, exhaustively
 
-SCHEDULES = 1000
+SCHEDULES = 500
 FINDS_WITHIN = 1500
 SMALL = dataclasses.replace(JOBS["ddp"], shards=("A", "A"), steps=1, faults=1, demotions=0)
 

@@ -162,7 +162,12 @@ def cut_short(rank: Rank, point: str) -> Any:
 
 @pytest.mark.parametrize(
     ("point", "goes_on"),
-    [("before the vote", 2), ("in the vote", 3), ("after the vote", 3), ("in the update", 3)],
+    [
+        pytest.param("before the vote", 2, marks=pytest.mark.nightly("fault runs kill there, too")),
+        ("in the vote", 3),
+        pytest.param("after the vote", 3, marks=pytest.mark.nightly("fault runs kill there, too")),
+        ("in the update", 3),
+    ],
 )
 def test_a_step_is_done_by_all_or_by_none(job: Job, point: str, goes_on: int) -> None:
     job.start(2, trains, {})
@@ -266,21 +271,26 @@ def with_plateau() -> Objects:
     }
 
 
+NIGHTLY = pytest.mark.nightly("others of their kind run always")
+
+
 @pytest.mark.parametrize(
     ("what", "text"),
     [
         ("build", "build={'model': 1} must be callable"),
-        ("call_wrapper", "call_wrapper=None must be the CallWrapper"),
-        ("seed", "seed=-1 is too small"),
-        ("every", "every=0 is too small"),
+        pytest.param("call_wrapper", "call_wrapper=None must be the CallWrapper", marks=NIGHTLY),
+        pytest.param("seed", "seed=-1 is too small", marks=NIGHTLY),
+        pytest.param("every", "every=0 is too small", marks=NIGHTLY),
         ("mesh", "mesh=3"),
-        ("name", "name='a/b'"),
-        ("restore", "restore=7 must be callable"),
+        pytest.param("name", "name='a/b'", marks=NIGHTLY),
+        pytest.param("restore", "restore=7 must be callable", marks=NIGHTLY),
         ("no dict", "it must return a dict such as"),
-        ("no state_dict", "'step' is int, which has no state_dict"),
+        pytest.param("no state_dict", "'step' is int, which has no state_dict", marks=NIGHTLY),
         ("ddp", "'m' is a DistributedDataParallel"),
-        ("no model", "'optimizer' updates 6 parameters of no module"),
-        ("no scheduler", "'optimizer' has a scheduler that build() did not return"),
+        pytest.param("no model", "'optimizer' updates 6 parameters of no module", marks=NIGHTLY),
+        pytest.param(
+            "no scheduler", "'optimizer' has a scheduler that build() did not return", marks=NIGHTLY
+        ),
         ("plateau", "pass update= to LiveState"),
         ("restored step", "restore() returned None"),
         ("twice", "there is a LiveState of this name"),
@@ -317,7 +327,13 @@ def different(rank: Rank, what: str) -> Any:
 
 @pytest.mark.parametrize(
     ("what", "text"),
-    [("shape", "what build() returned"), ("order", "what build() returned"), ("update", "update")],
+    [
+        ("order", "what build() returned"),
+        pytest.param(
+            "shape", "what build() returned", marks=pytest.mark.nightly("another order runs always")
+        ),
+        pytest.param("update", "update", marks=pytest.mark.nightly("another order runs always")),
+    ],
 )
 def test_ranks_that_differ_are_told_how_before_anything_is_overwritten(
     job: Job, what: str, text: str

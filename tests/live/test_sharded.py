@@ -409,7 +409,7 @@ def run(body: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]
     [
         pytest.param(Scenario((2,)), marks=NIGHTLY),
         pytest.param(Scenario((2,), foreach=False, rolls=True), marks=NIGHTLY),
-        Scenario((3,), moves=(1, 2, 0), exchanges=True),
+        pytest.param(Scenario((3,), moves=(1, 2, 0), exchanges=True), marks=NIGHTLY),
         pytest.param(Scenario((2, 2), moves=(2, 1, 0, 3), rolls=True), marks=NIGHTLY),
         Scenario((2, 2), foreach=False, moves=(3, 2, 1, 0), exchanges=True, rolls=True),
     ],

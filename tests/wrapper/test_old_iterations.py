@@ -24,7 +24,7 @@ from ft_wrapper.restart import leftover_check
 PATIENT: dict[str, Any] = {"soft_timeout": 80.0, "hard_timeout": 90.0, "barrier_timeout": 100.0}
 RESTARTS = 3
 EACH = {"FT_WRAPPER_LEFTOVERS": "1"}
-NIGHTLY = pytest.mark.nightly("DDP and HSDP run always")
+NIGHTLY = pytest.mark.nightly("one of each kind runs always")
 
 
 def settings() -> dict[str, Any]:
@@ -129,7 +129,7 @@ def trains(rank: Rank, name: str) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        ("DDP", 2),
+        pytest.param("DDP", 2, marks=NIGHTLY),
         pytest.param("FSDP2", 2, marks=[needs_fsdp2_on_cpu, NIGHTLY]),
         pytest.param("HSDP", 4, marks=needs_fsdp2_on_cpu),
         pytest.param("FSDP1", 2, marks=NIGHTLY),
@@ -186,7 +186,14 @@ def keeps_a_mesh(rank: Rank, restarts: int) -> list[str]:
 
 
 @pytest.mark.tcp_only("what outlives an iteration is no store's business")
-@pytest.mark.parametrize(("env", "times"), [({}, 1), (EACH, 3), ({"FT_WRAPPER_LEFTOVERS": "0"}, 0)])
+@pytest.mark.parametrize(
+    ("env", "times"),
+    [
+        (EACH, 3),
+        pytest.param({}, 1, marks=NIGHTLY),
+        pytest.param({"FT_WRAPPER_LEFTOVERS": "0"}, 0, marks=NIGHTLY),
+    ],
+)
 def test_who_holds_a_mesh_of_an_earlier_iteration_is_said(job: Job, env: Any, times: int) -> None:
     job.start(2, keeps_a_mesh, 3, env=env)
     assert job.wait() == [[MESH]] * 2
@@ -273,7 +280,9 @@ def lives(rank: Rank, shards: bool) -> list[Any]:
 
 @pytest.mark.tcp_only("what outlives an iteration is no store's business")
 @pytest.mark.parametrize(
-    "shards", [False, pytest.param(True, marks=needs_fsdp2_on_cpu)], ids=["DDP", "FSDP2"]
+    "shards",
+    [pytest.param(False, marks=NIGHTLY), pytest.param(True, marks=needs_fsdp2_on_cpu)],
+    ids=["DDP", "FSDP2"],
 )
 def test_a_live_state_is_not_left_over(job: Job, shards: bool) -> None:
     job.start(2, lives, shards, env=EACH)
