@@ -87,7 +87,7 @@ class Settings(Limits):
         store_factory: makes the coordination store; ``ftrun``'s own store comes first.
         store_kwargs: its arguments, ``host_name``, ``port`` and ``timeout`` for the TCPStore.
         initialize: run on each rank before the function, in every iteration.
-        abort: run in a thread of its own to free the function's thread from collectives. By default it
+        abort: run in another thread to free the function's thread from collectives. By default it
             aborts torch's groups, then ends the function's child processes; `AbortTorchDistributed` does only
             the first.
         finalize: run on each rank once it has left the function after a fault.
