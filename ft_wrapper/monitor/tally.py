@@ -145,10 +145,13 @@ class Tally:
         with self._lock:
             self._born.pop(pid, None)
             rank = self._ranks.pop(pid, None)
-            is_lost = pid in self._accounts and not ((account := self._accounts.pop(pid)) and account.is_over)
+            was_in_call, account = pid in self._accounts, self._accounts.pop(pid, None)
+            is_lost = was_in_call and not (account and account.is_over)
             if is_lost and rank is not None and rank not in self._drained:
                 self._spend_gone()
                 self._gone.add(rank)
+                if account is not None and account.died_at is not None:  # a moment ago
+                    self.spend("gone", self._gone_at - account.died_at)
 
     def drained(self, rank: int) -> None:
         """A local rank was asked to leave the job: it is not missed, whether its process lives or not."""
@@ -260,6 +263,7 @@ class RankAccount:
         # Of the restart that is under way: when it began, and the phases that have been counted.
         self._ended, self._phases = 0.0, dict[str, float]()
         self._has_completed = self._was_drained = False
+        self.died_at: float | None = None
 
     @property
     def is_over(self) -> bool:
@@ -313,6 +317,10 @@ class RankAccount:
     def restarted(self, message: Mapping[str, Any]) -> None:
         """It came back last: so it tells of the restart."""
         self._tally.restarted(message["cause"], message["phases"])
+
+    def died(self) -> None:
+        """Its process has died."""
+        self.died_at = self._tally.clock()
 
     def leave(self) -> None:
         """It has left its call, or has died."""

@@ -135,6 +135,7 @@ class RankWatch:
                     os.eventfd_read(self._wake)
                 if self._has_died or await_exit(self.pidfd, 0.0):
                     self._read()  # what the rank said last, before it died
+                    self._account.died()
                     break
                 if self._stopped.is_set():
                     return False
