@@ -177,7 +177,7 @@ def may_hang(abort: object) -> bool:
     if type(abort) is AbortTorchDistributed:
         return abort_may_hang()
     if type(abort) is AbortProcesses:
-        return abort._find is not find_children  # the user's own; all else in it has its limits
+        return abort._find is not find_children or bool(find_children())  # else it has nothing to wait for
     return abort is not None
 
 

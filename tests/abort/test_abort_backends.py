@@ -136,6 +136,13 @@ def test_a_users_plug_in_may_hang(own: Any) -> None:
     assert may_hang(Compose(own, plain))
 
 
+def test_ending_processes_may_take_long_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as their grace time, or the user's ``spare``."""
+    assert not may_hang(AbortProcesses(spare=lambda process: True, termination_grace_time=100.0))
+    monkeypatch.setattr("ft_wrapper.abort.find_children", lambda: ["a child"])
+    assert may_hang(AbortProcesses())
+
+
 @pytest.mark.parametrize("backend", ["gloo", blocking_backend()])
 def test_torchs_abort_may_hang_where_a_backend_aborts(backend: str, release: None) -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
