@@ -58,6 +58,7 @@ class DisturbedWorld(World):
         self.may_hold = False  # somebody may have to give others time before it judges them
         self.stale_entries = 0
         self.may_be_deaf: dict[str, float] = {}  # until when a node need not be told
+        self.heart_stopped: dict[str, float] = {}  # until when: its sweep tells of a wake that was lost
         self.pending: dict[str, str] = {}
         self.entered_at: dict[str, float] = {}
         self.asked: collections.Counter[str] = collections.Counter()
@@ -82,7 +83,8 @@ class DisturbedWorld(World):
             before = self.may_be_deaf.get(node.node.name, 0.0)
             # Of two in a row that were lost only the last is passed on.
             longer = LOOK_AGAIN if before > now else REFRESH + self.settings.keep_alive_interval
-            self.may_be_deaf[node.node.name] = max(now + longer + TOLD_WITHIN, before)
+            begins = max(now, self.heart_stopped.get(node.node.name, 0.0))
+            self.may_be_deaf[node.node.name] = max(begins + longer + TOLD_WITHIN, before)
 
     def lose_wakes(self) -> None:
         """The next record that a node's heart writes wakes nobody."""
@@ -90,13 +92,18 @@ class DisturbedWorld(World):
 
     def stop(self, node: SimulatedNode, tasks: Sequence[Task], seconds: float) -> None:
         """Stops tasks of a node."""
-        end = self.scheduler.now() + seconds
+        now = self.scheduler.now()
+        end, name = now + seconds, node.node.name
         watcher, heart = node.others
+        if heart in tasks:
+            self.heart_stopped[name] = max(end, self.heart_stopped.get(name, 0.0))
+            if self.may_be_deaf.get(name, 0.0) > now:
+                self.may_be_deaf[name] += seconds
         for task in tasks:
             if task is watcher:
                 waits = task._waiter is not None and bool(task._waiter.missing)
                 deaf = end + TOLD_WITHIN + (0.0 if waits else LOOK_AGAIN)
-                self.may_be_deaf[node.node.name] = max(deaf, self.may_be_deaf.get(node.node.name, 0.0))
+                self.may_be_deaf[name] = max(deaf, self.may_be_deaf.get(name, 0.0))
             if task is heart and seconds > self.settings.keep_alive_interval:
                 excused = end + 2 * self.settings.keep_alive_interval
                 node.excused_until = max(excused, node.excused_until)
