@@ -335,14 +335,14 @@ MUTANTS = [
         "death-does-not-end",
         INTERRUPTION,
         "        if ends:\n            steps += _ending(n, FAULT)",
-        "        if ends and fault is None:\n            steps += _ending(n, FAULT)",
+        "        if ends and not any(dead.values()):\n            steps += _ending(n, FAULT)",
         "an active rank's death ends the iteration",
     ),
     _job(
         "spares-death-ends",
         INTERRUPTION,
         "        if ends:\n            steps += _ending(n, FAULT)",
-        "        if ends or fault is not None:\n            steps += _ending(n, FAULT)",
+        "        if ends or any(dead.values()):\n            steps += _ending(n, FAULT)",
         "a spare's death ends nothing",
     ),
     _job(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 
 import pytest
 
@@ -18,6 +20,10 @@ FOUND_AT_ONCE = ("told-of-the-iteration-before", "last-watches-nobody")
 def test_mistake_fits_the_code(mutant: Mutant) -> None:
     assert mutant.finder in FINDERS and mutant.why
     ast.parse(mutant.mutated())
+    # Of names that are not there any more a NameError tells, whatever the mistake is.
+    look = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
+    said = subprocess.run(look, input=mutant.mutated(), capture_output=True, text=True, timeout=SECONDS)
+    assert said.returncode == 0, said.stdout
 
 
 def test_names_are_told_apart() -> None:
