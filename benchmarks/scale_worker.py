@@ -283,6 +283,8 @@ class Rank:
         if endpoint is None and self.job.await_endpoint(rank, 60.0) is None:
             raise RuntimeError(f"{member} was told no endpoint")
         self.stamps.entered = time.monotonic()
+        if view.n > view.first:  # the monitor thread does this
+            Agreement(self.thread_store).entering.count_active(view.n)
 
     def lose(self) -> None:
         """Its host is gone."""

@@ -4,9 +4,10 @@ One JSON object a line, over a stream socket. An agent hears hello first, with t
 answers which heart beats for the rank and whether its process is replaced, or why it gets no monitor there.
 Then the rank says ``join`` (who it is), ``view`` (the iteration it is in, and what became of the one before),
 ``restart`` (all ranks are back, and this one came last), ``serve`` (open the store of an iteration; answered
-with its port), ``loader`` (it waits for a data loader's worker, or does so no more; or what ails that
-worker), ``between`` (it has left a call, and may come to another one; answered once the monitor looks at the
-shared memory no more), ``bye`` (it leaves in order). What the monitor does with it is in `watch`.
+with its port, unless the rank knew it from the shared memory), ``loader`` (it waits for a data loader's
+worker, or does so no more; or what ails that worker), ``between`` (it has left a call, and may come to
+another one; answered once the monitor looks at the shared memory no more), ``bye`` (it leaves in order). What
+the monitor does with it is in `watch`.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 #: Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front.
 AGENT_ENV = "FT_WRAPPER_AGENT"
 #: Of hello: another Python, with another ft_wrapper, may run the ranks.
-VERSION = 8
+VERSION = 9
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port
@@ -121,7 +122,7 @@ class MonitorLine:
         """
         self._send({"type": "loader", "iteration": n, "waits": waits, "ails": ails})
 
-    def serve(self, host: str) -> int:
+    def serve(self, host: str, memory: RankMemory) -> int:
         """Has the monitor open the store that ``torch.distributed`` uses in one iteration.
 
         In the monitor, so that peers whose clients come when this rank has died find a server: a client
@@ -129,6 +130,7 @@ class MonitorLine:
 
         Args:
             host: this host, as the other ranks reach it.
+            memory: shared with the monitor: the store's port may stand there, if it was opened ahead.
 
         Returns:
             The store's port. It serves until the next one does, or the monitor ends.
@@ -136,8 +138,11 @@ class MonitorLine:
         Raises:
             StoreError: no store could be opened.
         """
-        self._send({"type": "serve", "host": host})
-        port = self._answer("open a store")["port"]
+        port, memory.port_ahead = memory.port_ahead, 0
+        self._send({"type": "serve", "host": host, "port": port})
+        if not port:
+            port = self._answer("open a store")["port"]
+            memory.port_ahead = 0  # it was told there as well
         assert isinstance(port, int)
         return port
 

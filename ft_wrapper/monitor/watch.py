@@ -101,7 +101,7 @@ class RankWatch:
             connect, member, memory, pid, limits, heart, job, account.hung
         )
         self._ask_to_leave: Callable[[], bool] = lambda: _ask_to_leave(memory)
-        self._iteration_stores = IterationStores()
+        self._iteration_stores = IterationStores(lambda port: setattr(memory, "port_ahead", port))
         self._monitor: RankMonitor | None = None
         self._unread = b""
         self._has_died = False
@@ -133,7 +133,7 @@ class RankWatch:
                         return False  # it has hung up before it joined: another monitor watches it
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                if self._has_died or await_exit(self.pidfd, 0.0):
+                if self._has_died or self.pidfd in ready:
                     self._read()  # what the rank said last, before it died
                     self._account.died()
                     break
@@ -252,7 +252,7 @@ class RankWatch:
                 if self._monitor is not None:
                     self._monitor.note_loader(message["iteration"], message["waits"], message["ails"])
             case "serve":
-                self._serve(message["host"])
+                self._serve(message["host"], is_answered=not message["port"])
             case "between":  # the monitor does not look at the shared memory any more, and serves nothing
                 if self._monitor is not None:
                     self._monitor.leave_call()
@@ -263,12 +263,13 @@ class RankWatch:
             case "bye":
                 self.stage = Stage.LEFT
 
-    def _serve(self, host: str) -> None:
+    def _serve(self, host: str, *, is_answered: bool) -> None:
         try:
-            self._answer({"port": self._iteration_stores.next_port(host)})
+            answer: dict[str, Any] = {"port": self._iteration_stores.next_port(host)}
         except OSError as error:
-            self._answer({"error": f"cannot open the iteration's store on {host}: {error}"})
-        self._iteration_stores.open_ahead(host)
+            answer = {"error": f"cannot open the iteration's store on {host}: {error}"}
+        if is_answered:
+            self._answer(answer)
 
     def _view(self, message: dict[str, Any]) -> View:
         if "decision" in message:
@@ -286,45 +287,49 @@ def _ask_to_leave(memory: RankMemory) -> bool:
 class IterationStores:
     """One store for each iteration whose rank 0 is this rank.
 
-    The last rank 0 is likely to be the next, so its next store is opened ahead, off the restart's path.
+    The last rank 0 is likely to be the next. So its next store is opened ahead, and the last one ended, once
+    the ranks are back: before that they need the CPUs.
+
+    Args:
+        tell: told the port of each store that is open.
 
     Attributes:
         serving: the store that was asked for last; None before that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell = tell
         self._opener = concurrent.futures.ThreadPoolExecutor(1, "ft_wrapper-store-opener")
+        self._is_wanted = threading.Event()  # at once
         self._ahead: concurrent.futures.Future[TCPStore] | None = None
         self.serving: TCPStore | None = None
 
     def next_port(self, host: str) -> int:
-        """Opens a store, or takes the one that was opened ahead; the last one ends.
+        """Opens a store, or takes the one that was opened ahead; the last one ends a little later.
 
         Raises:
             OSError: it could not be opened.
         """
-        self.open_ahead(host)
-        assert self._ahead is not None
-        opened, self._ahead = self._ahead, None
+        self._is_wanted.set()
+        opened, self._ahead = self._ahead or self._opener.submit(self._open, host, None), None
         store = opened.result()
-        self._opener.submit(_drop, self.serving)
-        self.serving = store
+        self._is_wanted.clear()
+        last, self.serving = self.serving, store
+        self._ahead = self._opener.submit(self._open, host, last)
         return store.port
-
-    def open_ahead(self, host: str) -> None:
-        """Opens the store of a later iteration, if that was not done yet; returns at once."""
-        if self._ahead is None:
-            self._ahead = self._opener.submit(serve, host, 0, timedelta(seconds=300))
 
     def close(self) -> None:
         """Ends the stores."""
+        self._is_wanted.set()
         self._opener.shutdown()
         self._ahead = self.serving = None
 
-
-def _drop(store: TCPStore | None) -> None:
-    """Ends a store's server, in the opener's thread, with the last reference."""
-    del store
+    def _open(self, host: str, last: TCPStore | None) -> TCPStore:
+        """In the opener's thread, which ends the last store with its last reference, after this."""
+        self._is_wanted.wait(RESTART)
+        store = serve(host, 0, timedelta(seconds=300))
+        self._tell(store.port)
+        return store
 
 
 def may_step_forward() -> bool:

@@ -115,7 +115,7 @@ class Entering:
         world_size: int,
         active_world_size: int,
         endpoint: tuple[str, int] | None = None,
-    ) -> int:
+    ) -> None:
         """Checks, before a rank enters n, that its rank assignment fits the others'.
 
         Args:
@@ -124,9 +124,6 @@ class Entering:
             world_size: the world size that it was given.
             active_world_size: the active world size that it was given.
             endpoint: from active rank 0: host and port of the store that ``torch.distributed`` uses in n.
-
-        Returns:
-            How many active ranks have come as far as this, with this one: a hint. 0 for a spare.
 
         Raises:
             InternalError: another rank was given other sizes, or the same active rank.
@@ -138,8 +135,6 @@ class Entering:
         if active_rank is not None:
             steps.append(Claim(keys.seat(n, active_rank), str(member)))
         steps.append(Append(keys.entered(n), entry.to_text()))
-        if active_rank is not None:
-            steps.append(Count(keys.count_entered(n)))
         agreed, *given = self.store.execute([*before, *steps])[len(before) :]
         if agreed != mine:
             raise InternalError(
@@ -147,14 +142,24 @@ class Entering:
                 f"active world size {mine}, another rank {agreed}; it must give the same sizes on every rank"
             )
         if active_rank is None:
-            return 0
-        holder, *_, count = given
+            return
+        holder, *_ = given
         if holder != str(member):
             raise InternalError(
                 f"rank_assignment gave active rank {active_rank} of iteration {n} to slot {member.slot} and "
                 f"to slot {str(holder).partition(':')[0]}; it must give each active rank once"
             )
-        return int(count or 0)
+
+    def count_active(self, n: int) -> int:
+        """Counts an active rank that has entered n.
+
+        Args:
+            n: the iteration.
+
+        Returns:
+            How many have been counted, with this one: a hint, as an answer that was lost may count twice.
+        """
+        return int(self.store.execute([Count(keys.count_entered(n))])[0] or 0)
 
     def await_endpoint(self, n: int, timeout: float, look_every: float) -> tuple[str, int] | None:
         """Waits for the endpoint that rank 0 tells; None if a fault ended n before it came.

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import threading
 import time
@@ -184,19 +183,18 @@ class Call(Performer):
 
     # ---- in the function
 
-    def call_function(self, state: State, entered: int) -> Left:
+    def call_function(self, state: State) -> Left:
         self._leftovers.look()
         with self.own.memory.watched():
-            return self._call_function(state, entered)
+            return self._call_function(state)
 
-    def _call_function(self, state: State, entered: int) -> Left:
+    def _call_function(self, state: State) -> Left:
         own = self.own
         own.interrupter.reset()
         self.progressed = False
         self._stay = stay = Stay(time.monotonic())
         is_spare = state.mode == Mode.INACTIVE
-        report = functools.partial(self._report_entry, entered)
-        stay.watch = watch = own.thread.watch(own.member.view.n, report, may_be_done=is_spare)
+        stay.watch = watch = own.thread.watch(own.member.view.n, self._report_entry, may_be_done=is_spare)
         left = Left(has_returned=True)
         self._reporter.await_report(state, watch)
         try:
@@ -430,12 +428,8 @@ class Call(Performer):
         if self.settings.abort is not None:
             self.settings.abort(self.state.freeze())
 
-    def _report_entry(self, active_before: int) -> None:
-        """The active rank that came last reports the restart.
-
-        Args:
-            active_before: how many active ranks had come when this one had, with it.
-        """
+    def _report_entry(self) -> None:
+        """The active rank that came last reports the restart."""
         if self.state.active_rank == 0:  # at once: this rank may be lost before its monitor does so
             note_wanted(self.own.client, self.own.member.view.n)
-        self._reporter.entered(self.state, active_before)
+        self._reporter.entered(self.state)

@@ -69,12 +69,11 @@ class Performer:
     def meet(self, endpoint: Endpoint) -> None:
         """Points ``torch.distributed`` to that store."""
 
-    def call_function(self, state: State, entered: int) -> Left:
+    def call_function(self, state: State) -> Left:
         """Runs the function on an active rank, waits on a spare.
 
         Args:
             state: the rank's.
-            entered: how many active ranks have come this far.
         """
         return Left(has_returned=True)
 
@@ -153,10 +152,9 @@ class RestartLoop:
         """One iteration; None if it has ended by a fault."""
         member = self.member
         fault: str | None = None
-        entered = self.enter()
-        if entered is not None:
+        if self.enter():
             self._runs = True
-            left = self.performer.call_function(self.state, entered)
+            left = self.performer.call_function(self.state)
             if left.error is not None:
                 member.publish(self.state.rank, left.error, left.step)
             active = self.state.active_world_size or 0
@@ -175,8 +173,8 @@ class RestartLoop:
         self.performer.onward()
         return None
 
-    def enter(self) -> int | None:
-        """Gets this rank's place; None if the iteration ended before all ranks had theirs."""
+    def enter(self) -> bool:
+        """Gets this rank's place; False if the iteration ended before all ranks had theirs."""
         member, decision, base = self.member, self.member.decision, self.base
         n = member.view.n
         self._is_spare = False  # until it is known: others may be waiting for this rank
@@ -193,14 +191,14 @@ class RestartLoop:
             state = self.performer.assign(self.state, decision)
         except BarrierTimeout as error:
             member.publish(base.rank, error)  # whom it waited for lives, and does not come
-            return None
+            return False
         except RankShouldRestart:
-            return None
+            return False
         except Exception as error:
             # It may have failed because of another rank, whose fault has ended the iteration.
             if isinstance(error, StoreUnavailable) or not member.has_failed():
                 raise
-            return None
+            return False
         check(state)
         self.state, self.base = state, copy.copy(state)
         self._is_spare = state.mode == Mode.INACTIVE
@@ -208,15 +206,15 @@ class RestartLoop:
         endpoint = self.performer.serve() if state.active_rank == 0 else None
         promoted = not (is_new or base.mode == Mode.ACTIVE)
         entry = Entered(member.member, state.active_rank, promoted, recompiles)
-        entered = member.agreement.entering.check_assignment(
+        member.agreement.entering.check_assignment(
             n, entry, state.world_size, state.active_world_size or 0, endpoint
         )
         if endpoint is None:
             endpoint = member.await_endpoint(state.rank, self.limits.monitor_thread_interval)
         if endpoint is None:
-            return None
+            return False
         self.performer.meet(endpoint)
-        return entered
+        return True
 
     def _consider_same_faults(self) -> None:
         """Ends the job, or backs off, if the same fault comes again and again; the same on all ranks."""

@@ -143,7 +143,7 @@ class Reporter:
             active = state.active_world_size or 0
             missing = set(range(active)) - self._active_in(store, n)
             if not missing:  # the last one's count was wrong: then no rank has made it
-                return self._make(store, state)
+                return self._make(store, state, store.now())
             if remaining <= 0:
                 log.warning(
                     "on_restart is not called: active ranks %s of %d did not come into iteration %d within "
@@ -158,17 +158,18 @@ class Reporter:
 
     # ---- the monitor thread
 
-    def entered(self, state: State, active_before: int) -> None:
+    def entered(self, state: State) -> None:
         """On the active rank that came last, logs the restart's line, and tells the others.
 
         Args:
             state: this rank's.
-            active_before: how many active ranks had come when this one had, with it.
         """
-        view = self._own.member.view
-        if view.n == view.first or active_before != state.active_world_size:
+        view, now = self._own.member.view, self._own.client.now()
+        if view.n == view.first or state.active_rank is None:
             return
-        report = self._make(self._own.client, state)
+        if Agreement(self._own.client).entering.count_active(view.n) != state.active_world_size:
+            return
+        report = self._make(self._own.client, state, now)
         said = [Write({keys.restarted(view.n): report.to_json()})]
         if report.failed_step is not None:  # which the next report counts on
             said.append(Write({keys.failed_step(view.n): report.failed_step.to_json()}))
@@ -186,10 +187,8 @@ class Reporter:
         if self._waits:
             self._own.client.execute([Wake(keys.restarted(self._own.member.view.n), "")])
 
-    def _make(self, store: Operations, state: State) -> RestartReport:
+    def _make(self, store: Operations, state: State, now: float) -> RestartReport:
         member = self._own.member
         faults = Agreement(store).ends.faults_of(member.view.n - 1)
-        seconds = (
-            began_before(faults, self._began_at) if self.ended_at is None else store.now() - self.ended_at
-        )
+        seconds = began_before(faults, self._began_at) if self.ended_at is None else now - self.ended_at
         return make_report(store, member.view, member.decision, state, faults, seconds)

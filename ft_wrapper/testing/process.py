@@ -248,7 +248,7 @@ class SimulatedProcess(Performer):
             raise
         return assigned
 
-    def call_function(self, state: State, entered: int) -> Left:
+    def call_function(self, state: State) -> Left:
         simulation, scenario, store = self.simulation, self.simulation.scenario, self._job.agreement.store
         n = self._job.view.n
         simulation.invariants.entered(self, self._job.view, state)

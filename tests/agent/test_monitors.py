@@ -117,6 +117,22 @@ def await_level(measure: Callable[[], int], level: int) -> None:
         time.sleep(0.01)
 
 
+def test_rank_takes_a_store_that_is_open_without_asking(start: Start, store: TCPStore) -> None:
+    rank = start()
+    join(rank, store, 0)
+    first = rank.tell("serve")
+    ports = []
+    for _ in range(3):
+        deadline = time.monotonic() + TIMEOUT
+        while not (ahead := rank.tell("port ahead")):
+            assert time.monotonic() < deadline, "no store is opened ahead"
+            time.sleep(0.005)
+        ports.append(rank.tell("serve"))
+        assert ports[-1] == ahead and rank.tell("port ahead") != ahead
+        socket.create_connection(("127.0.0.1", ahead), TIMEOUT).close()
+    assert first not in ports[:1] and len(set(ports)) == len(ports)
+
+
 def test_deaths_are_told_and_nothing_piles_up(
     monitors: MonitorService, start: Start, store: TCPStore
 ) -> None:

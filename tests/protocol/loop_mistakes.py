@@ -36,8 +36,8 @@ class Mistaken:
 
 
 class PublishesNothing(Mistaken):
-    def call_function(self, state: State, entered: int) -> Left:
-        return dataclasses.replace(self._process.call_function(state, entered), error=None)
+    def call_function(self, state: State) -> Left:
+        return dataclasses.replace(self._process.call_function(state), error=None)
 
 
 class NothingPublished(MistakenSimulation):
@@ -69,15 +69,15 @@ class ArrivesFirst(RestartLoop):
     def _iterate(self) -> Left | None:
         member = self.member
         entered = self.enter()
-        if entered is not None:
-            left = self.performer.call_function(self.state, entered)
+        if entered:
+            left = self.performer.call_function(self.state)
             if left.error is not None:
                 member.publish(self.state.rank, left.error)
             active = self.state.active_world_size or 0
             if left.has_returned and member.await_completion(self.state.active_rank, active) == DONE:
                 return left
         proposed = member.arrive(self.base.rank or 0, self.base.world_size, None)
-        if entered is not None:
+        if entered:
             self.performer.settle()
         self.performer.clean_up()
         self.performer.tidy_up()
@@ -97,8 +97,8 @@ class ArrivedFirst(MistakenSimulation):
 class CompletesAlone(RestartLoop):
     def _iterate(self) -> Left | None:
         entered = self.enter()
-        assert entered is not None
-        left = self.performer.call_function(self.state, entered)
+        assert entered
+        left = self.performer.call_function(self.state)
         if left.error is None and left.has_returned and self.state.mode == Mode.ACTIVE:
             return left
         self.member.await_completion(None, 0)

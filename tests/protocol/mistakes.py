@@ -514,7 +514,7 @@ MISTAKES = [
         "one counts twice, since a reply was lost: the others are still in the function",
         "I12",
         CounterStore,
-        at_each_step("repeat", range(36, 44), slots=[0], also=raises(0, 1), members=2, steps=5, seeds=100),
+        at_each_step("repeat", range(28, 36), slots=[0], also=raises(0, 1), members=2, steps=5, seeds=100),
     ),
     Mistake(
         "completion without `end/{n}`",

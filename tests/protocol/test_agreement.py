@@ -189,13 +189,18 @@ def assigned(store: StoreMixin, slot: int, active_rank: int | None, world: int, 
 
 
 def test_assignments_that_agree(store: StoreMixin) -> None:
-    assert [assigned(store, slot, rank, 3, 2) for slot, rank in ((0, 1), (1, 0), (2, None))] == [1, 2, 0]
-    assert assigned(store, 0, 1, 3, 2) == 3, "a repeated check of the same rank must agree with itself"
+    assert [assigned(store, slot, rank, 3, 2) for slot, rank in ((0, 1), (1, 0), (2, None))] == [None] * 3
+    assert assigned(store, 0, 1, 3, 2) is None, "a repeated check of the same rank must agree with itself"
+
+
+def test_active_ranks_that_have_entered_are_counted(store: StoreMixin) -> None:
+    entering = Agreement(store).entering
+    assert [entering.count_active(3), entering.count_active(3), entering.count_active(4)] == [1, 2, 1]
 
 
 @pytest.mark.parametrize("world, active", [(4, 2), (3, 3)])
 def test_assignments_with_different_sizes(store: StoreMixin, world: int, active: int) -> None:
-    assert assigned(store, 0, 0, 3, 2) == 1
+    assert assigned(store, 0, 0, 3, 2) is None
     error = assigned(store, 1, 1, world, active)
     assert isinstance(error, InternalError)
     assert "rank_assignment" in str(error) and "slot 1" in str(error)
@@ -203,7 +208,7 @@ def test_assignments_with_different_sizes(store: StoreMixin, world: int, active:
 
 
 def test_assignments_that_give_a_rank_twice(store: StoreMixin) -> None:
-    assert assigned(store, 0, 0, 3, 2) == 1
+    assert assigned(store, 0, 0, 3, 2) is None
     error = assigned(store, 2, 0, 3, 2)
     assert isinstance(error, InternalError)
     assert "active rank 0" in str(error) and "slot 2" in str(error) and "slot 0" in str(error)
