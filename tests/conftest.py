@@ -405,7 +405,7 @@ def _matters(target: str) -> bool:
 def etcd_if_any() -> Iterator[EtcdServer | EtcdNotFound]:
     """An etcd of one member, for all tests that leave it as it is; or why there is none.
 
-    Whoever asks for `etcd` by ``getfixturevalue`` names this one, too: or it would seem to be left behind.
+    Anyone who asks for `etcd` by ``getfixturevalue`` names this one, too: or it would seem to be left behind.
     """
     from ft_wrapper.testing import EtcdServer
     from ft_wrapper.testing.etcd_server import EtcdNotFound
@@ -431,5 +431,5 @@ def etcd(etcd_if_any: EtcdServer | EtcdNotFound) -> EtcdServer:
 
 @pytest.fixture
 def prefix() -> str:
-    """A prefix in etcd that nobody else has."""
+    """A prefix in etcd that no one else has."""
     return f"test/{uuid.uuid4().hex}"

@@ -95,7 +95,7 @@ def test_endpoint_as_text(text: str, host: str, port: int) -> None:
     assert host_port(host, port) == text
 
 
-FOREIGN = "192.0.2.1"  # for documentation: nobody's
+FOREIGN = "192.0.2.1"  # for documentation: no one's
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ FOREIGN = "192.0.2.1"  # for documentation: nobody's
     [
         ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
         ("localhost", "::1 127.0.0.1", "127.0.0.1"),
-        ("localhost", "127.0.0.1 127.0.0.2", ""),  # which of them others try first nobody knows
+        ("localhost", "127.0.0.1 127.0.0.2", ""),  # which of them others try first no one knows
         ("node0", "127.0.1.1", ""),  # Debian's hosts file; other hosts know another address
         ("service", FOREIGN, ""),  # of a proxy
         ("service", f"{FOREIGN} 127.0.0.1", ""),

@@ -30,7 +30,7 @@ def said(
     active: int,
     seconds: float,
 ) -> str:
-    """The line of an iteration that nobody has joined, and nobody else has left."""
+    """The line of an iteration that no one has joined, and no one else has left."""
     store = FakeStore()
     for slot, rank in promoted:
         entry = Entered(Member(slot, 0), rank, promoted=True).to_text()

@@ -149,9 +149,8 @@ def run_benchmark(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "shared", [False, pytest.param(True, marks=pytest.mark.nightly("connections of their own run always"))]
-)
+@pytest.mark.nightly("what it counts with is tested always")
+@pytest.mark.parametrize("shared", [False, True])
 def test_ranks_ask_what_counting_says_in_every_world(shared: bool) -> None:
     """And their connections are a rank's four, or as many as they share."""
     arguments = ["--ranks", "32", "--shared", "4"] if shared else ["--ranks", "8", "32"]

@@ -37,7 +37,7 @@ class Dispatches(TorchDispatchMode):
 
 
 class Refuses(TorchFunctionMode):
-    """Whoever asks it has made a mistake."""
+    """Anyone who asks it has made a mistake."""
 
 
 @contextlib.contextmanager

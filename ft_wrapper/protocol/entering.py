@@ -141,13 +141,10 @@ class Entering:
                 f"rank_assignment disagrees in iteration {n}: slot {member.slot} was given world size and "
                 f"active world size {mine}, another rank {agreed}; it must give the same sizes on every rank"
             )
-        if active_rank is None:
-            return
-        holder, *_ = given
-        if holder != str(member):
+        if active_rank is not None and given[0] != str(member):
             raise InternalError(
                 f"rank_assignment gave active rank {active_rank} of iteration {n} to slot {member.slot} and "
-                f"to slot {str(holder).partition(':')[0]}; it must give each active rank once"
+                f"to slot {str(given[0]).partition(':')[0]}; it must give each active rank once"
             )
 
     def count_active(self, n: int) -> int:

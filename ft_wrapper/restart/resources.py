@@ -110,7 +110,6 @@ class Resources:
         self.signals = KeptSignals()
         self.monitor_lost = threading.Event()
         limits = settings.limits
-        note_slot(base.initial_rank or 0)
         slot, size = base.initial_rank or 0, formation_size(base.world_size)
         note_slot(slot)
         remembered = _remembered.pop(plan.description, Remembered(call=0))

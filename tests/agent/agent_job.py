@@ -141,7 +141,7 @@ def all_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Pro
 
 
 def lose(node: FtRun) -> None:
-    """Loses a machine: nobody is left there who could tell anything."""
+    """Loses a machine: no one is left there who could tell anything."""
     family = node.family()
     node.process.send_signal(signal.SIGSTOP)
     for process in family:

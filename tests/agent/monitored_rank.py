@@ -70,7 +70,7 @@ def obey(orders: Connection, agent: str, store: str) -> None:
         elif order == "between":
             memory, line = calls[-1]
             answer = line.between()
-            memory.gil_stamp = time.monotonic() - 2 * SETTINGS.hard_timeout  # as a stamp that nobody renews
+            memory.gil_stamp = time.monotonic() - 2 * SETTINGS.hard_timeout  # as a stamp that no one renews
             memory.close()
         elif order == "heart":
             answer = calls[-1][1].heart

@@ -261,12 +261,12 @@ def test_a_signal(tmp_path: Path, metrics: Metrics) -> None:
 
 
 def test_no_round(tmp_path: Path) -> None:
-    class Nobody(Alone):
+    class NobodyComes(Alone):
         def next_rendezvous(self) -> RendezvousInfo:
-            raise RendezvousTimeoutError("nobody came")
+            raise RendezvousTimeoutError("no one came")
 
-    running = agent(tmp_path, "true", handler=Nobody())
-    with pytest.raises(CannotStart, match="nobody came"):
+    running = agent(tmp_path, "true", handler=NobodyComes())
+    with pytest.raises(CannotStart, match="no one came"):
         running.run()
     assert running.get_worker_group().state is WorkerState.UNKNOWN
 

@@ -103,7 +103,7 @@ def lose_majority(members: EtcdServer) -> None:
 
 @pytest.mark.nightly("there is an outage in test_without_a_majority_training_goes_on_and_a_fault_waits")
 def test_an_outage_longer_than_all_timeouts_disturbs_nobody(tmp_path: Path, members: EtcdServer) -> None:
-    """Without a fault. What stands still for want of etcd is nobody's silence."""
+    """Without a fault. What stands still for want of etcd is no one's silence."""
     conf = ",read_timeout=1"
     timeouts = {"soft_timeout": 8, "hard_timeout": 12, "heartbeat_timeout": 12, "barrier_timeout": 15}
     with Training(tmp_path, members.endpoints, conf, **timeouts) as cluster:
@@ -189,7 +189,7 @@ def short_lease(etcd: EtcdServer) -> Iterator[None]:
 
 
 def await_end_of_lease(etcd: EtcdServer, *, heartbeats: bool = False) -> None:
-    """Waits until the job is gone, which nobody keeps alive any more; and its heartbeats, if so said."""
+    """Waits until the job is gone, which no one keeps alive any more; and its heartbeats, if so said."""
     with contextlib.closing(etcd.get_client()) as client:
         (life,) = client.read(Span(b"ft_wrapper/job/life"))
         span = Span.prefix(b"ft_wrapper/job/") if heartbeats else Span(life.key)

@@ -150,7 +150,7 @@ def of(node: str, ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def restarts(ranks: Sequence[Rank]) -> dict[str, set[int]]:
-    """What the ranks of each node were told of how often they were started anew."""
+    """What the ranks of each node were told of how often they were started again."""
     return {node: {rank.restarts for rank in of(node, ranks)} for node in {rank.node for rank in ranks}}
 
 
@@ -262,7 +262,7 @@ def failed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if request.param == OURS:
             exitcodes.append(a.end())
         left = [rank for rank in second if psutil.pid_exists(rank.pid)]
-        # Nobody has told torch's agent of it: its ranks run into an error when they talk to the others.
+        # No one has told torch's agent of it: its ranks run into an error when they talk to the others.
         job.end(of("a", second), 1)
         exitcodes = [a.end(), b.end()]
         yield Failed(request.param, first, second, left, exitcodes, a, b)

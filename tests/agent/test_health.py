@@ -91,7 +91,7 @@ def test_who_asks_while_the_loop_goes_on_to_the_next_round_is_answered(inbox: In
 
 
 def test_the_end_waits_for_nobody(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for a client that says nothing, nor for one whose answer nobody gives."""
+    """Neither for a client that says nothing, nor for one whose answer no one gives."""
 
     class Noted(Inbox):
         def knock(self) -> threading.Event:

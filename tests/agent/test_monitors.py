@@ -87,7 +87,7 @@ def start(monitors: MonitorService, store: TCPStore) -> Iterator[Start]:
 
 
 def join(rank: Rank, store: TCPStore, slot: int) -> Member:
-    """Has a rank begin a call and say who it is, in a job that nobody else is in."""
+    """Has a rank begin a call and say who it is, in a job that no one else is in."""
     member = Agreement(store).joining.register(slot)
     assert rank.tell("begin")
     rank.tell("join", member.slot, member.incarnation)
@@ -97,7 +97,7 @@ def join(rank: Rank, store: TCPStore, slot: int) -> Member:
 def await_death(store: TCPStore, member: Member) -> None:
     deadline = time.monotonic() + TIMEOUT
     while member not in Agreement(store).ends.deaths_of(BEFORE_FIRST):
-        assert time.monotonic() < deadline, f"nobody has said that {member} died"
+        assert time.monotonic() < deadline, f"no one has said that {member} died"
         time.sleep(0.005)
 
 
@@ -284,7 +284,7 @@ def await_beat(store: TCPStore, member: Member) -> None:
 
 
 def in_a_call(rank: Rank, store: TCPStore, begin: str, log: Path) -> tuple[View, Member]:
-    """Has a rank begin a call, with another member that nobody has a process for."""
+    """Has a rank begin a call, with another member that no one has a process for."""
     assert rank.tell(begin, *([str(log)] if begin != "begin" else []))
     heart = rank.tell("heart")
     members = [Agreement(store).joining.register(slot, MemberRecord(heart=heart)) for slot in (0, 1)]
@@ -302,7 +302,7 @@ def in_a_call(rank: Rank, store: TCPStore, begin: str, log: Path) -> tuple[View,
 def test_a_rank_between_two_calls_is_heard_and_its_death_noticed(
     start: Start, store: TCPStore, begin: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has no thread left, and whatever its memory says is nobody's affair."""
+    """It has no thread left, and whatever its memory says is no one's affair."""
     log = tmp_path / "log"
     rank = start()
     view, member = in_a_call(rank, store, begin, log)
@@ -531,7 +531,7 @@ def test_no_process_is_needed_beside_a_rank(tmp_path: Path, monkeypatch: pytest.
     with FtRun(folder, "--nproc-per-node", "3", str(script)) as job:
 
         def expect_all_in(call: int, after: int) -> int:
-            """In an iteration of the call, which is returned; with nobody but the ranks at work."""
+            """In an iteration of the call, which is returned; with no one but the ranks at work."""
             found: list[int] = []
 
             def look() -> bool:

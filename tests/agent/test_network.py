@@ -20,7 +20,7 @@ from training import Training
 from ft_wrapper.testing import EtcdServer
 from ft_wrapper.testing.etcd_server import EtcdNotFound
 
-PORT = 29400  # in a namespace of its own, so nobody else has it
+PORT = 29400  # in a namespace of its own, so no one else has it
 _FILES = Path("/etc/netns")  # `ip netns exec` puts what is in a namespace's folder there over /etc
 
 
@@ -79,7 +79,7 @@ class Network:
         return ["ip", "netns", "exec", self._namespace(host)]
 
     def cut(self, host: int) -> None:
-        """Pulls the cable of a host: nobody is told, packets are lost."""
+        """Pulls the cable of a host: no one is told, packets are lost."""
         _ip("-n", self._namespace("switch"), "link", "set", f"cable{host}", "down")
 
     def join(self, host: int) -> None:
@@ -217,7 +217,7 @@ def test_a_machine_that_is_cut_off_has_no_part_in_the_training_until_it_is_back(
     again = training.await_active([0, 1, 2, 3], *nodes)
     assert "this node (0 (host0)) was taken out of the rendezvous" in nodes[0].said
 
-    # And for good. It can ask nobody, and can be ended all the same.
+    # And for good. It can ask no one, and can be ended all the same.
     network.cut(0)
     without = training.await_active([2, 3, 4, 5], *nodes)
     assert training.go_on(*nodes) == without == again + 1

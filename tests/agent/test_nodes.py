@@ -23,7 +23,7 @@ from ft_wrapper.report import status
 from ft_wrapper.store import TCPStoreServer, connect
 from ft_wrapper.testing.etcd_server import free_port
 
-# Silence of five seconds: on a busy machine nobody who lives is silent for so long.
+# Silence of five seconds: on a busy machine no one who lives is silent for so long.
 CONF = "last_call_timeout=0.2,keep_alive_interval=0.5,keep_alive_max_attempt=10,read_timeout=20"
 
 WRAPPED = """
@@ -36,7 +36,7 @@ WRAPPED = """
     @Wrapper(use_global_iteration=True, on_join="now", join_window=0.1, heartbeat_timeout=60)
     def train(call_wrapper: CallWrapper = None):
         state = call_wrapper.state
-        # Renamed, so that whoever sees it sees all of it.
+        # Renamed, so that anyone who sees it sees all of it.
         path = f"{folder}/in.{state.world_size}.{state.iteration}.{os.environ['RANK']}"
         with open(path + ".part", "w") as file:
             json.dump({**found, "pid": os.getpid(), "rank": state.rank, "iteration": state.iteration}, file)
@@ -305,7 +305,7 @@ def test_a_fifth_node_steps_in_for_one_of_four(tmp_path: Path) -> None:
 
 
 def test_all_come_together_again_when_the_ranks_lose_their_store(tmp_path: Path) -> None:
-    """It is on the node of group rank 0: with that all ranks of a wrapped job have to begin anew."""
+    """It is on the node of group rank 0: with that all ranks of a wrapped job have to begin again."""
     with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
         cluster.host_store()
         last_call = ("--rdzv-conf", cluster._conf.replace("last_call_timeout=0.2", "last_call_timeout=1"))

@@ -31,7 +31,7 @@ MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No cluster manager has numbered this node, and nobody has set options by variables."""
+    """No cluster manager has numbered this node, and no one has set options by variables."""
     for name in list(os.environ):
         if name.startswith("PET_") or name in ("SLURM_STEP_ID", "JOB_COMPLETION_INDEX"):
             monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""Ranks that are replaced alone, and groups that are started anew, under ftrun."""
+"""Ranks that are replaced alone, and groups that are started again, under ftrun."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_only_the_dead_rank_is_new_and_the_weights_are_the_same(tmp_path: Path) 
 
     with train(tmp_path / "faulty", "--faults", "sigkill:slot=2:step=8,exit:slot=0:step=16") as job:
         faulty = final_weights(job)
-        # One was killed; one left by itself, with an exit code; nobody else was touched.
+        # One was killed; one left by itself, with an exit code; no one else was touched.
         assert [len(job.pids(rank)) for rank in range(3)] == [2, 1, 2]
         assert job.said.count("it is started again (1 of 10)") == 2
         # All were in every iteration.
@@ -45,7 +45,7 @@ def test_only_the_dead_rank_is_new_and_the_weights_are_the_same(tmp_path: Path) 
 
 
 def test_the_others_wait_for_a_replacement(tmp_path: Path) -> None:
-    """They know that one is coming: nobody else would keep them from going on at once, one fewer."""
+    """They know that one is coming: no one else would keep them from going on at once, one fewer."""
     source = script(
         tmp_path,
         """

@@ -141,8 +141,8 @@ def test_exactly_those_are_declared_dead_that_held_the_slots() -> None:
     store = TCPStore("127.0.0.1", server.port)
     old = [Agreement(store).joining.register(slot) for slot in (0, 1)]
     dead = holders(Agreement(store), range(3))
-    assert dead == old, "nobody has held slot 2"
-    Agreement(store).joining.register(1)  # a new one, started by whoever got the seat
+    assert dead == old, "no one has held slot 2"
+    Agreement(store).joining.register(1)  # a new one, started by the node that got the seat
     thread = log_deaths(store, dict.fromkeys(dead, "its node was lost"), return_=False)
     thread.join(TIMEOUT)
     assert not thread.is_alive()

@@ -75,7 +75,7 @@ def test_what_is_no_text_is_shown_too(tmp_path: Path) -> None:
 
 class Gone(Console):
     def flush(self) -> None:
-        raise BrokenPipeError("nobody reads")
+        raise BrokenPipeError("no one reads")
 
 
 def test_a_console_that_is_gone_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -150,7 +150,7 @@ def test_a_module_and_the_template_s_death(tmp_path: Path) -> None:
         template.kill()
         template.wait(30)
         os.kill(first, signal.SIGKILL)
-        # Nobody is left to fork its replacement from, so that is executed.
+        # No one is left to fork its replacement from, so that is executed.
         job.await_file(job_folder / "0.1")
         assert job.end() == 0, job.said
         assert job.said.count("pack __main__ ['a', '-b'] True pack.__main__") == 2

@@ -261,7 +261,7 @@ def test_a_spare_is_judged_anew_in_the_next_iteration(store: FakeStore) -> None:
 
 
 class Happens(threading.Event):
-    """Whoever waits on it lets something happen meanwhile, each time the next thing."""
+    """Anyone who waits on it lets something happen meanwhile, each time the next thing."""
 
     def __init__(self, store: FakeStore, *things: Any) -> None:
         super().__init__()

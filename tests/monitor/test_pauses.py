@@ -1,4 +1,4 @@
-"""A monitor that did not run itself for a while counts that time as nobody's silence."""
+"""A monitor that did not run itself for a while counts that time as no one's silence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dying process steps back behind all others; nobody else is ever touched."""
+"""A dying process steps back behind all others; no one else is ever touched."""
 
 from __future__ import annotations
 

@@ -386,7 +386,7 @@ def test_what_a_rank_has_not_told_yet_is_of_no_other_iteration(
 
 
 def test_a_function_that_tells_no_steps(tally: Tally, clock: Clock, make: Make) -> None:
-    """Nobody knows what of it is useful; its pings are progress."""
+    """No one knows what of it is useful; its pings are progress."""
     rank = make(0)
     rank.start()
     rank.join()

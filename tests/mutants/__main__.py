@@ -6,7 +6,7 @@ For example, from the root of the repository::
     python -m tests.mutants --only advance-reads-deaths-first
 
 First the package is explored as it is, for as long as a mistake may take to be found: nothing may go wrong.
-A mistake is looked for at random, from seeds that are chosen anew unless ``--seed`` is given. Those that take long,
+A mistake is looked for at random, from seeds that are random unless ``--seed`` is given. Those that take long,
 or that no search has found lately, are a list of their own: ``--seldom --seconds 900`` looks for them.
 """
 
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="show them, with what each line is there for")
     parser.add_argument("--processes", type=int, default=2, help="share the work (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=90.0, help="for each (default: %(default)g)")
-    parser.add_argument("--seed", type=int, help="the first seed of each search; chosen anew by default")
+    parser.add_argument("--seed", type=int, help="the first seed of each search; random by default")
     parser.add_argument("--without-clean", action="store_true", help="do not explore the package as it is")
     options = parser.parse_args(arguments)
     mutants = [m for m in every_mutant() if options.finder in (None, m.finder)]

@@ -93,14 +93,14 @@ MUTANTS = [
         ITERATION,
         "- arrived.keys() - dead.keys() - silent\n        verdict",
         "- arrived.keys() - dead.keys()\n        verdict",
-        "nobody waits for the silent until the barrier timeout",
+        "no one waits for the silent until the barrier timeout",
     ),
     _job(
         "the-dead-are-missing",
         ITERATION,
         "- arrived.keys() - dead.keys() - silent\n        verdict",
         "- arrived.keys() - silent\n        verdict",
-        "nobody waits for the dead",
+        "no one waits for the dead",
     ),
     _job(
         "missing-do-not-matter",
@@ -170,14 +170,14 @@ MUTANTS = [
         ITERATION,
         "if hold and announced - {member.slot for member in newcomers} and",
         "if hold and announced and",
-        "once the replacement is there nobody waits any longer",
+        "once the replacement is there no one waits any longer",
     ),
     _job(
         "holds-though-there-are-spares",
         ITERATION,
         " and left < self.wanted():",
         ":",
-        "with a spare in its place nobody waits for a replacement",
+        "with a spare in its place no one waits for a replacement",
     ),
     _job(
         "joins-for-the-call-that-is-over",
@@ -286,7 +286,7 @@ MUTANTS = [
         ENTERING,
         "            if self._ends.outcome_of(n) == FAULT:\n                return None\n            if remaining",
         "            if remaining",
-        "nobody waits for the address of a rank 0 whose iteration has ended",
+        "no one waits for the address of a rank 0 whose iteration has ended",
     ),
     _job(
         "new-call-keeps-its-first",
@@ -562,7 +562,7 @@ MUTANTS = [
         JOINING,
         "return 0 < self.joining.entering.active_in(view.n) < self._iterations.wanted()",
         "return self.joining.entering.active_in(view.n) < self._iterations.wanted()",
-        "as long as nobody has entered it is not known how many are active",
+        "as long as no one has entered it is not known how many are active",
     ),
     _job(
         "patience-is-not-renewed",
@@ -677,7 +677,7 @@ MUTANTS = [
         ENTERING,
         "return sizes is None or len(taken)",
         "return sizes is not None and len(taken)",
-        "as long as nobody has entered anybody may be active",
+        "as long as no one has entered anybody may be active",
     ),
     _job(
         "spare-once-anybody-has-entered",

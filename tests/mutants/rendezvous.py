@@ -211,7 +211,7 @@ RENDEZVOUS: list[Mutant] = [
         "patience-has-no-end",
         "if context.now >= context.patience_ends:",
         "if context.now >= context.deadline:",
-        "a node that nobody takes into the record does that itself",
+        "a node that no one takes into the record does that itself",
     ),
     _of(
         "operations",

@@ -110,7 +110,7 @@ class Job:
             thread.join(max(0.0, deadline - time.monotonic()))
         waiting = [slot for slot, thread in threads.items() if thread.is_alive()]
         if waiting:
-            # Its clock is virtual: nobody waits any longer.
+            # Its clock is virtual: no one waits any longer.
             self._store.clock.advance(10 * LIMIT)
             raise AssertionError(f"slots {waiting} wait for ever; the others got {outcomes}")
         return outcomes

@@ -1,4 +1,4 @@
-"""Tree: who takes over from whom, restart after restart, whoever is lost and whoever computes."""
+"""Tree: who takes over from whom, restart after restart, no matter who is lost and who computes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_reserve_rank_takes_one_place_only() -> None:
     )
     job.enter()
     assert job.active() == {0: 0, 1: 1, 3: 2, 4: 3}
-    job.enter(lost={0, 1, 3})  # 5 from another node, 2 from its own, and nobody is left for the third
+    job.enter(lost={0, 1, 3})  # 5 from another node, 2 from its own, and no one is left for the third
     job.check()
     assert job.active() == {5: 0, 2: 1, 4: 2}
 

@@ -49,7 +49,7 @@ def test_restart_costs_each_member_a_constant_number_of_operations(
 
 @pytest.mark.parametrize("members", [4, 16, 64])
 def test_member_reads_the_change_not_the_world(members: int) -> None:
-    """Nobody but proposers reads a roster or an arrival list after the formation."""
+    """No one but proposers reads a roster or an arrival list after the formation."""
     simulation = run(members, RAISES)
     steps, heads = simulation.scheduler.trace_steps, simulation.invariants.heads
     ended = next(place for place, step in enumerate(steps) if keys.end(0) in keys_of(step))

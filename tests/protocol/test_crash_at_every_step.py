@@ -58,7 +58,7 @@ def test_who_reports_a_death_dies_before_each_step(crash_step: int) -> None:
 
 @pytest.mark.parametrize("slot", range(3))
 def test_proposer_dies_after_another_crash(slot: int) -> None:
-    """Rank 1 dies in the function; whoever then takes part in the restart dies at each of its steps."""
+    """Rank 1 dies in the function; anyone who then takes part in the restart dies at each of its steps."""
     for step in range(19, 60):
         faults = (Disturbance("crash", 1, 20), Disturbance("crash", slot, step))
         run(step, *faults, members=4, active=3)
@@ -78,7 +78,7 @@ def test_death_of_a_spare_ends_nothing() -> None:
 
 @pytest.mark.parametrize("kind", ["crash", "host", "leave"])
 def test_too_few_members_are_left(kind: str) -> None:
-    """With min_world_size=3 two of three do not go on, whoever may propose."""
+    """With min_world_size=3 two of three do not go on, no matter who proposes."""
     for step in range(18, 28):
         scenario = Scenario(active=3, min_world_size=3, steps=30, disturbances=(Disturbance(kind, 1, step),))
         simulation = Simulation(scenario, step).run()

@@ -45,7 +45,7 @@ def test_workers_end_with_a_process_that_is_killed() -> None:
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"0\n", "1\n"}
         process.kill()
-        assert process.stdout.read() == ""  # which comes to its end when nobody is left who could write
+        assert process.stdout.read() == ""  # which comes to its end when no one is left who could write
 
 
 def test_a_worker_that_dies_is_an_error() -> None:

@@ -87,7 +87,7 @@ class DisturbedWorld(World):
             self.may_be_deaf[node.node.name] = max(begins + longer + TOLD_WITHIN, before)
 
     def lose_wakes(self) -> None:
-        """The next record that a node's heart writes wakes nobody."""
+        """The next record that a node's heart writes wakes no one."""
         self.store.fail("multi_set", client="heart *", error=StoreUnavailable("simulated"))
 
     def stop(self, node: SimulatedNode, tasks: Sequence[Task], seconds: float) -> None:

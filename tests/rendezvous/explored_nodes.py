@@ -152,7 +152,7 @@ class ExploredNode:
             self.job.check_timeout()
             self._end("timed out")
         except RendezvousError:
-            assert self.job.nodes_of(self.node.id)[-1] is not self, "nobody has superseded it"
+            assert self.job.nodes_of(self.node.id)[-1] is not self, "no one has superseded it"
             self.leaving = True
             self.executor.exit()  # as the handler does in the end, whatever was raised
             self._end("superseded")
@@ -441,7 +441,7 @@ class ExploredJob:
             assert not left, "taken out by a node that has no seat"
 
     def _check_groups(self) -> None:
-        """Who was told that it is in a round is so, with the rank that nobody else has, or was taken out."""
+        """Who was told that it is in a round is so, with the rank that no one else has, or was taken out."""
         ranks: set[int | None] = set()
         for node in self.nodes:
             if node.inside is None or node.node.name in self._removed:
@@ -463,7 +463,7 @@ class ExploredJob:
             self._removed.discard(node.node.name)
 
     def check_timeout(self) -> None:
-        """Nobody gives up while there are enough nodes, and nothing happens."""
+        """No one gives up while there are enough nodes, and nothing happens."""
         alive = sum(node.alive and not node.leaving for node in self.nodes)
         assert alive < self.what.low or self.disturbed_at == self.scheduler.now(), "gave up too early"
 
@@ -476,9 +476,9 @@ class ExploredJob:
             return
         assert not any(node.fate == "closed" for node in self.nodes)
         if not live:
-            # Of the dead nobody is left to see it.
+            # Of the dead no one is left to see it.
             left = [node.name for node in state.nodes if not self.is_dead(node)]
-            assert not left, f"nobody lives, and {left} are left in the record"
+            assert not left, f"no one lives, and {left} are left in the record"
             return
         there = {node.name for node in state.nodes}
         assert there == set(live), f"live nodes are {sorted(live)}, in the record are {sorted(there)}"

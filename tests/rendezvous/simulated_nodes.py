@@ -289,7 +289,7 @@ class World:
             self.scheduler.crash(task)
 
     def entered(self, node: SimulatedNode, state: Record, seat: Seat) -> None:
-        """A node is in the group: the same for all of them, and nobody else has its rank."""
+        """A node is in the group: the same for all of them, and no one else has its rank."""
         assert seat.group_rank is not None
         size = self.expected.setdefault(state.round, len(state.seats))
         grows = state.policy is RoundPolicy.RANK or state.round in self.ranked
@@ -312,7 +312,7 @@ class World:
         )
 
     def _check_gone(self, before: Record, after: Record) -> None:
-        """Nobody is out that lives, was heard, and has not said that it goes."""
+        """No one is out that lives, was heard, and has not said that it goes."""
         there = {node.name for node in after.nodes}
         for node in before.nodes:
             if node.name in there or node.name in self.silenced:

@@ -88,7 +88,7 @@ def test_crash_at_every_step(rank_policy: bool, respawns: bool) -> None:
 
 
 def test_policy_rank_keeps_the_others_where_they_are() -> None:
-    """A node is lost, a spare takes its seat, it comes back as a spare: nobody else joins again."""
+    """A node is lost, a spare takes its seat, it comes back as a spare: no one else joins again."""
     scheduler = Scheduler(3, max_time=2000.0)
     world = World(scheduler, Settings("job", 2, 2, last_call_timeout=0.0))
 

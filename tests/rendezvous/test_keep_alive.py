@@ -63,7 +63,7 @@ def test_who_may_take_others_out() -> None:
     seated, other, spare, _ = NODES[:4]
     assert may_unseat(state, seated, [other])
     assert not may_unseat(state, spare, [other])
-    assert may_unseat(state, spare, [seated, other]), "nobody else is left that could"
+    assert may_unseat(state, spare, [seated, other]), "no one else is left that could"
     assert may_unseat(dataclasses.replace(state, policy=RoundPolicy.GROUP), spare, [other])
     assert not may_unseat(state, Node("0", 1), [other]), "another incarnation has the seat"
     assert not may_unseat(state, NODES[5], [seated, other])

@@ -67,7 +67,7 @@ def test_a_seat_that_is_given_up_goes_to_a_spare(nodes: Nodes) -> None:
     assert again.result(TIMEOUT).rank == 1
     assert bad.was_spare
     assert outside(nodes) == [("2:0", "no disk")]
-    assert a.num_nodes_waiting() == 0, "nobody else was disturbed"
+    assert a.num_nodes_waiting() == 0, "no one else was disturbed"
 
 
 def test_the_next_round_does_not_wait_for_it(nodes: Nodes) -> None:

@@ -69,7 +69,7 @@ class Relay:
         self._hold += [path] * times
 
     def release(self) -> list[bytes]:
-        """Lets what was held back be carried out now; returns what etcd answered, which nobody else sees."""
+        """Lets what was held back be carried out now; returns what etcd answered, which no one else sees."""
         held, self._held = self._held, []
         return [self._forward(path, body)[1] for path, body in held]
 

@@ -19,7 +19,7 @@ from ft_wrapper.testing.clock import Waiter
 
 
 class Script(Clock):
-    """A clock for one thread: whoever waits lets happen what others do meanwhile, and then time passes."""
+    """A clock for one thread: anyone who waits lets happen what others do meanwhile, and then time passes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ class AnyJob(abc.ABC):
     """Processes that have joined one job.
 
     Args:
-        store: a client of nobody's, from which those of the processes are made.
+        store: a client of no one's, from which those of the processes are made.
         world_size: number of ranks that join it.
     """
 
@@ -85,7 +85,7 @@ class AnyJob(abc.ABC):
         client, n = self.clients[rank], self.join(rank)
         while member not in Agreement(client).iterations.read_current()[0].members:
             assert Agreement(client).ends.wait_for_end(n, within or self.patience), (
-                "whoever wants in ends the iteration"
+                "anyone who wants in ends the iteration"
             )
             n = self.advance(rank)
         return n
@@ -430,7 +430,7 @@ def test_rank_that_lives_but_does_not_come_is_left_out_at_the_timeout_and_learns
 
 @pytest.mark.parametrize("seed", range(5))
 def test_coordinator_is_killed_while_it_advances(seed: int) -> None:
-    """At each of its steps; nobody is told of its death. It comes back."""
+    """At each of its steps; no one is told of its death. It comes back."""
     step = 1
     while _coordinator_killed_at(step, seed):
         step += 1
@@ -495,7 +495,7 @@ def test_silent_ranks_are_not_active_whatever_the_clocks_show() -> None:
             2,
             3,
         }
-    # Rank 1 was only cut off: it has heard nobody, so to itself the others may be silent, but never it.
+    # Rank 1 was only cut off: it has heard no one, so to itself the others may be silent, but never it.
     assert 1 in job.clients[1].get_active_ranks_for_coordination(4, TIMEOUT)
     job.clients[1].update_coordinator_heartbeat()
     assert job.clients[0].get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
@@ -622,7 +622,7 @@ def test_restarting_coordinator_keeps_no_dead_one_alive() -> None:
 
 @in_many_orders()
 def test_rank_restarts_before_the_others_have_gone_on(job: AnyJob) -> None:
-    job.new_process(1)  # nobody has noticed that the last one died
+    job.new_process(1)  # no one has noticed that the last one died
     back = job.start(1, job.join)
     assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)
     assert back.result == 1
@@ -705,7 +705,7 @@ def test_rank_beyond_the_first_world_comes_in_later() -> None:
 
 
 def test_older_process_of_a_rank_is_out(job: AnyJob) -> None:
-    """It was only paused: it acts for nobody any more, least of all for its successor."""
+    """It was only paused: it acts for no one any more, least of all for its successor."""
     zombie = job.clients[1]
     job.new_process(1)
     job.start(1, job.join)
@@ -806,7 +806,7 @@ def test_others_that_do_not_leave_their_iteration_are_named() -> None:
     job.new_process(1)
     error = job.one(1, job.join)
     assert isinstance(error, TimeoutError) and "slots [0, 2, 3] have not left it" in str(error)
-    assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)  # nobody waits for the one gone
+    assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)  # no one waits for the one gone
     assert [member.slot for member in job.members()] == [0, 2, 3]
 
 

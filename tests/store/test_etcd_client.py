@@ -55,7 +55,7 @@ def cluster(etcd: EtcdServer) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def name(prefix: str) -> Callable[[str], bytes]:
-    """Names of keys that nobody else has."""
+    """Names of keys that no one else has."""
     return lambda text: f"{prefix}/{text}".encode()
 
 
@@ -258,7 +258,7 @@ def test_leader_is_asked_if_one_is_known(cluster: EtcdServer) -> None:
     write(client, b"k", b"1")
     client.prefer_leader()
     assert client.current == members[cluster.leader()]
-    cluster.kill(cluster.leader())  # nobody leads now
+    cluster.kill(cluster.leader())  # no one leads now
     before = client.current
     client.prefer_leader()
     assert client.current == before

@@ -88,7 +88,7 @@ def revision(store: EtcdStore) -> int:
 
 
 def test_nothing_is_written_while_hearts_beat(make: Make) -> None:
-    with EtcdServer() as server:  # one that nobody else writes to
+    with EtcdServer() as server:  # one that no one else writes to
         store = make(server.endpoints)
         others = [store.clone() for _ in range(3)]
         for number, other in enumerate(others):
@@ -121,7 +121,7 @@ def test_a_sign_of_life_is_one_request(relay: Relay, make: Make) -> None:
     ("timeout", "interval", "lasts"), [(30.0, 1.0, 15.0), (15.0, 5.0, 7.5), (4.0, 3.0, 4.5)]
 )
 def test_how_long_it_lasts(timeout: float, interval: float, lasts: float) -> None:
-    """Until the next one at least: else whoever lives would seem to come and go."""
+    """Until the next one at least: else anyone who lives would seem to come and go."""
     assert beat_lasts(timeout, interval) == lasts
 
 
@@ -224,7 +224,7 @@ def test_each_node_of_a_rendezvous(etcd: EtcdServer, make: Make) -> None:
     watch = NodeWatch(store, nodes[0], 15.0, 2.5)
     for node in nodes[1:]:
         store.clone().execute([Beat(alive_key(node.name), 60.0)])
-    for _ in range(12):  # one that has just begun judges nobody yet
+    for _ in range(12):  # one that has just begun judges no one yet
         assert watch.silent(state) == []
         clock.advance(2.5)
     lapse(store, alive_key(nodes[1].name))
@@ -270,7 +270,7 @@ def test_after_a_fork(etcd: EtcdServer, make: Make) -> None:
 
 @pytest.mark.parametrize("lost", ["leader", "majority", "for a while"])
 def test_an_outage_silences_nobody(make: Make, lost: str) -> None:
-    """Leases last for their whole time again once a leader has been elected; one that lapsed is made anew."""
+    """Leases last for their whole time once a leader has been elected again; one that lapsed is made again."""
     with EtcdServer(3) as cluster:
         store = make(cluster.endpoints)
         store.patience = 0.2

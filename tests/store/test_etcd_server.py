@@ -62,7 +62,7 @@ def test_a_paused_leader_is_replaced(cluster: EtcdServer) -> None:
     leader = cluster.leader()
     cluster.pause(leader)
     client = cluster.get_client()
-    write(client, b"k", b"v")  # whoever leads now has taken it
+    write(client, b"k", b"v")  # the new leader has taken it
     assert cluster.leader() != leader
     cluster.resume(leader)
     client.close()

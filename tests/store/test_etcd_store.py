@@ -151,7 +151,7 @@ def _append_at_once(stores: list[StoreMixin]) -> list[int]:
 def test_counted_appends_at_once_are_one_request_each(
     relay: Relay, etcd: EtcdServer, make: Make, of_an_iteration: bool
 ) -> None:
-    """Nobody is in another one's way, and the last one to append sees that all have."""
+    """No one is in another one's way, and the last one to append sees that all have."""
     store: StoreMixin = make(relay.endpoint)
     if of_an_iteration:
         store = PrefixStore(5, store)
@@ -426,7 +426,7 @@ def test_wait_goes_on_when_members_fail(cluster: EtcdServer, make: Make, how: st
         waiting = Background(lambda index=index: waiter.get(f"k{index}"))  # type: ignore[misc]
         getattr(cluster, how)(index)
         other.add("n", 1)
-        store.add("n", 1)  # whoever uses the store notices, and the watch goes elsewhere, too
+        store.add("n", 1)  # anyone who uses the store notices, and the watch goes elsewhere, too
         other.set(f"k{index}", "1")
         assert waiting.join() == b"1"
         cluster.restart(index) if how == "kill" else cluster.resume(index)
@@ -474,7 +474,7 @@ def test_threads_that_wait_to_be_woken_cost_no_traffic(
 
 
 def test_wait_after_a_compaction_costs_no_more(relay: Relay, etcd: EtcdServer, make: Make) -> None:
-    """Whoever comes after it watches what is written from now on, and not what is not kept any more."""
+    """Anyone who comes after it watches what is written from now on, and not what is not kept any more."""
     store = make(relay.endpoint)
     relay.wait_for("lease/keepalive", 1)
     for number in range(3):

@@ -36,7 +36,7 @@ class Pair:
         here = self.store.clone()
         waiting = Background(lambda: wait(waiter))
         if self.real:
-            # Nobody tells when the server has the waiter; what comes before it is seen at once, too, so this
+            # No one tells when the server has the waiter; what comes before it is seen at once, too, so this
             # repeats the wake until the wait is over.
             while waiting._thread.is_alive():
                 wake(here)

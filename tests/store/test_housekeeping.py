@@ -25,7 +25,7 @@ from ft_wrapper.testing import Clock
 def test_the_wanted_size_is_the_largest_that_any_iteration_had(job_store: StoreMixin) -> None:
     store = job_store
     assert Agreement(store).iterations.wanted() == 0
-    assert not note_wanted(store, 0)  # nobody has entered it
+    assert not note_wanted(store, 0)  # no one has entered it
     for n, (world, active) in enumerate([(4, 3), (3, 2), (5, 4)]):
         store.set(keys.world(n), f"{world} {active}")
         assert note_wanted(store, n)
@@ -38,7 +38,7 @@ def test_the_wanted_size_is_the_largest_that_any_iteration_had(job_store: StoreM
 def test_a_spare_is_known_once_others_have_all_active_ranks(job_store: StoreMixin) -> None:
     store = job_store
     view, (first, second, spare) = formed_in(store, [0, 1, 2])
-    assert Agreement(store).entering.may_be_active(view.n, spare), "nobody has entered yet"
+    assert Agreement(store).entering.may_be_active(view.n, spare), "no one has entered yet"
     Agreement(store).entering.check_assignment(view.n, Entered(second, 1), 3, 2)
     assert Agreement(store).entering.may_be_active(view.n, spare), "it may be the other one"
     Agreement(store).entering.check_assignment(view.n, Entered(first, 0), 3, 2)
@@ -156,7 +156,7 @@ def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin)
     Agreement(store).ends.say_goodbye(newer)
     assert delete_past(store, dataclasses.replace(view, n=view.n - 1)) == 0  # by one who is out
     delete_past(store, view)
-    # 1:0 is in the iteration, and either of the others may be in the next one; of slot 2 nobody is in.
+    # 1:0 is in the iteration, and either of the others may be in the next one; of slot 2 no one is in.
     kept = {name for name in map(keys.member_of, store.list_keys()) if name}
     assert kept == {(0, 0), (1, 0), (1, 1), (1, 2), (2, 2)}
     delete_past(store, dataclasses.replace(view, members=(members[0], Member(1, 2))))

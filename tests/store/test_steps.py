@@ -50,9 +50,9 @@ def test_each_gives_what_it_gives_alone(store: StoreMixin) -> None:
             Move("head", "", "one"),
         ]
     )
-    nobody = given.pop(7)
+    unheard = given.pop(7)
     assert given == [None, "value", None, None, None, None, "1", None, "mine", "one"]
-    assert int(nobody or "") in (0, LAPSED)
+    assert int(unheard or "") in (0, LAPSED)
     assert store.multi_get(["a", "b", "c", "register", "head"]) == [b"1", b"2", b"3", b"mine", b"one"]
     assert read_log(store, "log") == ["first", "second"]
     assert store.execute([Count("number")]) == ["2"]

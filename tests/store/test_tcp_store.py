@@ -52,7 +52,7 @@ def test_connection_cut_and_server_alive(proxy: Proxy, what: str) -> None:
 
 
 def test_nothing_written_before_a_cut_is_lost(proxy: Proxy) -> None:
-    """TCPStore answers neither set nor append: the first one after a cut goes nowhere, and nobody is told."""
+    """TCPStore answers neither set nor append: the first one after a cut goes nowhere, and no one is told."""
     store = TCPStore("localhost", proxy.port, timeout=LONG)
     store.set("before", "1")
     store.get("before")

@@ -52,7 +52,7 @@ def widened(
             [0, 1, 3, 2],
         ),  # before the first higher slot
         (3, {0: 0, 2: 2}, {1: None}, [], [0, -1, 2]),
-        (3, {0: 0, 2: 2}, {1: None}, [4], [0, -1, 2, 4]),  # nobody takes another slot's place
+        (3, {0: 0, 2: 2}, {1: None}, [4], [0, -1, 2, 4]),  # no one takes another slot's place
         (0, {}, {0: None, 1: None}, [0, 1], [0, 1]),  # a world of newcomers alone
     ],
 )

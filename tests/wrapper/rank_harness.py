@@ -528,7 +528,7 @@ class Job:
             self._start(slot)
 
     def forget(self, *slots: int) -> None:
-        """Counts the slots' processes among the past ones: nobody takes their places."""
+        """Counts the slots' processes among the past ones: no one takes their places."""
         for slot in slots:
             self.past.append(self.ranks.pop(slot))
 

@@ -85,7 +85,7 @@ class Trainer:
 def hold(rank: Rank) -> None:
     """Lets a rank leave the first iteration only once the test has told it something.
 
-    So nobody goes on before. To stop its process would do so, too; but gloo may lose a write to a peer that
+    So no one goes on before. To stop its process would do so, too; but gloo may lose a write to a peer that
     was killed meanwhile, and hang.
     """
     arrive = GlobalIteration.arrive

@@ -200,7 +200,7 @@ def keeps_a_key(rank: Rank) -> Any:
     return train()
 
 
-@pytest.mark.tcp_only("nobody hosts another store")
+@pytest.mark.tcp_only("no one hosts another store")
 def test_the_store_of_store_kwargs_is_hosted_where_they_say(job: Job) -> None:
     server = TCPStoreServer(0)
     port = free_port(consecutive=2)

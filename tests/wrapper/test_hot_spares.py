@@ -103,7 +103,7 @@ def misses_a_spare(rank: Rank) -> Any:
 
 
 def test_the_loss_of_a_spares_host_ends_nothing(job: Job) -> None:
-    """Nobody has seen its death; it falls silent. The next restart goes on without it."""
+    """No one has seen its death; it falls silent. The next restart goes on without it."""
     job.start(3, misses_a_spare)
     job.expect("in", 0, 1, n=0)
     job.lose_hosts(2)

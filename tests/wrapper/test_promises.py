@@ -402,7 +402,7 @@ BLOCKED: dict[str, Callable[[Rank], object]] = {
 
 
 def is_blocked(rank: Rank) -> Any:
-    # Started here: whoever is interrupted while starting a process leaves it running.
+    # Started here: a function that is interrupted while it starts a process leaves it running.
     with subprocess.Popen(["sleep", "1000"]) as sleeper:
         ways = [*BLOCKED.values(), lambda rank: sleeper.wait()]
 
