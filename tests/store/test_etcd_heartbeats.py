@@ -270,7 +270,7 @@ def test_after_a_fork(etcd: EtcdServer, make: Make) -> None:
 
 @pytest.mark.parametrize("lost", ["leader", "majority", "for a while"])
 def test_an_outage_silences_nobody(make: Make, lost: str) -> None:
-    """Leases last for their whole time once a leader has been elected again; one that lapsed is made again."""
+    """Leases last for their whole time once a leader is elected again; one that lapsed is made again."""
     with EtcdServer(3) as cluster:
         store = make(cluster.endpoints)
         store.patience = 0.2
