@@ -306,7 +306,7 @@ def _launched_active_world_size() -> int | None:
 def _begins_job(call: Call) -> bool:
     """Whether this process is rank 0 of the job's first iteration, as far as it can know."""
     member = call.own.member
-    if not call.own.is_in_time or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    if not call.own.progress.is_in_time or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return False
     return (member.member.slot, member.member.incarnation, member.view.n) == (0, 0, member.view.first)
 

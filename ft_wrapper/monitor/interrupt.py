@@ -53,6 +53,7 @@ class Interrupter:
         unwind_grace: seconds for the function's clean-up, before that is interrupted, too.
 
     Attributes:
+        thread: the function's, as ``threading.get_ident()`` has it.
         signum: the signal in use; None outside the main thread.
         requested: whether this iteration's function was interrupted.
 
@@ -61,7 +62,7 @@ class Interrupter:
     """
 
     def __init__(self, unwind_grace: float = Limits.unwind_grace) -> None:
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self.signum: int | None = None
         # Written by the function's thread.
         self._armed = False
@@ -177,7 +178,7 @@ class Interrupter:
             pass
         if self._sent_async:
             self._sent_async = False
-            _take_back_async_exception(self._thread)
+            _take_back_async_exception(self.thread)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if not self._is_wanted() or _is_own(frame):
@@ -239,7 +240,7 @@ class Interrupter:
         function comes to later is read when it is interrupted there.
         """
         if self._armed:
-            prepare(current_frames().get(self._thread), _run.__code__)
+            prepare(current_frames().get(self.thread), _run.__code__)
 
     def request(self) -> None:
         """Marks the interruption, and waits until the function is outside `atomic`.
@@ -278,15 +279,15 @@ class Interrupter:
             if self.signum is not None:
                 # EAGAIN: as many are queued as the kernel allows, so the thread has enough of them.
                 with contextlib.suppress(BlockingIOError):
-                    signal.pthread_kill(self._thread, self.signum)
+                    signal.pthread_kill(self.thread, self.signum)
                 return
-            frame = current_frames().get(self._thread)
+            frame = current_frames().get(self.thread)
             if not _is_own(frame):
                 wrong = obstacle(frame, _run.__code__)
-                if self._deferral.may_raise(frame, wrong, current_exception(self._thread)):
+                if self._deferral.may_raise(frame, wrong, current_exception(self.thread)):
                     self._interruption()
                     self._sent_async = True
-                    _set_async_exception(self._thread, RankShouldRestart)
+                    _set_async_exception(self.thread, RankShouldRestart)
 
 
 class Atomic:
@@ -305,7 +306,7 @@ class Atomic:
             RuntimeError: in another thread than the function's.
         """
         interrupter = self._interrupter
-        if interrupter._thread != threading.get_ident():
+        if interrupter.thread != threading.get_ident():
             raise RuntimeError("atomic() must be entered by the thread that runs the function")
         interrupter._depth += 1
         if interrupter.requested and interrupter._depth == 1 and interrupter._armed:

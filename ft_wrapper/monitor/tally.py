@@ -109,8 +109,8 @@ class Tally:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._lock = threading.Lock()
-        self._born: dict[int, float] = {}  # the agent's processes
-        self._ranks: dict[int, int] = {}  # their local ranks
+        # The agent's processes: when each was started, and its local rank.
+        self._processes: dict[int, tuple[float, int]] = {}
         # The newest one of each; None for a process that has none yet, and stands in for one that is gone.
         self._accounts: dict[int, RankAccount | None] = {}
         self._gone, self._gone_at = set[int](), 0.0  # by local rank
@@ -134,7 +134,7 @@ class Tally:
     def started(self, pid: int, rank: int) -> None:
         """A process was started for a local rank."""
         with self._lock:
-            self._born[pid], self._ranks[pid] = self.clock(), rank
+            self._processes[pid] = self.clock(), rank
             if rank in self._gone:
                 self._accounts[pid] = None
             self._spend_gone()
@@ -143,8 +143,7 @@ class Tally:
     def ended(self, pid: int) -> None:
         """A rank's process has ended."""
         with self._lock:
-            self._born.pop(pid, None)
-            rank = self._ranks.pop(pid, None)
+            _, rank = self._processes.pop(pid, (0.0, None))
             was_in_call, account = pid in self._accounts, self._accounts.pop(pid, None)
             is_lost = was_in_call and not (account and account.is_over)
             if is_lost and rank is not None and rank not in self._drained:
@@ -168,7 +167,7 @@ class Tally:
             memory: which it shares with its monitor; not used any more once the account is closed.
         """
         with self._lock:
-            born = None if self._accounts.get(pid) else self._born.get(pid)
+            born, _ = (None, 0) if self._accounts.get(pid) else self._processes.get(pid, (None, 0))
             account = self._accounts[pid] = RankAccount(self, memory, born)
             return account
 
@@ -191,7 +190,7 @@ class Tally:
             self._spend_gone()
             states = collections.Counter(gone=len(self._gone))
             steps, passing = list[int](), list[dict[str, float]]()
-            for pid in self._born:
+            for pid in self._processes:
                 account = self._accounts.get(pid)
                 states["outside" if account is None else account.state] += 1
                 if account is not None:

@@ -56,7 +56,6 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     Attributes:
         node: this node; None before `begin`, or the first `next_rendezvous`.
         joined: the record in which it was last given its seat; None before that.
-        was_spare: whether it waited as a spare until it was given that seat.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         )
         self.node: Node | None = None
         self.joined: Record | None = None
-        self.was_spare = False
         self._presence: Presence | None = None
         self._workers = WorkerStores(backend, self._board, settings)
         self._side: Executor | None = None
@@ -102,6 +100,11 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         """Whether the store at MASTER_ADDR and MASTER_PORT is there before the workers are. It always is."""
         return True
 
+    @property
+    def was_spare(self) -> bool:
+        """Whether this node waited as a spare until it was given the seat of the last round."""
+        return self._presence is not None and self._presence.executor.was_spare
+
     def next_rendezvous(self) -> elastic.RendezvousInfo:
         """Takes part in the next round; in the running one under the policy ``rank``.
 
@@ -123,7 +126,6 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             while True:
                 leaving = None if self.joined is None else self.joined.round
                 record = self.joined = presence.executor.join(leaving).record
-                self.was_spare = presence.executor.was_spare
                 presence.forget_predecessors()
                 info = self._info(presence, record)
                 if info is not None:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +85,6 @@ class Call(Performer):
         self.group = KeptGroup(settings.keep_groups)
         began_at = time.monotonic()
         self._stay = Stay()
-        self._thread = threading.get_ident()
         self._exit_watch = ExitWatch()
         self._user_store: PrefixStore | None = None
         self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
@@ -125,7 +123,7 @@ class Call(Performer):
             What the function returned; None on a spare, and where the call had completed already.
         """
         own = self.own
-        if not own.is_in_time:
+        if not own.progress.is_in_time:
             log.warning(
                 "slot %d is not needed any more: the other ranks have completed the call without it",
                 own.member.slot,
@@ -179,7 +177,7 @@ class Call(Performer):
         torch_groups.point_to(*endpoint)
 
     def pause(self, seconds: float) -> None:
-        self.own.monitor_lost.wait(seconds)
+        self.own.progress.monitor_lost.wait(seconds)
 
     # ---- in the function
 
@@ -310,7 +308,7 @@ class Call(Performer):
                 settings.finalize(self.state.freeze())
             self._check_health()
             self._run_check(_check_device)
-        if own.monitor_lost.is_set():
+        if own.progress.monitor_lost.is_set():
             raise InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
         self._reporter.phases.end("arrive")
 
@@ -372,7 +370,7 @@ class Call(Performer):
         if watch is not None and not own.memory.active:  # the others end the iteration, some time
             self._stay.watch, own.progress.thread_stays = None, True
         if own.progress.store_lost is None:
-            is_unwatched = own.monitor_lost.is_set()
+            is_unwatched = own.progress.monitor_lost.is_set()
             return Interruption.MONITOR_PROCESS_EXCEPTION if is_unwatched else Interruption.BASE_EXCEPTION
         if self._stay.watch is not None:  # whose thread waits for the store, too, and would abort nothing
             self._stay.watch = None
@@ -415,7 +413,7 @@ class Call(Performer):
         waited = self.own.loaders.in_words()  # which may have been progress, in a way: the loader looks about
         if memory.phase != Phase.WATCHED or (stillness < settings.soft_timeout / 2 and waited is None):
             return
-        place = standing(self._thread)
+        place = standing(self.own.interrupter.thread)
         if place is not None:
             member, (words, stood) = self.own.member, place
             fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, waited or f"stood {words}")

@@ -51,14 +51,18 @@ class Progress:
     Args:
         is_registered: whether this process holds its slot.
         is_in: whether it has got into the job; also if its call had completed before it came.
+        is_in_time: False if the other ranks had completed the call when this one came.
         has_completed: whether all ranks have finished.
+        monitor_lost: set if the monitor has ended by itself.
         store_lost: why the store cannot be reached any more.
         thread_stays: whether the monitor thread is left to wait for an end that others bring about.
     """
 
     is_registered: bool = False
     is_in: bool = False
+    is_in_time: bool = True
     has_completed: bool = False
+    monitor_lost: threading.Event = dataclasses.field(default_factory=threading.Event)
     store_lost: StoreError | None = None
     thread_stays: bool = False
 
@@ -85,7 +89,6 @@ class Resources:
         abort: run there then, to free the function's thread.
 
     Attributes:
-        is_in_time: False if the other ranks had completed the call when this one came.
         lines: kept open until all ranks have left the iteration, or others would take it for a fault.
 
     Raises:
@@ -108,7 +111,6 @@ class Resources:
         self.plan = plan
         self.progress = Progress()
         self.signals = KeptSignals()
-        self.monitor_lost = threading.Event()
         limits = settings.limits
         slot, size = base.initial_rank or 0, formation_size(base.world_size)
         note_slot(slot)
@@ -170,7 +172,7 @@ class Resources:
                 limits.last_call_wait,
             )
             owned.callback(self._end_thread)
-            self.is_in_time = self._join(remembered, base, since_last_call)
+            self.progress.is_in_time = self._join(remembered, base, since_last_call)
             self.progress.is_in = True
             self._owned = owned.pop_all()
 
@@ -194,7 +196,7 @@ class Resources:
     def remember(self, state: State) -> None:
         """Notes what the next wrapped call on this store has to know."""
         self.progress.has_completed = self.memory.has_returned = True
-        if self.is_in_time:
+        if self.progress.is_in_time:
             assert state.rank is not None
             _remembered[self.plan.description] = self.member.remember(state.rank, state.world_size)
         else:
@@ -318,7 +320,7 @@ class Resources:
 
     def _on_monitor_lost(self) -> None:
         """In a thread of its own: no one would notice this rank's faults any more, so it leaves the job."""
-        self.monitor_lost.set()
+        self.progress.monitor_lost.set()
         if not self.progress.is_in:
             return  # the rank finds out when it wants to tell the monitor that it is in
         if self._hosts:
