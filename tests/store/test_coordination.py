@@ -495,7 +495,7 @@ def test_silent_ranks_are_not_active_whatever_the_clocks_show() -> None:
             2,
             3,
         }
-    # Rank 1 was only cut off: it has heard no one, so to itself the others may be silent, but never it.
+    # Rank 1 was only cut off: it may declare the others silent, never itself.
     assert 1 in job.clients[1].get_active_ranks_for_coordination(4, TIMEOUT)
     job.clients[1].update_coordinator_heartbeat()
     assert job.clients[0].get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}

@@ -156,7 +156,7 @@ def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin)
     Agreement(store).ends.say_goodbye(newer)
     assert delete_past(store, dataclasses.replace(view, n=view.n - 1)) == 0  # by one who is out
     delete_past(store, view)
-    # 1:0 is in the iteration, and either of the others may be in the next one; of slot 2 no one is in.
+    # 1:0 is in this iteration, each of the others may be in the next one, and slot 2 is empty.
     kept = {name for name in map(keys.member_of, store.list_keys()) if name}
     assert kept == {(0, 0), (1, 0), (1, 1), (1, 2), (2, 2)}
     delete_past(store, dataclasses.replace(view, members=(members[0], Member(1, 2))))
