@@ -143,7 +143,6 @@ class MonitorLine:
         if not port:
             port = self._answer("open a store")["port"]
             memory.port_ahead = 0  # it was told there as well
-        assert isinstance(port, int)
         return port
 
     def between(self) -> bool:

@@ -311,11 +311,12 @@ class IterationStores:
             OSError: it could not be opened.
         """
         self._is_wanted.set()
-        opened, self._ahead = self._ahead or self._opener.submit(self._open, host, None), None
-        store = opened.result()
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.exception() is not None:  # what was missing then may be there now
+            ahead = self._opener.submit(self._open, host, None)
+        store = ahead.result()
         self._is_wanted.clear()
-        last, self.serving = self.serving, store
-        self._ahead = self._opener.submit(self._open, host, last)
+        self._ahead, self.serving = self._opener.submit(self._open, host, self.serving), store
         return store.port
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,26 @@ def test_last_one_serves_until_the_ranks_are_back(
         client.settimeout(TIMEOUT)
         stores.close()  # waits for what it has begun
         assert client.recv(1) == b""
+
+
+def test_one_that_could_not_be_opened_ahead_is_tried_again(
+    stores: IterationStores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was missing then may be there now: no restart fails for it."""
+    has_failed, serve, calls = threading.Event(), watch.serve, list[Any]()
+
+    def serve_once(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            return serve(*args)
+        has_failed.set()
+        raise OSError("no descriptors")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(watch, "serve", serve_once)
+        first = stores.next_port(HOST)
+        assert has_failed.wait(TIMEOUT)
+    assert stores.next_port(HOST) not in (0, first)
 
 
 def test_one_that_cannot_be_opened(stores: IterationStores, monkeypatch: pytest.MonkeyPatch) -> None:
