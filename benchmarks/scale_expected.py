@@ -84,14 +84,15 @@ def _read(name: str, value: str | None) -> Expected:
 
 
 def _enter(n: int, rank: int, size: int) -> Expected:
-    """From knowing its place: places are claimed, the endpoint is read, and after a restart it is counted."""
+    """From knowing its place: that is claimed, what rank 0 told is read, and after a restart it is counted.
+
+    A rank that comes before rank 0 waits for that, and reads it again.
+    """
     member = f"{rank}:0"
     return _all(
-        _claim(f"1/world/{n}", f"{size} {size}"),
         _claim(f"1/seat/{n}/{rank}", member),
         _write(f"1/entered/{n}", f"{member} {rank} -\n"),
-        _wait(f"1/wake/endpoint/{n}"),
-        _read(f"1/wake/endpoint/{n}", f"{HOST} 1"),
+        _read(f"1/meeting/{n}", f"{HOST} 1 {size} {size}"),
         *([_add(f"1/count/entered/{n}")] if n else []),
     )
 

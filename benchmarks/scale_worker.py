@@ -279,8 +279,9 @@ class Rank:
         self.memory.rank = rank
         self.monitor.view = view
         endpoint = (HOST, 1) if rank == 0 else None
-        self.job.agreement.entering.check_assignment(view.n, Entered(member, rank), size, size, endpoint)
-        if endpoint is None and self.job.await_endpoint(rank, 60.0) is None:
+        entry, sizes = Entered(member, rank), (size, size)
+        endpoint = self.job.agreement.entering.enter(view.n, entry, sizes, endpoint)
+        if endpoint is None and self.job.await_endpoint(rank, sizes, 60.0) is None:
             raise RuntimeError(f"{member} was told no endpoint")
         self.stamps.entered = time.monotonic()
         if view.n > view.first:  # the monitor thread does this

@@ -11,7 +11,7 @@ from sequence import Pause, Row, Sequence
 _READS = "Reads `end/7`, `arrived/7`, `join/7` and, last, `dead/7`"
 _WAKE = "wakes their monitor threads: these abort, and free the main threads"
 _FOLLOW = "wakes them: they read `head` and `decision/8/x`, what changed"
-_ENTER = "assign ranks; agree on `wake/endpoint/8`, `world/8`, `seat/8/…`; enter 8"
+_ENTER = "assign ranks; agree on `seat/8/…` and `meeting/8`; enter 8"
 
 RESTART = Sequence(
     "A restart: the function raises on rank 1",

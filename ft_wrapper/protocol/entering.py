@@ -11,8 +11,10 @@ from ..exception import InternalError, RankShouldRestart, RestartError, TimeoutE
 from . import keys, operations
 from .entries import present, split_entry, to_number
 from .evidence import Ends
-from .operations import Append, Claim, Count, Operations, Read, ReadLog, Step, Write, read, read_log
+from .operations import Append, Claim, Count, Operations, Read, ReadLog, Step, Wake, Write, read, read_log
 from .records import FAULT, Member
+
+Endpoint = tuple[str, int]
 
 _LOOK_EVERY = 1.0  # seconds between looks whether waiting has lost its point
 
@@ -60,10 +62,33 @@ class Entered:
         return cls(Member.parse(name, key), active_rank, "promoted" in notes, "recompiles" in notes)
 
 
-def active_ranks_in(n: int, sizes: str | None) -> int:
-    """The number of active ranks of n, by what its register of sizes holds; 0 if that is absent."""
-    key = keys.world(n)
-    return 0 if sizes is None else to_number(split_entry(sizes, 2, key)[1], key)
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """What active rank 0 of an iteration tells the others when it enters.
+
+    Args:
+        endpoint: host and port of the store that ``torch.distributed`` uses in it.
+        sizes: the world size and the active world size that the rank assignment gave it.
+    """
+
+    endpoint: Endpoint
+    sizes: tuple[int, int]
+
+    def to_text(self) -> str:
+        """What the key holds."""
+        return " ".join(str(part) for part in (*self.endpoint, *self.sizes))
+
+    @classmethod
+    def parse(cls, text: str, key: str) -> "Meeting":
+        """Reads `to_text`; an error names the key it came from."""
+        host, *numbers = split_entry(text, 4, key)
+        port, world_size, active_world_size = (to_number(number, key) for number in numbers)
+        return cls((host, port), (world_size, active_world_size))
+
+
+def active_ranks_in(n: int, meeting: str | None) -> int:
+    """The number of active ranks of n, by what its key of the meeting holds; 0 if that is absent."""
+    return 0 if meeting is None else Meeting.parse(meeting, keys.meeting(n)).sizes[1]
 
 
 def _entries_in(n: int, log: Iterable[str]) -> dict[Member, Entered]:
@@ -85,8 +110,8 @@ class Entering:
         self._ends = ends
 
     def active_in(self, n: int) -> int:
-        """The number of active ranks of n; 0 if no one has entered it yet."""
-        return active_ranks_in(n, read(self.store, keys.world(n)))
+        """The number of active ranks of n; 0 if its rank 0 has not entered it yet."""
+        return active_ranks_in(n, read(self.store, keys.meeting(n)))
 
     def may_be_active(self, n: int, member: Member) -> bool:
         """Whether a member may be an active rank of n, for those who do not know the rank assignment.
@@ -97,55 +122,49 @@ class Entering:
             n: the iteration.
             member: who.
         """
-        sizes, log = self.store.execute([Read(keys.world(n)), ReadLog(keys.entered(n))])
+        meeting, log = self.store.execute([Read(keys.meeting(n)), ReadLog(keys.entered(n))])
         entered = _entries_in(n, (log or "").splitlines())
         if member in entered:
             return entered[member].active_rank is not None
         taken = {one.active_rank for one in entered.values()} - {None}
-        return sizes is None or len(taken) < active_ranks_in(n, sizes)
+        return meeting is None or len(taken) < active_ranks_in(n, meeting)
 
     def entered_in(self, n: int) -> dict[Member, Entered]:
         """The members that are about to enter n, or have entered it: O(world size)."""
         return _entries_in(n, read_log(self.store, keys.entered(n)))
 
-    def check_assignment(
-        self,
-        n: int,
-        entry: Entered,
-        world_size: int,
-        active_world_size: int,
-        endpoint: tuple[str, int] | None = None,
-    ) -> None:
-        """Checks, before a rank enters n, that its rank assignment fits the others'.
+    def enter(
+        self, n: int, entry: Entered, sizes: tuple[int, int], endpoint: Endpoint | None = None
+    ) -> Endpoint | None:
+        """Takes the place in n that a rank assignment gave, and checks that it fits the others'.
 
         Args:
             n: the iteration.
             entry: who is about to enter, with the active rank that it was given.
-            world_size: the world size that it was given.
-            active_world_size: the active world size that it was given.
+            sizes: the world size and the active world size that it was given.
             endpoint: from active rank 0: host and port of the store that ``torch.distributed`` uses in n.
 
+        Returns:
+            That endpoint; None if rank 0 has not told it so far.
+
         Raises:
-            InternalError: another rank was given other sizes, or the same active rank.
+            InternalError: another rank was given the same active rank, or rank 0 other sizes.
         """
         member, active_rank = entry.member, entry.active_rank
-        mine = f"{world_size} {active_world_size}"
-        before: list[Step] = [Write({keys.endpoint(n): f"{endpoint[0]} {endpoint[1]}"})] if endpoint else []
-        steps: list[Step] = [Claim(keys.world(n), mine)]
-        if active_rank is not None:
-            steps.append(Claim(keys.seat(n, active_rank), str(member)))
-        steps.append(Append(keys.entered(n), entry.to_text()))
-        agreed, *given = self.store.execute([*before, *steps])[len(before) :]
-        if agreed != mine:
-            raise InternalError(
-                f"rank_assignment disagrees in iteration {n}: slot {member.slot} was given world size and "
-                f"active world size {mine}, another rank {agreed}; it must give the same sizes on every rank"
-            )
-        if active_rank is not None and given[0] != str(member):
+        told: list[Step] = []
+        if endpoint is not None:
+            text = Meeting(endpoint, sizes).to_text()
+            told = [Write({keys.meeting(n): text}), Wake(keys.wake_meeting(n), text)]
+        claim = [] if active_rank is None else [Claim(keys.seat(n, active_rank), str(member))]
+        look = [] if told else [Read(keys.meeting(n))]
+        given = self.store.execute([*told, *claim, Append(keys.entered(n), entry.to_text()), *look])
+        holder = given[len(told)] if claim else None
+        if holder is not None and holder != str(member):
             raise InternalError(
                 f"rank_assignment gave active rank {active_rank} of iteration {n} to slot {member.slot} and "
-                f"to slot {str(given[0]).partition(':')[0]}; it must give each active rank once"
+                f"to slot {holder.partition(':')[0]}; it must give each active rank once"
             )
+        return endpoint or _endpoint_in(n, given[-1], member, sizes)
 
     def count_active(self, n: int) -> int:
         """Counts an active rank that has entered n.
@@ -158,31 +177,49 @@ class Entering:
         """
         return int(self.store.execute([Count(keys.count_entered(n))])[0] or 0)
 
-    def await_endpoint(self, n: int, timeout: float, look_every: float) -> tuple[str, int] | None:
+    def await_endpoint(
+        self, n: int, member: Member, sizes: tuple[int, int], timeout: float, look_every: float
+    ) -> Endpoint | None:
         """Waits for the endpoint that rank 0 tells; None if a fault ended n before it came.
 
         Where n is done already, this member is a spare that was slow to look: its rank 0 has been here.
 
         Args:
             n: the iteration.
+            member: who waits.
+            sizes: the world size and the active world size that it was given.
             timeout: seconds to wait at the longest.
             look_every: seconds between looks whether n has ended, should its rank 0 have died.
 
         Raises:
+            InternalError: rank 0 was given other sizes.
             TimeoutError: neither came.
         """
         deadline = self.store.now() + timeout
         while True:
             remaining = deadline - self.store.now()
-            key = keys.endpoint(n)
-            said = self.store.hear(key, min(look_every, remaining))
+            said = self.store.hear(keys.wake_meeting(n), min(look_every, remaining))
             if said is not None:
-                host, port = split_entry(said or present(key, read(self.store, key)), 2, key)
-                return host, to_number(port, key)
+                said = said or present(keys.meeting(n), read(self.store, keys.meeting(n)))
+                return _endpoint_in(n, said, member, sizes)
             if self._ends.outcome_of(n) == FAULT:
                 return None
             if remaining <= 0:
                 raise TimeoutError(f"rank 0 of iteration {n} opened no store for it within {timeout:g} s")
+
+
+def _endpoint_in(n: int, meeting: str | None, member: Member, sizes: tuple[int, int]) -> Endpoint | None:
+    """Where n's ranks meet, by what its key of the meeting holds; None if that is absent."""
+    if meeting is None:
+        return None
+    told = Meeting.parse(meeting, keys.meeting(n))
+    if told.sizes != sizes:
+        mine, others = (f"world size {one}, active world size {other}" for one, other in (sizes, told.sizes))
+        raise InternalError(
+            f"rank_assignment disagrees in iteration {n}: slot {member.slot} was given {mine}; active rank 0 "
+            f"{others}; it must give the same sizes on every rank"
+        )
+    return told.endpoint
 
 
 class Barriers(Operations):

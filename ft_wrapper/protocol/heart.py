@@ -278,8 +278,8 @@ class Housekeeper:
 
 def note_wanted(store: Operations, n: int) -> bool:
     """Raises `wanted` to the active ranks of n; tells whether they are known yet."""
-    sizes, wanted = store.execute([Read(keys.world(n)), Read(keys.WANTED)])
-    active = active_ranks_in(n, sizes)
+    meeting, wanted = store.execute([Read(keys.meeting(n)), Read(keys.WANTED)])
+    active = active_ranks_in(n, meeting)
     if active > to_number(wanted or "0", keys.WANTED):
         store.set(keys.WANTED, str(active))
     return active > 0

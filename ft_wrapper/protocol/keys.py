@@ -91,8 +91,8 @@ _rosters = _of_iteration("roster")
 _seats = _of_iteration("seat")
 # Register: absent, ``fault`` or ``done``. The first one wins.
 end = _of_iteration("end")
-# Register: world size and active world size that the rank assignment gave.
-world = _of_iteration("world")
+# Record: where ``torch.distributed`` meets, and the sizes that the rank assignment gave; rank 0 tells it.
+meeting = _of_iteration("meeting")
 # Logs: members that have left the function, each with its rank; active ranks that have returned from it.
 arrived = _of_iteration("arrived")
 finished = _of_iteration("finished")
@@ -114,8 +114,8 @@ count_entered = _of_iteration("count/entered")
 wake_end = _of_iteration("wake/end")
 # Set once head has reached the iteration; says which head that is likely to be.
 wake_head = _of_iteration("wake/head")
-# Address of the store that ``torch.distributed`` uses; wakes who waits for it.
-endpoint = _of_iteration("wake/endpoint")
+# Set once that is written, to the same.
+wake_meeting = _of_iteration("wake/meeting")
 # Report of the restart that led to the iteration, for people; wakes who waits for it. Empty: there is none.
 restarted = _of_iteration("wake/restarted")
 # Record, for people: the step by an exception in which the iteration before has ended.

@@ -20,6 +20,7 @@ from ..exception import (
 from ..settings import Limits
 from . import Agreement, exclusion, keys, left_out
 from .deaths import await_others, report_deaths
+from .entering import Endpoint
 from .global_iteration import Proposed
 from .joining import Entry
 from .records import FAULT, Decision, Fault, Member, MemberRecord, SameFault, View
@@ -213,18 +214,19 @@ class Membership:
                 return fault
         return None
 
-    def await_endpoint(self, rank: int | None, look_every: float) -> tuple[str, int] | None:
+    def await_endpoint(self, rank: int | None, sizes: tuple[int, int], look_every: float) -> Endpoint | None:
         """Waits until the iteration's rank 0 says where ``torch.distributed`` meets: host and port.
 
         None if the iteration has ended, also because rank 0 took too long: the others go on without it.
 
         Args:
             rank: this member's rank.
+            sizes: the world size and the active world size that it was given.
             look_every: seconds between looks whether the iteration has ended.
         """
         try:
             return self.agreement.entering.await_endpoint(
-                self.view.n, self.limits.barrier_timeout, look_every
+                self.view.n, self.member, sizes, self.limits.barrier_timeout, look_every
             )
         except TimeoutError as error:
             self.publish(rank, error)

@@ -17,8 +17,6 @@ from torch.distributed import DistError
 from .._secrets import without_secrets
 from ..exception import StoreError
 from ..protocol import Agreement, keys
-from ..protocol.entries import split_entry, to_number
-from ..protocol.operations import read
 from ..protocol.records import FAULT
 from ..rendezvous.kept_out import KeptOut, read_all
 from ..rendezvous.record import Node, Place, Record
@@ -171,8 +169,6 @@ def read_status(store: StoreMixin) -> Status:
     n = view.n
     outcome = agreement.ends.outcome_of(n)
     state = RUNNING if outcome is None else RESTARTING if outcome == FAULT else COMPLETED
-    key = keys.world(n)
-    sizes = read(store, key)
     places = {str(one): entered.active_rank for one, entered in agreement.entering.entered_in(n).items()}
     dead = agreement.ends.deaths_of(n)
     ended = n if outcome == FAULT else n - 1
@@ -187,7 +183,7 @@ def read_status(store: StoreMixin) -> Status:
         view.call,
         n,
         len(view.members),
-        None if sizes is None else to_number(split_entry(sizes, 2, key)[1], key),
+        agreement.entering.active_in(n) or None,
         tuple(ranks),
         in_words(faults) if faults else None,
     )

@@ -24,6 +24,7 @@ from ..health_check import CudaHealthCheck, HealthCheck
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part
 from ..monitor.shared_memory import Phase
 from ..protocol import Agreement
+from ..protocol.entering import Endpoint
 from ..protocol.heart import note_wanted
 from ..protocol.records import Decision, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
@@ -35,7 +36,7 @@ from ..torch_groups.standing import standing
 from . import Settings, torch_state
 from .exit_watch import ExitWatch
 from .leftover_check import LeftoverCheck, when_to_look
-from .loop import Endpoint, Left, Performer, RestartLoop
+from .loop import Left, Performer, RestartLoop
 from .on_restart import Reporter
 from .resources import Resources
 from .same_faults import Stay, times_before

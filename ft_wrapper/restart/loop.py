@@ -17,15 +17,13 @@ from ..exception import (
     RestartAbort,
     StoreUnavailable,
 )
-from ..protocol.entering import BarrierTimeout, Entered
+from ..protocol.entering import BarrierTimeout, Endpoint, Entered
 from ..protocol.membership import Membership
 from ..protocol.records import DONE, Decision, View
 from ..state import Mode, State
 from . import same_faults
 
 log = logging.getLogger(__name__)
-
-Endpoint = tuple[str, int]
 
 
 @dataclasses.dataclass
@@ -206,11 +204,10 @@ class RestartLoop:
         endpoint = self.performer.serve() if state.active_rank == 0 else None
         promoted = not (is_new or base.mode == Mode.ACTIVE)
         entry = Entered(member.member, state.active_rank, promoted, recompiles)
-        member.agreement.entering.check_assignment(
-            n, entry, state.world_size, state.active_world_size or 0, endpoint
-        )
+        sizes = (state.world_size or 0, state.active_world_size or 0)
+        endpoint = member.agreement.entering.enter(n, entry, sizes, endpoint)
         if endpoint is None:
-            endpoint = member.await_endpoint(state.rank, self.limits.monitor_thread_interval)
+            endpoint = member.await_endpoint(state.rank, sizes, self.limits.monitor_thread_interval)
         if endpoint is None:
             return False
         self.performer.meet(endpoint)

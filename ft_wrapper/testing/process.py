@@ -10,12 +10,13 @@ from ..attribution import Interruption
 from ..exception import InternalError, RestartError
 from ..protocol import Agreement, keys
 from ..protocol.deaths import report_deaths
+from ..protocol.entering import Endpoint
 from ..protocol.heart import HeartBeat, note_wanted
 from ..protocol.membership import Membership
 from ..protocol.records import MemberRecord
 from ..rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
 from ..report.restart import waiting_line
-from ..restart.loop import Endpoint, Left, Performer
+from ..restart.loop import Left, Performer
 from ..settings import Limits
 from ..state import Mode, State
 from ..store import Decision, Fault, Member, PrefixStore, View
@@ -220,8 +221,8 @@ class SimulatedProcess(Performer):
         monitor.rank, monitor.active = state.rank, state.mode == Mode.ACTIVE
         return False
 
-    def serve(self) -> Endpoint | None:
-        return ("host", 1) if self.simulation.scenario.endpoint else None
+    def serve(self) -> Endpoint:
+        return "host", 1
 
     def settle(self) -> None:
         if self.inside is not None:  # its own fault has ended the iteration: so it is heard
@@ -311,11 +312,11 @@ class SimulatedJob(Membership):
         process.inside = None
         return outcome
 
-    def await_endpoint(self, rank: int | None, look_every: float) -> tuple[str, int] | None:
-        """See `Membership`; not every scenario has one."""
+    def await_endpoint(self, rank: int | None, sizes: tuple[int, int], look_every: float) -> Endpoint | None:
+        """See `Membership`; it is not waited for in every scenario."""
         if not self.process.simulation.scenario.endpoint:
             return "host", 1
-        return super().await_endpoint(rank, look_every)
+        return super().await_endpoint(rank, sizes, look_every)
 
     def has_failed(self) -> bool:
         """See `Membership`."""

@@ -161,7 +161,7 @@ def test_the_loss_of_a_node_of_spares_ends_nothing() -> None:
     current = Agreement(store).iterations.read_current()
     assert current is not None
     view = current[0]
-    Agreement(store).entering.check_assignment(view.n, Entered(active, 0), 3, 1)
+    Agreement(store).entering.enter(view.n, Entered(active, 0), (3, 1), ("host", 1))
 
     def lose(member: Member) -> str | None:
         thread = log_deaths(store, {member: "its node was lost"}, return_=False)

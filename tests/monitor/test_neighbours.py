@@ -49,8 +49,8 @@ def assign(store: FakeStore, n: int, *active_ranks: int | None) -> None:
     """Has the members enter an iteration, each with its active rank."""
     active = sum(rank is not None for rank in active_ranks)
     for slot, rank in enumerate(active_ranks):
-        Agreement(store).entering.check_assignment(
-            n, Entered(Member(slot, 0), rank), len(active_ranks), active
+        Agreement(store).entering.enter(
+            n, Entered(Member(slot, 0), rank), (len(active_ranks), active), ("host", 1) if rank == 0 else None
         )
 
 
@@ -242,9 +242,8 @@ def test_those_behind_a_silent_spare_are_watched(store: FakeStore) -> None:
 
 
 def test_who_may_be_active_is_not_taken_for_a_spare(store: FakeStore) -> None:
-    Agreement(store).entering.check_assignment(
-        0, Entered(MEMBERS[0], 0), 3, 2
-    )  # the other two have not come so far
+    # The other two have not come so far.
+    Agreement(store).entering.enter(0, Entered(MEMBERS[0], 0), (3, 2), ("host", 1))
     watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     pass_time(store, watch, VIEW, MEMBERS[2])
     assert Agreement(store).ends.outcome_of(0) == "fault"

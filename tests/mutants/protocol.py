@@ -675,15 +675,15 @@ MUTANTS = [
     _job(
         "nobody-has-entered-and-it-is-a-spare",
         ENTERING,
-        "return sizes is None or len(taken)",
-        "return sizes is not None and len(taken)",
+        "return meeting is None or len(taken)",
+        "return meeting is not None and len(taken)",
         "as long as no one has entered anybody may be active",
     ),
     _job(
         "spare-once-anybody-has-entered",
         ENTERING,
-        "return sizes is None or len(taken) < active_ranks_in(n, sizes)",
-        "return sizes is None",
+        "return meeting is None or len(taken) < active_ranks_in(n, meeting)",
+        "return meeting is None",
         "a spare is known once others have all of the active ranks",
     ),
     _job(

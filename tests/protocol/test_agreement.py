@@ -180,17 +180,22 @@ def test_all_or_nobody_gets_a_result() -> None:
 # The check of rank assignments
 
 
+HERE = ("host", 29)
+
+
 def assigned(store: StoreMixin, slot: int, active_rank: int | None, world: int, active: int) -> Any:
-    return outcome(
-        lambda: Agreement(store).entering.check_assignment(
-            3, Entered(Member(slot, 0), active_rank), world, active
-        )
-    )
+    endpoint = HERE if active_rank == 0 else None
+    entry = Entered(Member(slot, 0), active_rank)
+    return outcome(lambda: Agreement(store).entering.enter(3, entry, (world, active), endpoint))
 
 
 def test_assignments_that_agree(store: StoreMixin) -> None:
-    assert [assigned(store, slot, rank, 3, 2) for slot, rank in ((0, 1), (1, 0), (2, None))] == [None] * 3
-    assert assigned(store, 0, 1, 3, 2) is None, "a repeated check of the same rank must agree with itself"
+    assert [assigned(store, slot, rank, 3, 2) for slot, rank in ((0, 1), (1, 0), (2, None))] == [
+        None,  # rank 0 has not come so far
+        HERE,
+        HERE,
+    ]
+    assert assigned(store, 0, 1, 3, 2) == HERE, "a repeated check of the same rank must agree with itself"
 
 
 def test_active_ranks_that_have_entered_are_counted(store: StoreMixin) -> None:
@@ -200,15 +205,25 @@ def test_active_ranks_that_have_entered_are_counted(store: StoreMixin) -> None:
 
 @pytest.mark.parametrize("world, active", [(4, 2), (3, 3)])
 def test_assignments_with_different_sizes(store: StoreMixin, world: int, active: int) -> None:
-    assert assigned(store, 0, 0, 3, 2) is None
+    given = f"slot 1 was given world size {world}, active world size {active}; active rank 0 world size 3"
+    assert assigned(store, 0, 0, 3, 2) == HERE
     error = assigned(store, 1, 1, world, active)
     assert isinstance(error, InternalError)
-    assert "rank_assignment" in str(error) and "slot 1" in str(error)
-    assert f"{world} {active}" in str(error) and "3 2" in str(error)
+    assert "rank_assignment" in str(error) and given in str(error)
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (3, 3)])
+def test_different_sizes_that_rank_0_tells_later(store: StoreMixin, sizes: tuple[int, int]) -> None:
+    entering, late = Agreement(store).entering, Member(1, 0)
+    assert entering.enter(3, Entered(late, 1), sizes) is None
+    assert assigned(store, 0, 0, 3, 2) == HERE
+    with pytest.raises(InternalError, match="slot 1 was given"):
+        entering.await_endpoint(3, late, sizes, 60.0, 1.0)
+    assert entering.await_endpoint(3, late, (3, 2), 60.0, 1.0) == HERE
 
 
 def test_assignments_that_give_a_rank_twice(store: StoreMixin) -> None:
-    assert assigned(store, 0, 0, 3, 2) is None
+    assert assigned(store, 0, 0, 3, 2) == HERE
     error = assigned(store, 2, 0, 3, 2)
     assert isinstance(error, InternalError)
     assert "active rank 0" in str(error) and "slot 2" in str(error) and "slot 0" in str(error)
@@ -227,7 +242,7 @@ def test_who_looks_once_all_is_done_still_gets_what_was_there_for_it(step: int, 
 
     def spare() -> Any:
         if not at_barrier:
-            return Agreement(store).entering.await_endpoint(1, 60.0, 1.0)
+            return Agreement(store).entering.await_endpoint(1, Member(1, 0), (2, 1), 60.0, 1.0)
         part.barrier([0], "all", 2, timedelta(seconds=60), timedelta(seconds=1))
         return "through"
 
@@ -236,16 +251,14 @@ def test_who_looks_once_all_is_done_still_gets_what_was_there_for_it(step: int, 
         if at_barrier:
             part.barrier([1], "all", 2, SHORT)
         else:
-            Agreement(store).entering.check_assignment(
-                1, Entered(Member(0, 0), 0), 1, 1, endpoint=("host", 29)
-            )
+            Agreement(store).entering.enter(1, Entered(Member(0, 0), 0), (2, 1), HERE)
         Agreement(store).ends.end_iteration(1, DONE)
 
     waits = scheduler.spawn("spare", spare)
     scheduler.pause_at(waits, step, 5.0)
     scheduler.spawn("others", others)
     scheduler.run()
-    assert waits.result == ("through" if at_barrier else ("host", 29))
+    assert waits.result == ("through" if at_barrier else HERE)
 
 
 # The formation

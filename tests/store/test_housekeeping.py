@@ -27,7 +27,7 @@ def test_the_wanted_size_is_the_largest_that_any_iteration_had(job_store: StoreM
     assert Agreement(store).iterations.wanted() == 0
     assert not note_wanted(store, 0)  # no one has entered it
     for n, (world, active) in enumerate([(4, 3), (3, 2), (5, 4)]):
-        store.set(keys.world(n), f"{world} {active}")
+        store.set(keys.meeting(n), f"host 1 {world} {active}")
         assert note_wanted(store, n)
     assert Agreement(store).iterations.wanted() == 4
     assert Agreement(store).entering.active_in(1) == 2
@@ -39,9 +39,9 @@ def test_a_spare_is_known_once_others_have_all_active_ranks(job_store: StoreMixi
     store = job_store
     view, (first, second, spare) = formed_in(store, [0, 1, 2])
     assert Agreement(store).entering.may_be_active(view.n, spare), "no one has entered yet"
-    Agreement(store).entering.check_assignment(view.n, Entered(second, 1), 3, 2)
+    Agreement(store).entering.enter(view.n, Entered(second, 1), (3, 2))
     assert Agreement(store).entering.may_be_active(view.n, spare), "it may be the other one"
-    Agreement(store).entering.check_assignment(view.n, Entered(first, 0), 3, 2)
+    Agreement(store).entering.enter(view.n, Entered(first, 0), (3, 2), ("host", 1))
     assert [Agreement(store).entering.may_be_active(view.n, member) for member in (first, second, spare)] == [
         True,
         True,
@@ -128,8 +128,8 @@ def test_keys_do_not_grow_with_the_iterations(store: StoreMixin) -> None:
     view, members = formed_in(store, [0, 1, 2])
     for _ in range(6):
         for rank in range(3):
-            store.set(keys.endpoint(view.n), "host 1")
-            Agreement(store).entering.check_assignment(view.n, Entered(members[rank], rank), 3, 3)
+            endpoint = ("host", 1) if rank == 0 else None
+            Agreement(store).entering.enter(view.n, Entered(members[rank], rank), (3, 3), endpoint)
             Agreement(store).ends.finish(view.n, rank, 99)
             store.set(keys.iteration_prefix(view.n) + "/a user's", "1")
         view, _ = go_on(store, view, members)
@@ -173,7 +173,7 @@ def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin)
     ("key", "read"),
     [
         (keys.WANTED, lambda store: Agreement(store).iterations.wanted()),
-        (keys.world(3), lambda store: Agreement(store).entering.active_in(3)),
+        (keys.meeting(3), lambda store: Agreement(store).entering.active_in(3)),
         (keys.SETTLED, lambda store: Agreement(store).joining.restless(3)),
         (keys.finished(3), lambda store: Agreement(store).ends.finished_in(3)),
     ],

@@ -72,7 +72,7 @@ def test_who_comes_now_ends_the_iteration_after_the_window() -> None:
 def test_who_comes_degraded_ends_it_only_if_ranks_lack(active: int, lacks: bool) -> None:
     store, view, members = formed([0, 1, 2])
     store.set(keys.WANTED, "3")
-    store.set(keys.world(0), f"3 {active}")
+    store.set(keys.meeting(0), f"host 1 3 {active}")
     ended = ends(store, 0)
     at(store, 50.0, lambda: go_on(store, view, members))
     newcomer = Agreement(store).joining.register(3)
