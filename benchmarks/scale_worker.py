@@ -281,7 +281,7 @@ class Rank:
         endpoint = (HOST, 1) if rank == 0 else None
         entry, sizes = Entered(member, rank), (size, size)
         endpoint = self.job.agreement.entering.enter(view.n, entry, sizes, endpoint)
-        if endpoint is None and self.job.await_endpoint(rank, sizes, 60.0) is None:
+        if endpoint is None and self.job.await_endpoint(rank, sizes) is None:
             raise RuntimeError(f"{member} was told no endpoint")
         self.stamps.entered = time.monotonic()
         if view.n > view.first:  # the monitor thread does this

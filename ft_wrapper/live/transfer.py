@@ -222,12 +222,7 @@ class _Exchange:
     """
 
     def __init__(
-        self,
-        stack: contextlib.ExitStack,
-        rank: int,
-        nonce: bytes,
-        timeout: float,
-        at: Callable[[str], None],
+        self, stack: contextlib.ExitStack, rank: int, nonce: bytes, timeout: float, at: Callable[[str], None]
     ) -> None:
         self.bytes = 0
         self._stack = stack

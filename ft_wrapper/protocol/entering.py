@@ -15,6 +15,7 @@ from .operations import Append, Claim, Count, Operations, Read, ReadLog, Step, W
 from .records import FAULT, Member
 
 Endpoint = tuple[str, int]
+Sizes = tuple[int, int]  # world size and active world size
 
 _LOOK_EVERY = 1.0  # seconds between looks whether waiting has lost its point
 
@@ -62,33 +63,16 @@ class Entered:
         return cls(Member.parse(name, key), active_rank, "promoted" in notes, "recompiles" in notes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Meeting:
-    """What active rank 0 of an iteration tells the others when it enters.
-
-    Args:
-        endpoint: host and port of the store that ``torch.distributed`` uses in it.
-        sizes: the world size and the active world size that the rank assignment gave it.
-    """
-
-    endpoint: Endpoint
-    sizes: tuple[int, int]
-
-    def to_text(self) -> str:
-        """What the key holds."""
-        return " ".join(str(part) for part in (*self.endpoint, *self.sizes))
-
-    @classmethod
-    def parse(cls, text: str, key: str) -> "Meeting":
-        """Reads `to_text`; an error names the key it came from."""
-        host, *numbers = split_entry(text, 4, key)
-        port, world_size, active_world_size = (to_number(number, key) for number in numbers)
-        return cls((host, port), (world_size, active_world_size))
+def _parse_meeting(n: int, text: str) -> tuple[Endpoint, Sizes]:
+    """What rank 0 of n tells: where ``torch.distributed`` meets; world size and active world size."""
+    host, *numbers = split_entry(text, 4, keys.meeting(n))
+    port, world_size, active_world_size = (to_number(number, keys.meeting(n)) for number in numbers)
+    return (host, port), (world_size, active_world_size)
 
 
 def active_ranks_in(n: int, meeting: str | None) -> int:
     """The number of active ranks of n, by what its key of the meeting holds; 0 if that is absent."""
-    return 0 if meeting is None else Meeting.parse(meeting, keys.meeting(n)).sizes[1]
+    return 0 if meeting is None else _parse_meeting(n, meeting)[1][1]
 
 
 def _entries_in(n: int, log: Iterable[str]) -> dict[Member, Entered]:
@@ -134,7 +118,7 @@ class Entering:
         return _entries_in(n, read_log(self.store, keys.entered(n)))
 
     def enter(
-        self, n: int, entry: Entered, sizes: tuple[int, int], endpoint: Endpoint | None = None
+        self, n: int, entry: Entered, sizes: Sizes, endpoint: Endpoint | None = None
     ) -> Endpoint | None:
         """Takes the place in n that a rank assignment gave, and checks that it fits the others'.
 
@@ -153,16 +137,16 @@ class Entering:
         member, active_rank = entry.member, entry.active_rank
         told: list[Step] = []
         if endpoint is not None:
-            text = Meeting(endpoint, sizes).to_text()
+            text = " ".join(str(part) for part in (*endpoint, *sizes))
             told = [Write({keys.meeting(n): text}), Wake(keys.wake_meeting(n), text)]
         claim = [] if active_rank is None else [Claim(keys.seat(n, active_rank), str(member))]
         look = [] if told else [Read(keys.meeting(n))]
         given = self.store.execute([*told, *claim, Append(keys.entered(n), entry.to_text()), *look])
-        holder = given[len(told)] if claim else None
-        if holder is not None and holder != str(member):
+        holder = given[len(told)] if claim else str(member)
+        if holder != str(member):
             raise InternalError(
                 f"rank_assignment gave active rank {active_rank} of iteration {n} to slot {member.slot} and "
-                f"to slot {holder.partition(':')[0]}; it must give each active rank once"
+                f"to slot {str(holder).partition(':')[0]}; it must give each active rank once"
             )
         return endpoint or _endpoint_in(n, given[-1], member, sizes)
 
@@ -178,7 +162,7 @@ class Entering:
         return int(self.store.execute([Count(keys.count_entered(n))])[0] or 0)
 
     def await_endpoint(
-        self, n: int, member: Member, sizes: tuple[int, int], timeout: float, look_every: float
+        self, n: int, member: Member, sizes: Sizes, timeout: float, look_every: float
     ) -> Endpoint | None:
         """Waits for the endpoint that rank 0 tells; None if a fault ended n before it came.
 
@@ -208,18 +192,17 @@ class Entering:
                 raise TimeoutError(f"rank 0 of iteration {n} opened no store for it within {timeout:g} s")
 
 
-def _endpoint_in(n: int, meeting: str | None, member: Member, sizes: tuple[int, int]) -> Endpoint | None:
+def _endpoint_in(n: int, meeting: str | None, member: Member, sizes: Sizes) -> Endpoint | None:
     """Where n's ranks meet, by what its key of the meeting holds; None if that is absent."""
     if meeting is None:
         return None
-    told = Meeting.parse(meeting, keys.meeting(n))
-    if told.sizes != sizes:
-        mine, others = (f"world size {one}, active world size {other}" for one, other in (sizes, told.sizes))
+    endpoint, told = _parse_meeting(n, meeting)
+    if told != sizes:
         raise InternalError(
-            f"rank_assignment disagrees in iteration {n}: slot {member.slot} was given {mine}; active rank 0 "
-            f"{others}; it must give the same sizes on every rank"
+            f"rank_assignment disagrees in iteration {n}: slot {member.slot} was given world size and active "
+            f"world size {sizes}, active rank 0 {told}; it must give the same sizes on every rank"
         )
-    return told.endpoint
+    return endpoint
 
 
 class Barriers(Operations):

@@ -9,18 +9,11 @@ from typing import TYPE_CHECKING
 
 from .. import device_memory, events, exception
 from ..attribution import Interruption
-from ..exception import (
-    Excluded,
-    JobEnded,
-    RankDiscarded,
-    RestartAbort,
-    RestartError,
-    TimeoutError,
-)
+from ..exception import Excluded, JobEnded, RankDiscarded, RestartAbort, RestartError, TimeoutError
 from ..settings import Limits
 from . import Agreement, exclusion, keys, left_out
 from .deaths import await_others, report_deaths
-from .entering import Endpoint
+from .entering import Endpoint, Sizes
 from .global_iteration import Proposed
 from .joining import Entry
 from .records import FAULT, Decision, Fault, Member, MemberRecord, SameFault, View
@@ -197,9 +190,8 @@ class Membership:
         if current is None:
             return
         view, decision = current
-        others = {one for one in view.members if one.slot != self.slot} - self.agreement.ends.deaths_of(
-            view.n
-        )
+        dead = self.agreement.ends.deaths_of(view.n)
+        others = {one for one in view.members if one.slot != self.slot} - dead
         self._leave_if_excluded(decision, len(others), time.time())
 
     def has_failed(self) -> bool:
@@ -214,7 +206,7 @@ class Membership:
                 return fault
         return None
 
-    def await_endpoint(self, rank: int | None, sizes: tuple[int, int], look_every: float) -> Endpoint | None:
+    def await_endpoint(self, rank: int | None, sizes: Sizes) -> Endpoint | None:
         """Waits until the iteration's rank 0 says where ``torch.distributed`` meets: host and port.
 
         None if the iteration has ended, also because rank 0 took too long: the others go on without it.
@@ -222,12 +214,11 @@ class Membership:
         Args:
             rank: this member's rank.
             sizes: the world size and the active world size that it was given.
-            look_every: seconds between looks whether the iteration has ended.
         """
+        timeout, look_every = self.limits.barrier_timeout, self.limits.monitor_thread_interval
         try:
-            return self.agreement.entering.await_endpoint(
-                self.view.n, self.member, sizes, self.limits.barrier_timeout, look_every
-            )
+            entering = self.agreement.entering
+            return entering.await_endpoint(self.view.n, self.member, sizes, timeout, look_every)
         except TimeoutError as error:
             self.publish(rank, error)
             return None

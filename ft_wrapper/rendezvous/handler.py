@@ -18,15 +18,7 @@ from .backends import Backend, WorkerStores, make_backend
 from .executor import Executor, OnUnseated
 from .presence import OnChange, Presence
 from .record import Drain, Node, Record, RoundPolicy
-from .register import (
-    Board,
-    Register,
-    Snapshot,
-    agents_prefix,
-    goodbye_key,
-    incarnations_key,
-    store_errors,
-)
+from .register import Board, Register, Snapshot, agents_prefix, goodbye_key, incarnations_key, store_errors
 from .settings import ETCD_NAMES, Identity, Settings, new_node_id, parameters_from_url, read_parameters
 
 log = logging.getLogger(__name__)

@@ -205,9 +205,8 @@ class RestartLoop:
         promoted = not (is_new or base.mode == Mode.ACTIVE)
         entry = Entered(member.member, state.active_rank, promoted, recompiles)
         sizes = (state.world_size or 0, state.active_world_size or 0)
-        endpoint = member.agreement.entering.enter(n, entry, sizes, endpoint)
-        if endpoint is None:
-            endpoint = member.await_endpoint(state.rank, sizes, self.limits.monitor_thread_interval)
+        entering = member.agreement.entering
+        endpoint = entering.enter(n, entry, sizes, endpoint) or member.await_endpoint(state.rank, sizes)
         if endpoint is None:
             return False
         self.performer.meet(endpoint)

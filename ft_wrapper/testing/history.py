@@ -84,7 +84,7 @@ class History:
         outcomes: how each ended.
         ended_at: when.
         sizes: what those hold who enter: call, first iteration of it, world size, active ranks.
-        announced: the active ranks of each, as the first that enters claims them.
+        announced: the active ranks of each, as rank 0 tells them.
         holders: who has a rank or an active rank.
         full_at: when an active rank was taken last.
         published: those of which a fault was published.

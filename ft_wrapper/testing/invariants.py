@@ -42,7 +42,7 @@ _WRITES = ("append", "execute", "set", "multi_set")
 
 _KEY = re.compile(
     r"ft_wrapper/1/(?P<name>head|(?P<kind>end|decision|roster|member|heartbeat|arrived|dead|join|finished"
-    r"|faults|world|seat|user|entered)/(?P<what>-?\d+)(?::(?P<incarnation>\d+))?.*)$"
+    r"|faults|meeting|seat|user|entered)/(?P<what>-?\d+)(?::(?P<incarnation>\d+))?.*)$"
 )
 
 
@@ -123,10 +123,11 @@ class Invariants:
             self._check_immutable(match[0])
         elif match["kind"] == "heartbeat":
             self._hear(match, step)
-        elif match["kind"] == "world":
-            claimed = read(self._agreement.store, match[0])
-            if claimed is not None:
-                self.history.announced[int(match["what"])] = int(claimed.split()[1])
+        elif match["kind"] == "meeting":
+            n = int(match["what"])
+            active = self._agreement.entering.active_in(n)
+            if active:
+                self.history.announced[n] = active
         if step.what in _WRITES:
             self._note_log(int(match["what"] or 0), match["kind"], step.task)
 

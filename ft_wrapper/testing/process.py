@@ -10,7 +10,7 @@ from ..attribution import Interruption
 from ..exception import InternalError, RestartError
 from ..protocol import Agreement, keys
 from ..protocol.deaths import report_deaths
-from ..protocol.entering import Endpoint
+from ..protocol.entering import Endpoint, Sizes
 from ..protocol.heart import HeartBeat, note_wanted
 from ..protocol.membership import Membership
 from ..protocol.records import MemberRecord
@@ -312,11 +312,10 @@ class SimulatedJob(Membership):
         process.inside = None
         return outcome
 
-    def await_endpoint(self, rank: int | None, sizes: tuple[int, int], look_every: float) -> Endpoint | None:
+    def await_endpoint(self, rank: int | None, sizes: Sizes) -> Endpoint | None:
         """See `Membership`; it is not waited for in every scenario."""
-        if not self.process.simulation.scenario.endpoint:
-            return "host", 1
-        return super().await_endpoint(rank, sizes, look_every)
+        is_awaited = self.process.simulation.scenario.endpoint
+        return super().await_endpoint(rank, sizes) if is_awaited else ("host", 1)
 
     def has_failed(self) -> bool:
         """See `Membership`."""

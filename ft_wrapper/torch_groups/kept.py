@@ -110,12 +110,7 @@ class KeptGroup:
             return False
         self._switch = _Switch(store)
         _dist.init_process_group(
-            backend,
-            store=self._switch,
-            rank=rank,
-            world_size=size,
-            enable_reconfigure=True,
-            **options,
+            backend, store=self._switch, rank=rank, world_size=size, enable_reconfigure=True, **options
         )
         if not _dist._supports_reconfigure():
             dist.destroy_process_group()

@@ -205,7 +205,7 @@ def test_active_ranks_that_have_entered_are_counted(store: StoreMixin) -> None:
 
 @pytest.mark.parametrize("world, active", [(4, 2), (3, 3)])
 def test_assignments_with_different_sizes(store: StoreMixin, world: int, active: int) -> None:
-    given = f"slot 1 was given world size {world}, active world size {active}; active rank 0 world size 3"
+    given = f"slot 1 was given world size and active world size {(world, active)}, active rank 0 (3, 2)"
     assert assigned(store, 0, 0, 3, 2) == HERE
     error = assigned(store, 1, 1, world, active)
     assert isinstance(error, InternalError)
