@@ -152,7 +152,7 @@ def nothing_left_behind_at_the_end() -> Iterator[None]:
 
 
 # Where modules with ftruns and other forked Pythons have them from.
-_FTRUNS = ("start_ftrun", "start_python", "run_python", "FtRun", "Cluster", "Training")
+_FTRUNS = ("FTRUN", "start_ftrun", "start_python", "run_python", "FtRun", "Cluster", "Training")
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import io
 import json
 import logging
@@ -268,6 +269,7 @@ def _popen(command: Sequence[str], pid: int) -> subprocess.Popen[Any]:
 def main(control_fd: int) -> Program:
     """All of the warm process. Returns when the test is gone; in what is forked from it, what that runs."""
     import_lazy_modules()
+    importlib.import_module("torch.distributed.checkpoint")
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"the warm process has {threads} threads; a fork of it may hang")

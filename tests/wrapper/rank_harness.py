@@ -279,7 +279,10 @@ def template_main(control_fd: int) -> None:
     import ft_wrapper
     import ft_wrapper.store.etcd
     import ft_wrapper.testing.inject_fault  # noqa: F401
+    from ft_wrapper.torch_groups.warm_up import import_lazy_modules
 
+    import_lazy_modules()  # what each rank with an optimizer, or a sharded model, would import
+    importlib.import_module("torch.distributed.checkpoint")
     torch.set_num_threads(1)
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:

@@ -57,7 +57,8 @@ def loader(kind: str, data: Shards, start_method: str) -> Any:
         from torchdata.stateful_dataloader import StatefulDataLoader as Loader
     else:
         from torch.utils.data import DataLoader as Loader
-    return Loader(data, batch_size=1, num_workers=2, multiprocessing_context=start_method)
+    # No tensors: to receive one takes the worker that sent it, whose end the loader would notice by that.
+    return Loader(data, num_workers=2, collate_fn=list, multiprocessing_context=start_method)
 
 
 def loads(
