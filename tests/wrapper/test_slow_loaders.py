@@ -21,6 +21,7 @@ from ft_wrapper import CallWrapper, Wrapper
 NEEDS_TORCHDATA = pytest.mark.skipif(
     importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed: pip install torchdata"
 )
+TIMEOUT = 60.0
 LOADERS = ["torch", pytest.param("torchdata", marks=NEEDS_TORCHDATA)]
 
 
@@ -30,11 +31,14 @@ class Shards(torch.utils.data.Dataset[int]):
     Args:
         does: what the worker does then: ``sleep`` for some seconds, or ``stop``, ``kill`` or ``exit`` itself.
         seconds: how long it sleeps.
+        received: set once the items before it have been received. Otherwise the worker may hold what the
+            other one needs to send an item, or be needed to receive one.
     """
 
-    def __init__(self, does: str, seconds: float = 1000.0) -> None:
+    def __init__(self, does: str, seconds: float, received: Any) -> None:
         self.does = does
         self.seconds = seconds
+        self.received = received
 
     def __len__(self) -> int:
         return 4
@@ -45,6 +49,7 @@ class Shards(torch.utils.data.Dataset[int]):
         return index
 
     def read_shard(self) -> None:
+        assert self.received.wait(TIMEOUT)
         if self.does == "exit":
             os._exit(0)
         if self.does in ("stop", "kill"):
@@ -57,8 +62,7 @@ def loader(kind: str, data: Shards, start_method: str) -> Any:
         from torchdata.stateful_dataloader import StatefulDataLoader as Loader
     else:
         from torch.utils.data import DataLoader as Loader
-    # No tensors: to receive one takes the worker that sent it, whose end the loader would notice by that.
-    return Loader(data, num_workers=2, collate_fn=list, multiprocessing_context=start_method)
+    return Loader(data, batch_size=1, num_workers=2, multiprocessing_context=start_method)
 
 
 def loads(
@@ -77,9 +81,13 @@ def loads(
     def train(call_wrapper: CallWrapper) -> list[Any]:
         dist.init_process_group("gloo")
         if call_wrapper.iteration == 0:
-            batches = loader(kind, Shards(does, seconds), method) if dist.get_rank() == 2 else range(4)
+            received = torch.multiprocessing.get_context(method).Event()
+            shards = Shards(does, seconds, received)
+            batches = loader(kind, shards, method) if dist.get_rank() == 2 else range(4)
             rank.say("in")
-            for _ in batches:
+            for number, _ in enumerate(batches):
+                if number == 1:
+                    received.set()
                 if pings:
                     call_wrapper.ping()
                 dist.barrier()
