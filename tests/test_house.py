@@ -20,7 +20,6 @@ TALL: dict[str, int] = {}
 
 MOST_ATTRIBUTES = 15
 """That a class gives itself. Data, declared as fields, does not count."""
-WIDE = {"Scheduler": 17}  # of the simulator: what one run is made of
 MOST_METHODS_OF_A_STORE = 25
 
 _NO_CODE = (
@@ -89,7 +88,7 @@ def own_attributes(node: ast.ClassDef) -> set[str]:
 
 def test_no_class_has_too_many_attributes() -> None:
     wide = {node.name: len(own_attributes(node)) for node in classes()}
-    assert {name: number for name, number in wide.items() if number > MOST_ATTRIBUTES} == WIDE
+    assert {name: number for name, number in wide.items() if number > MOST_ATTRIBUTES} == {}
 
 
 def test_no_store_has_too_many_methods_of_its_own() -> None:

@@ -36,17 +36,17 @@ class Clock:
 
     Args:
         start: the first time that it shows, in seconds.
+        lock: held while a store carries out an operation; its own when None.
 
     Attributes:
-        lock: held while a store carries out an operation.
         aside: whether the present look at a store is no part of the simulation: no step, no hook, no fault.
     """
 
-    def __init__(self, start: float = 0.0) -> None:
+    def __init__(self, start: float = 0.0, lock: Any = None) -> None:
         self._now = start
         self._sleepers = 0
         self._turned = threading.Condition()
-        self.lock: Any = self._turned
+        self.lock = lock or self._turned
         self.aside = False
 
     def now(self) -> float:

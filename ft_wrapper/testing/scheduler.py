@@ -145,9 +145,8 @@ class Scheduler(Clock):
     ) -> None:
         if greenlet is None:
             raise ImportError("Scheduler needs greenlet: pip install 'ft-wrapper[testing]'")
-        super().__init__()
         # Nothing to lock: one task runs at a time, and changes hands only between operations.
-        self.lock = contextlib.nullcontext()
+        super().__init__(lock=contextlib.nullcontext())
         self.seed = seed
         self.choices: list[int] = []
         self.options: list[int] = []
@@ -160,8 +159,7 @@ class Scheduler(Clock):
         if choices:
             self._policy = ReplayPolicy(choices, self._policy)
         self._bounds = max_steps, max_time
-        self._checks: list[Callable[[], None]] = []
-        self._last_checks: list[Callable[[], None]] = []
+        self._checks: tuple[list[Callable[[], None]], ...] = [], []  # after each step; at the end
         self._turns = Turns()
         self._hub: Any = None
 
@@ -236,11 +234,11 @@ class Scheduler(Clock):
 
         Its own operations on the store are no steps, and meet no faults.
         """
-        self._checks.append(check)
+        self._checks[0].append(check)
 
     def at_end(self, check: Callable[[], None]) -> None:
         """Calls a check once the run is over, before daemons are killed."""
-        self._last_checks.append(check)
+        self._checks[1].append(check)
 
     # Running -----------------------------------------------------------------------------------------------
 
@@ -259,7 +257,7 @@ class Scheduler(Clock):
             while (chosen := self._next()) is not None:
                 chosen._greenlet.switch()  # returns when a task has ended
             self.current = None
-            for check in self._last_checks:
+            for check in self._checks[1]:
                 check()
         except Stop:
             pass
@@ -372,10 +370,10 @@ class Scheduler(Clock):
             self._pass_time()
 
     def _check(self) -> None:
-        if self._checks:
+        if self._checks[0]:
             self.aside = True
             try:
-                for check in self._checks:
+                for check in self._checks[0]:
                     check()
             finally:
                 self.aside = False
