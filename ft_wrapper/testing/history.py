@@ -262,7 +262,8 @@ class History:
         patience = self.reported + self.slowness + self.untold
         if kinds:
             patience += 2 * _FIRST_LOOK + scenario.join_window
-        if kinds and several:
+        forms = bool(scenario.stagger) and since - self.decided_at.get(0, since) <= LONGEST_LOOK
+        if kinds and (several or forms):
             # Who moves the head and dies before it wakes the others: those who wait for long look seldom.
             patience += LONGEST_LOOK
         if scenario.replaced:
