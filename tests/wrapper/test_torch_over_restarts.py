@@ -175,6 +175,12 @@ class AsksForItsRank(torch.nn.Module):
 def trains_compiled(rank: Rank) -> Any:
     import torch._inductor.compile_fx  # the spare, too, while it has nothing to do
 
+    # Of the time that inductor takes, what can be spared: compiling in other processes, headers compiled
+    # ahead, and five programs that try what the processor can do.
+    torch._inductor.config.compile_threads = 1
+    torch._inductor.config.cpp_cache_precompile_headers = False
+    torch._inductor.config.cpp.vec_isa_ok = False
+
     @Wrapper(active_world_size=2, **settings())
     def train(call_wrapper: CallWrapper) -> list[Any]:
         place = int(os.environ["RANK"])
@@ -190,15 +196,6 @@ def trains_compiled(rank: Rank) -> Any:
     return train()
 
 
-# Of the time that inductor takes, what can be spared: compiling in other processes, headers compiled ahead,
-# and five programs that try what the processor can do.
-INDUCTOR: dict[str, str | None] = {
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-    "TORCHINDUCTOR_VEC_ISA_OK": "0",
-}
-
-
 @pytest.mark.tcp_only("what is compiled is no store's business, and inductor takes its time")
 @pytest.mark.nightly(
     "test_compiled_code_that_asks_for_its_rank_is_compiled_again_if_that_has_moved runs always"
@@ -207,7 +204,7 @@ def test_a_compiled_ddp_model_that_asks_for_its_rank_trains_right_after_ranks_ha
     job: Job, tmp_path: Path
 ) -> None:
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}  # each kernel is compiled once
-    job.start(3, trains_compiled, env={**INDUCTOR, **cache})
+    job.start(3, trains_compiled, env=cache)
     first = job.expect("in", 0, 1)
     assert [(in_["said"], in_["gradient"]) for in_ in first] == [(4.0, [1.5] * 4), (8.0, [1.5] * 4)]
     job.send_signal(0, signal.SIGKILL)
