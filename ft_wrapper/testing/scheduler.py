@@ -14,6 +14,7 @@ The code that runs so must not wait on anything but the store and `Scheduler.sle
 """
 
 import contextlib
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -110,6 +111,12 @@ class ReplayPolicy:
         return choice % len(tasks)
 
 
+@dataclasses.dataclass
+class _Checks:
+    each_step: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    at_end: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+
 class Scheduler(Clock):
     """Runs tasks in an order chosen from a seed, in virtual time.
 
@@ -159,7 +166,7 @@ class Scheduler(Clock):
         if choices:
             self._policy = ReplayPolicy(choices, self._policy)
         self._bounds = max_steps, max_time
-        self._checks: tuple[list[Callable[[], None]], ...] = [], []  # after each step; at the end
+        self._checks = _Checks()
         self._turns = Turns()
         self._hub: Any = None
 
@@ -234,11 +241,11 @@ class Scheduler(Clock):
 
         Its own operations on the store are no steps, and meet no faults.
         """
-        self._checks[0].append(check)
+        self._checks.each_step.append(check)
 
     def at_end(self, check: Callable[[], None]) -> None:
         """Calls a check once the run is over, before daemons are killed."""
-        self._checks[1].append(check)
+        self._checks.at_end.append(check)
 
     # Running -----------------------------------------------------------------------------------------------
 
@@ -257,7 +264,7 @@ class Scheduler(Clock):
             while (chosen := self._next()) is not None:
                 chosen._greenlet.switch()  # returns when a task has ended
             self.current = None
-            for check in self._checks[1]:
+            for check in self._checks.at_end:
                 check()
         except Stop:
             pass
@@ -370,10 +377,10 @@ class Scheduler(Clock):
             self._pass_time()
 
     def _check(self) -> None:
-        if self._checks[0]:
+        if self._checks.each_step:
             self.aside = True
             try:
-                for check in self._checks[0]:
+                for check in self._checks.each_step:
                     check()
             finally:
                 self.aside = False
