@@ -36,8 +36,7 @@ LOCAL_RANK = "${local_rank}"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Looked up before any fork: between fork and exec that would not be safe.
-_libc = ctypes.CDLL(None, use_errno=True)
-_prctl = _libc.prctl
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 # What a rank runs, and finds -------------------------------------------------------------------------------

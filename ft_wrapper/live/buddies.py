@@ -78,8 +78,7 @@ class Copies:
 def pack(copy: Copy, state: Any) -> Packed:
     """Copies an exported state into host memory."""
     flat = flatten(state)
-    tensors = [tensor.to("cpu", copy=True) for tensor in flat.tensors]
-    return Packed(copy, Flat(flat.skeleton, tensors))
+    return Packed(copy, Flat(flat.skeleton, [tensor.to("cpu", copy=True) for tensor in flat.tensors]))
 
 
 def offsets(nodes: Sequence[str], buddies: int) -> list[int]:
@@ -195,5 +194,4 @@ class Buddies:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor's memory as bytes, in the order that it has there."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

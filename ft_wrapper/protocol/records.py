@@ -359,8 +359,7 @@ class View(Record):
     def after(self, decision: Decision, nonce: str) -> "View":
         """The view once a decision has been carried out."""
         stay = set(self.members) - set(decision.removed)
-        members = tuple(sorted(stay.union(decision.joined)))
-        return View.of(decision, nonce, members)
+        return View.of(decision, nonce, tuple(sorted(stay.union(decision.joined))))
 
     @classmethod
     def of(cls, decision: Decision, nonce: str, members: tuple[Member, ...]) -> "View":

@@ -62,6 +62,10 @@ class NodeStatus:
     since: float | None = None
 
 
+#: The nodes, and whether the job has ended.
+Nodes = tuple[tuple[NodeStatus, ...], bool]
+
+
 @dataclasses.dataclass(frozen=True)
 class RankStatus:
     """A member of the job.
@@ -190,32 +194,33 @@ def read_status(store: StoreMixin) -> Status:
 
 
 def watch(
-    store: StoreMixin, longest: float, read_nodes: Callable[[], tuple[NodeStatus, ...] | None] = tuple
+    store: StoreMixin, longest: float, read_nodes: Callable[[], Nodes | None] = lambda: ((), False)
 ) -> Iterator[Status]:
     """Reads how a job stands whenever that changes: an iteration ends, another one begins.
 
     Args:
         store: the job's.
         longest: seconds after which to read it, and the nodes, in any case.
-        read_nodes: reads the nodes; None if they have begun another round, whose ranks use another store.
+        read_nodes: reads the nodes, and whether they have ended the job; None if they have begun another
+            round, whose ranks use another store.
 
     Yields:
-        What was read, if it differs from the last one. Ends when the job has completed, or begun another
-        round.
+        What was read, if it differs from the last one. Ends when the job has ended, or begun another round.
 
     Raises:
         StoreError: the store cannot be read, or no longer.
     """
     last = None
     while True:
-        status, nodes = read_status(store), read_nodes()
-        if nodes is None:
+        # The nodes first: what the ranks wrote before the job ended is then read after it.
+        if (found := read_nodes()) is None:
             return
-        status = dataclasses.replace(status, nodes=nodes)
+        nodes, has_ended = found
+        status = dataclasses.replace(read_status(store), nodes=nodes)
         if status != last:
             yield status
         last = status
-        if status.state == COMPLETED:
+        if has_ended or status.state == COMPLETED:
             return
         n = -1 if status.iteration is None else status.iteration
         store.hear(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
@@ -318,6 +323,7 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
     meeting = meeting_place(endpoint)
     store = open_store(meeting, opened)
     status: Status | None = None
+    watched: int | None = None  # the round whose ranks' store was read until it, or the job, ended
     while True:
         record, outside = read_record(store), read_all(store)
         if record is None and not outside:
@@ -325,6 +331,8 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
             yield from watch(store if meeting == endpoint else open_store(endpoint, opened), longest)
             return
         record = record or Record(1, 1)
+        if record.closed and record.round == watched:
+            return
         if address := ranks_store(endpoint, store, record):
             try:
                 with contextlib.ExitStack() as of_round:
@@ -335,20 +343,20 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
                 if status is None:
                     raise
                 # The ranks' store has ended with its round, and the next one may take a while.
+            watched = record.round
             if status is not None and status.state == COMPLETED:
                 return
         else:
-            status = Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(record, outside))
-            yield status
+            yield (status := Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(record, outside)))
         if record.closed:
             return
         store.hear(version_key(record.version + 1), longest)
 
 
-def _nodes_in(store: StoreMixin, number: int) -> tuple[NodeStatus, ...] | None:
-    """The nodes, as long as they are in this round; None after that."""
+def _nodes_in(store: StoreMixin, number: int) -> Nodes | None:
+    """The nodes, as long as they are in this round, and whether the job has ended; None after that."""
     record = read_record(store) or Record(1, 1)
-    return _nodes(record, read_all(store)) if record.round == number else None
+    return (_nodes(record, read_all(store)), record.closed) if record.round == number else None
 
 
 if __name__ == "__main__":
