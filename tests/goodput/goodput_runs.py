@@ -118,7 +118,7 @@ def run_job(folder: Path, faults: str, *, processes: int = 4, active: int = 3, *
     words += ["--faults", faults, "--active", active]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
-    environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), events.ENV: str(folder / "events")}
+    environment = {"TMPDIR": str(folder), events.ENV: str(folder / "events")}
     # Python's own last steps, with torch in the process, come after all events: 0.2 to 1 s on a busy machine.
     environment[ends.ENDS] = "quick"
     began = time.monotonic()
