@@ -52,7 +52,7 @@ class Job:
         with contextlib.ExitStack() as opened:
             self._endpoint = endpoint
             self._store = open_store(meeting_place(endpoint), opened)
-            self._record = read_record(self._store)
+            self._record = self.record()
             self._opened = opened.pop_all()
 
     def __enter__(self) -> "Job":
@@ -60,6 +60,10 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
+
+    def record(self) -> Record | None:
+        """What the nodes have agreed on; None if no node meets others there."""
+        return read_record(self._store)
 
     def ranks(self) -> StoreMixin | None:
         """Where the ranks agree; None while they have no store.
@@ -130,7 +134,12 @@ def drain(endpoint: str, target: str, within: float, why: str) -> str:
         leaving = slots.intersection(drains.drained(record, asked))
         if ranks is None or not leaving:
             return f"{target} is drained: no rank of a wrapped job was there"
-        _await_gone(ranks, leaving, within + _SLACK)
+        try:
+            _await_gone(ranks, leaving, within + _SLACK)
+        except (StoreError, DistError):
+            # Under --restart-policy group the others begin another round, and this one's store may end first.
+            if (now := job.record()) is None or drains.drained(now, asked):
+                raise
         left = len(slots - leaving)
     names = ", ".join(map(str, sorted(leaving)))
     return f"{plural(len(leaving), 'slot')} {names} left the job; ranks that go on: {left}"

@@ -354,8 +354,7 @@ class Ranks:
 
     def _start(self, rank: int, incarnation: int) -> Start:
         self._ranks[rank] = _Asked(incarnation)
-        is_replaced = self._policy.replaces(self.round.rank(rank))
-        return Start(rank, incarnation, self._policy.restarts, is_replaced)
+        return Start(rank, incarnation, self._policy.restarts, self._policy.replaces(self.round.rank(rank)))
 
     def _decide(self, rank: int, failure: Failure, lived: float) -> list[Action]:
         self._group.failed(rank)

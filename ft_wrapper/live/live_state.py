@@ -152,8 +152,7 @@ class LiveState:
                 f"data_parallel({name!r}): it takes a module of a state without mesh=, and this is {kind}"
                 + ("" if isinstance(self._form, Replicated) else " in shards; call it as it is")
             )
-        group = self._call_wrapper._call.group.group
-        return self._kept.data_parallel.over(name, module, options, group)
+        return self._kept.data_parallel.over(name, module, options, self._call_wrapper._call.group.group)
 
     @property
     def _objects(self) -> Objects:

@@ -252,8 +252,7 @@ class TorchPerformer(Performer):
             received = self._move(routes, functools.partial(copies.state, shard, plan.step))
             state = received if shard == own else state
         if state is None:  # the copy stays what it is, whatever the next update does
-            flat = pack(Copy(own, plan.step, frozenset()), copies.state(own, plan.step)).flat
-            state = unflatten(flat)
+            state = unflatten(pack(Copy(own, plan.step, frozenset()), copies.state(own, plan.step)).flat)
         return state
 
     def _move(self, routes: tuple[Route, ...], source: Callable[[], Any]) -> Any:

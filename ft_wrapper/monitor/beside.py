@@ -148,8 +148,7 @@ def main() -> None:
     with os.fdopen(_TASK, "rb", closefd=False) as file:
         task: _Task = pickle.load(file)
     gc.disable()  # as in a fork: what is made here lives as long as this process
-    memory = RankMemory.from_fd(_MEMORY)
-    os._exit(_run(task, socket.socket(fileno=_LINE), memory))
+    os._exit(_run(task, socket.socket(fileno=_LINE), RankMemory.from_fd(_MEMORY)))
 
 
 def _run(task: _Task, line: socket.socket, memory: RankMemory) -> int:

@@ -38,8 +38,7 @@ def taken_over(agreement: Agreement, member: Member, own: MemberRecord) -> str:
         member: who.
         own: what is known of its process.
     """
-    newest = agreement.joining.newest_of(member.slot)
-    record = agreement.joining.record_of(newest)
+    record = agreement.joining.record_of(agreement.joining.newest_of(member.slot))
     return (
         f"slot {member.slot} was taken over by process {record.pid} on {record.host}; this is process "
         f"{own.pid} on {own.host}: no slot can be held by two processes, so make sure that each RANK is "

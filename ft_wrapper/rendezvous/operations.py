@@ -175,8 +175,7 @@ def is_due(context: Context) -> bool:
     if context.now >= context.patience_ends:
         return True
     if not record.complete:
-        size = len(record.participants) + context.pending
-        return size in (record.min_nodes, record.max_nodes)
+        return len(record.participants) + context.pending in (record.min_nodes, record.max_nodes)
     if record.policy is RoundPolicy.RANK:
         return context.pending == 1
     # The first one makes the others leave; the rest can wait for the last of them.

@@ -17,6 +17,7 @@ from agent_job import TIMEOUT, FtRun, await_that
 from test_nodes import Cluster
 
 from ft_wrapper import control
+from ft_wrapper.exception import StoreError
 from ft_wrapper.store import TCPStoreServer
 
 PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
@@ -170,6 +171,26 @@ def test_a_node_leaves_and_a_spare_node_takes_its_seat(tmp_path: Path) -> None:
         cluster.finish(a, c)
         assert lost_or_repeated(a, b, c) == ([], [])
         assert len(b.pids(1)) == 1 and "it was drained" not in a.said
+
+
+def test_a_node_leaves_and_the_others_begin_another_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Cluster(tmp_path, LIVE, nnodes="1:2") as cluster:
+        cluster.host_store()
+        cluster.script.write_text(cluster.script.read_text().replace("active_world_size=2, ", ""))
+        a, b = (cluster.start(name, "--restart-policy", "group") for name in "01")
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), a, b)
+
+        def await_gone(*_: object) -> None:
+            assert b.end() == 0, b.said
+            raise StoreError("the ranks' store has ended with its round")
+
+        monkeypatch.setattr(control, "_await_gone", await_gone)
+        done = control.drain(cluster.address, "node:1", 30.0, "")
+        assert done == "slot 1 left the job; ranks that go on: 1"
+        await_that(lambda: "has group rank 0 of 1 in round 1" in a.said, a)
+        cluster.finish(a)
 
 
 def test_sigterm_drains_a_node_that_others_go_on_without(tmp_path: Path) -> None:
