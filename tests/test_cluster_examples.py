@@ -44,6 +44,7 @@ def path(tmp_path: Path) -> str:
     return os.pathsep.join([str(tmp_path), sysconfig.get_path("scripts"), os.environ["PATH"]])
 
 
+@pytest.mark.nightly("two nodes of ftrun meet in tests/agent/test_nodes.py always")
 def test_the_slurm_script_runs_a_job_on_all_nodes(path: str) -> None:
     env = {
         **os.environ,

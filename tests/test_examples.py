@@ -508,10 +508,8 @@ def test_the_demo_refuses_what_makes_no_sense(arguments: tuple[str, ...]) -> Non
     assert f"--runs {arguments[1]}" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "signum",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly("SIGINT runs always"))],
-)
+@pytest.mark.nightly("an ftrun is stopped by signals in tests/agent/test_the_end.py always")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_demo_that_is_stopped_leaves_nothing_behind(signum: signal.Signals, tmp_path: Path) -> None:
     """No folder; and no process, which the check after every test sees."""
     process = subprocess.Popen(

@@ -7,13 +7,13 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
-from agent_job import TIMEOUT, FtRun, await_that
+from agent_job import FTRUN, TIMEOUT, FtRun, await_that
+from support.warm_ftrun import run_python, start_python
 from test_nodes import Cluster
 
 from ft_wrapper import control
@@ -95,8 +95,7 @@ ONE_STEP = """
 
 
 def ftrun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ft_wrapper.run", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    return run_python(["-m", FTRUN, *words], TIMEOUT)
 
 
 def came_to(folder: Path, iteration: int, *slots: int) -> bool:
@@ -271,8 +270,7 @@ def test_a_fault_in_its_last_step_lets_a_rank_leave_at_once(tmp_path: Path) -> N
     cluster = Cluster(tmp_path, ONE_STEP, nnodes="1", nproc=2)
     with FtRun(tmp_path / "job", "--nproc-per-node", "2", str(cluster.script), str(cluster.shared)) as job:
         await_that(lambda: came_to(cluster.shared, 0, 0, 1), job)
-        command = [sys.executable, "-m", "ft_wrapper.run", "drain", "1", endpoint_of(job), "--within", "600"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as draining:
+        with start_python(["-m", FTRUN, "drain", "1", endpoint_of(job), "--within", "600"]) as draining:
             await_that(lambda: "to leave the job within 600 s" in job.said, job)
             (cluster.shared / "raise").touch()
             assert draining.communicate(timeout=TIMEOUT)[0] == "slot 1 left the job; ranks that go on: 1\n"

@@ -32,6 +32,7 @@ PLACES = {
 }
 # The rank itself survives these, unless they happen where it cannot be interrupted.
 SURVIVED = {Fault.EXCEPTION, Fault.SLEEP, Fault.COLLECTIVE}
+WHOLE_ENDS = {Fault.EXCEPTION, Fault.SIGKILL}
 ALWAYS = {
     (Fault.EXCEPTION, "finalize"),
     (Fault.EXCEPTION, "last atomic"),
@@ -48,7 +49,7 @@ ALWAYS = {
 
 def _when(kind: Fault, place: str) -> list[pytest.MarkDecorator]:
     if place == "middle step":
-        return [pytest.mark.whole_ends("one of each kind")]
+        return [pytest.mark.whole_ends("one with all ranks, one without")] if kind in WHOLE_ENDS else []
     if kind is Fault.SIGKILL or (kind, place) in ALWAYS:
         return []
     return [pytest.mark.nightly("the kind runs in another place, and the place with another kind")]

@@ -281,7 +281,7 @@ def lives(rank: Rank, shards: bool) -> list[Any]:
 @pytest.mark.tcp_only("what outlives an iteration is no store's business")
 @pytest.mark.parametrize(
     "shards",
-    [pytest.param(False, marks=NIGHTLY), pytest.param(True, marks=needs_fsdp2_on_cpu)],
+    [False, pytest.param(True, marks=[needs_fsdp2_on_cpu, NIGHTLY])],
     ids=["DDP", "FSDP2"],
 )
 def test_a_live_state_is_not_left_over(job: Job, shards: bool) -> None:

@@ -309,7 +309,7 @@ def test_a_store_keeps_as_many_keys_after_many_restarts_as_after_few(run: Traini
     job.expect("in", 0, 1, 2, n=0)
     kept = []
     n = 0
-    few, many = (10, 40) if job.etcd is None else (4, 12)  # a restart takes longer there
+    few, many = (10, 25) if job.etcd is None else (4, 12)  # a restart takes longer there
     for kill in range(1, many + 1):
         victim = kill % 3
         job.kill(victim)
