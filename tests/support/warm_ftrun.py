@@ -51,7 +51,8 @@ Program = tuple[str | types.CodeType, dict[str, Any]]
 """Code, and the names that it begins with."""
 _prctl = ctypes.CDLL(None).prctl
 # What it runs begins in no frame of ours, which its tracebacks would show.
-_CODE = """import sys
+_CODE = """import gc, sys
+gc.disable()  # until all is imported, which stays
 sys.path.insert(0, sys.argv.pop(1))
 from support.warm_ftrun import end_quickly, main
 try:
@@ -275,6 +276,7 @@ def main(control_fd: int) -> Program:
         raise RuntimeError(f"the warm process has {threads} threads; a fork of it may hang")
     gc.collect()
     gc.freeze()
+    gc.enable()
     # Ctrl-C is for the test, which ends this process, and for the ftruns.
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
     test = os.getppid()
