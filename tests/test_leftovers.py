@@ -46,8 +46,8 @@ LEFT = {
         "environment variable LEFT was added",
     ),
     "shared memory": (
-        "import os\ndef test(): open('/dev/shm/ft_wrapper-left-%d' % os.getpid(), 'w').close()",
-        "shared memory /dev/shm/ft_wrapper-left-",
+        "def test(): open('/dev/shm/ft_wrapper-left' + __file__.replace('/', '-'), 'w').close()",
+        "shared memory /dev/shm/ft_wrapper-left",
     ),
     "socket": (
         "import socket\nkept = []\ndef test(): kept.append(socket.socket())",
@@ -63,7 +63,7 @@ def pytest_run(directory: Path, *tests: str, workers: int = 0) -> subprocess.Com
     (directory / "conftest.py").write_text(conftest)
     for number, test in enumerate(tests):
         (directory / f"test_{number}.py").write_text(test)
-    return subprocess.run(
+    done = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -81,14 +81,15 @@ def pytest_run(directory: Path, *tests: str, workers: int = 0) -> subprocess.Com
         timeout=120,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )
+    for path in Path("/dev/shm").glob(f"ft_wrapper-left{directory}-*".replace("/", "-")):
+        path.unlink()
+    return done
 
 
 @pytest.mark.parametrize("kind", LEFT)
 def test_what_is_left_fails_the_test(tmp_path: Path, kind: str) -> None:
     test, message = LEFT[kind]
     done = pytest_run(tmp_path, test)
-    for path in Path("/dev/shm").glob("ft_wrapper-left-*"):
-        path.unlink()
     assert done.returncode == 1, done.stdout + done.stderr
     assert "left behind" in done.stdout
     assert message in done.stdout
@@ -96,8 +97,6 @@ def test_what_is_left_fails_the_test(tmp_path: Path, kind: str) -> None:
 
 def test_workers_see_what_their_tests_leave(tmp_path: Path) -> None:
     done = pytest_run(tmp_path, *(test for test, _ in LEFT.values()), workers=2)
-    for path in Path("/dev/shm").glob("ft_wrapper-left-*"):
-        path.unlink()
     assert done.returncode == 1, done.stdout + done.stderr
     assert [message for _, message in LEFT.values() if message not in done.stdout] == []
 
