@@ -261,6 +261,7 @@ def test_random_numbers_depend_on_seed_step_and_rank_alone() -> None:
 launcher = load("launcher")
 
 
+@pytest.mark.nightly("a paused host never comes back in tests/wrapper/test_rejoin.py always")
 def test_a_rank_that_was_stopped_past_every_timeout_writes_no_checkpoint_any_more(tmp_path: Path) -> None:
     """Rank 0 is stopped while it saves, and so is its monitor, which would end it: as on a paused host."""
     folder, stop, lines = tmp_path / "checkpoints", tmp_path / "stop", []
@@ -401,7 +402,11 @@ def test_examples_of_live_state_run_as_they_say(name: str) -> None:
 # minimal.py --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", [FTRUN, TORCHRUN], ids=["ftrun", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [FTRUN, pytest.param(TORCHRUN, marks=pytest.mark.nightly("ftrun runs always"))],
+    ids=["ftrun", "torchrun"],
+)
 def test_minimal_survives_its_fault(launcher: tuple[str, ...]) -> None:
     result = run(*launcher, "--nproc-per-node", 2, EXAMPLES / "minimal.py")
     assert result.returncode == 0, result.stdout

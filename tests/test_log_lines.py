@@ -15,6 +15,7 @@ import pytest
 from ft_wrapper._secrets import without_secrets
 from ft_wrapper.log_lines import LineFormatter
 
+NIGHTLY = pytest.mark.nightly("the other one runs always")
 TIME = r"\d{4} \d\d:\d\d:\d\d\.\d{3}"
 
 
@@ -47,7 +48,7 @@ def test_the_rank_is_the_present_one() -> None:
     assert said[0].endswith(" [0/1] one")
 
 
-@pytest.mark.parametrize("name", ["", "ft_wrapper"])
+@pytest.mark.parametrize("name", ["", pytest.param("ft_wrapper", marks=NIGHTLY)])
 def test_it_is_silent_where_the_program_has_a_handler(name: str) -> None:
     said = stderr_of(f"""
         handler = logging.StreamHandler()
@@ -144,7 +145,7 @@ def test_what_is_shown_of_a_text(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("form", [pytest.param("text", marks=NIGHTLY), "json"])
 def test_no_line_has_a_secret(form: str) -> None:
     said = stderr_of(
         """

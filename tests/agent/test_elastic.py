@@ -76,11 +76,10 @@ def test_functions_return_values(tmp_path: Path, metrics: Metrics) -> None:
 @pytest.mark.parametrize(
     "backend",
     [
-        "c10d",
         "ft",
         *(
-            pytest.param(x, marks=pytest.mark.nightly("two backends run always"))
-            for x in ("static", "c10d on a file", "ft-etcd")
+            pytest.param(x, marks=pytest.mark.nightly("our own handler runs always"))
+            for x in ("c10d", "static", "c10d on a file", "ft-etcd")
         ),
     ],
 )

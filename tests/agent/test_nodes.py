@@ -320,7 +320,9 @@ def test_all_come_together_again_when_the_ranks_lose_their_store(tmp_path: Path)
         cluster.finish(other)
 
 
-@pytest.mark.parametrize("backend", ["ft", "c10d"])
+@pytest.mark.parametrize(
+    "backend", ["ft", pytest.param("c10d", marks=pytest.mark.nightly("our own rendezvous runs always"))]
+)
 def test_a_plain_script_is_started_anew_on_all_nodes(tmp_path: Path, backend: str) -> None:
     with Cluster(tmp_path, PLAIN, nnodes="2") as cluster:
         options = ["--max-restarts", "1"]

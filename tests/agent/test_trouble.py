@@ -134,7 +134,13 @@ def test_a_template_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
     assert f"the standby process {template.pid} has not answered" in job.said
 
 
-@pytest.mark.parametrize(("limit", "enough"), [(30, False), (64, True)])
+@pytest.mark.parametrize(
+    ("limit", "enough"),
+    [
+        pytest.param(30, False, marks=pytest.mark.nightly("a limit that is enough is named always")),
+        (64, True),
+    ],
+)
 def test_too_few_descriptors_are_named_before_anything_is_started(
     tmp_path: Path, limit: int, enough: bool
 ) -> None:

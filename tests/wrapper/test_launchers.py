@@ -35,7 +35,9 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as out:
 """
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(
+    "share", [True, pytest.param(False, marks=pytest.mark.nightly("one that shares its store runs always"))]
+)
 def test_under_torchrun(tmp_path: Path, share: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

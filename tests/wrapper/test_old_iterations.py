@@ -189,8 +189,8 @@ def keeps_a_mesh(rank: Rank, restarts: int) -> list[str]:
 @pytest.mark.parametrize(
     ("env", "times"),
     [
-        (EACH, 3),
-        pytest.param({}, 1, marks=NIGHTLY),
+        pytest.param(EACH, 3, marks=NIGHTLY),
+        ({}, 1),
         pytest.param({"FT_WRAPPER_LEFTOVERS": "0"}, 0, marks=NIGHTLY),
     ],
 )

@@ -144,11 +144,11 @@ def test_a_worker_that_never_answers_ends_the_iteration_at_the_hard_timeout(job:
 @pytest.mark.parametrize(
     ("does", "method", "says"),
     [
+        ("stop", "fork", r"waited for its loader's worker \d+, which is stopped by a signal"),
         pytest.param(
-            *("stop", "fork", r"waited for its loader's worker \d+, which is stopped by a signal"),
-            marks=pytest.mark.nightly("one that another process started is stopped in every run"),
+            *("stop", "forkserver", r"waited for its loader's worker \d+, which is stopped by a signal"),
+            marks=pytest.mark.nightly("a slow one that another process started is named in every run"),
         ),
-        ("stop", "forkserver", r"waited for its loader's worker \d+, which is stopped by a signal"),
         ("exit", "fork", r"waited for its loader's worker \d+, which is dead"),
         pytest.param(
             *("kill", "forkserver", r"waited for its loader's worker \d+, which is dead"),

@@ -281,6 +281,7 @@ def saves_in_a_process(rank: Rank, folder: str) -> Any:
 
 
 @needs_async_save_processes
+@pytest.mark.nightly("such a process is ended in tests/torch_state/test_compiled_and_garbage.py always")
 @pytest.mark.tcp_only("who writes checkpoints is no store's business, and each one imports torch")
 def test_a_process_that_writes_checkpoints_for_async_save_goes_with_its_ranks(
     job: Job, tmp_path: Path
