@@ -137,7 +137,7 @@ def drain(endpoint: str, target: str, within: float, why: str) -> str:
         try:
             _await_gone(ranks, leaving, within + _SLACK)
         except (StoreError, DistError):
-            # Under --restart-policy group the others begin another round, and this one's store may end first.
+            # Under --restart-policy group the next round may close the ranks' store first.
             if (now := job.record()) is None or drains.drained(now, asked):
                 raise
         left = len(slots - leaving)

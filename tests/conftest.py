@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collects no garbage meanwhile: what is imported stays."""
+    """Turns the garbage collector off: imports create no garbage worth looking for."""
     gc.disable()
     try:
         return (yield)

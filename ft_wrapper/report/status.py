@@ -63,7 +63,7 @@ class NodeStatus:
 
 
 #: The nodes, and whether the job has ended.
-Nodes = tuple[tuple[NodeStatus, ...], bool]
+NodesSeen = tuple[tuple[NodeStatus, ...], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ def read_status(store: StoreMixin) -> Status:
 
 
 def watch(
-    store: StoreMixin, longest: float, read_nodes: Callable[[], Nodes | None] = lambda: ((), False)
+    store: StoreMixin, longest: float, read_nodes: Callable[[], NodesSeen | None] = lambda: ((), False)
 ) -> Iterator[Status]:
     """Reads how a job stands whenever that changes: an iteration ends, another one begins.
 
@@ -212,7 +212,7 @@ def watch(
     """
     last = None
     while True:
-        # The nodes first: what the ranks wrote before the job ended is then read after it.
+        # Nodes first: once the job has ended, the ranks write no more.
         if (found := read_nodes()) is None:
             return
         nodes, has_ended = found
@@ -323,7 +323,7 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
     meeting = meeting_place(endpoint)
     store = open_store(meeting, opened)
     status: Status | None = None
-    watched: int | None = None  # the round whose ranks' store was read until it, or the job, ended
+    watched: int | None = None  # the last round whose ranks' store was read to its end
     while True:
         record, outside = read_record(store), read_all(store)
         if record is None and not outside:
@@ -353,7 +353,7 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
         store.hear(version_key(record.version + 1), longest)
 
 
-def _nodes_in(store: StoreMixin, number: int) -> Nodes | None:
+def _nodes_in(store: StoreMixin, number: int) -> NodesSeen | None:
     """The nodes, as long as they are in this round, and whether the job has ended; None after that."""
     record = read_record(store) or Record(1, 1)
     return (_nodes(record, read_all(store)), record.closed) if record.round == number else None

@@ -198,7 +198,7 @@ def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         exitcodes = [a.end(), b.end()]
         late = job.start("c")
         late.end()
-        # On a busy machine torch may have had a round of one node before it let the other one in.
+        # On a busy machine torch may have run a round of one node earlier.
         started_late = of("c", job.new(NPROC))
         yield Grown(request.param, alone, grown, were_gone, again, left, exitcodes, late, started_late)
 

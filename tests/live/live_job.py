@@ -32,8 +32,7 @@ OVERFLOWS = 7
 """The loss is infinite at each so-manieth step, if there is a GradScaler."""
 
 SETTINGS: dict[str, Any] = {
-    # Long enough for the first step of an iteration on a busy machine: DTensor works out again how each
-    # operation is carried out, which takes an eighth of a second of CPU, and six ranks share few CPUs.
+    # An iteration's first step is slow on a busy machine: DTensor recomputes the sharding of each operation.
     "soft_timeout": 6.0,
     "hard_timeout": 9.0,
     "heartbeat_timeout": 10.0,

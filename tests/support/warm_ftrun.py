@@ -52,7 +52,7 @@ Program = tuple[str | types.CodeType, dict[str, Any]]
 _prctl = ctypes.CDLL(None).prctl
 # What it runs begins in no frame of ours, which its tracebacks would show.
 _CODE = """import gc, sys
-gc.disable()  # until all is imported, which stays
+gc.disable()  # until all is imported
 sys.path.insert(0, sys.argv.pop(1))
 from support.warm_ftrun import end_quickly, main
 try:

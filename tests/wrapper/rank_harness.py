@@ -272,7 +272,7 @@ def _left(before: Things, error: BaseException | None) -> list[str]:
 
 def template_main(control_fd: int) -> None:
     """All of the template process; returns in each rank forked from it."""
-    gc.disable()  # what is imported stays: to look at it takes a fifth of the imports' time
+    gc.disable()  # a fifth of the imports' time
     import pytest  # noqa: F401
     import torch
     import torch.distributed

@@ -125,7 +125,7 @@ def test_a_job_that_goes_to_another_round_is_watched_there(
         assert [one.group_rank for one in next(statuses).nodes] == [0]
         if not stays:
             ends[2].close()
-            # Its port may be another job's by now.
+            # Another job may have taken its port.
             opened.enter_context(contextlib.closing(TCPStoreServer(servers[2].port)))
         register.replace(snapshot, close(dataclasses.replace(begun, complete=True), "rank 0 failed"))
         assert list(statuses) == [], "the job is over, which is no error"
