@@ -321,7 +321,10 @@ def template_main(control_fd: int) -> None:
                 control.close()
                 try:
                     _run_rank(request, socket.socket(fileno=fds[0]))
-                except Exception:
+                except SystemExit as error:
+                    end_quickly(error.code)
+                    raise
+                except BaseException:
                     traceback.print_exc()
                     end_quickly(1)
                     raise
