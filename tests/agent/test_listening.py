@@ -136,7 +136,7 @@ def test_hosts_without_names_meet_and_listen_where_they_are_published(
             exits.enter_context(
                 FtRun(
                     tmp_path / f"node{host}",
-                    *("--nnodes", "2", "--nproc-per-node", "1", "--no-standby"),
+                    *("--nnodes", "2", "--nproc-per-node", "1"),
                     *("--rdzv-endpoint", unnamed.endpoint(0), "--rdzv-conf", CONF, "--node-id", str(host)),
                     *(str(script), str(shared)),
                     before=unnamed.command(host),
@@ -158,7 +158,7 @@ def test_hosts_without_names_meet_and_listen_where_they_are_published(
 def test_a_host_without_a_name_runs_a_job_alone(tmp_path: Path, unnamed: Unnamed) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "job"
     script.write_text(textwrap.dedent(ALONE))
-    options = ("--nproc-per-node", "2", "--no-standby", str(script))
+    options = ("--nproc-per-node", "2", str(script))
     with FtRun(folder, *options, before=unnamed.command(0)) as job:
         await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
         listening = listening_in(job.process.pid)

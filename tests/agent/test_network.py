@@ -14,6 +14,7 @@ from typing import TypeVar
 import pytest
 from agent_job import TIMEOUT, FtRun, all_gone, await_that
 from etcd_hosts import EtcdHost, EtcdOnHosts
+from support.warm_ftrun import NAMESPACE
 from test_nodes import WRAPPED, Cluster, pids_of
 from training import Training
 
@@ -76,7 +77,7 @@ class Network:
 
     def command(self, host: int) -> list[str]:
         """What to put in front of a command that is to run on a host."""
-        return ["ip", "netns", "exec", self._namespace(host)]
+        return [*NAMESPACE, self._namespace(host)]
 
     def cut(self, host: int) -> None:
         """Pulls the cable of a host: no one is told, packets are lost."""

@@ -113,8 +113,6 @@ class Cluster:
         node = FtRun(
             self.folder / f"node{node_id}.{self._count}",
             *self._options,
-            # A template that is not forked imports what the ranks do, and much more.
-            *(("--no-standby",) if before else ()),
             *("--rdzv-endpoint", self._endpoint or "localhost:0", "--rdzv-conf", self._conf),
             *ids,
             *options,

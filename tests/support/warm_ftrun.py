@@ -43,13 +43,17 @@ from .ends import end_quickly as end_quickly
 TIMEOUT = 120.0
 MAX_MESSAGE = 1 << 20
 MODULE = "ft_wrapper.run"
+NAMESPACE = ["ip", "netns", "exec"]
+"""In front of a network namespace and a command: to run that there."""
 # Read while torch is imported, or by Python as it starts.
 _READ_EARLY = ("TORCH_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "CUDA_", "GLOO_", "NCCL_")
 _READ_LATE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
 _PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
+_MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x80000
 Program = tuple[str | types.CodeType, dict[str, Any]]
 """Code, and the names that it begins with."""
-_prctl = ctypes.CDLL(None).prctl
+_libc = ctypes.CDLL(None, use_errno=True)
 # What it runs begins in no frame of ours, which its tracebacks would show.
 _CODE = """import gc, sys
 gc.disable()  # until all is imported
@@ -102,6 +106,7 @@ class WarmProcess:
         outputs: Sequence[int],
         new_session: bool = False,
         path: Sequence[str] = (),
+        namespace: str = "",
     ) -> subprocess.Popen[Any]:
         """Forks a Python.
 
@@ -112,9 +117,10 @@ class WarmProcess:
             outputs: where its standard output and its errors go.
             new_session: it leads a session of its own.
             path: where it looks for modules first.
+            namespace: the network namespace that it is in; that of the test if empty.
         """
         request = {"words": words, "environment": dict(environment), "cwd": str(cwd)}
-        request.update(session=new_session, path=path)
+        request.update(session=new_session, path=path, namespace=namespace)
         with _adopting():
             socket.send_fds(self._control, [json.dumps(request).encode()], [*outputs])
             pid = int(self._control.recv(MAX_MESSAGE))
@@ -159,8 +165,10 @@ def start_ftrun(
         before: what to put in front of the command.
     """
     everything = {**os.environ, **environment}
-    if warm_process is not None and not before and warm_process.fits(everything):
-        return warm_process.start(["-m", MODULE, *arguments], everything, cwd, [output, output])
+    namespace = before[-1] if [*before[:-1]] == NAMESPACE else ""
+    if warm_process is not None and (namespace or not before) and warm_process.fits(everything):
+        words = ["-m", MODULE, *arguments]
+        return warm_process.start(words, everything, cwd, [output, output], namespace=namespace)
     command = [*before, sys.executable, "-m", MODULE, *arguments]
     return subprocess.Popen(command, env=everything, cwd=cwd, stdout=output, stderr=subprocess.STDOUT)
 
@@ -245,11 +253,11 @@ def run_python(
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
     """Descendants whose parents end become children of this process."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def _popen(command: Sequence[str], pid: int) -> subprocess.Popen[Any]:
@@ -327,9 +335,27 @@ def _settle(request: dict[str, Any], outputs: list[int]) -> None:
         os.close(fd)
     if request["session"]:
         os.setsid()
+    if request["namespace"]:
+        _enter_namespace(request["namespace"])
     os.chdir(request["cwd"])
     sys.path[1:1] = request["path"]
     _set_environment(request["environment"])
+
+
+def _enter_namespace(name: str) -> None:
+    """What ``ip netns exec`` does, but for /sys: the network is another, and so are some files of /etc."""
+    with open(f"/run/netns/{name}") as file:
+        _succeeds(_libc.setns(file.fileno(), _CLONE_NEWNET))
+    _succeeds(_libc.unshare(_CLONE_NEWNS))
+    _succeeds(_libc.mount(b"", b"/", None, _MS_REC | _MS_SLAVE, None))
+    for path in Path("/etc/netns", name).iterdir():
+        _succeeds(_libc.mount(bytes(path), bytes(Path("/etc", path.name)), None, _MS_BIND, None))
+
+
+def _succeeds(status: int) -> None:
+    if status != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _become_ftrun(arguments: list[str], cwd: str) -> Program:
