@@ -6,30 +6,30 @@ import datetime
 import json
 import logging
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from support.warm_ftrun import run_python
 
 from ft_wrapper._secrets import without_secrets
 from ft_wrapper.log_lines import LineFormatter
 
 NIGHTLY = pytest.mark.nightly("the other one runs always")
+IMPORTS = """
+import logging, sys
+logging.getLogger("ft_wrapper").handlers.clear()  # of a process that this one was forked from
+for name in [name for name in sys.modules if name.partition(".")[0] == "ft_wrapper"]:
+    del sys.modules[name]
+import ft_wrapper
+log = logging.getLogger("ft_wrapper.restart.call")
+"""
 TIME = r"\d{4} \d\d:\d\d:\d\d\.\d{3}"
 
 
 def stderr_of(program: str, **environment: str) -> list[str]:
     """The lines that a program writes to stderr after it has imported the package."""
-    code = "import logging, sys, ft_wrapper\nlog = logging.getLogger('ft_wrapper.restart.call')\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code + textwrap.dedent(program)],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path)), **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+    done = run_python(["-c", IMPORTS + textwrap.dedent(program)], 100, environment)
+    assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()
 
 
