@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +21,14 @@ FOUND_AT_ONCE = ("told-of-the-iteration-before", "last-watches-nobody")
 def test_mistake_fits_the_code(mutant: Mutant) -> None:
     assert mutant.finder in FINDERS and mutant.why
     ast.parse(mutant.mutated())
-    # Of names that are not there any more a NameError tells, whatever the mistake is.
-    look = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
-    said = subprocess.run(look, input=mutant.mutated(), capture_output=True, text=True, timeout=SECONDS)
+
+
+def test_none_has_a_name_that_is_not_there(tmp_path: Path) -> None:
+    """A NameError tells of such a one, whatever the mistake is."""
+    for mutant in every_mutant():
+        (tmp_path / f"{mutant.name}.py").write_text(mutant.mutated())
+    look = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821", tmp_path]
+    said = subprocess.run(look, capture_output=True, text=True, timeout=SECONDS)
     assert said.returncode == 0, said.stdout
 
 
