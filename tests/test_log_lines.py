@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 import re
 import textwrap
 
@@ -24,6 +25,13 @@ import ft_wrapper
 log = logging.getLogger("ft_wrapper.restart.call")
 """
 TIME = r"\d{4} \d\d:\d\d:\d\d\.\d{3}"
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests themselves may run in a rank."""
+    for name in [name for name in os.environ if name.endswith("RANK") or name.startswith("FT_WRAPPER_LOG")]:
+        monkeypatch.delenv(name)
 
 
 def stderr_of(program: str, **environment: str) -> list[str]:
