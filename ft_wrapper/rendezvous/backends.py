@@ -21,7 +21,6 @@ from ..store import address as addresses
 from ..store.address import EtcdAddress, host_port, split_host_port
 from ..store.bounded import call_in_thread
 from ..store.plan import connect_etcd
-from ..store.tcp import another_client
 from .record import Record, RoundPolicy
 from .register import Board, agents_prefix, endpoint_key, gone_key
 from .settings import ETCD_NAMES, Settings, etcd_address, read_timeout
@@ -170,7 +169,7 @@ class TcpBackend(Backend):
         return self._store
 
     def agents_store(self, prefix: str) -> Store:
-        return PrefixStore(prefix, another_client(self._connected().torch_store))
+        return PrefixStore(prefix, self._connected().clone().torch_store)
 
     def local_address(self) -> str:
         return addresses.address_of_this_node(self.host_name)

@@ -92,6 +92,7 @@ class TCPStore(HoldingStore):
         self.patience = timeout.total_seconds()
         self._unanswered: list[Callable[[Operations], None]] = []
         self._loss = _Loss()
+        self._is_clone = False
         wait_for_port(self.host_name, self.port, self.patience)
 
         def connect() -> None:
@@ -125,9 +126,15 @@ class TCPStore(HoldingStore):
 
     def clone(self) -> "TCPStore":
         other = copy.copy(self)
-        client: Any = another_client(self._store)
-        other._store, other._unanswered, other._observer = client, [], None
+        other._is_clone, other._unanswered = True, []
+        other._connect_and_do("another connection", lambda store: store)
         return other
+
+    def close(self) -> None:
+        """Its clones no longer try to connect again, unless this is a clone itself."""
+        if not self._is_clone:
+            self._loss.noted = self._loss.noted or f"store at {self._where}: this process has closed it"
+        super().close()
 
     def _read(self, key: str) -> str | None:
         # One round trip; check and get take three. A comparison that fails changes nothing and answers with
@@ -157,12 +164,12 @@ class TCPStore(HoldingStore):
         try:
             return operation(self._store)
         except DistNetworkError as error:
-            return self._repeat(what, operation, error)
+            if self._loss.noted:
+                self._look_again()
+            log.warning("%r: lost during %s, trying again: %s", self, what, error)
+            return self._connect_and_do(what, operation)
 
-    def _repeat(self, what: str, operation: Callable[[Operations], T], error: Exception) -> T:
-        if self._loss.noted:
-            self._look_again()
-        log.warning("%r: lost during %s, trying again: %s", self, what, error)
+    def _connect_and_do(self, what: str, operation: Callable[[Operations], T]) -> T:
         # Where a clone has waited for long enough meanwhile, this one need not.
         too_long = tenacity.stop_after_delay(self.patience)
         retrying = self._retrying().copy(stop=lambda tried: bool(self._loss.noted) or too_long(tried))
@@ -281,15 +288,6 @@ class TCPStoreServer:
         A process that just exits has them end in any order.
         """
         del self._store
-
-
-def another_client(store: Any) -> TorchTCPStore:
-    """A further connection to the server of a client of torch's."""
-    if hasattr(store, "clone"):
-        return store.clone()  # type: ignore[no-any-return]
-    # torch 2.6
-    options: dict[str, Any] = {"is_master": False, "wait_for_workers": False, "timeout": store.timeout}
-    return TorchTCPStore(store.host, store.port, **options)
 
 
 def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:

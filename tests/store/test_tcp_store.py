@@ -6,12 +6,14 @@ import contextlib
 import errno
 import logging
 import os
+import queue
 import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import pytest
@@ -19,8 +21,9 @@ from store_helpers import Background, Proxy
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol.operations import read_log
-from ft_wrapper.store import TCPStore, TCPStoreServer
+from ft_wrapper.store import TCPStore, TCPStoreServer, tcp
 from ft_wrapper.store.plan import plan_store
+from ft_wrapper.store.tcp import wait_for_port
 from ft_wrapper.testing.etcd_server import free_port
 
 SHORT = timedelta(seconds=1)
@@ -150,10 +153,47 @@ def test_server_that_comes_back_empty() -> None:
     store.get("k")
     server.close()
     again = TCPStoreServer(server.port)
-    with pytest.raises(StoreError, match=rf"localhost:{server.port}.*came back without its contents"):
-        Background(lambda: store.add("n", 1)).join()
+    for act in (store.clone, lambda: store.add("n", 1)):
+        with pytest.raises(StoreError, match=rf"localhost:{server.port}.*came back without its contents"):
+            Background(act).join()
     store.close()
     again.close()
+
+
+def test_a_clone_of_a_lost_store_waits_as_long_as_any_operation() -> None:
+    """Where torch's own waits up to three times the timeout of operations."""
+    server = TCPStoreServer()
+    store = TCPStore("localhost", server.port, timeout=timedelta(hours=1))
+    store.patience = 0.5
+    server.close()
+    with pytest.raises(StoreError, match=f"{server.port} is lost: another connection failed for 0.5 s"):
+        Background(store.clone).join()
+    store.close()
+
+
+def test_clones_no_longer_try_to_connect_once_the_store_is_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = TCPStoreServer()
+    store = TCPStore("localhost", server.port, timeout=timedelta(hours=1))
+    clone = store.clone()
+    server.close()
+    begun = queue.SimpleQueue[object]()
+
+    def note_and_wait(*where: Any) -> None:
+        begun.put(where)
+        wait_for_port(*where)
+
+    monkeypatch.setattr(tcp, "wait_for_port", note_and_wait)
+    trying = [Background(store.clone), Background(lambda: clone.add("n", 1))]
+    for _ in trying:
+        begun.get(timeout=20)
+    store.close()
+    for each in trying:
+        with pytest.raises(StoreError, match=f"localhost:{server.port}"):
+            each.join()
+    clone.close()
+    caplog.clear()  # what it keeps holds connections
 
 
 def test_nobody_listens() -> None:
