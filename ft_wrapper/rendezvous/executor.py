@@ -245,6 +245,9 @@ class Executor:
         return self.look()
 
     def _announce(self, record: Record) -> None:
+        if record.complete and record.place_of(self.node) is None:
+            # If it was taken out, its heart may not have noticed yet that the store is back.
+            self.keep_alive()
         admission = Admission(self.node, self._leaving, digest(self._options))
         # Noted before: a caller that is interrupted in between, and gives up, has an admission to take back.
         self._announced = Announced(record.epoch, record.folded + 1, self.store.now())
@@ -315,9 +318,7 @@ class Executor:
 
 
 def _wanted(record: Record) -> str:
-    if record.min_nodes == record.max_nodes:
-        return str(record.min_nodes)
-    return f"at least {record.min_nodes}"
+    return f"{'at least ' if record.min_nodes < record.max_nodes else ''}{record.min_nodes}"
 
 
 def _missing(record: Record, came: list[Node]) -> str:

@@ -163,7 +163,8 @@ def test_a_node_that_was_cut_off_harms_nobody_and_comes_back(tmp_path: Path, net
     # The rank that the others had given up never came back as what it was. Its agent has started another one,
     # but only once it had its place again: before, that might have been another node's.
     assert after[2]["pid"] != before[2]["pid"]
-    assert [len(*pids_of(node).values()) for node in nodes] == [1, 1, 2]
+    said = "\n".join(node.said for node in nodes)
+    assert [len(*pids_of(node).values()) for node in nodes] == [1, 1, 2], said
     assert "this node (2 (host2)) was taken out of the rendezvous" in nodes[2].said
 
 

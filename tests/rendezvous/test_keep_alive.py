@@ -17,6 +17,7 @@ from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.testing import FakeStore
 
 NODES = [Node(str(number)) for number in range(6)]
+SETTINGS = Settings("job", 1, 6, keep_alive_interval=5.0, keep_alive_max_attempt=3)
 
 
 def record(policy: str, seated: int, spares: int, empty: tuple[int, ...] = ()) -> Record:
@@ -187,9 +188,32 @@ def test_a_store_that_stays_slow_keeps_no_lost_node_in() -> None:
 
 def heart_of(node: Node, store: FakeStore, state: Record) -> Heart:
     """A node's heart, whose beats the test asks for."""
-    settings, board = Settings("job", 1, 6, keep_alive_interval=5.0, keep_alive_max_attempt=3), Board()
+    board = Board()
     board.learn(Snapshot("", state))
-    return Heart(Executor(node, Register(store, state), board, settings), board, settings)
+    return Heart(Executor(node, Register(store, state), board, SETTINGS), board, SETTINGS)
+
+
+def test_a_node_that_joins_again_is_not_taken_out_for_its_silence_before() -> None:
+    """Its heart's connection may come back later than the one that it joins by."""
+    store, options = FakeStore(), SETTINGS.options()
+    state = dataclasses.replace(record(RoundPolicy.RANK, 3, 0, empty=(2,)), options=options)
+    heart, cut_off = heart_of(NODES[0], store, state), heart_of(NODES[2], store, state)._executor
+
+    def looks_until_it_is_out() -> int:
+        for count in range(1, 10):
+            beat(store, NODES[1])
+            store.clock.advance(5.0)
+            heart._executor.refresh()
+            assert not heart._beat()
+            if cut_off.refresh().record.place_of(NODES[2]) is None:
+                return count
+        raise AssertionError("it was never taken out")
+
+    leaving, looks = None, list[int]()
+    for _ in range(3):
+        leaving = cut_off.join(leaving).record.round
+        looks.append(looks_until_it_is_out())
+    assert looks[1:] == [4, 4], "it was to have the whole timeout again, and no longer"
 
 
 @pytest.mark.parametrize(
