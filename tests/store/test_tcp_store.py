@@ -161,7 +161,7 @@ def test_server_that_comes_back_empty() -> None:
 
 
 def test_a_clone_of_a_lost_store_waits_as_long_as_any_operation() -> None:
-    """Where torch's own waits up to three times the timeout of operations."""
+    """Where torch's own waits for the timeout of operations."""
     server = TCPStoreServer()
     store = TCPStore("localhost", server.port, timeout=timedelta(hours=1))
     store.patience = 0.5
