@@ -12,7 +12,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "ft_wrapper"
 MOST_FILES = 191  # 14 of them for live state
-MOST_CODE_LINES = 26_975
+MOST_CODE_LINES = 26_974
 MOST_LINES_OF_A_FILE = 450
 
 # Files that are still too long, with their lines.

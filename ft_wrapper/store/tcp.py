@@ -236,8 +236,7 @@ class TCPStore(HoldingStore):
     def _read_life(self, store: Operations) -> bytes:
         """The nonce written once in a store's life; the first client writes it."""
         nonce = socket.gethostname() + "-" + os.urandom(6).hex()
-        store.compare_set(self._full(LIFE), "", nonce)
-        return store.get(self._full(LIFE))
+        return store.compare_set(self._full(LIFE), "", nonce)
 
 
 class TCPStoreServer:
