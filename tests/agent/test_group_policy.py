@@ -87,11 +87,14 @@ class Job:
     def __enter__(self) -> Job:
         server = TCPStoreServer(0)
         self._exits.callback(server.close)
-        backend, conf = "c10d", "keep_alive_interval=1,keep_alive_max_attempt=5"
+        # A node that waits for torch's next round looks once a second, and later on a busy machine: with a
+        # shorter last call two nodes may have rounds of one by turns.
+        backend, conf = "c10d", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=5"
         if self._launcher == OURS:
-            backend, conf = "ft", f"keep_alive_interval=0.5,keep_alive_max_attempt={self._attempts}"
+            backend, conf = "ft", "last_call_timeout=1,keep_alive_interval=0.5"
+            conf += f",keep_alive_max_attempt={self._attempts}"
         self._options += ["--rdzv-backend", backend, "--rdzv-endpoint", f"localhost:{server.port}"]
-        self._options += ["--rdzv-conf", f"is_host=false,last_call_timeout=1,read_timeout=30,{conf}"]
+        self._options += ["--rdzv-conf", f"is_host=false,read_timeout=30,{conf}"]
         if self._launcher != TORCHS:
             self._options.append("--no-standby")
         return self
