@@ -37,7 +37,7 @@ help:
 	@echo "make matrix-torch  the tests of processes on other versions of torch, which it installs (gigabytes)"
 	@echo "make explore    simulated jobs with random faults, then every schedule of a small one (tests/exhaustive)"
 	@echo "make mutants    one-line mistakes in the code, each of which the simulations have to find"
-	@echo "make lint       ruff and mypy alone"
+	@echo "make lint       ruff, mypy and import-linter alone"
 	@echo "make format     ruff puts the code in order"
 	@echo "make docs       the documentation, in docs/_build/html"
 	@echo "make bench      the benchmarks"
@@ -133,6 +133,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
