@@ -123,7 +123,7 @@ matrix-torch: $(INSTALLED)
 	$(BIN)/python tests/outside/torch_matrix.py $(TORCHES)
 
 explore: $(INSTALLED)
-	$(BIN)/python -m ft_wrapper.testing.explore --random 100000 --processes 2
+	$(BIN)/python -m tests.explorer --random 100000 --processes 2
 	$(BIN)/python -m tests.exhaustive --processes 2
 
 mutants: $(INSTALLED)

@@ -348,7 +348,7 @@ def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         before = set(sys.modules)
         try:
             if words[1] == "-m":
-                importlib.import_module(words[2]).main(words[3:])
+                importlib.import_module(f"{words[2]}.__main__").main(words[3:])
             else:
                 defined = runpy.run_path(words[1], run_name="__main__")
                 for name in defined:

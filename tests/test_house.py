@@ -65,20 +65,20 @@ LINES = {
     "integrations": Budget(370, 391, SHELL),
     "check": Budget(210, 529, SHELL),
     "report": Budget(810, 2400, SHELL),
-    "testing": Budget(1170, 3168, SHELL),
+    "testing": Budget(1170, 1256, SHELL),
 }
 """Code lines of each package: no blank lines, comments or docstrings. ``top`` is what lies in none."""
 
 # Names that stand for two things, by the change that tells them apart.
 CLASSES_TWICE = {
-    CORE: {"Environment", "Heart", "Line", "Performer", "Place", "Progress", "Record", "Register", "Settings"}
+    CORE: {"Environment", "Heart", "Line", "Performer", "Place", "Record", "Register", "Settings"}
     | {"Span", "State", "Verdict", "Watch", "_Callback", "_Fault", "_Part"},
-    SHELL: {"Entry", "FT", "Failure", "Fault", "Job", "Policy", "Report"},
+    SHELL: {"Entry", "FT", "Fault", "Job", "Policy"},
 }
 FUNCTIONS_TWICE = {
     CORE: {"arrange", "begin", "close", "complete", "connect", "create_handler", "drain", "find", "heartbeat"}
     | {"in_words", "iteration_of", "read", "remove", "without_secrets"},
-    SHELL: {"add", "check", "draw", "look", "main", "make_report", "opened", "pack", "seed", "share"}
+    SHELL: {"add", "check", "draw", "look", "main", "make_report", "opened", "pack", "seed"}
     | {"shared_memory", "show"},
 }
 
@@ -182,7 +182,7 @@ NOT_PURE = {
     },
 }
 
-TOPICS_WITH_AND = Budget(0, 90, SHELL)
+TOPICS_WITH_AND = Budget(0, 84, SHELL)
 """Files whose docstring needs an "and" in its first line to name the topic."""
 
 _NO_CODE = (

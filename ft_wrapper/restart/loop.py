@@ -1,7 +1,7 @@
 """The restart loop of one rank, without threads, processes and sockets of its own.
 
 The loop talks to the store through the rank's membership. A `Performer` does everything else: `Call` in a
-job, `ft_wrapper.testing.process` in the explorer. So both run the same loop.
+job, `tests.explorer.process` in the explorer. So both run the same loop.
 """
 
 import copy

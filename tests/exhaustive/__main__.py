@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ft_wrapper.testing.explore import Explorer, Progress, add_what_is_tested, print_failure
+from tests.explorer.explore import Explorer, Progress, add_what_is_tested, print_failure
 
 from .jobs import JOB, every_run
 from .seen import MOST_LEFT

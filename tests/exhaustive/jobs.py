@@ -8,12 +8,12 @@ import functools
 import time
 from collections.abc import Callable, Generator
 
-from ft_wrapper.testing.explore import Explorer, share, without_logging
-from ft_wrapper.testing.failure import Failure, SwitchPolicy, attempt
-from ft_wrapper.testing.process import SimulatedProcess
-from ft_wrapper.testing.scenario import Scenario
 from ft_wrapper.testing.scheduler import Policy, ReplayPolicy, SchedulerError
-from ft_wrapper.testing.simulation import Simulation
+from tests.explorer.explore import Explorer, share, without_logging
+from tests.explorer.failure import Failure, SwitchPolicy, attempt
+from tests.explorer.process import SimulatedProcess
+from tests.explorer.scenario import Scenario
+from tests.explorer.simulation import Simulation
 
 from .search import Branch, Count, Search
 from .seen import MOST_LEFT, Seen, SeenByAll

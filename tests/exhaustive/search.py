@@ -29,8 +29,8 @@ from typing import Any, Protocol
 
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing.clock import Step, Task
-from ft_wrapper.testing.failure import run_on
 from ft_wrapper.testing.scheduler import Policy, Stop
+from tests.explorer.failure import run_on
 
 from .seen import Seen, SeenHere
 from .states import Event, StateScheduler, has_only_waited

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from ft_wrapper.testing.failure import Shrinker, SwitchPolicy, attempt, elsewhere
-from ft_wrapper.testing.scenario import Scenario
 from ft_wrapper.testing.scheduler import ReplayPolicy, SchedulerError
+from tests.explorer.failure import Shrinker, SwitchPolicy, attempt, elsewhere
+from tests.explorer.scenario import Scenario
 
 from .search import Branch, Search
 

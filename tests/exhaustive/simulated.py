@@ -7,8 +7,8 @@ from typing import Any
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx
 from ft_wrapper.testing import FakeStore
-from ft_wrapper.testing.process import SimulatedProcess
-from ft_wrapper.testing.simulation import Simulation
+from tests.explorer.process import SimulatedProcess
+from tests.explorer.simulation import Simulation
 
 from .states import StateScheduler
 

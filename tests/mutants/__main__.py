@@ -28,7 +28,7 @@ from . import every_mutant
 from .mutant import Mutant, copy_to
 
 FINDERS = {
-    "job": ["-m", "ft_wrapper.testing.explore", "--as-found", "--members", "5"],
+    "job": ["-m", "tests.explorer", "--as-found", "--members", "5"],
     "rendezvous": ["-m", "tests.rendezvous.explore"],
 }
 """The command line of each finder; ``--random``, ``--seed``, ``--processes`` and ``--seconds`` are added."""

@@ -15,7 +15,7 @@ from ft_wrapper.protocol.records import DONE, Decision
 from ft_wrapper.restart.loop import Left, RestartLoop
 from ft_wrapper.state import Mode, State
 from ft_wrapper.testing.fake_store import SimulatedStore
-from ft_wrapper.testing.process import SimulatedJob, SimulatedProcess
+from tests.explorer.process import SimulatedJob, SimulatedProcess
 
 
 class Mistaken:

@@ -21,9 +21,9 @@ from ft_wrapper.settings import Limits
 from ft_wrapper.store import Decision, Fault, Head, Member, View
 from ft_wrapper.testing import Scheduler
 from ft_wrapper.testing.fake_store import SimulatedStore
-from ft_wrapper.testing.scenario import Connect, Disturbance, Scenario
 from ft_wrapper.testing.scheduler import Policy
-from ft_wrapper.testing.simulation import MAX_TIME, Simulation
+from tests.explorer.scenario import Connect, Disturbance, Scenario
+from tests.explorer.simulation import MAX_TIME, Simulation
 
 LONG = 10_000.0
 Patches = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -15,15 +15,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # it is run as a program, too
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it is run as a program, too
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from exhaustive.shrink import SearchingShrinker
 from mistakes import MISTAKES, Mistake
 
-from ft_wrapper.testing.explore import without_logging
-from ft_wrapper.testing.failure import Failure, Switch, SwitchPolicy, attempt
-from ft_wrapper.testing.scenario import Disturbance, Scenario
 from ft_wrapper.testing.scheduler import RandomPolicy
+from tests.explorer.explore import without_logging
+from tests.explorer.failure import Failure, Switch, SwitchPolicy, attempt
+from tests.explorer.scenario import Disturbance, Scenario
 
 DATA = Path(__file__).with_name("shortest.json")
 PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"

@@ -9,8 +9,8 @@ import pytest
 
 from ft_wrapper.protocol import keys
 from ft_wrapper.testing.clock import Step
-from ft_wrapper.testing.scenario import Disturbance, Scenario
-from ft_wrapper.testing.simulation import Simulation
+from tests.explorer.scenario import Disturbance, Scenario
+from tests.explorer.simulation import Simulation
 
 RAISES = (Disturbance("exception", 1, 1),)
 DIES = (Disturbance("crash", 1, 20),)

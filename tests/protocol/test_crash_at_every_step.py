@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ft_wrapper.testing.scenario import Disturbance, Scenario
-from ft_wrapper.testing.simulation import Simulation
+from tests.explorer.scenario import Disturbance, Scenario
+from tests.explorer.simulation import Simulation
 
 RAISES = Disturbance("exception", 0, 1)
 NIGHTLY = pytest.mark.nightly("slot 0 has each fault at each step always")

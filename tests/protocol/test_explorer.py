@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ft_wrapper.testing import explore
-from ft_wrapper.testing.explore import Explorer, new_seed
-from ft_wrapper.testing.scenario import Disturbance, Scenario
-from ft_wrapper.testing.simulation import Simulation
+from tests.explorer import explore
+from tests.explorer.explore import Explorer, new_seed
+from tests.explorer.scenario import Disturbance, Scenario
+from tests.explorer.simulation import Simulation
 
 SEEDS = 250
 FIRST_SEED = 1_000_000

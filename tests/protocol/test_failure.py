@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 from mistakes import MISTAKES, Mistake
 
-from ft_wrapper.testing.failure import Failure, Shrinker, SwitchPolicy, attempt, kind_of
-from ft_wrapper.testing.scenario import SENTENCES, Disturbance, Scenario
 from ft_wrapper.testing.scheduler import RandomPolicy
-from ft_wrapper.testing.simulation import Simulation
+from tests.explorer.failure import Failure, Shrinker, SwitchPolicy, attempt, kind_of
+from tests.explorer.scenario import SENTENCES, Disturbance, Scenario
+from tests.explorer.simulation import Simulation
 
 CRASH = Disturbance("crash", 0, 22)
 

@@ -7,9 +7,9 @@ import shortest
 from loop_mistakes import LOOP_MISTAKES
 from mistakes import MISTAKES, Mistake
 
-from ft_wrapper.testing.explore import Explorer
-from ft_wrapper.testing.failure import SwitchPolicy, attempt
 from ft_wrapper.testing.scheduler import RandomPolicy
+from tests.explorer.explore import Explorer
+from tests.explorer.failure import SwitchPolicy, attempt
 
 each_mistake = pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.row)
 

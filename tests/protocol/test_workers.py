@@ -9,11 +9,11 @@ from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
-from ft_wrapper.testing.explore import share
+from tests.explorer.explore import share
 
 SLEEPERS = """
 import os, time
-from ft_wrapper.testing.explore import share
+from tests.explorer.explore import share
 
 def work(part):
     print(part, flush=True)

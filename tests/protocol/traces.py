@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it is run as a program, too
+
 from ft_wrapper.testing.clock import describe
-from ft_wrapper.testing.explore import Explorer, without_logging
 from ft_wrapper.testing.scheduler import RandomPolicy
+from tests.explorer.explore import Explorer, without_logging
 
 DATA = Path(__file__).with_name("traces.json")
 FIRST_SEED = 1_000_000

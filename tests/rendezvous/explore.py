@@ -20,7 +20,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # it is run as a program
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it is run as a program
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from disturbed_worlds import disturbed_world
 from exhaustive.search import Count
@@ -29,7 +30,7 @@ from explored_nodes import HAPPENINGS, Job, search
 from simulated_nodes import random_world
 
 from ft_wrapper.testing import SchedulerError
-from ft_wrapper.testing.explore import share, without_logging
+from tests.explorer.explore import share, without_logging
 
 _TRACE_LINES = 60
 _AT_ONCE = 5

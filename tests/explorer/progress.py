@@ -8,10 +8,11 @@
 
 from typing import TYPE_CHECKING
 
-from ..exception import TimeoutError
-from ..protocol import Agreement, keys
-from ..protocol.records import DONE, FAULT
-from ..store import Decision, Head, Member
+from ft_wrapper.exception import TimeoutError
+from ft_wrapper.protocol import Agreement, keys
+from ft_wrapper.protocol.records import DONE, FAULT
+from ft_wrapper.store import Decision, Head, Member
+
 from .history import HARMLESS, LONGEST_LOOK, SLACK, History, Violation, names
 
 if TYPE_CHECKING:

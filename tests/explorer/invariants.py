@@ -18,13 +18,14 @@
 import re
 from typing import TYPE_CHECKING
 
-from ..exception import StoreError
-from ..protocol import Agreement, keys
-from ..protocol.operations import read
-from ..protocol.records import DONE, FAULT, RETURNS
-from ..state import State
-from ..store import Head, Member, View
-from .clock import Step
+from ft_wrapper.exception import StoreError
+from ft_wrapper.protocol import Agreement, keys
+from ft_wrapper.protocol.operations import read
+from ft_wrapper.protocol.records import DONE, FAULT, RETURNS
+from ft_wrapper.state import State
+from ft_wrapper.store import Head, Member, View
+from ft_wrapper.testing.clock import Step
+
 from .history import LONGEST_LOOK, History, Violation, names
 from .progress import Progress
 

@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from .clock import Step, Task, describe, shorter
+from ft_wrapper.testing.clock import Step, Task, describe, shorter
+from ft_wrapper.testing.scheduler import Policy, RandomPolicy, SchedulerError
+
 from .scenario import Scenario
-from .scheduler import Policy, RandomPolicy, SchedulerError
 from .simulation import Simulation
 
 #: Makes a simulation of a scenario, in which a policy decides who goes on.

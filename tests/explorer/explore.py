@@ -2,8 +2,8 @@
 
 For example::
 
-    python -m ft_wrapper.testing.explore --random 100000 --processes 2
-    python -m ft_wrapper.testing.explore --replay 4711
+    python -m tests.explorer --random 100000 --processes 2
+    python -m tests.explorer --replay 4711
 
 ``--stores package.module:name`` takes other stores, ``--rank-assignment package.module:name`` another rank
 assignment; see `Simulation`.
@@ -27,11 +27,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
-from ..agent.process import die_with
-from ..rank_assignment import RankAssignment
+from ft_wrapper.agent.process import die_with
+from ft_wrapper.rank_assignment import RankAssignment
+from ft_wrapper.testing.scheduler import Policy, RandomPolicy, SchedulerError
+
 from .failure import Failure, Shrinker, attempt
 from .scenario import Scenario, StoreFactory
-from .scheduler import Policy, RandomPolicy, SchedulerError
 from .simulation import Simulation
 
 _TRACE_LINES = 60
@@ -225,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m ft_wrapper.testing.explore",
+        prog="python -m tests.explorer",
         description="Explores simulated jobs and checks after every step what must always hold.",
     )
     parser.add_argument("--random", type=int, metavar="N", help="run N jobs from seeds in a row")
@@ -332,7 +333,3 @@ class Progress:
         self._said = now
         rate = count.schedules / (now - self._start)
         print(f"  {count.schedules:,}{self._of} schedules, {rate:.0f} a second", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,21 +6,22 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from ..attribution import Interruption
-from ..exception import InternalError, RestartError
-from ..protocol import Agreement, keys
-from ..protocol.deaths import report_deaths
-from ..protocol.entering import Endpoint, Sizes
-from ..protocol.heart import HeartBeat, note_wanted
-from ..protocol.membership import Membership
-from ..protocol.records import MemberRecord
-from ..rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
-from ..report.restart import waiting_line
-from ..restart.loop import Left, Performer
-from ..settings import Limits
-from ..state import Mode, State
-from ..store import Decision, Fault, Member, PrefixStore, View
-from .clock import Task
+from ft_wrapper.attribution import Interruption
+from ft_wrapper.exception import InternalError, RestartError
+from ft_wrapper.protocol import Agreement, keys
+from ft_wrapper.protocol.deaths import report_deaths
+from ft_wrapper.protocol.entering import Endpoint, Sizes
+from ft_wrapper.protocol.heart import HeartBeat, note_wanted
+from ft_wrapper.protocol.membership import Membership
+from ft_wrapper.protocol.records import MemberRecord
+from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
+from ft_wrapper.report.restart import waiting_line
+from ft_wrapper.restart.loop import Left, Performer
+from ft_wrapper.settings import Limits
+from ft_wrapper.state import Mode, State
+from ft_wrapper.store import Decision, Fault, Member, PrefixStore, View
+from ft_wrapper.testing.clock import Task
+
 from .history import Facts
 from .scenario import process_name
 

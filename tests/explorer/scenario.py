@@ -5,14 +5,15 @@ import random
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-from .. import rank_assignment as ranks
-from ..compose import Compose
-from ..settings import Limits, OnJoin
-from ..state import State
-from ..store import StoreMixin
-from .fake_store import SimulatedStore, TransactionStore
+from ft_wrapper import rank_assignment as ranks
+from ft_wrapper.compose import Compose
+from ft_wrapper.settings import Limits, OnJoin
+from ft_wrapper.state import State
+from ft_wrapper.store import StoreMixin
+from ft_wrapper.testing.fake_store import SimulatedStore, TransactionStore
+from ft_wrapper.testing.scheduler import Scheduler
+
 from .history import Violation
-from .scheduler import Scheduler
 
 #: What can happen to a process, as a story tells of it: to whom, before which step, of which other process.
 #:

@@ -10,16 +10,18 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..attribution import Interruption
-from ..exception import StoreError
-from ..protocol import Agreement
-from ..protocol.deaths import holders, report_lost
-from ..rank_assignment import RankAssignment
-from ..restart.loop import RestartLoop
-from ..state import State
-from ..store import Fault, StoreMixin
-from .clock import Task, describe, shorter
-from .fake_store import FakeStore
+from ft_wrapper.attribution import Interruption
+from ft_wrapper.exception import StoreError
+from ft_wrapper.protocol import Agreement
+from ft_wrapper.protocol.deaths import holders, report_lost
+from ft_wrapper.rank_assignment import RankAssignment
+from ft_wrapper.restart.loop import RestartLoop
+from ft_wrapper.state import State
+from ft_wrapper.store import Fault, StoreMixin
+from ft_wrapper.testing.clock import Task, describe, shorter
+from ft_wrapper.testing.fake_store import FakeStore
+from ft_wrapper.testing.scheduler import Deadlock, Policy, Scheduler, TooLong
+
 from .history import HARMLESS
 from .invariants import Invariants
 from .process import CtrlC, SimulatedJob, SimulatedMonitor, SimulatedProcess
@@ -33,7 +35,6 @@ from .scenario import (
     simulated_assignment,
     simulated_stores,
 )
-from .scheduler import Deadlock, Policy, Scheduler, TooLong
 
 Act = Callable[[], None]
 
