@@ -27,7 +27,7 @@ from figures import duration, median, ratio, spread, table
 from jobs import own_all_descendants
 
 from ft_wrapper import events
-from ft_wrapper.control import drain
+from ft_wrapper.cli.control import drain
 from ft_wrapper.store import TCPStoreServer
 
 STEPS = 100  # before the drain, and after it

@@ -17,7 +17,7 @@ from . import terminate as terminate
 from .compose import Compose as Compose
 from .live import LiveState as LiveState
 from .log_lines import install as _install_log_handler
-from .report.restart import RestartReport as RestartReport
+from .restart.report import RestartReport as RestartReport
 from .state import FrozenState as FrozenState
 from .state import Mode as Mode
 from .state import State as State

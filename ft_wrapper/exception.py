@@ -1,6 +1,6 @@
 """Every error that a user can meet, and how one is said in a line."""
 
-from ._secrets import without_secrets
+from ._text import without_secrets
 
 
 class RestartError(Exception):

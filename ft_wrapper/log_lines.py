@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TextIO
 
-from ._secrets import without_secrets
+from ._text import without_secrets
 
 NAME = __name__.partition(".")[0]
 #: Says how the lines of a process look: ``text`` or ``json``. ``ftrun --log-format`` sets it for its ranks.

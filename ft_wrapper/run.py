@@ -28,9 +28,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from . import check, control
+from . import check
 from ._files import replace_broken_streams
-from ._secrets import without_secrets
+from ._text import without_secrets
 from .agent import classic_nodes, ft_nodes, outputs
 from .agent.elastic import CannotStart, Launch, LocalElasticAgent, WorkerSpec
 from .agent.nodes import End, Nodes
@@ -38,11 +38,11 @@ from .agent.one_node import OneNode
 from .agent.options import Options, parse_args
 from .agent.policy import Policy
 from .check import node
+from .cli import control, status
 from .log_lines import JSON, choose_format, make_formatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
 from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
 from .report import command as report
-from .report import status
 from .store.address import address_of_this_node, is_this_host, loopback
 
 __all__ = ["command", "main", "parse_args", "run"]

@@ -12,7 +12,7 @@ import textwrap
 import pytest
 from support.warm_ftrun import run_python
 
-from ft_wrapper._secrets import without_secrets
+from ft_wrapper._text import without_secrets
 from ft_wrapper.log_lines import LineFormatter
 
 NIGHTLY = pytest.mark.nightly("the other one runs always")

@@ -9,8 +9,7 @@ import pytest
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.protocol.records import Fault, Member
 from ft_wrapper.protocol.standing import Counted, Stood
-from ft_wrapper.report.missing import who_is_missing
-from ft_wrapper.report.restart import in_words
+from ft_wrapper.restart.report import in_words, who_is_missing
 
 SIZES = {"0": 4, "1": 4, "5": 5, "34": 2, "01": 2, "23": 2, "02": 2, "13": 2}
 SLEEP = "at data.py:7 in read"

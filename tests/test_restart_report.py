@@ -12,7 +12,7 @@ from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.operations import Append, Write
 from ft_wrapper.protocol.records import MemberRecord
 from ft_wrapper.report.failed_step import FailedStep, counted_on, in_which
-from ft_wrapper.report.restart import RestartReport, TookOver, duration, make_report, waiting_line
+from ft_wrapper.restart.report import RestartReport, TookOver, duration, make_report, waiting_line
 from ft_wrapper.state import State
 from ft_wrapper.store import Decision, Fault, Member, View
 from ft_wrapper.testing.fake_store import FakeStore

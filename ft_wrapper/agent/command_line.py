@@ -9,7 +9,7 @@ import functools
 import importlib.metadata
 import os
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -18,11 +18,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpec
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from .. import __version__
-from .._secrets import without_secrets
+from .._text import without_secrets
+from ..check import node
 from ..log_lines import FORMAT_ENV, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME
-from . import node_options
+from .node_checks import TIMEOUT
 from .nodes import EXIT_BARRIER_TIMEOUT
 from .policy import RANK_RESTARTS, Policy
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS
@@ -33,6 +34,8 @@ DEFAULT_RDZV_ID = "none"
 DEFAULT_MASTER_ADDR = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
 NO_HANDLER = "null"  # for events
+
+NODE_CHECKS = "auto"
 
 #: Options of torchrun's that do nothing here, though they ask for something: what to do instead.
 NO_EFFECT = {
@@ -425,7 +428,7 @@ def _add_own(parser: Parser) -> None:
         "which node this is; restarted with the same id it takes its old place (default: --node-rank, "
         "else the number that SLURM or Kubernetes gave it, else a new one)",
     )
-    node_options.add_options(add)
+    _add_node_checks(add)
     add(
         "--drain-timeout SECONDS",
         "SIGTERM drains this node if the others can continue without it: its ranks leave the job when their "
@@ -447,4 +450,28 @@ def _add_own(parser: Parser) -> None:
         "--no-standby",
         "start each rank separately, instead of forking it from a process that has imported torch (always so "
         "with --no-python and PYTHON_EXEC)",
+    )
+
+
+def _add_node_checks(add: Callable[..., Any]) -> None:
+    add(
+        "--node-check CMD",
+        "a shell command that must exit with 0 before this node takes a seat; otherwise the node is kept out "
+        "and tries again; the last line of the command's output is the reason",
+    )
+    add(
+        "--node-checks NAMES",
+        f"built-in checks before that, separated by commas: {', '.join((*node.AUTO, *node.NAMED_ONLY))}; "
+        f"{', '.join(node.NUMBERS)} with the amount that must exist, as in gpus=8; none; auto for the first "
+        f"{len(node.AUTO)}, on one node for none (default: {NODE_CHECKS})",
+        default=NODE_CHECKS,
+    )
+    add(
+        "--node-check-timeout SECONDS",
+        f"how long the command may take, and each built-in check (default: {TIMEOUT:g})",
+        default=f"{TIMEOUT:g}",
+    )
+    add(
+        "--node-check-retries N",
+        "how often a node that is kept out tries again before it gives up (default: no limit; 0 on one node)",
     )

@@ -32,11 +32,12 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from . import call_function, classic_nodes, health, loop
-from .group import Counts, Group, WholeGroup, process_failures, state_of
-from .nodes import EXIT_BARRIER_TIMEOUT, CannotStart, End, Nodes, Workers, run_rounds
+from .group import Counts, Group, process_failures, state_of
+from .nodes import EXIT_BARRIER_TIMEOUT, CannotStart, End, Nodes, Round, Workers, run_rounds
+from .outputs import Failure
 from .policy import RANK_RESTARTS, Policy, RestartPolicy
 from .process import LOCAL_RANK, Job, Program, program_of, python_program
-from .signals import SHUTDOWN_TIMEOUT, SIGNALS, Inbox, queued
+from .signals import SHUTDOWN_TIMEOUT, SIGNALS, Inbox, SignalQueue, What, queued, signal_name
 
 __all__ = [
     "CannotStart",
@@ -424,3 +425,87 @@ def _refuse(spec: WorkerSpec) -> None:
     for name, way_out in without:
         if getattr(spec, name, None):
             raise ValueError(f"WorkerSpec({name}={getattr(spec, name)!r}) is not known here: {way_out}")
+
+
+# Workers that are started and ended together ---------------------------------------------------------------
+
+
+class WholeGroup:
+    """Carries rounds out for a `SimpleElasticAgent`.
+
+    Args:
+        agent: its ``_start_workers``, ``_wait_workers`` and ``_stop_workers`` are called.
+        group: told what happens.
+        nodes: the others.
+        cleanup: stops the workers at the end.
+    """
+
+    def __init__(
+        self, agent: SimpleElasticAgent, group: Group, nodes: Nodes, cleanup: contextlib.ExitStack
+    ) -> None:
+        self._agent = agent
+        self._group = group
+        self._nodes = nodes
+        self._restarts = 0
+        cleanup.callback(self._stop, signal.SIGKILL)
+
+    def start(self, where: Round) -> None:
+        self._group.begin_round(where)
+        if where.restarts is not None:
+            self._restarts = where.restarts
+        self._group.count_restarts(self._restarts)
+        for local_rank, worker_id in self._agent._start_workers(self._group.copy()).items():
+            self._group.started(local_rank, worker_id)
+        self._group.all_started()
+
+    def wait(self, signals: SignalQueue) -> End:
+        while True:
+            failures = self._agent._wait_workers(self._group.copy(), (signals.fd, self._nodes.inbox))
+            if failures is None:
+                end = self._look_outside(signals)
+                if end is not None:
+                    return end
+            elif failures:
+                return self._fail(failures)
+            else:
+                for worker in self._group.copy().workers:
+                    self._group.ended(worker.local_rank)
+                return End()
+
+    def _look_outside(self, signals: SignalQueue) -> End | None:
+        for signum in signals.read():
+            if signum in signals.ending:
+                self._nodes.leave(f"it was ended by {signal_name(signum)}")
+                self._stop(signum)
+                return End(signum=signum)
+        for news in self._nodes.inbox.take():
+            if news.what is What.CLOSED:
+                continue  # the workers come to their own end
+            log.warning("%s", news.why)
+            ends = news.what.ends
+            if not ends:
+                self._group.become(WorkerState.STOPPED)
+            self._stop(signal.SIGTERM)
+            return End(again=not ends, ended_by=news.why if ends else "")
+        return None
+
+    def _fail(self, failures: dict[int, ProcessFailure]) -> End:
+        again = self._restarts < self._group.spec.max_restarts
+        first = self._group.copy().workers[0].global_rank
+        for rank in failures:
+            self._group.failed(rank - first)
+        if again:
+            self._restarts += 1
+            self._group.count_restarts(self._restarts)
+            self._group.become(WorkerState.STOPPED)
+        self._stop(signal.SIGTERM)
+        counted = []
+        for rank, one in failures.items():
+            file = one.error_file if os.path.isfile(one.error_file) else ""
+            what = Failure(rank, one.pid, one.exitcode, one.timestamp, one.message, "", error_file=file)
+            counted.append(what)
+        words = "" if again else f"rank {counted[0].rank}: {counted[0].how()}"
+        return End(counted, again=again, failed=words)
+
+    def _stop(self, signum: int) -> None:
+        self._agent._stop_workers(self._group.copy(), signum)

@@ -21,11 +21,10 @@ from .._files import check_open_files
 from ..monitor.line import AGENT_ENV
 from ..monitor.service import MonitorService
 from ..store.tcp import raise_file_limit
-from . import actions, ranks
+from . import ranks
 from .group import Group
-from .kernel_kills import count_kernel_kills
 from .nodes import End, Nodes, Round
-from .outputs import ERROR_FILE_ENV, Failure, Logs, opened, read_failure
+from .outputs import ERROR_FILE_ENV, Failure, Logs, count_kernel_kills, opened, read_failure
 from .policy import JobInStore, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
 from .signals import SignalQueue
@@ -195,42 +194,42 @@ class Loop:
 
     # Carrying out --------------------------------------------------------------------------------------
 
-    def _carry_out(self, todo: Iterable[actions.Action]) -> None:
+    def _carry_out(self, todo: Iterable[ranks.Action]) -> None:
         for action in todo:
             match action:
-                case actions.Start():
+                case ranks.Start():
                     with self._or_failed(action.rank, action.incarnation):
                         self._start(action)
-                case actions.CancelStarts():
+                case ranks.CancelStarts():
                     self._cancel_starts(action.why)
-                case actions.ForkAhead():
+                case ranks.ForkAhead():
                     if self._standby is not None:
                         self._standby.ask_ahead()
                         self._take_answers(self._standby)
-                case actions.EndTemplate():
+                case ranks.EndTemplate():
                     self._end_standby()
-                case actions.Send():
+                case ranks.Send():
                     for rank, process in self._running.items():
                         if action.rank in (None, rank):
                             process.send(action.signum)
-                case actions.Kill():
+                case ranks.Kill():
                     self._kill()
-                case actions.AskPlace():
+                case ranks.AskPlace():
                     is_ours, out_of_reach = self._nodes.look_for_place()
                     self._carry_out(self._ranks.place(is_ours=is_ours, out_of_reach=out_of_reach))
-                case actions.LeaveJob():
+                case ranks.LeaveJob():
                     self._nodes.leave(action.why)
-                case actions.Tell():
+                case ranks.Tell():
                     self._tell(action)
-                case actions.AskToLeave():
+                case ranks.AskToLeave():
                     if not self._monitors.ask_to_leave(self._running[action.rank].pid):
                         self._ranks.does_not_leave(action.rank)
-                case actions.AskDrain():
+                case ranks.AskDrain():
                     refused = self._nodes.drain(action.within, action.why)
                     if refused:
                         self._carry_out(self._ranks.stays(action, refused))
 
-    def _tell(self, told: actions.Tell) -> None:
+    def _tell(self, told: ranks.Tell) -> None:
         failure = told.failure
         running = sum(not process.has_ended() for process in self._running.values())
         log.log(
@@ -245,10 +244,10 @@ class Loop:
 
     # Starting ------------------------------------------------------------------------------------------
 
-    def _environment(self, asked: actions.Start) -> dict[str, str]:
+    def _environment(self, asked: ranks.Start) -> dict[str, str]:
         return self._job.environment(asked.rank, asked.restarts, self._ranks.round)
 
-    def _start(self, asked: actions.Start) -> None:
+    def _start(self, asked: ranks.Start) -> None:
         """Starts a process, or asks the template for it."""
         if not self._ranks.wants(asked):
             return  # another one could not be started, and so none is

@@ -15,10 +15,10 @@ from ..rendezvous.register import Register, endpoint_key, version_key
 from ..store import TCPStore, TCPStoreServer
 from ..store.address import host_port, loopback
 from ..store.bounded import in_background
+from .ft_nodes import asked_of, what_follows
 from .nodes import Nodes, Round, alone
 from .policy import STORE_TIMEOUT
 from .proving import NO_PROOF, Proof, await_proof
-from .seats import asked_of, what_follows
 
 _END_TIMEOUT = 5.0
 

@@ -2,33 +2,66 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib.machinery
 import importlib.util
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 
+from ..check import node
+from ..check.node import Wanted
 from ..log_lines import FORMATS, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
 from ..store.address import without_brackets
 from . import command_line
-from .command_line import Parser, name
-from .node_options import NodeChecks, read_drain_timeout, read_options
+from .command_line import NODE_CHECKS, Parser, name
+from .node_checks import TIMEOUT, BuiltIn, Command
 from .outputs import PREFIX_ENV
 from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
+from .proving import Proof
+
+if TYPE_CHECKING:
+    from .command_line import Parser
 
 OURS = (NAME, *ETCD_NAMES)
 #: The default of torchrun's ``--rdzv-backend``: here another name of ours.
 STATIC = "static"
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeChecks:
+    """What a node has to pass before it takes a seat.
+
+    Args:
+        wanted: the built-in checks; see `ft_wrapper.check.node`.
+        command: the user's, for a shell; empty if there is none.
+        timeout: seconds that each of them may take.
+        retries: how often they are tried again before the node ends; None: without end.
+    """
+
+    wanted: Wanted = dataclasses.field(default_factory=dict)
+    command: str = ""
+    timeout: float = TIMEOUT
+    retries: int | None = None
+
+    def proof(self) -> Proof:
+        """The checks, ready to be run."""
+        # Each for itself: a mistake in one of them hides nothing that another one finds.
+        looks = [functools.partial(node.look, {name: number}) for name, number in self.wanted.items()]
+        checks: list[Callable[[], str]] = [BuiltIn(look, self.timeout) for look in looks]
+        if self.command:
+            checks.append(Command(self.command, self.timeout))
+        return Proof(tuple(checks), self.retries, takes_time=bool(self.command))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +172,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         local_ranks_filter=parser.local_ranks(nproc),
         signals=parser.signals(),
         shutdown_timeout=parser.seconds("--shutdown-timeout"),
-        drain_timeout=read_drain_timeout(parser, backend, is_ours=backend in OURS),
+        drain_timeout=_drain_timeout(parser, backend, is_ours=backend in OURS),
         policy=policy,
         max_restarts=parser.count("--max-restarts"),
         max_rank_restarts=parser.count("--max-rank-restarts", RANK_RESTARTS),
@@ -151,7 +184,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         warnings=tuple(parser.warnings),
         check=bool(args.check),
         log_format=args.log_format,
-        node_checks=read_options(parser, backend, is_ours=backend in OURS),
+        node_checks=_node_checks(parser, backend, is_ours=backend in OURS),
         **nodes,
     )
 
@@ -439,3 +472,50 @@ def _config(parser: Parser, args: argparse.Namespace, backend: str, nproc: int) 
         # As in torch's static rendezvous, whatever the name of the endpoint leads to: a proxy, a service.
         config.setdefault("is_host", str(rank == "0").lower())
     return config
+
+
+# What a node has to pass before it takes a seat; how it leaves ----------------------------------------------
+
+
+def _node_checks(parser: Parser, backend: str, *, is_ours: bool) -> NodeChecks:
+    """Reads the options; ends the program for what is wrong.
+
+    Args:
+        parser: has read the command line.
+        backend: how the nodes meet; empty if this one is alone.
+        is_ours: whether that is a rendezvous of ours.
+    """
+    given = parser.given
+    names, command = given.node_checks or NODE_CHECKS, given.node_check or ""
+    try:
+        wanted = node.parse(names)
+    except ValueError as error:
+        parser.error(f"--node-checks {names}: {error}")
+    timeout = parser.seconds("--node-check-timeout")
+    if timeout == 0:
+        parser.error("--node-check-timeout 0: must be more than 0")
+    if names == NODE_CHECKS and not is_ours:
+        wanted = {}
+    if backend and not is_ours and (wanted or command):
+        said = f"--node-check {command}" if command else f"--node-checks {names}"
+        why = f"there, the others wait for a node that stays out; use --rdzv-backend {NAME}"
+        parser.contradict(said, f"--rdzv-backend {backend}", why)
+    is_limited = given.node_check_retries is not None or not backend
+    retries = parser.count("--node-check-retries") if is_limited else None
+    return NodeChecks(wanted, command, timeout, retries)
+
+
+def _drain_timeout(parser: Parser, backend: str, *, is_ours: bool) -> float:
+    """Reads for how long SIGTERM drains this node; warns where it cannot.
+
+    Args:
+        parser: has read the command line.
+        backend: how the nodes meet; empty if this one is alone.
+        is_ours: whether that is a rendezvous of ours.
+    """
+    seconds = parser.seconds("--drain-timeout")
+    if is_ours or not seconds:
+        return seconds
+    where = f"with --rdzv-backend {backend}; use {NAME} or etcd" if backend else "on one node"
+    parser.warn(f"--drain-timeout {parser.given.drain_timeout}: no effect {where}")
+    return 0.0

@@ -4,6 +4,7 @@ The destinations are torch's own (`LogsSpecs`), one set for each incarnation of 
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TextIO
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -345,3 +347,34 @@ def report(failures: Sequence[Failure], nproc: int, node: str = "") -> str:
     if not any(failure.error for failure in failures):
         lines.append("  (decorate main() with torch.distributed.elastic's @record to see its error here)")
     return "\n".join(lines)
+
+
+# How often the kernel has killed for lack of memory ---------------------------------------------------------
+# It says so to no one, but it counts: before it sends the SIGKILL, by cgroup, the one that this process and
+# its ranks are in, and those below it.
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def count_kernel_kills(events: Path | None = None) -> int:
+    """How many processes the kernel has killed here for lack of memory; 0 where it does not tell.
+
+    Args:
+        events: the cgroup's file ``memory.events``; that of this process when None.
+    """
+    events = events or _own_events()
+    try:
+        fields = dict(line.split() for line in events.read_text().splitlines()) if events else {}
+        return int(fields.get("oom_kill", 0))
+    except (OSError, ValueError):  # cgroups of version 1, or a machine without a cgroup of ours
+        return 0
+
+
+@functools.cache
+def _own_events() -> Path | None:
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    path = next((line[3:] for line in groups if line.startswith("0::")), None)
+    return None if path is None else _CGROUPS / path.lstrip("/") / "memory.events"

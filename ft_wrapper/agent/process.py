@@ -23,9 +23,8 @@ from .. import log_lines
 from ..settings import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
 from ..store.address import split_host_port
 from ..store.plan import ANNOUNCED
-from .kernel_kills import count_kernel_kills
 from .nodes import Round
-from .outputs import RankFiles
+from .outputs import RankFiles, count_kernel_kills
 
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
 TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"

@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..report.restart import RestartReport
+from ..restart.report import RestartReport
 
 try:
     from opentelemetry import trace

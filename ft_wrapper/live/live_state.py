@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._text import duration, plural
 from ..exception import JobAbort
-from ..report.restart import duration, plural
 from ..settings import as_int, as_limit, check_callable
 from ..wrapper import CallWrapper
 from . import checks

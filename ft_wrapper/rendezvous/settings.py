@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from .._secrets import without_secrets
+from .._text import without_secrets
 from ..settings import as_int, as_seconds
 from ..store.address import (
     DEFAULT_PREFIX,

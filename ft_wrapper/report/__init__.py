@@ -9,9 +9,9 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
+from .._text import duration, plural
 from .goodput import BUCKETS, Goodput, make_goodput
 from .jobs import Record, by_job
-from .restart import duration, plural
 from .rows import by_host
 
 #: The phases of a restart, from the first fault on, one after the other.

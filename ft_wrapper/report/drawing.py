@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from xml.etree.ElementTree import Element, SubElement
 
+from .._text import duration
 from .look import LOOKS, SHAPE_TITLES, SHAPES, clean, moment, per_cent, shape_of, shortened, ticks
-from .restart import duration
 from .timeline import STATES, Line, Mark, State, Timeline
 
 _SVG = "http://www.w3.org/2000/svg"

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
+from .._text import duration, plural
 from . import PHASES, Report
 from .drawing import add, draw_bar, draw_swatch, draw_timeline, patterns
 from .goodput import BUCKETS
 from .look import LOOKS, moment, per_cent, shape_of, summary
-from .restart import duration, plural
 from .timeline import STATE_OF, Timeline, shares_of
 
 _UNKNOWN = "the function told no steps, see call_wrapper.step(n)"

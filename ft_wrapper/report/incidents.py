@@ -5,8 +5,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from .._text import plural
 from ..attribution import Interruption, InterruptionRecord, by_blame
-from .restart import plural
 from .rows import Record, Row, iteration_of
 
 #: What happened to a rank, by the kind of its fault; `JOINED` if nothing failed and a process came.

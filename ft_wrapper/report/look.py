@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from .restart import duration, plural
+from .._text import duration, plural
 from .timeline import Timeline
 
 # What no XML may have, and what no file can: a message may have been cut in the middle of a character.

@@ -11,9 +11,9 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from .._text import plural
 from .goodput import Goodput
 from .incidents import Incident, Seat, find_incidents, natural
-from .restart import plural
 from .rows import Record, Row, iteration_of
 
 MOST_ROWS = 64

@@ -15,10 +15,10 @@ from ..finalize import Finalize
 from ..health_check import HealthCheck
 from ..initialize import Initialize
 from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, ShiftRanks
-from ..report.restart import RestartReport
 from ..settings import Limits, Plain, about, as_switch
 from ..store import StoreMixin, TCPStore, without_secrets
 from ..terminate import Terminate
+from .report import RestartReport
 
 
 def _check_factory(name: str, value: Any) -> Any:

@@ -16,8 +16,8 @@ from ..monitor.shared_memory import Phase
 from ..monitor.threads import Watch
 from ..protocol import Agreement, keys
 from ..protocol.operations import Operations, Wake, Write, read
-from ..report.restart import RestartReport, began_before, make_report
 from ..state import State
+from .report import RestartReport, began_before, make_report
 
 if TYPE_CHECKING:
     from .resources import Resources

@@ -29,13 +29,13 @@ from ..protocol import Agreement
 from ..protocol.membership import Membership, Remembered
 from ..protocol.records import FAULT, Member
 from ..rank_assignment import RankDiscarded
-from ..report.restart import waiting_line
 from ..settings import Limits, formation_size
 from ..state import State
 from ..store import StorePlan
 from ..store.address import own_address
 from ..torch_groups import Environment, being_aborted
 from . import Settings
+from .report import waiting_line
 
 log = logging.getLogger(__name__)
 

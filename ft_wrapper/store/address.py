@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from .._secrets import without_secrets
+from .._text import without_secrets
 
 ETCD_SCHEME = "etcd"
 DEFAULT_PREFIX = "ft_wrapper"

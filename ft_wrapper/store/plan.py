@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .. import _secrets
+from .. import _text
 from ..exception import StoreError
 from ..protocol.operations import Operations
 from .address import EtcdAddress, etcd_login, host_port, is_etcd, master_port, split_host_port, tcp_address
@@ -103,7 +103,7 @@ def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
         return functools.partial(connect_etcd, EtcdAddress.parse(address), timeout)
     host, port = split_host_port(address)
     if not host or not port.isdigit():
-        shown = _secrets.without_secrets(address)
+        shown = _text.without_secrets(address)
         raise ValueError(f"{shown!r} must be host:port, or etcd://host:port/prefix")
     host, number = tcp_address(host, int(port))
     return functools.partial(TCPStore, host, number, timeout=timeout)
@@ -169,7 +169,7 @@ def plan_store(
 def without_secrets(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A store's arguments as they may be shown: without its password."""
     shown = {
-        name: _secrets.without_secrets(value) if isinstance(value, str) else value
+        name: _text.without_secrets(value) if isinstance(value, str) else value
         for name, value in kwargs.items()
     }
     return shown | ({"password": "…"} if "password" in shown else {})
@@ -191,7 +191,7 @@ def announced_plan(address: str, timeout: float) -> StorePlan:
         raise ValueError(
             f"environment variable {ANNOUNCED}: {error}; ftrun sets it, remove it otherwise"
         ) from None
-    described = _secrets.without_secrets(address if is_etcd(address) else f"TCPStore({address})")
+    described = _text.without_secrets(address if is_etcd(address) else f"TCPStore({address})")
     return StorePlan(connect, None, "", described, plain={"address": address, "timeout": timeout})
 
 

@@ -16,7 +16,7 @@ from agent_job import FTRUN, TIMEOUT, FtRun, await_that
 from support.warm_ftrun import run_python, start_python
 from test_nodes import Cluster
 
-from ft_wrapper import control
+from ft_wrapper.cli import control
 from ft_wrapper.exception import StoreError
 from ft_wrapper.store import TCPStoreServer
 

@@ -12,7 +12,7 @@ from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
 from test_etcd import EtcdCluster, left_in
 from test_nodes import CONF, PLAIN, WRAPPED, Cluster, pids_of
 
-from ft_wrapper.report import status
+from ft_wrapper.cli import status
 from ft_wrapper.testing import EtcdServer
 
 REASON = "--node-check: the fan stands still (exit status 3)"

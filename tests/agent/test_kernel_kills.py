@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ft_wrapper.agent import loop
-from ft_wrapper.agent.kernel_kills import count_kernel_kills
-from ft_wrapper.agent.outputs import Failure
+from ft_wrapper.agent.outputs import Failure, count_kernel_kills
 from ft_wrapper.run import main
 
 

@@ -13,8 +13,8 @@ import pytest
 from agent_job import FtRun
 
 from ft_wrapper.agent.process import Job
+from ft_wrapper.cli.status import main as status
 from ft_wrapper.log_lines import FORMAT_ENV, choose_format
-from ft_wrapper.report.status import main as status
 from ft_wrapper.run import main, parse_args
 from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.plan import announced_plan, plan_store

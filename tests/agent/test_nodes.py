@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
 
+from ft_wrapper.cli import status
 from ft_wrapper.rendezvous.register import version_key
-from ft_wrapper.report import status
 from ft_wrapper.store import TCPStoreServer, connect
 from ft_wrapper.testing.etcd_server import free_port
 

@@ -16,9 +16,8 @@ from ended import has_ended
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ft_wrapper.agent.node_checks import BuiltIn, Command
-from ft_wrapper.agent.node_options import NodeChecks
 from ft_wrapper.agent.one_node import OneNode
-from ft_wrapper.agent.options import Options, parse_args
+from ft_wrapper.agent.options import NodeChecks, Options, parse_args
 from ft_wrapper.agent.proving import LONGEST_WAIT, Proof, await_proof
 from ft_wrapper.agent.signals import Signalled, held, queued
 from ft_wrapper.check import node as checks

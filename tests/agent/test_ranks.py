@@ -11,7 +11,14 @@ import pytest
 from elastic_agents import ROLE, Alone
 from test_policy import FakeJob
 
-from ft_wrapper.agent.actions import (
+from ft_wrapper.agent.elastic import WorkerSpec, WorkerState
+from ft_wrapper.agent.group import Group
+from ft_wrapper.agent.nodes import alone
+from ft_wrapper.agent.outputs import Failure
+from ft_wrapper.agent.policy import Policy, RestartPolicy
+from ft_wrapper.agent.ranks import (
+    PLACE_DELAY,
+    SPARE_DELAY,
     Action,
     AskDrain,
     AskPlace,
@@ -21,16 +28,11 @@ from ft_wrapper.agent.actions import (
     ForkAhead,
     Kill,
     LeaveJob,
+    Ranks,
     Send,
     Start,
     Tell,
 )
-from ft_wrapper.agent.elastic import WorkerSpec, WorkerState
-from ft_wrapper.agent.group import Group
-from ft_wrapper.agent.nodes import alone
-from ft_wrapper.agent.outputs import Failure
-from ft_wrapper.agent.policy import Policy, RestartPolicy
-from ft_wrapper.agent.ranks import PLACE_DELAY, SPARE_DELAY, Ranks
 from ft_wrapper.agent.signals import News, What
 from ft_wrapper.monitor.shared_memory import RankMemory
 

@@ -15,8 +15,8 @@ from ft_wrapper.protocol.heart import HeartBeat, note_wanted
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.protocol.records import MemberRecord
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
-from ft_wrapper.report.restart import waiting_line
 from ft_wrapper.restart.loop import Left, Performer
+from ft_wrapper.restart.report import waiting_line
 from ft_wrapper.settings import Limits
 from ft_wrapper.state import Mode, State
 from ft_wrapper.store import Decision, Fault, Member, PrefixStore, View

@@ -25,9 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampl
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ft_wrapper.exception import JobAbort
-from ft_wrapper.integrations._lightning import WholeFiles
-from ft_wrapper.integrations._lightning_checks import check_order
-from ft_wrapper.integrations.lightning import FT
+from ft_wrapper.integrations.lightning import FT, WholeFiles, check_order
 
 pytestmark = pytest.mark.frameworks("lightning, torchdata")
 

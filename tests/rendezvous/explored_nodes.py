@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from ft_wrapper.agent.seats import what_follows
+from ft_wrapper.agent.ft_nodes import what_follows
 from ft_wrapper.agent.signals import What
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.moves import adopt_rank_policy

@@ -17,9 +17,9 @@ import pytest
 from rich.console import Console
 from torch.distributed import TCPStore
 
-from ft_wrapper.report import status
-from ft_wrapper.report.live_status import draw, show
-from ft_wrapper.report.status import COMPLETED, KEPT_OUT, NOT_FORMED, RUNNING, NodeStatus, RankStatus, Status
+from ft_wrapper.cli import status
+from ft_wrapper.cli.live_status import draw, show
+from ft_wrapper.cli.status import COMPLETED, KEPT_OUT, NOT_FORMED, RUNNING, NodeStatus, RankStatus, Status
 
 JOB = Status(
     state=RUNNING,
@@ -156,7 +156,7 @@ def test_without_a_terminal_or_rich_and_for_programs_it_prints_lines(
 NOISY = """
 import os
 from rich.console import Console
-from ft_wrapper.report.live_status import show
+from ft_wrapper.cli.live_status import show
 def statuses():
     os.write(2, b"noise")
     yield from ()

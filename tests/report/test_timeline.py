@@ -15,8 +15,8 @@ from ft_wrapper.protocol.records import Fault, Member
 from ft_wrapper.report.goodput import BUCKETS, make_goodput
 from ft_wrapper.report.incidents import WORDS, natural, slots_in
 from ft_wrapper.report.look import SHAPE_OF, SHAPES
-from ft_wrapper.report.restart import in_words
 from ft_wrapper.report.timeline import MOST_ROWS, STATES, Line, Timeline, make_timeline
+from ft_wrapper.restart.report import in_words
 
 
 def timeline(records: list[dict[str, Any]]) -> Timeline:

@@ -12,7 +12,7 @@ from test_on_restart import ALL_PHASES, trains
 
 from ft_wrapper import RestartReport
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.report.restart import TookOver
+from ft_wrapper.restart.report import TookOver
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
 

@@ -14,11 +14,11 @@ import pytest
 from rank_harness import Job
 from rejoin_job import Training, training
 
+from ft_wrapper.cli import status
+from ft_wrapper.cli.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
 from ft_wrapper.rendezvous.moves import close
 from ft_wrapper.rendezvous.record import Node, Record, Seat
 from ft_wrapper.rendezvous.register import Register, endpoint_key
-from ft_wrapper.report import finding, status
-from ft_wrapper.report.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
 from ft_wrapper.store import TCPStoreServer, connect
 from ft_wrapper.testing import FakeStore
 
@@ -100,7 +100,7 @@ def test_a_job_whose_nodes_have_not_met_is_watched_until_they_have() -> None:
 def test_a_job_that_goes_to_another_round_is_watched_there(
     stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding, "TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr(status, "TIMEOUT", timedelta(seconds=0.5))
     node = Node("7", address="here")
     seat = Seat(0, 0, 1, "default", node, "7")
     record = Record(2, 2, complete=True, seats=(seat,))
@@ -155,6 +155,6 @@ def test_no_endpoint(
 def test_a_store_that_does_not_answer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding, "TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(status, "TIMEOUT", timedelta(seconds=0.2))
     assert status.main(["127.0.0.1:1"]) == 2
     assert "127.0.0.1:1" in capsys.readouterr().err

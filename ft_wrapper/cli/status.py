@@ -11,22 +11,71 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 
 from torch.distributed import DistError
 
-from .._secrets import without_secrets
+from .._text import without_secrets
 from ..exception import StoreError
 from ..protocol import Agreement, keys
+from ..protocol.operations import Operations, read
 from ..protocol.records import FAULT
+from ..rendezvous.backends import RENDEZVOUS, workers_namespace
 from ..rendezvous.kept_out import KeptOut, read_all
 from ..rendezvous.record import Node, Place, Record
-from ..rendezvous.register import version_key
-from ..store import StoreMixin
+from ..rendezvous.register import RECORD_KEY, endpoint_key, version_key
+from ..report import table
+from ..restart.report import host_and_pid, in_words
+from ..store import StoreMixin, connect
+from ..store.address import EtcdAddress, is_etcd
 from ..store.bounded import call_in_thread
-from ..store.plan import ANNOUNCED
-from . import table
-from .finding import ENDPOINT, check_endpoint, meeting_place, open_store, ranks_store, read_record
-from .restart import host_and_pid, in_words
+from ..store.plan import ANNOUNCED, connector
+
+# Where a job's stores are, by what a user calls the job -----------------------------------------------------
+
+
+TIMEOUT = timedelta(seconds=10)
+#: What a user calls a job.
+ENDPOINT = "HOST:PORT, or etcd://HOST:PORT/PREFIX"
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ValueError unless this may be what a user calls a job."""
+    try:
+        connector(endpoint, TIMEOUT)
+    except ValueError:
+        raise ValueError(f"{endpoint or 'no endpoint'}: give {ENDPOINT}") from None
+
+
+def read_record(store: Operations) -> Record | None:
+    """The record of the nodes; None if there is none in this store."""
+    text = read(store, RECORD_KEY)
+    try:
+        return None if text is None else Record.from_text(text)
+    except ValueError as error:
+        raise StoreError(f"store key {RECORD_KEY!r}: {error}") from error
+
+
+def meeting_place(endpoint: str) -> str:
+    """Where the record is, by what a user calls the job: on etcd the job's prefix is enough."""
+    if not is_etcd(endpoint) or EtcdAddress.parse(endpoint).namespace:
+        return endpoint
+    return str(EtcdAddress.parse(endpoint).within(RENDEZVOUS))
+
+
+def ranks_store(endpoint: str, store: Operations, record: Record) -> str:
+    """Address of the store in which wrapped ranks agree; empty if there is none yet."""
+    if not is_etcd(endpoint):
+        return read(store, endpoint_key(record.round)) or ""
+    if not record.complete:
+        return ""
+    return str(EtcdAddress.parse(endpoint).within(workers_namespace(record.round)))
+
+
+def open_store(address: str, opened: contextlib.ExitStack) -> StoreMixin:
+    """Connects to a store, for as long as the stack is open."""
+    return opened.enter_context(contextlib.closing(connect(address, TIMEOUT)))
+
 
 NOT_FORMED = "not formed"
 RUNNING = "running"

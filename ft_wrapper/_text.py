@@ -1,4 +1,4 @@
-"""Passwords and tokens, left out of what people and log files see."""
+"""Text for people: numbers with their unit; without passwords."""
 
 import re
 
@@ -19,3 +19,22 @@ def without_secrets(text: str) -> str:
         text = _IN_URL.sub(f"{_HIDDEN}@", text)
         text = _BEFORE_HOST.sub(f"{_HIDDEN}@", text)
     return _NAMED.sub(rf"\1{_HIDDEN}", text) if "=" in text else text
+
+
+def duration(seconds: float) -> str:
+    """Says how long something took, in the unit that a person would choose.
+
+    Args:
+        seconds: how long.
+    """
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.1f} ms" if seconds < 0.1 else f"{1e3 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def plural(count: int, noun: str) -> str:
+    """A noun, in the plural unless there is one."""
+    return noun if count == 1 else noun + "s"

@@ -14,19 +14,18 @@ from collections.abc import Callable, Sequence
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from ._secrets import without_secrets
-from .attribution import Interruption
-from .exception import StoreError
-from .protocol import Agreement, keys
-from .protocol.deaths import holders
-from .protocol.records import FAULT, Fault
-from .rendezvous import drains, moves
-from .rendezvous.record import Record
-from .rendezvous.register import Register
-from .report.finding import ENDPOINT, check_endpoint, meeting_place, open_store, ranks_store, read_record
-from .report.restart import plural
-from .store import StoreMixin
-from .store.plan import ANNOUNCED
+from .._text import plural, without_secrets
+from ..attribution import Interruption
+from ..exception import StoreError
+from ..protocol import Agreement, keys
+from ..protocol.deaths import holders
+from ..protocol.records import FAULT, Fault
+from ..rendezvous import drains, moves
+from ..rendezvous.record import Record
+from ..rendezvous.register import Register
+from ..store import StoreMixin
+from ..store.plan import ANNOUNCED
+from .status import ENDPOINT, check_endpoint, meeting_place, open_store, ranks_store, read_record
 
 #: Seconds from a drain until ranks are ended that have not come to their next step, by default.
 WITHIN = 30.0

@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .look import clean
-from .restart import plural
+from .._text import plural
+from ..report.look import clean
 
 if TYPE_CHECKING:
     from .status import RankStatus, Status
