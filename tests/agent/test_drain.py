@@ -188,7 +188,8 @@ def test_a_node_leaves_and_the_others_begin_another_round(
         monkeypatch.setattr(control, "_await_gone", await_gone)
         done = control.drain(cluster.address, "node:1", 30.0, "")
         assert done == "slot 1 left the job; ranks that go on: 1"
-        await_that(lambda: "has group rank 0 of 1 in round 1" in a.said, a)
+        # Where the first node was early it has had a round of its own before, number 0.
+        await_that(lambda: re.search(r"has group rank 0 of 1 in round [1-9]", a.said) is not None, a)
         cluster.finish(a)
 
 
