@@ -243,7 +243,10 @@ class Call(Performer):
             self.own.member.emit("spare")
             return self._warm_up()
         self.own.member.emit("enter", rank=self.state.active_rank)
-        return self._function()
+        if self.settings.abort is None:  # its groups are the user's
+            return self._function()
+        with torch_groups.taking_over_destroy():
+            return self._function()
 
     def _warm_up(self) -> None:
         """On a spare, which has nothing else to do until the iteration ends."""

@@ -11,6 +11,10 @@ to a group is held by C++ (the reducer inside a ``DistributedDataParallel``), th
 lock held, and both wait for ever. When the last reference is one of Python's, torch releases the lock first.
 So Python references to every group and backend are kept until the groups' threads have nothing left to do,
 and a background thread drops them: joining gloo's threads takes about 10 ms a group, too long for a restart.
+
+Most scripts call ``destroy_process_group`` in their last line, before the function's frame drops the model:
+three ranks that did so, without any fault, hung in nearly every call. So that function is taken over while
+the wrapped one runs.
 """
 
 import contextlib
@@ -20,6 +24,7 @@ import os
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
@@ -42,7 +47,10 @@ _IDLE_LIMIT = 5.0
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 _STORE_TIMEOUT = timedelta(seconds=300)
 
-_background: list[threading.Thread] = []
+_to_drop: list[list[Any]] = []  # references to released groups, while a thread runs that drops them
+_dropping = threading.Lock()
+_background: list[threading.Thread] = []  # that thread, or the last one
+_torchs_destroy: Any = None
 _aborting: list[str] = []  # groups whose abort has not returned
 
 
@@ -246,6 +254,52 @@ def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
         _drop_in_background(references)
 
 
+@contextlib.contextmanager
+def taking_over_destroy() -> Iterator[None]:
+    """Within it, ``destroy_process_group`` releases groups as `release_process_groups` does.
+
+    For its caller they are gone at once, as always: operations in flight come to their end, and a new
+    ``init_process_group`` works. Names of new groups do not begin at 0 again: they meet in the same store,
+    where what the destroyed ones have written still is.
+
+    Its code is replaced, not the name: scripts import that before the call.
+    """
+    global _torchs_destroy
+    destroy: Any = sys.modules[_C10D].destroy_process_group
+    ours = _in_the_place_of_destroy.__code__
+    if not isinstance(destroy, types.FunctionType) or destroy.__closure__ or destroy.__code__ is ours:
+        yield  # another program has put its own there; or this is a call within another one
+        return
+    code = destroy.__code__
+    _torchs_destroy = types.FunctionType(code, destroy.__globals__, destroy.__name__, destroy.__defaults__)
+    destroy.__code__ = ours
+    try:
+        yield
+    finally:
+        destroy.__code__ = code
+
+
+def _in_the_place_of_destroy(group: Any = None) -> None:
+    import ft_wrapper.torch_groups  # it runs among the names of torch's module
+
+    ft_wrapper.torch_groups.destroy_and_release(group)
+
+
+def destroy_and_release(group: Any) -> None:
+    """What ``destroy_process_group`` does within `taking_over_destroy`.
+
+    Args:
+        group: as there.
+    """
+    world = sys.modules[_C10D]._world
+    references, count = _references(world, None), world.group_count
+    try:
+        _torchs_destroy(group)
+    finally:
+        world.group_count = max(count, world.group_count)
+        _drop_in_background(references)
+
+
 def wait_for_released_groups(timeout: float = 10.0) -> bool:
     """Waits until the groups that were released are gone, with their threads and sockets.
 
@@ -255,22 +309,20 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
     Returns:
         False when some are still there; a warning says so.
     """
-    deadline = time.monotonic() + timeout
-    for thread in _background:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    _background[:] = [thread for thread in _background if thread.is_alive()]
-    if _background:
-        log.warning("process groups still not gone after %g s: %d of them", timeout, len(_background))
-    return not _background
+    are_gone = await_released_groups(timeout)
+    if not are_gone:
+        log.warning("process groups still not gone after %g s", timeout)
+    return are_gone
 
 
 def await_released_groups(timeout: float) -> bool:
     """As `wait_for_released_groups`, in any thread; says nothing. Whether all have ended."""
     deadline = time.monotonic() + timeout
-    threads = list(_background)
-    for thread in threads:
+    for thread in list(_background):
         thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
+        if thread.is_alive():
+            return False
+    return True
 
 
 def _destroy(c10d: Any, group: Any, aborted: bool) -> None:
@@ -354,17 +406,28 @@ def _leave_meshes() -> None:
 
 
 def _drop_in_background(references: list[Any]) -> None:
-    def drop() -> None:
+    """Has a thread drop them: the one that runs, if there is one, for a function may destroy many groups."""
+    with _dropping:
+        _to_drop.append(references)
+        if len(_to_drop) == 1:  # else it comes to them
+            thread = threading.Thread(target=_drop_all, name="ft_wrapper-release-groups", daemon=True)
+            _background[:] = [thread]
+            thread.start()
+
+
+def _drop_all() -> None:
+    is_done = False
+    while not is_done:
+        count = len(_to_drop)
         try:
             _wait_until_idle(named_threads(_WORKER_NAME) or unnamed_threads())
-            while references:
-                references.pop()
+            for references in _to_drop[:count]:
+                references.clear()
         except Exception:
             log.warning("process groups could not be dropped", exc_info=True)
-
-    _background[:] = [thread for thread in _background if thread.is_alive()]
-    _background.append(threading.Thread(target=drop, name="ft_wrapper-release-groups", daemon=True))
-    _background[-1].start()
+        with _dropping:
+            del _to_drop[:count]
+            is_done = not _to_drop
 
 
 def _wait_until_idle(tids: list[int]) -> None:

@@ -76,6 +76,8 @@ class KeptGroup:
                 f"process_group({wrong[0]}=…): the wrapper chooses {', '.join(_OURS)}; leave it out, or call "
                 "torch.distributed.init_process_group yourself"
             )
+        if not dist.is_initialized():
+            self.group = None  # the function has destroyed it
         if dist.is_initialized() and self.group is None:
             log.warning(
                 "process_group(): torch.distributed.init_process_group was called before; that group is "
