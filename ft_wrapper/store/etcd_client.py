@@ -178,7 +178,7 @@ class EtcdClient:
             try:
                 return self._send(what, path, data, patience, token)
             except EtcdRefused as error:
-                if not self.forget(token, error):
+                if not (error.wants_login and self.forget(token)):
                     raise
                 return self._send(what, path, data, patience, self.token(patience))  # nothing was done
 
@@ -261,9 +261,9 @@ class EtcdClient:
         self._token = str(reply["token"])
         return self._token
 
-    def forget(self, token: str | None, error: EtcdRefused) -> bool:
-        """Whether a refusal is about the token, which runs out or dies with a member; forgets it then."""
-        if self._user is None or not error.wants_login:
+    def forget(self, token: str | None) -> bool:
+        """Forgets a token that etcd did not take: it runs out, or dies with a member. False without users."""
+        if self._user is None:
             return False
         if self._token == token:
             self._token = None

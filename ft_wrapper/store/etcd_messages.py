@@ -22,7 +22,7 @@ LARGEST_REQUEST = 1_500_000
 #: The most operations that etcd takes in a transaction, by default.
 MOST_OPERATIONS = 128
 
-NOT_FOUND, _UNAUTHENTICATED = 5, 16  # gRPC's codes, as the gateway gives them
+NOT_FOUND, PERMISSION_DENIED, _UNAUTHENTICATED = 5, 7, 16  # gRPC's codes, as the gateway gives them
 _PASSING = {1, 2, 4, 10, 14}  # canceled, unknown, deadline exceeded, aborted, unavailable
 _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old", "invalid auth", "user name is empty")
 

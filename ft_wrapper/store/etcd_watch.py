@@ -70,6 +70,7 @@ class Watch:
         self._endpoint: Endpoint | None = None
         self._closed = threading.Event()
         self._deadline = math.inf
+        self._denied = False  # by the last answer
 
     def close(self) -> None:
         """Ends it, from any thread."""
@@ -146,7 +147,11 @@ class Watch:
                 client.leave(endpoint)
             raise
         except EtcdRefused as error:
-            if not client.forget(token, error):
+            # Before 3.5.6 and 3.4.22, etcd also denies permission when it does not know the token: only what
+            # it denies with a new token, too, is denied.
+            denied_before, self._denied = self._denied, error.code == messages.PERMISSION_DENIED
+            outdated = error.wants_login or (self._denied and not denied_before)
+            if not (outdated and client.forget(token)):
                 raise
             raise NoAnswer(f"{endpoint}: {error.reason}") from None
         finally:
@@ -185,7 +190,9 @@ class Watch:
             reason = (
                 f"compacted: {kept} is the first" if kept else str(result.get("cancel_reason", "canceled"))
             )
-            raise messages.refusal("watch", endpoint, 7 if "permission" in reason else 2, reason)
+            code = messages.PERMISSION_DENIED if "permission" in reason else 2
+            raise messages.refusal("watch", endpoint, code, reason)
+        self._denied = False
         kv = None
         for event in result.get("events", []):
             kv = KeyValue.parse(event["kv"])

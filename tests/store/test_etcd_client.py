@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import logging
@@ -9,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from etcd_helpers import Relay, ask, erase, write
 from store_helpers import Background
 
 from ft_wrapper.exception import StoreError
+from ft_wrapper.protocol.keys import WAKE
+from ft_wrapper.protocol.operations import Beat, beats
+from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.address import Endpoint, parse_endpoints
 from ft_wrapper.store.etcd_client import EtcdClient
 from ft_wrapper.store.etcd_messages import (
@@ -461,7 +466,43 @@ def test_password(guarded: EtcdServer, caplog: pytest.LogCaptureFixture) -> None
     assert following.values() == [b"1", b"2"]
     assert client.read(Span(b"job/k"))[0].value == b"2"
     assert PASSWORD not in caplog.text and PASSWORD not in repr(client)
+    caplog.clear()  # the errors in its records hold connections
     client.close()
+
+
+def test_a_watch_logs_in_again(guarded: EtcdServer) -> None:
+    """As often as etcd forgets the token; some versions then deny a watch the permission that it has."""
+    client = EtcdClient(guarded.endpoints, user="job", password=PASSWORD)
+    root = EtcdClient(guarded.endpoints, user="root", password="root's own")
+    revision = write(client, b"job/k", b"0")
+    watch = Watch(client, Span(b"job/k"), revision + 1)
+    events = watch.events()
+    for value in (b"1", b"2", b"3"):
+        ask(root, "auth/user/changepw", {"name": "job", "password": PASSWORD})  # its tokens go
+        watch._leave(client.current)
+        write(root, b"job/k", value)
+        assert Background(lambda: next(events).value).join() == value
+    watch.close()
+    events.close()
+    client.close()
+    root.close()
+
+
+def test_a_store_needs_no_permission_outside_its_prefix(guarded: EtcdServer) -> None:
+    arguments = {"user": "job", "password": PASSWORD, "timeout": timedelta(seconds=20)}
+    with (
+        contextlib.closing(EtcdStore(guarded.endpoints, "job", **arguments)) as store,
+        contextlib.closing(store.clone()) as other,
+    ):
+        for key in ("k", f"{WAKE}1"):
+            waiting = Background(lambda key=key: store.wait([key]))
+            other.set(key, "1")
+            waiting.join()
+        assert store.add("counter", 2) == 2 and store.append("k", "2") is None
+        assert store.get("k") == b"12" and store.delete_key("k")
+        store.execute([Beat("heart", 60.0)])
+        assert beats(other, "heart") > 0
+        assert other.remove()
 
 
 @pytest.mark.parametrize(
