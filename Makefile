@@ -1,5 +1,5 @@
-# `make demo` and `make test` do everything on a fresh machine. What they install goes into .venv and
-# nowhere else.
+# `make demo` and `make test` do everything on a fresh machine. What they install, etcd included, goes into
+# .venv and nowhere else.
 
 # The Python to make the virtual environment from, and the torch to put into it. `make TORCH=torch` takes
 # the newest one; a wheel's path or URL works too.

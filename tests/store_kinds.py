@@ -23,7 +23,7 @@ def real_store(
     """A store that ends with the block.
 
     Args:
-        kind: one of `REAL`. Without an etcd, ``etcd`` skips the test.
+        kind: one of `REAL`. Without an etcd, ``etcd`` fails the test.
         request: of a fixture that has asked for `etcd_if_any`.
         timeout: of operations that wait.
 

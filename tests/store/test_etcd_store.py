@@ -33,7 +33,7 @@ SECOND = timedelta(seconds=1)
 
 
 @pytest.fixture
-def cluster(etcd: EtcdServer) -> Iterator[EtcdServer]:
+def cluster() -> Iterator[EtcdServer]:
     """Three members of the test's own."""
     with EtcdServer(3) as server:
         yield server
