@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import trustme
 from agent_job import TIMEOUT, all_gone, await_that, send
+from etcd_users import require_login
 from test_nodes import CONF, WRAPPED, Cluster, lose, pids_of, places
 from training import Training
 
@@ -305,11 +306,7 @@ def test_somebody_else_s_keys(end_of: Callable[[str], str], members: EtcdServer)
 def test_who_may_not_come_in(
     end_of: Callable[[str], str], members: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.closing(members.get_client()) as client:
-        client.request("auth/user/add", "auth/user/add", {"name": "root", "password": "secret"})
-        client.request("auth/role/add", "auth/role/add", {"name": "root"})
-        client.request("auth/user/grant", "auth/user/grant", {"user": "root", "role": "root"})
-        client.request("auth/enable", "auth/enable", {})
+    require_login(members, {"root": "secret"}, {})
     assert "wants a user and a password" in end_of(members.endpoints)
     monkeypatch.setenv("ETCDCTL_USER", "root:guessed")
     line = end_of(members.endpoints)

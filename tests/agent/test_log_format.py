@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from agent_job import FtRun
+from etcd_users import require_login
 
 from ft_wrapper.agent.process import Job
 from ft_wrapper.cli.status import main as status
@@ -117,13 +117,8 @@ def test_a_job_that_cannot_start_says_so_in_a_line(tmp_path: Path, script: str) 
 @pytest.fixture
 def guarded() -> Iterator[EtcdServer]:
     """An etcd that wants a user and a password."""
-    with EtcdServer() as server, contextlib.closing(server.get_client()) as client:
-        for user in (USER, "root"):
-            client.request("auth/user/add", "auth/user/add", {"name": user, "password": PASSWORD})
-        client.request("auth/role/add", "auth/role/add", {"name": "root"})
-        for user in (USER, "root"):
-            client.request("auth/user/grant", "auth/user/grant", {"user": user, "role": "root"})
-        client.request("auth/enable", "auth/enable", {})
+    with EtcdServer() as server:
+        require_login(server, {"root": PASSWORD, USER: PASSWORD}, {USER: "ft_wrapper/job/"})
         yield server
 
 

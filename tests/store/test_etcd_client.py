@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import trustme
 from etcd_helpers import Relay, ask, erase, write
+from etcd_users import require_login
 from store_helpers import Background
 
 from ft_wrapper.exception import StoreError
@@ -420,17 +421,7 @@ def test_value_that_is_too_large(client: EtcdClient, name: Name) -> None:
 def guarded() -> Iterator[EtcdServer]:
     """An etcd with users: root, and job, who may do everything below job/."""
     with EtcdServer() as server:
-        client = server.get_client()
-        ask(client, "auth/user/add", {"name": "root", "password": "root's own"})
-        ask(client, "auth/role/add", {"name": "root"})
-        ask(client, "auth/user/grant", {"user": "root", "role": "root"})
-        ask(client, "auth/user/add", {"name": "job", "password": PASSWORD})
-        ask(client, "auth/role/add", {"name": "job"})
-        permission = {"permType": "READWRITE", "key": "am9iLw==", "range_end": "am9iMA=="}
-        ask(client, "auth/role/grant", {"name": "job", "perm": permission})
-        ask(client, "auth/user/grant", {"user": "job", "role": "job"})
-        ask(client, "auth/enable", {})
-        client.close()
+        require_login(server, {"root": "root's own", "job": PASSWORD}, {"job": "job/"})
         yield server
 
 
