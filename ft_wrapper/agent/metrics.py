@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..attribution import Interruption
-from ..monitor.tally import BOUNDS, KINDS, PHASES, RANK_STATES, Histogram, Tallied
+from ..monitor.tally import BOUNDS, PHASES, RANK_STATES, Histogram, Tallied
 from .group import Group
 from .nodes import Nodes
 
@@ -69,9 +69,6 @@ class _Collector:
         yield self._gauge("step", "The step that was told last", known.step)
         since = None if known.progress is None else time.time() - (time.monotonic() - known.progress)
         yield self._gauge("last_progress_timestamp_seconds", "When a rank made progress last", since)
-        yield self._counter("steps_lost", "Steps that restarts threw away", known.steps_lost)
-        lost = _all(KINDS, known.seconds)
-        yield self._counter("badput_seconds", "What ranks spent on what is no new step", lost, "kind")
 
     def _of_agent(self) -> "Iterator[Metric]":
         counts, left = self._group.counts, self._group.remaining_restarts

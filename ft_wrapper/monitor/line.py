@@ -2,12 +2,12 @@
 
 One JSON object a line, over a stream socket. An agent hears hello first, with the memory's descriptor, and
 answers which heart beats for the rank and whether its process is replaced, or why it gets no monitor there.
-Then the rank says ``join`` (who it is), ``view`` (the iteration it is in, and what became of the one before),
-``restart`` (all ranks are back, and this one came last), ``serve`` (open the store of an iteration; answered
-with its port, unless the rank knew it from the shared memory), ``loader`` (it waits for a data loader's
-worker, or does so no more; or what ails that worker), ``between`` (it has left a call, and may come to
-another one; answered once the monitor looks at the shared memory no more), ``bye`` (it leaves in order). What
-the monitor does with it is in `watch`.
+Then the rank says ``join`` (who it is), ``view`` (the iteration it is in), ``restart`` (all ranks are back,
+and this one came last), ``serve`` (open the store of an iteration; answered with its port, unless the rank
+knew it from the shared memory), ``loader`` (it waits for a data loader's worker, or does so no more; or what
+ails that worker), ``between`` (it has left a call, and may come to another one; answered once the monitor
+looks at the shared memory no more), ``bye`` (it leaves in order). What the monitor does with it is in
+`watch`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 #: Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front.
 AGENT_ENV = "FT_WRAPPER_AGENT"
 #: Of hello: another Python, with another ft_wrapper, may run the ranks.
-VERSION = 9
+VERSION = 10
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port
@@ -83,19 +83,17 @@ class MonitorLine:
         """Says who the rank is; from then on the monitor sends its heartbeat."""
         self._send({"type": "join", "member": str(member)})
 
-    def enter(self, view: View, decision: Decision | None, before: Mapping[str, Any] | None = None) -> None:
+    def enter(self, view: View, decision: Decision | None) -> None:
         """Says which iteration the rank is in; which it is there stands in the shared memory.
 
         Args:
             view: the iteration.
             decision: what changed since the last one said; None to say it all.
-            before: what became of the last one; None if there was none.
         """
-        message: dict[str, Any] = {"type": "view", "before": before or {}}
         if decision is None:
-            self._send({**message, "whole": view.to_json()})
+            self._send({"type": "view", "whole": view.to_json()})
         else:
-            self._send({**message, "nonce": view.nonce, "decision": decision.to_json()})
+            self._send({"type": "view", "nonce": view.nonce, "decision": decision.to_json()})
 
     def restarted(self, cause: str, phases: Mapping[str, float]) -> None:
         """Says that all ranks are back: for who counts restarts. From any thread.

@@ -86,7 +86,6 @@ class RankMonitor:
         limits: the times to keep.
         heart: the one that beats for the rank, perhaps as for others.
         job: what the job is called in events; None for what the environment says.
-        on_hang: called when a hang is noticed, with the iteration's nonce and the seconds that it took.
     """
 
     connect: dataclasses.InitVar[Callable[[], StoreMixin]]
@@ -96,7 +95,6 @@ class RankMonitor:
     limits: Limits
     heart: Heart
     job: str | None = None
-    on_hang: Callable[[str, float], None] = lambda nonce, seconds: None
     view: View | None = dataclasses.field(default=None, init=False)  # of the iteration that the rank is in
     is_between: bool = dataclasses.field(default=False, init=False)
 
@@ -280,8 +278,7 @@ class RankMonitor:
         memory = self.memory
         more: dict[str, Any] = {"kind": interruption.name, "ends": memory.active}
         if interruption in (Interruption.SOFT_TIMEOUT, Interruption.HARD_TIMEOUT):
-            more["since"] = since = memory.progress_stamp(self.limits.progress_watchdog_interval)
-            self.on_hang(view.nonce, time.monotonic() - since)
+            more["since"] = memory.progress_stamp(self.limits.progress_watchdog_interval)
         self._emit("fault", view, **more, **(memory.told_step() if memory.iteration == view.n else {}))
 
     def _emit(self, event: str, view: View, **fields: Any) -> None:

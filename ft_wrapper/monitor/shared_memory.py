@@ -56,8 +56,7 @@ class RankMemory(ctypes.Structure):
         main_stamp: when the main thread was last seen to run bytecode.
         gil_stamp: when a thread of the rank last had the GIL.
         ping_stamp: when the function last called ``ping``; 0.0 when not in this iteration.
-        step_stamp: when the step that the function last told began; means nothing while `step` is None.
-        first_stamp: when the first one of this iteration did.
+        step_stamp: when the step that the function last told began, also in an iteration before; 0.0 if none.
         entered_at: when the rank began to call the function in this iteration, or to be a spare; 0.0 before.
         has_left: whether it is out of the function again, by a fault.
         has_returned: whether its call has completed.
@@ -80,8 +79,8 @@ class RankMemory(ctypes.Structure):
 
     _fields_ = (
         ("_mutex", ctypes.c_char * _MUTEX_SIZE),
-        *((name, ctypes.c_double) for name in ("main_stamp", "gil_stamp", "ping_stamp", "step_stamp")),
-        *((name, ctypes.c_double) for name in ("first_stamp", "entered_at")),
+        *((name, ctypes.c_double) for name in ("main_stamp", "gil_stamp", "ping_stamp")),
+        *((name, ctypes.c_double) for name in ("step_stamp", "entered_at")),
         *((name, ctypes.c_uint64) for name in ("_step", "_first_step")),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd", "port_ahead")),
@@ -94,7 +93,6 @@ class RankMemory(ctypes.Structure):
     gil_stamp: float
     ping_stamp: float
     step_stamp: float
-    first_stamp: float
     entered_at: float
     phase: int
     iteration: int
@@ -253,22 +251,6 @@ class RankMemory(ctypes.Structure):
         """Whether the rank is in the function, or a spare."""
         return self.entered_at > 0.0 and not self.has_left
 
-    def stay(self) -> dict[str, Any]:
-        """What is known of this iteration: JSON.
-
-        Returns:
-            ``active``; ``entered``, a moment, unless the rank never got that far; and if it has told steps,
-            the ``first`` and the ``last`` one, each with the moment when it began.
-        """
-        told = self.told_step()
-        found: dict[str, Any] = {"active": self.active}
-        if self.entered_at:
-            found["entered"] = self.entered_at
-            if told:
-                found["first"] = self._first_step, self.first_stamp
-                found["last"] = told["step"], told["began"]
-        return found
-
     def _view(self, name: str, form: str) -> Any:
         field = vars(type(self))[name]
         return memoryview(self).cast("B")[field.offset : field.offset + field.size].cast(form)  # type: ignore[call-overload]
@@ -287,7 +269,7 @@ class RankMemory(ctypes.Structure):
         """
         now, stamp = time.monotonic, self._view("ping_stamp", "d")
         number, began = self._view("_step", "Q"), self._view("step_stamp", "d")
-        first, first_began = self._view("_first_step", "Q"), self._view("first_stamp", "d")
+        first = self._view("_first_step", "Q")
         leaves = self._view("leaves", "?")
 
         def ping(step: int | None = None) -> None:
@@ -325,7 +307,7 @@ class RankMemory(ctypes.Structure):
                 leave()
             if last == _NO_STEP:
                 first[0] = n
-                began[0] = first_began[0] = now()
+                began[0] = now()
                 number[0] = n  # the last: it says that the others are there
             else:
                 note()

@@ -96,9 +96,9 @@ class RankWatch:
     def __post_init__(self, connect: Callable[[], StoreMixin], memory: RankMemory, job: str | None) -> None:
         self.stage = Stage.IN_CALL
         pid, limits, heart = self.pid, self.limits, self.heart  # the memory goes with this: no cycle
-        self._account = account = self.account or Tally().open(pid, memory)
+        self._account = self.account or Tally().open(pid, memory)
         self._monitor_of: Callable[[Member], RankMonitor] = lambda member: RankMonitor(
-            connect, member, memory, pid, limits, heart, job, account.hung
+            connect, member, memory, pid, limits, heart, job
         )
         self._ask_to_leave: Callable[[], bool] = lambda: _ask_to_leave(memory)
         self._iteration_stores = IterationStores(lambda port: setattr(memory, "port_ahead", port))
@@ -135,7 +135,6 @@ class RankWatch:
                     os.eventfd_read(self._wake)
                 if self._has_died or self.pidfd in ready:
                     self._read()  # what the rank said last, before it died
-                    self._account.died()
                     break
                 if self._stopped.is_set():
                     return False
@@ -239,13 +238,12 @@ class RankWatch:
                 if self._monitor is not None:
                     self._monitor.stop()  # the rank has taken another incarnation of its slot
                 member = Member.parse(message["member"], "join")
-                self._account.join(member)
                 self._monitor = self._monitor_of(member)
                 self._made.callback(self._monitor.close)
             case "view":
                 assert self._monitor is not None
                 self._monitor.view = view = self._view(message)
-                self._account.decided(view, message["before"])
+                self._account.decided(view)
             case "restart":
                 self._account.restarted(message)
             case "loader":

@@ -143,12 +143,11 @@ class Call(Performer):
 
     def know(self, view: View, decision: Decision) -> None:
         own = self.own
-        before = self._reporter.account()
         own.memory.active = True  # until it is known: others may be waiting for this rank
         self._reporter.step = own.memory.step  # before it is forgotten
         own.memory.enter_iteration(view.n)
         is_new = own.member.member in decision.joined or view.n == decision.first
-        own.monitor.enter(view, None if is_new else decision, before)
+        own.monitor.enter(view, None if is_new else decision)
 
     def assign(self, state: State, decision: Decision) -> State:
         self.state = state

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..exception import InternalError, StoreError
 from ..monitor.shared_memory import Phase
@@ -78,17 +78,6 @@ class Reporter:
         self.phases.begin(watch.ended_at)
         self.phases.end("abort", watch.aborted_at)
         self.phases.end("leave")
-
-    def account(self) -> dict[str, Any]:
-        """What became of the iteration that has ended by a fault, and of the restart so far: JSON.
-
-        Returns:
-            That of `RankMemory.stay`; ``ended``, a moment; and ``phases``, seconds by name. Empty before the
-            first iteration that this rank was in.
-        """
-        if self.ended_at is None:
-            return {}
-        return {**self._own.memory.stay(), "ended": self.ended_at, "phases": self.phases.seconds}
 
     def await_report(self, state: State, watch: Watch) -> None:
         """Before `tell`, outside of what can be interrupted: waits until all active ranks have come.

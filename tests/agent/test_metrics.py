@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import os
@@ -20,8 +19,7 @@ from agent_job import TIMEOUT, FtRun, await_that
 from ft_wrapper import events
 from ft_wrapper.agent import health
 from ft_wrapper.agent.metrics import CAUSES, NODE_STATES
-from ft_wrapper.monitor.tally import KINDS, PHASES, RANK_STATES
-from ft_wrapper.report.goodput import BUCKETS, make_goodput
+from ft_wrapper.monitor.tally import PHASES, RANK_STATES
 from ft_wrapper.testing.etcd_server import free_port
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
@@ -72,14 +70,12 @@ class Scraped:
         early: a scrape in its first iteration, or later.
         late: another one, when all steps were done and the killed process was back.
         newer: one more, in the format that Prometheus asks for first.
-        at: between when and when `late` was, on the clock of the events.
         records: all events.
     """
 
     early: str
     late: str
     newer: str
-    at: tuple[float, float]
     records: list[dict[str, Any]]
 
 
@@ -97,13 +93,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Scraped:
         early = scrape(port)
         run.await_file(folder / "at the gate")
         await_that(lambda: len(run.events("register")) == 4, run)
-        before = time.monotonic()
         late = scrape(port)
-        at = before, time.monotonic()
         newer = scrape(port, "application/openmetrics-text; version=1.0.0")
         (folder / "gate").write_text("")
         assert run.end() == 0, run.said
-    return Scraped(early, late, newer, at, events.read(str(folder / "run" / "events")))
+    return Scraped(early, late, newer, events.read(str(folder / "run" / "events")))
 
 
 def test_restarts_and_ranks_of_a_job(job: Scraped) -> None:
@@ -123,32 +117,10 @@ def test_restarts_and_ranks_of_a_job(job: Scraped) -> None:
     assert (ranks["active"], ranks["spare"] + ranks["waiting"], ranks["gone"]) == (2, 1, 0)
     assert found["ft_wrapper_iteration",] == number
     assert found["ft_wrapper_step",] == 59
-    assert found["ft_wrapper_steps_lost_total",] == 7 + 8 + 5
     assert found["ft_wrapper_replacements_total",] == 1
     assert found["ft_wrapper_nodes", "active"] == 1
     newest = max(record["time"] for record in job.records if record["event"] == "enter")
     assert newest < found["ft_wrapper_last_progress_timestamp_seconds",] <= time.time()
-
-
-def test_lost_time_is_that_of_the_report(job: Scraped) -> None:
-    """Two accounts of the same job: one by messages and shared memory, one by the events afterwards."""
-    found = samples(job.late)
-    lost = {kind: found["ft_wrapper_badput_seconds_total", kind] for kind in KINDS}
-    buckets: dict[str, float] = collections.defaultdict(float)
-    for row in make_goodput(job.records).rows:
-        for span in row.spans:
-            # The report counts the start of ftrun, too, for each rank that is yet to come.
-            begin = max(span.begin, row.lives[0].born) if span.kind == "initialization" else span.begin
-            buckets[span.kind] += max(0.0, min(span.end, job.at[1]) - begin)
-    assert set(KINDS) < set(BUCKETS)
-    # The agent hears a little later than the event says that a rank has its slot.
-    for each in (lost, buckets):
-        each["waiting"] += each.pop("initialization")
-    for kind in lost:
-        # What it knows of a process begins and ends some milliseconds beside the events.
-        room = 0.1 + 0.1 * lost[kind] + 3 * (job.at[1] - job.at[0])
-        assert lost[kind] == pytest.approx(buckets[kind], abs=room), (kind, lost, dict(buckets))
-    assert lost["detection"] >= 2 * 1.0 and lost["training_prep"] >= 8 * 0.05 and lost["idle_spare"] > 0
 
 
 def test_no_counter_goes_down(job: Scraped) -> None:
@@ -180,8 +152,8 @@ def test_dashboard_and_alerts_ask_for_what_there_is(job: Scraped) -> None:
         text = path.read_text()
         asked = set(NAMES.findall(text)) - {"ft_wrapper_"}
         assert asked and asked <= names, f"{path.name} asks for {asked - names}"
-        for label, value in re.findall(r'\b(cause|phase|state|kind)!?=\\?"(\w+)\\?"', text):
-            known = {"cause": CAUSES, "phase": PHASES, "state": {*RANK_STATES, *NODE_STATES}, "kind": KINDS}
+        for label, value in re.findall(r'\b(cause|phase|state)!?=\\?"(\w+)\\?"', text):
+            known = {"cause": CAUSES, "phase": PHASES, "state": {*RANK_STATES, *NODE_STATES}}
             assert value in known[label], f"{path.name}: there is no {label}={value}"
 
 
