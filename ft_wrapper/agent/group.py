@@ -19,9 +19,9 @@ from torch.distributed.elastic.events.api import Event, EventMetadataValue, Even
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ..monitor.tally import Tally
 from ..store.address import split_host_port
 from .nodes import End, Round
+from .rank_metrics import RankMetrics
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +55,12 @@ class Group:
 
     Attributes:
         run_seconds: how long the agent has run, once it has ended.
-        tally: what ranks of wrapped jobs do, for metrics.
+        rank_metrics: what is known of ranks in wrapped calls.
     """
 
     def __init__(self, spec: api.WorkerSpec) -> None:
         self.run_seconds = 0.0
-        self.tally = Tally()
+        self.rank_metrics = RankMetrics()
         self._lock = threading.Lock()
         self._group = api.WorkerGroup(spec)
         self._counts: collections.Counter[str] = collections.Counter()
@@ -97,6 +97,12 @@ class Group:
         with self._lock:
             return set(self._succeeded)
 
+    @property
+    def missing(self) -> set[int]:
+        """Local ranks whose last process has failed, and was not replaced yet; without those dismissed."""
+        with self._lock:
+            return set(self._missing)
+
     def copy(self) -> api.WorkerGroup:
         """The group as it is now; it does not change afterwards."""
         with self._lock:
@@ -113,7 +119,6 @@ class Group:
             where: their place among those of all nodes.
         """
         host, port = split_host_port(where.address)
-        self.tally.begin_round()
         with self._lock:
             group = self._group
             group.group_rank, group.group_world_size = where.group_rank, where.group_world_size  # type: ignore[assignment]
@@ -169,6 +174,11 @@ class Group:
             was_healthy = self._group.state is api.WorkerState.HEALTHY
         if was_healthy:
             self.become(api.WorkerState.UNHEALTHY)
+
+    def dismissed(self, local_rank: int) -> None:
+        """A worker was asked to leave the job, or was excluded: if its process is gone it is not missing."""
+        with self._lock:
+            self._missing.discard(local_rank)
 
     def become(self, state: api.WorkerState) -> None:
         """Changes the state, and tells torch's metrics.

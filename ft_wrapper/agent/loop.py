@@ -90,7 +90,9 @@ class Loop:
             self._orphans = made.enter_context(adopted())
             self._selector = made.enter_context(selectors.DefaultSelector())
             self._logs = made.enter_context(Logs(logs_specs, job.role, log_line_prefix))
-            self._monitors = made.enter_context(closing(MonitorService(job.run_id, group.tally)))
+            service = MonitorService(job.run_id, group.rank_metrics.restarted)
+            self._monitors = made.enter_context(closing(service))
+            group.rank_metrics.ranks = service.ranks
             if standby and program.script is not None:
                 self._start_standby()
             events.emit("agent_started", job=job.run_id, started=events.started())
@@ -291,7 +293,7 @@ class Loop:
     def _add(self, request: Request, pid: int) -> None:
         process = RankProcess(request, pid, os.pidfd_open(pid))  # of a child that is not reaped yet
         self._running[request.rank] = process
-        self._monitors.add(pid, request.rank, replaced=request.is_replaced)
+        self._monitors.add(pid, replaced=request.is_replaced)
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self._emit("rank_started", process)
         self._carry_out(self._ranks.forked(request.rank, request.incarnation, pid))
@@ -362,7 +364,7 @@ class Loop:
     def _take_end(self, process: RankProcess) -> None:
         asked = process.request
         self._drop(process)
-        self._monitors.remove(process.pid)
+        was_to_leave = self._monitors.remove(process.pid)
         exitcode = process.reap()
         self._logs.close(asked.rank, asked.incarnation)
         self._emit("rank_ended", process, exitcode=exitcode)
@@ -372,7 +374,10 @@ class Loop:
             failure = read_failure(rank, process.pid, asked.incarnation, exitcode, asked.files)
             killed = count_kernel_kills() - asked.kernel_kills
             failure = dataclasses.replace(failure, kernel_kills=max(0, killed))
-        self._carry_out(self._ranks.ended(asked.rank, exitcode, failure))
+        actions = self._ranks.ended(asked.rank, exitcode, failure)
+        if was_to_leave:
+            self._group.dismissed(asked.rank)
+        self._carry_out(actions)
 
     def _drop(self, process: RankProcess) -> None:
         self._selector.unregister(process.pidfd)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..attribution import Interruption
-from ..monitor.tally import BOUNDS, PHASES, RANK_STATES, Histogram, Tallied
 from .group import Group
 from .nodes import Nodes
+from .rank_metrics import BOUNDS, PHASES, RANK_STATES, Histogram, KnownOfRanks
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -57,14 +57,15 @@ class _Collector:
         self._run_id = run_id
 
     def collect(self) -> "Iterator[Metric]":
-        yield from self._of_ranks(self._group.tally.read())
+        yield from self._of_ranks(self._group.rank_metrics.read())
         yield from self._of_agent()
 
-    def _of_ranks(self, known: Tallied) -> "Iterator[Metric]":
+    def _of_ranks(self, known: KnownOfRanks) -> "Iterator[Metric]":
         restarts = _all(CAUSES, known.restarts)
+        states = {**known.states, "gone": len(self._group.missing)}
         yield self._counter("restarts", "Restarts; one node counts each", restarts, "cause")
         yield self._histogram("restart_seconds", "How long restarts took, by phase", known.phases)
-        yield self._gauge("ranks", "Ranks of this node", _all(RANK_STATES, known.ranks), "state")
+        yield self._gauge("ranks", "Ranks of this node", _all(RANK_STATES, states), "state")
         yield self._gauge("iteration", "Number of the global restart iteration", known.iteration)
         yield self._gauge("step", "The step that was told last", known.step)
         since = None if known.progress is None else time.time() - (time.monotonic() - known.progress)

@@ -486,7 +486,7 @@ class Ranks:
         log.warning("%s: rank %s to leave the job within %g s", news.why, names, news.within)
         for rank in asked:
             self._leaving[rank] = _Leaving(now + news.within)
-            self._group.tally.drained(rank)
+            self._group.dismissed(rank)
             if isinstance(self._ranks.get(rank), _Due):
                 del self._ranks[rank]
         return [AskToLeave(rank) for rank in asked if rank in self._of(_Running)]

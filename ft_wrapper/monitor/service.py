@@ -27,8 +27,7 @@ from ..store.bounded import in_background
 from ..store.plan import StorePlan, announced_plan
 from .line import VERSION, peer, receive, receive_fd, send
 from .shared_memory import RankMemory
-from .tally import Tally
-from .watch import RankWatch, Stage
+from .watch import OnRestart, RankWatch, Stage
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +42,22 @@ class _Refused(Exception):
     """A process gets no monitor here; says why."""
 
 
+@dataclasses.dataclass(eq=False)
+class _Process:
+    """A process that the agent has started and not reaped."""
+
+    pid: int
+    replaced: bool  # whether another takes its place if it ends, as far as is known
+    memory: RankMemory | None = None  # of its last wrapped call, once it has had a monitor
+
+
 @dataclasses.dataclass
 class _Attended:
     """A process that has connected."""
 
     line: socket.socket
     pid: int = 0  # before it is known
-    process: int = 0  # of the agent's, that it is or is below, as long as it has that one's monitor
+    process: _Process | None = None  # that it is or is below, as long as it has that one's monitor
     watch: RankWatch | None = None  # once it has one
     replaced: bool = False  # whether another takes its place if it ends, and can join; as far as is known
 
@@ -76,20 +84,19 @@ class MonitorService:
 
     Args:
         job: what the job is called in events.
-        tally: told what the ranks do; None without metrics.
+        on_restart: called for each restart that a rank reports.
 
     Raises:
         OSError: no socket can be made.
     """
 
-    def __init__(self, job: str, tally: Tally | None = None) -> None:
+    def __init__(self, job: str, on_restart: OnRestart = lambda cause, phases: None) -> None:
         self.name = f"ftrun-{os.getpid()}-{os.urandom(8).hex()}"
         """What ranks find in ``FT_WRAPPER_AGENT``."""
         self._job = job
-        self._tally = tally or Tally()
+        self._on_restart = on_restart
         self._changed = threading.Condition()
-        # Those that the agent has started and not reaped, and whether another process takes their place.
-        self._processes: dict[int, bool] = {}
+        self._processes: dict[int, _Process] = {}  # by their numbers
         self._attended: dict[threading.Thread, _Attended] = {}
         self._hearts: dict[tuple[Limits, str], Heart] = {}  # those in one job, with the same times, share one
         self._closing = False
@@ -98,24 +105,36 @@ class MonitorService:
         self._listener.listen(128)
         self._acceptor = in_background("accepting ranks", self._accept)
 
-    def add(self, pid: int, rank: int, *, replaced: bool = False) -> None:
+    def add(self, pid: int, *, replaced: bool = False) -> None:
         """A rank's process was started.
 
         Args:
             pid: it.
-            rank: its local rank.
             replaced: whether another one is started in its place if it ends, as far as is known.
         """
-        self._tally.started(pid, rank)
         with self._changed:
-            self._processes[pid] = replaced
+            self._processes[pid] = _Process(pid, replaced)
             self._changed.notify_all()
 
-    def remove(self, pid: int) -> None:
-        """A rank's process has ended; called before it is reaped, for then its number may be another's."""
+    def remove(self, pid: int) -> bool:
+        """A rank's process has ended; called before it is reaped, for then its number may be another's.
+
+        Returns:
+            Whether it was to leave its job: it was asked to, or excluded.
+        """
         with self._changed:
-            self._processes.pop(pid, None)
-        self._tally.ended(pid)
+            process = self._processes.pop(pid, None)
+            return process is not None and process.memory is not None and process.memory.leaves
+
+    def ranks(self) -> list[tuple[RankMemory | None, bool]]:
+        """For each of the agent's processes the memory of its last wrapped call, and whether it is in that.
+
+        None for one that had no monitor here yet. The memory may be read, also after its call, and must not
+        be kept.
+        """
+        with self._changed:
+            in_call = [one.process for one in self._attended.values() if one.is_in_call]
+            return [(process.memory, process in in_call) for process in self._processes.values()]
 
     def ask_to_leave(self, pid: int) -> bool:
         """Asks a rank to leave the job where its next step begins, or once its iteration has ended.
@@ -127,10 +146,11 @@ class MonitorService:
             Whether it is going to do so: it is in the function, and has told a step in this iteration.
         """
         with self._changed:
-            return any(
+            process = self._processes.get(pid)
+            return process is not None and any(
                 one.watch is not None and one.watch.ask_to_leave()
                 for one in self._attended.values()
-                if one.process == pid and one.is_in_call
+                if one.process is process and one.is_in_call
             )
 
     def close(self) -> None:
@@ -217,23 +237,22 @@ class MonitorService:
             raise _Refused(f"process {pid} has ended") from None
         owned.callback(os.close, pidfd)
         # With the pidfd at hand: the number cannot have become another process's, unless that is ours, too.
-        process, is_replaced = self._process_of(pid)
+        process = self._process_of(pid)
         limits, plan, memory = _hear_hello(line)
         owned.callback(memory.close)
-        attended.replaced = is_replaced and limits.use_global_iteration
+        attended.replaced = process.replaced and limits.use_global_iteration
         if plan is None:
             raise _Refused(f"process {pid} has a monitor process")
         with self._changed:  # first come, first served; an earlier call's goes on until the rank says bye
-            if any(one.process == process and one.is_in_call for one in self._attended.values()):
-                raise _Refused(f"process {process} has a monitor already")
-            attended.process = process
+            if any(one.process is process and one.is_in_call for one in self._attended.values()):
+                raise _Refused(f"process {process.pid} has a monitor already")
+            attended.process, process.memory = process, memory
             key = limits, json.dumps(plan.plain, sort_keys=True)
             if key not in self._hearts:
                 self._hearts[key] = Heart(plan.connect, heart_name(), limits)
             heart = self._hearts[key]
         limits = dataclasses.replace(limits, replaced=attended.replaced)
-        account = self._tally.open(process, memory)
-        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, self._job, account)
+        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, self._job, self._on_restart)
         owned.callback(watch.close)
         owned.callback(line.close)  # before that: the rank waits for it, and the watch for the rank
         with self._changed:
@@ -243,13 +262,13 @@ class MonitorService:
         send(line, {"heart": heart.name, "replaced": attended.replaced})
         line.settimeout(None)
         died = watch.run()
-        attended.process = 0
+        attended.process = None
         line.close()
         if died:
             watch.tell_others()
 
-    def _process_of(self, pid: int) -> tuple[int, bool]:
-        """Which of the agent's processes this is, or is below (a shell, say), and whether it is replaced."""
+    def _process_of(self, pid: int) -> _Process:
+        """Which of the agent's processes this is, or is below (a shell, say)."""
         try:
             lineage: list[int] = [pid, *(parent.pid for parent in psutil.Process(pid).parents())]
         except psutil.Error:
@@ -261,7 +280,7 @@ class MonitorService:
                 )
                 for candidate in lineage:
                     if candidate in self._processes:
-                        return candidate, self._processes[candidate]
+                        return self._processes[candidate]
         raise _Refused(f"process {pid} is no rank's")
 
     def _forget(self, thread: threading.Thread, line: socket.socket) -> None:

@@ -57,9 +57,8 @@ class RankMemory(ctypes.Structure):
         gil_stamp: when a thread of the rank last had the GIL.
         ping_stamp: when the function last called ``ping``; 0.0 when not in this iteration.
         step_stamp: when the step that the function last told began, also in an iteration before; 0.0 if none.
-        entered_at: when the rank began to call the function in this iteration, or to be a spare; 0.0 before.
-        has_left: whether it is out of the function again, by a fault.
-        has_returned: whether its call has completed.
+        is_inside: whether the rank is in the function, or a spare.
+        has_left: whether an iteration of its call has ended by a fault.
         phase: whether the stamps count. Changed with `enter_phase`.
         iteration: the global restart iteration that the rank is in; -1 for none.
         active: whether the rank calls the function in this iteration, rather than being a spare.
@@ -79,26 +78,21 @@ class RankMemory(ctypes.Structure):
 
     _fields_ = (
         ("_mutex", ctypes.c_char * _MUTEX_SIZE),
-        *((name, ctypes.c_double) for name in ("main_stamp", "gil_stamp", "ping_stamp")),
-        *((name, ctypes.c_double) for name in ("step_stamp", "entered_at")),
+        *((name, ctypes.c_double) for name in ("main_stamp", "gil_stamp", "ping_stamp", "step_stamp")),
         *((name, ctypes.c_uint64) for name in ("_step", "_first_step")),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd", "port_ahead")),
-        *(
-            (name, ctypes.c_bool)
-            for name in ("active", "has_left", "has_returned", "_is_life_held", "leaves")
-        ),
+        *((name, ctypes.c_bool) for name in ("active", "is_inside", "has_left", "_is_life_held", "leaves")),
     )
     main_stamp: float
     gil_stamp: float
     ping_stamp: float
     step_stamp: float
-    entered_at: float
     phase: int
     iteration: int
     active: bool
+    is_inside: bool
     has_left: bool
-    has_returned: bool
     hang_protection_disabled: int
     dump_signal: int
     dump_fd: int
@@ -230,8 +224,12 @@ class RankMemory(ctypes.Structure):
     def enter_iteration(self, n: int) -> None:
         """The rank is in another iteration: it has no rank yet, and has told no step."""
         self._step = _NO_STEP  # before the number, or a watcher would take it for one of this iteration
-        self.entered_at, self.has_left = 0.0, False
+        self.is_inside, self.has_left = False, self.iteration >= 0
         self.iteration, self.rank = n, None
+
+    def leave_iteration(self) -> None:
+        """The rank is out of the function, by a fault."""
+        self.is_inside, self.has_left = False, True
 
     @property
     def has_progressed(self) -> bool:
@@ -245,11 +243,6 @@ class RankMemory(ctypes.Structure):
         """The step that was told last, and when it began, as fields of an event; empty if there is none."""
         step, began = self.step, self.step_stamp
         return {} if step is None else {"step": step, "began": began}
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the rank is in the function, or a spare."""
-        return self.entered_at > 0.0 and not self.has_left
 
     def _view(self, name: str, form: str) -> Any:
         field = vars(type(self))[name]

@@ -24,7 +24,7 @@ import os
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +37,6 @@ from ..store import Decision, Member, StoreMixin, View, serve
 from ..store.bounded import in_background
 from .rank_monitor import RankMonitor, await_exit
 from .shared_memory import Phase, RankMemory
-from .tally import RankAccount, Tally
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +47,9 @@ _SIGKILL_PENDING = 1 << 8
 _FLAGS, _PENDING = 6, 28  # fields of /proc/<pid>/stat, counted from the state, which is the third
 
 _IDLE = os.sched_param(0)  # priorities are 0 where there are none
+
+#: Is told of a restart what kind of fault has caused it, and its seconds by phase.
+OnRestart = Callable[[str, Mapping[str, float]], None]
 
 
 class Stage(enum.Enum):
@@ -80,7 +82,7 @@ class RankWatch:
         pidfd: of it.
         heart: the one that beats for the rank.
         job: what the job is called in events; None for what the environment says.
-        account: told what the rank does; None without metrics.
+        on_restart: called when the rank says that all are back.
     """
 
     limits: Limits
@@ -91,12 +93,11 @@ class RankWatch:
     pidfd: int
     heart: Heart
     job: dataclasses.InitVar[str | None] = None
-    account: RankAccount | None = None
+    on_restart: OnRestart = lambda cause, phases: None
 
     def __post_init__(self, connect: Callable[[], StoreMixin], memory: RankMemory, job: str | None) -> None:
         self.stage = Stage.IN_CALL
         pid, limits, heart = self.pid, self.limits, self.heart  # the memory goes with this: no cycle
-        self._account = self.account or Tally().open(pid, memory)
         self._monitor_of: Callable[[Member], RankMonitor] = lambda member: RankMonitor(
             connect, member, memory, pid, limits, heart, job
         )
@@ -121,8 +122,7 @@ class RankWatch:
         Returns:
             Whether it has died, and was in the job, so that the others have to be told.
         """
-        with contextlib.ExitStack() as over, selectors.DefaultSelector() as selector:
-            over.callback(self._account.leave)
+        with selectors.DefaultSelector() as selector:
             for fd in (self.line.fileno(), self.pidfd, self._wake):
                 selector.register(fd, selectors.EVENT_READ)
             while self.stage is not Stage.LEFT:
@@ -242,10 +242,9 @@ class RankWatch:
                 self._made.callback(self._monitor.close)
             case "view":
                 assert self._monitor is not None
-                self._monitor.view = view = self._view(message)
-                self._account.decided(view)
+                self._monitor.view = self._view(message)
             case "restart":
-                self._account.restarted(message)
+                self.on_restart(message["cause"], message["phases"])
             case "loader":
                 if self._monitor is not None:
                     self._monitor.note_loader(message["iteration"], message["waits"], message["ails"])
@@ -255,7 +254,6 @@ class RankWatch:
                 if self._monitor is not None:
                     self._monitor.leave_call()
                 self.stage = Stage.BETWEEN
-                self._account.leave()
                 self._iteration_stores.close()
                 self._answer({})
             case "bye":

@@ -237,7 +237,7 @@ class Call(Performer):
             self.settings.initialize(self.state.freeze())
         self._check_health()
         self._reporter.tell(self.state)
-        self.own.memory.entered_at = time.monotonic()
+        self.own.memory.is_inside = True
         if self.state.mode == Mode.INACTIVE:
             self.own.member.emit("spare")
             return self._warm_up()
@@ -294,7 +294,7 @@ class Call(Performer):
                 raise InternalError("the abort plug-in did not return within barrier_timeout")
             self.own.progress.store_lost = watch.store_lost
             self._reporter.left(watch)
-        self.own.memory.has_left = True
+        self.own.memory.leave_iteration()
         self.own.member.emit("left", **self.own.memory.told_step())
         self.helpers.close()
         if self.settings.abort is not None or self.group.group is not None:

@@ -195,7 +195,7 @@ class Resources:
 
     def remember(self, state: State) -> None:
         """Notes what the next wrapped call on this store has to know."""
-        self.progress.has_completed = self.memory.has_returned = True
+        self.progress.has_completed = True
         if self.progress.is_in_time:
             assert state.rank is not None
             _remembered[self.plan.description] = self.member.remember(state.rank, state.world_size)

@@ -67,6 +67,8 @@ def obey(orders: Connection, agent: str, store: str) -> None:
         elif order == "enter":
             calls[-1][0].rank = arguments[1]
             calls[-1][1].enter(arguments[0], None)
+        elif order == "restarted":
+            calls[-1][1].restarted(*arguments)
         elif order == "between":
             memory, line = calls[-1]
             answer = line.between()

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import textwrap
 import time
 import urllib.request
 from pathlib import Path
@@ -19,7 +20,7 @@ from agent_job import TIMEOUT, FtRun, await_that
 from ft_wrapper import events
 from ft_wrapper.agent import health
 from ft_wrapper.agent.metrics import CAUSES, NODE_STATES
-from ft_wrapper.monitor.tally import PHASES, RANK_STATES
+from ft_wrapper.agent.rank_metrics import PHASES, RANK_STATES
 from ft_wrapper.testing.etcd_server import free_port
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
@@ -121,6 +122,92 @@ def test_restarts_and_ranks_of_a_job(job: Scraped) -> None:
     assert found["ft_wrapper_nodes", "active"] == 1
     newest = max(record["time"] for record in job.records if record["event"] == "enter")
     assert newest < found["ft_wrapper_last_progress_timestamp_seconds",] <= time.time()
+
+
+FAILS = """
+    import os, pathlib, signal, sys, time
+    from ft_wrapper import Wrapper
+
+    folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
+
+    @Wrapper(max_faults=1, use_global_iteration=True, active_world_size=2)
+    def train(call_wrapper=None):
+        if os.environ["RANK"] == "1" and call_wrapper.iteration == 0:
+            if how == "excluded":
+                raise RuntimeError("its slot is excluded for that")
+            os.kill(os.getpid(), signal.SIGKILL)
+        (folder / os.environ["RANK"]).touch()
+        while not (folder / "gate").exists():
+            time.sleep(0.02)
+
+    train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "gone"),
+    [
+        ("excluded", "not started again: it left the job for good", 0),
+        ("killed", "not started again (--max-rank-restarts 0)", 1),
+    ],
+)
+def test_one_that_has_failed_is_gone_unless_it_was_excluded(
+    tmp_path: Path, how: str, why: str, gone: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(FAILS))
+    port = free_port()
+    words = ["--nproc-per-node", "3"] + (["--max-rank-restarts", "0"] if how == "killed" else [])
+    words += [str(script), str(tmp_path), how]
+    with FtRun(tmp_path / "run", *words, environment={health.ADDRESS_ENV: f"127.0.0.1:{port}"}) as run:
+        run.await_file(tmp_path / "1")  # by the one that was a spare
+        await_that(lambda: why in run.said, run)
+        found = samples(scrape(port))
+        (tmp_path / "gate").touch()
+        run.end()
+    ranks = {state: found["ft_wrapper_ranks", state] for state in RANK_STATES}
+    assert ranks == {**dict.fromkeys(RANK_STATES, 0), "active": 2, "gone": gone}
+    assert found["ft_wrapper_rank_failures_total",] == 1
+
+
+STUCK = """
+    import os, pathlib, sys, time
+    from ft_wrapper import Wrapper
+    from ft_wrapper.finalize import Finalize
+
+    folder = pathlib.Path(sys.argv[1])
+
+    class AtTheGate(Finalize):
+        def __call__(self, state):
+            (folder / f"{state.rank} finalizes").touch()
+            while not (folder / "gate").exists():
+                time.sleep(0.02)
+            return state
+
+    @Wrapper(finalize=AtTheGate())
+    def train(call_wrapper=None):
+        if os.environ["RANK"] == "0" and call_wrapper.iteration == 0:
+            raise RuntimeError("once")
+        while call_wrapper.iteration == 0:
+            time.sleep(0.02)
+
+    train()
+"""
+
+
+def test_ranks_between_two_iterations_are_restarting(tmp_path: Path) -> None:
+    """An alert asks for that."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(STUCK))
+    port = free_port()
+    words = ["--nproc-per-node", "2", str(script), str(tmp_path)]
+    with FtRun(tmp_path / "run", *words, environment={health.ADDRESS_ENV: f"127.0.0.1:{port}"}) as run:
+        for rank in range(2):
+            run.await_file(tmp_path / f"{rank} finalizes")
+        found = samples(scrape(port))
+        (tmp_path / "gate").touch()
+        assert run.end() == 0, run.said
+    assert (found["ft_wrapper_ranks", "restarting"], found["ft_wrapper_ranks", "active"]) == (2, 0)
 
 
 def test_no_counter_goes_down(job: Scraped) -> None:

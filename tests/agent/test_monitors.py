@@ -80,7 +80,7 @@ def start(monitors: MonitorService, store: TCPStore) -> Iterator[Start]:
         def start() -> Rank:
             rank = Rank(monitors.name, f"127.0.0.1:{store.port}")
             ranks.callback(rank.close)
-            monitors.add(rank.pid, 0)
+            monitors.add(rank.pid)
             return rank
 
         yield start
@@ -170,10 +170,67 @@ def test_one_monitor_at_a_time_for_each_process(start: Start) -> None:
     assert rank.tell("begin")
 
 
+def test_ranks_are_handed_over_as_long_as_their_processes_run(
+    monitors: MonitorService, start: Start, store: TCPStore
+) -> None:
+    def in_call() -> int:
+        return sum(is_in_call for _, is_in_call in monitors.ranks())
+
+    rank = start()
+    assert monitors.ranks() == [(None, False)]
+    join(rank, store, 0)
+    ((first, is_in_call),) = monitors.ranks()
+    assert first is not None and is_in_call and first.iteration == -1
+    assert rank.tell("between")
+    ((between, is_in_call),) = monitors.ranks()
+    assert between is first and not is_in_call
+    join(rank, store, 0)
+    assert rank.tell("end the earlier")
+    ((second, is_in_call),) = monitors.ranks()
+    assert second not in (None, first) and is_in_call
+    assert start().tell("begin")
+    assert in_call() == 2
+    rank.tell("end")
+    await_level(in_call, 1)
+    (late, _), _ = monitors.ranks()
+    assert late is second and late.iteration == -1, "it may still be read"
+    assert not monitors.remove(rank.pid)
+    assert len(monitors.ranks()) == 1
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_whether_one_that_has_died_was_to_leave(
+    monitors: MonitorService, start: Start, store: TCPStore, leaves: bool
+) -> None:
+    idle = threads()
+    rank = start()
+    member = join(rank, store, 0)
+    if leaves:
+        assert not monitors.ask_to_leave(rank.pid), "it has no step to leave at"
+    rank.kill()
+    await_death(store, member)
+    await_level(threads, idle)
+    assert monitors.remove(rank.pid) == leaves
+    assert not monitors.remove(rank.pid) and not monitors.ask_to_leave(rank.pid), "it is not known"
+
+
+def test_a_restart_is_passed_on(store: TCPStore) -> None:
+    restarts: list[tuple[str, Any]] = []
+    with (
+        contextlib.closing(MonitorService("job", lambda *restart: restarts.append(restart))) as monitors,
+        contextlib.closing(Rank(monitors.name, f"127.0.0.1:{store.port}")) as rank,
+    ):
+        monitors.add(rank.pid)
+        join(rank, store, 0)
+        assert rank.tell("restarted", "terminated", {"abort": 0.25, "total": 0.5})
+        assert rank.tell("between"), "it has read all that came before that"
+        assert restarts == [("terminated", {"abort": 0.25, "total": 0.5})]
+
+
 def test_hello_is_answered_with_who_is_replaced(monitors: MonitorService, start: Start) -> None:
     """Also to a rank that gets no monitor; one that could not join is left out for good."""
     rank = start()
-    monitors.add(rank.pid, 0, replaced=True)
+    monitors.add(rank.pid, replaced=True)
     assert rank.tell("ask", True, False) == (None, True)
     assert rank.tell("ask", False, False) == (None, False)
     assert rank.tell("begin")
@@ -237,7 +294,7 @@ def test_the_ranks_of_an_agent_share_a_heart_that_beats_as_long_as_one_lives(
     with contextlib.closing(MonitorService("job")) as others:
         rank = Rank(others.name, f"127.0.0.1:{store.port}")
         with contextlib.closing(rank):
-            others.add(rank.pid, 0)
+            others.add(rank.pid)
             assert join_with_heart(rank, store, 0)[1] != hearts[0]
             rank.tell("end")
 
@@ -378,7 +435,7 @@ def test_a_job_that_has_ended_is_told_of_nothing(
     server = TCPStoreServer()
     store = TCPStore("127.0.0.1", server.port)
     with contextlib.closing(Rank(monitors.name, f"127.0.0.1:{server.port}")) as rank:
-        monitors.add(rank.pid, 0)
+        monitors.add(rank.pid)
         view, member = in_a_call(rank, store, begin, log)
         Agreement(store).ends.end_iteration(view.n, "done")
         assert rank.tell("between")
@@ -411,7 +468,7 @@ def test_who_is_no_rank_is_refused(
     monkeypatch.setattr(module, "_KNOWN_WITHIN", 0.1)
     with contextlib.closing(Rank(monitors.name, f"127.0.0.1:{store.port}")) as unknown:
         assert not unknown.tell("begin")
-        monitors.add(unknown.pid, 0)
+        monitors.add(unknown.pid)
         assert unknown.tell("begin")
         unknown.tell("end")
         monitors.remove(unknown.pid)
@@ -440,7 +497,7 @@ def test_a_process_is_waited_for_that_is_at_work_before_it_is_known(
         while threads() < idle + 2:  # the teller, and the one who attends
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        monitors.add(rank.pid, 0)
+        monitors.add(rank.pid)
         teller.join(TIMEOUT)
         assert answer == [True]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import signal
 from collections.abc import Sequence
@@ -34,7 +33,6 @@ from ft_wrapper.agent.ranks import (
     Tell,
 )
 from ft_wrapper.agent.signals import News, What
-from ft_wrapper.monitor.shared_memory import RankMemory
 
 GRACE = 5.0  # seconds from a signal to SIGKILL
 TERM = Send(signal.SIGTERM)
@@ -424,21 +422,28 @@ def test_a_drain_that_is_told_again_leaves_the_whole_time_after_the_signal() -> 
     assert node.ranks.due() == kills_at
 
 
+def test_one_that_failed_is_missing_until_another_process_has_its_place() -> None:
+    node = Node(3).run()
+    assert node.group.missing == set()
+    for rank in (0, 1):
+        node.fails(rank)
+    assert node.group.missing == {0, 1}
+    node.forked(1, 1)
+    assert node.group.missing == {0}, "the other one's"
+    node.fails(1, incarnation=1)
+    assert node.group.missing == {0, 1}, "it has failed before it could join anything"
+    node.begin()
+    assert node.group.missing == set()
+
+
 def test_one_that_is_drained_while_its_process_is_gone_is_not_missed() -> None:
     node = Node().run()
-    tally = node.group.tally
-    tally.started(pid(1), 1)
-    with contextlib.closing(RankMemory()) as memory:
-        tally.open(pid(1), memory).leave()
-        tally.ended(pid(1))
-        assert tally.read().ranks["gone"] == 1
-        node.ranks.told(DRAIN)
-        assert tally.read().ranks["gone"] == 0
-        node.begin()
-        tally.started(pid(1), 1)
-        tally.open(pid(1), memory).leave()
-        tally.ended(pid(1))
-        assert tally.read().ranks["gone"] == 1, "in the next round it is wanted"
+    node.fails(1)
+    assert node.group.missing == {1}
+    node.ranks.told(DRAIN)
+    assert node.group.missing == set()
+    node.run().fails(1)
+    assert node.group.missing == {1}, "in the next round it is wanted"
 
 
 def test_what_a_drained_one_dies_of_is_no_failure() -> None:

@@ -243,15 +243,16 @@ def test_steps_are_told_with_the_moment_they_began(memory: RankMemory) -> None:
 
 
 def test_whether_a_rank_is_inside(memory: RankMemory) -> None:
-    assert not memory.is_inside, "it has not entered it"
-    memory.entered_at = 5.0
-    assert memory.is_inside
-    memory.has_left = True
+    memory.enter_iteration(3)
+    assert not memory.is_inside and not memory.has_left, "its first one"
+    memory.is_inside = True
+    memory.leave_iteration()
+    assert not memory.is_inside and memory.has_left
+    memory.enter_iteration(4)
+    assert not memory.is_inside and memory.has_left
+    memory.is_inside = True
+    memory.enter_iteration(5)
     assert not memory.is_inside
-    memory.enter_iteration(1)
-    assert not memory.is_inside
-    memory.entered_at = 6.0
-    assert memory.is_inside
 
 
 @pytest.mark.parametrize("way", ["step", "ping"])
