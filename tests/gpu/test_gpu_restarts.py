@@ -140,6 +140,40 @@ def test_a_fault_with_a_pending_collective(nccl: str, seen: Callable[[str], None
     seen(f"after {back_after:.2f} s")
 
 
+# ---- the function destroys its groups -----------------------------------------------------------------------
+
+
+def destroys(rank: Rank) -> list[list[int]]:
+    """Work in flight, a model, two groups; and new groups after them in the same call."""
+
+    @Wrapper
+    def train(call_wrapper: CallWrapper) -> list[int]:
+        sums = []
+        for _ in range(2):
+            dist.init_process_group(BACKEND)
+            group = dist.new_group([0])
+            model = DistributedDataParallel(torch.nn.Linear(512, 512).to(DEVICE), process_group=group)
+            model(torch.ones(64, 512, device=DEVICE)).square().mean().backward()
+            tensors = [torch.ones(1 << 20, device=DEVICE) for _ in range(10)]
+            for tensor in tensors:
+                dist.all_reduce(tensor, async_op=True)
+            dist.destroy_process_group(group)
+            dist.destroy_process_group()
+            assert not dist.is_initialized()
+            sums.append(sum(int(tensor.sum()) for tensor in tensors))
+        return sums
+
+    return [train() for _ in range(3)]
+
+
+@each_nccl
+def test_the_function_destroys_its_groups(nccl: str, seen: Callable[[str], None]) -> None:
+    """destroy_process_group in the function: work in flight comes to its end, new groups in the same call"""
+    (sums,) = run(destroys, 1, environment=choosing(nccl))
+    assert sums == [[10 << 20] * 2] * 3
+    seen("3 calls of 2 rounds")
+
+
 # ---- CUDA graphs ----------------------------------------------------------------------------------------
 
 
