@@ -30,12 +30,11 @@ from ..protocol.records import Decision, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
-from ..torch_groups import forget, warm_up
+from ..torch_groups import forget, made, warm_up
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.standing import standing
 from . import Settings, torch_state
 from .exit_watch import ExitWatch
-from .leftover_check import LeftoverCheck, when_to_look
 from .loop import Left, Performer, RestartLoop
 from .on_restart import Reporter
 from .resources import Resources
@@ -67,6 +66,7 @@ class Call(Performer):
         keeps: what they give back when the call ends.
         helpers: what they give back when the iteration ends.
         group: the default process group, if it outlives iterations.
+        made: what the function makes that is not to outlive its iteration.
 
     Raises:
         RestartError: the store cannot be used, or ranks are missing.
@@ -74,7 +74,6 @@ class Call(Performer):
     """
 
     def __init__(self, settings: Settings, plan: StorePlan, state: State, function_name: str) -> None:
-        when = when_to_look()
         if settings.collect_garbage:
             forget.collect_garbage("call")
         self.settings = settings
@@ -90,17 +89,13 @@ class Call(Performer):
         self._user_store: PrefixStore | None = None
         self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
         self._reporter = Reporter(self.own, began_at)
-        try:
-            self._leftovers = LeftoverCheck(when, self.kept, collects=settings.collect_garbage)
-        except BaseException as error:  # no thread can be started
-            self.own.close(error)
-            raise
+        self.made = made.begin()
 
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
         try:
             with contextlib.ExitStack() as ending:  # all of it, from below, whatever raises
-                ending.callback(self._leftovers.close)
+                ending.callback(self.made.close)
                 ending.callback(self.own.close, error)
                 ending.callback(self.group.close)
                 ending.callback(self.keeps.close)
@@ -165,7 +160,7 @@ class Call(Performer):
         self.own.memory.rank = state.rank
         self.own.memory.active = state.mode == Mode.ACTIVE
         state.set_distributed_vars()
-        self._leftovers.enter(state.iteration)
+        self.made.enter(state.iteration)
         return state.active_rank is not None and forget.forget_compiled_ranks(
             state.active_rank, state.active_world_size or 0
         )
@@ -182,7 +177,6 @@ class Call(Performer):
     # ---- in the function
 
     def call_function(self, state: State) -> Left:
-        self._leftovers.look()
         with self.own.memory.watched():
             return self._call_function(state)
 
@@ -330,6 +324,7 @@ class Call(Performer):
         self._exit_watch.note()
         if self.settings.collect_garbage:
             forget.collect_garbage("restart")
+            self.made.warn()  # without a collection, FSDP2's models are all alive
         if self._stay.is_out_of_memory:
             device_memory.give_back()  # NCCL's new groups want some of it
 

@@ -4,10 +4,8 @@ import dataclasses
 import sys
 from collections.abc import Collection
 
-import torch
-
 from . import await_released_groups, made
-from .made import Made
+from .made import Made, kind_of
 from .ways import Walk, cycle_of
 
 _RELEASED_WITHIN = 10.0  # seconds
@@ -82,13 +80,6 @@ def told(things: Collection[Made], walk: Walk, *, cycles: bool = False) -> list[
         if thing is not None and each not in walk.kept:
             way, within = walk.found.get(each), each in walk.within
             cycle = cycle_of(thing) if way is None and not within and cycles else None
-            left.append(Leftover(_kind(thing), each.iteration, way, cycle, within))
+            left.append(Leftover(kind_of(thing), each.iteration, way, cycle, within))
         del thing
     return sorted(left, key=lambda each: each.within)  # by its number, else
-
-
-def _kind(thing: object) -> str:
-    if isinstance(thing, torch.distributed.ProcessGroup):
-        return "ProcessGroup"
-    is_mesh = isinstance(thing, torch.distributed.device_mesh.DeviceMesh)
-    return "DeviceMesh" if is_mesh else type(thing).__name__

@@ -9,13 +9,14 @@ whenever they are imported, register the module that they wrap, and torch tells 
 references of its own.
 """
 
+import collections
 import contextlib
 import functools
 import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,18 +60,16 @@ class Made(weakref.ref[Any]):
 class Things:
     """What this process has made in the iterations of one wrapped call.
 
-    Args:
-        spared: holds what stays on purpose; see `spared`.
-
     Attributes:
-        spared: what these hold, by whatever way, is not left over: the live state.
+        spared: what these hold, by whatever way, stays on purpose: live states.
     """
 
-    def __init__(self, spared: Mapping[str, Any]) -> None:
-        self.spared = spared
+    def __init__(self) -> None:
+        self.spared: list[object] = []
         self._living: set[Made] = set()
         self._iteration = 0
         self._entry = 0
+        self._warned_of = 0
         self._hooks = contextlib.ExitStack()
 
     def open(self) -> None:
@@ -84,7 +83,7 @@ class Things:
     def close(self) -> None:
         """Ends it. What was noticed stays, as long as it lives."""
         self._hooks.close()
-        self.spared = {}
+        self.spared = []
 
     def enter(self, iteration: int) -> None:
         """Says that an iteration begins: what is made from now on is of that one."""
@@ -100,11 +99,36 @@ class Things:
         """Strikes off a thing that is to outlive its iteration."""
         self._living -= {made for made in list(self._living) if made() is thing}
 
+    def spare(self, holder: Any) -> Any:
+        """Says that what ``holder`` holds, by whatever way, is to outlive its iteration; returns it."""
+        if not any(each is holder for each in self.spared):
+            self.spared.append(holder)
+        return holder
+
     def earlier(self) -> list[Made]:
         """What lives of earlier iterations than the present one, the oldest first."""
         self._note_sharded_modules()
         found = [made for made in list(self._living) if made.entry < self._entry and made() is not None]
         return sorted(found, key=lambda made: made.number)
+
+    def warn(self) -> None:
+        """At the end of an iteration, warns of what lives of earlier ones, each time that it is more.
+
+        Process groups do not count: they end in the background, up to 40 ms after a restart, and a quick
+        second restart would warn of what is about to go. Nor does anything while there is a live state: it
+        makes sharded modules again, and the old ones may wait for the collector.
+        """
+        kinds = collections.Counter(
+            kind_of(thing) for each in self.earlier() if (thing := each()) is not None and not self.spared
+        )
+        del kinds["ProcessGroup"]
+        if kinds.total() > self._warned_of:
+            self._warned_of = kinds.total()
+            log.warning(
+                "objects of earlier iterations are still alive, with their memory: %s; "
+                "ft_wrapper.leftovers(), called in the function, finds who holds them",
+                ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
+            )
 
     # ---- noticing
 
@@ -167,17 +191,13 @@ class Things:
 
 
 #: Those of the present call, or of the last one.
-things = Things({})
+things = Things()
 
 
-def begin(spared: Mapping[str, Any]) -> Things:
-    """Begins a call's.
-
-    Args:
-        spared: see `Things`.
-    """
+def begin() -> Things:
+    """Begins a call's."""
     global things
-    things = Things(spared)
+    things = Things()
     things.open()
     return things
 
@@ -185,6 +205,14 @@ def begin(spared: Mapping[str, Any]) -> Things:
 def keep(thing: object) -> None:
     """Strikes off a thing that is to outlive its iteration."""
     things.keep(thing)
+
+
+def kind_of(thing: object) -> str:
+    """``DeviceMesh``, ``ProcessGroup``, or the class of a wrapped module."""
+    if isinstance(thing, torch.distributed.ProcessGroup):
+        return "ProcessGroup"
+    is_mesh = isinstance(thing, torch.distributed.device_mesh.DeviceMesh)
+    return "DeviceMesh" if is_mesh else type(thing).__name__
 
 
 def _wraps(module: Any) -> bool:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any
 
@@ -60,7 +60,7 @@ class Walk:
     def __init__(
         self,
         things: Collection[Made],
-        spared: Mapping[str, Any],
+        spared: Collection[object],
         *,
         unseen: Collection[object] = (),
         caller: FrameType | None = None,
@@ -74,13 +74,13 @@ class Walk:
         self._parents: dict[int, int] = {}
         self._roots: dict[int, tuple[str, str]] = {}
         self._caller = caller
-        self._spared: collections.deque[Any] = collections.deque(spared.values())
+        self._spared: collections.deque[Any] = collections.deque(spared)
         self._inner: collections.deque[Any] = collections.deque()
         self._queues = [collections.deque[Any]() for _ in range(_LONGEST + 1)]
         for thing in (
             unseen,
             *unseen,
-            *spared.values(),
+            *spared,
             sys.modules,
             self,
             vars(self),

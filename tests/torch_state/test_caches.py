@@ -136,7 +136,7 @@ def _what_is_left(
     job = Job(shape, names)
     work = WorkingThread() if thread else None
     do = work.do if work is not None else lambda function: function()
-    things = made.begin({})
+    things = made.begin()
     things.enter(0)
     mesh = job.begin(rank=1)
     fill_tables(mesh)

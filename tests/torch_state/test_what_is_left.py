@@ -20,18 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ft_wrapper
-from ft_wrapper.restart import leftover_check
-from ft_wrapper.restart.leftover_check import LeftoverCheck
 from ft_wrapper.torch_groups import made, release_process_groups, wait_for_released_groups, ways
 from ft_wrapper.torch_groups.forget import forget_old_ranks
 from ft_wrapper.torch_groups.made import Things
-from ft_wrapper.torch_groups.ways import Walk
 
 
 @pytest.fixture
 def things() -> Iterator[Things]:
     """Iteration 0 is on, with process groups."""
-    things = made.begin({})
+    things = made.begin()
     things.enter(0)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield things
@@ -262,7 +259,7 @@ def test_torch_is_as_it_was_afterwards() -> None:
     c10d: Any = dist.distributed_c10d
     hooks = torch.nn.modules.module._global_module_registration_hooks
     before = [DeviceMesh.__init__, DeviceMesh.__setstate__, c10d._new_process_group_helper, len(hooks)]
-    things = made.begin({})
+    things = made.begin()
     assert DeviceMesh.__init__ is not before[0] and len(hooks) == before[3] + 1
     things.close()
     assert before == [
@@ -275,7 +272,7 @@ def test_torch_is_as_it_was_afterwards() -> None:
 
 def test_a_program_that_has_wrapped_it_too_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back in the end
-    things = made.begin({})
+    things = made.begin()
     ours = DeviceMesh.__init__
 
     def theirs(*arguments: Any, **options: Any) -> None:
@@ -290,7 +287,7 @@ def test_a_torch_that_has_none_of_the_names_is_no_error(
     monkeypatch: pytest.MonkeyPatch, library: Any
 ) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_new_process_group_helper")
-    things = made.begin({})
+    things = made.begin()
     things.enter(0)
     things.close()
 
@@ -313,78 +310,44 @@ def test_a_compiled_function_may_slice_a_mesh(things: Things) -> None:
     assert add_size(torch.ones(1)).item() == 3
 
 
-# ---- the wrapper's look
+# ---- the warning at a restart
 
 
-class Clock:
-    """Each look at it takes a ten-thousandth of a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1e-4
-        return self.now
-
-
-def test_it_walks_in_slices_and_ends_in_time(
-    things: Things, library: Any, monkeypatch: pytest.MonkeyPatch
+def test_what_outlives_the_next_iteration_is_counted_each_time_that_it_is_more(
+    things: Things, library: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, slices = Clock(), list[float]()
-    monkeypatch.setattr(leftover_check.time, "thread_time", clock)
+    library.kept = [mesh_of(4), DistributedDataParallel(torch.nn.Linear(1, 1))]
+    things.warn()
+    assert not caplog.records, "of this iteration"
+    restart(things)
+    things.warn()
+    things.warn()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "objects of earlier iterations are still alive, with their memory: 1 DeviceMesh, 1 "
+        "DistributedDataParallel; ft_wrapper.leftovers(), called in the function, finds who holds them"
+    )
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    library.kept.append(mesh_of(4))
+    restart(things, 2)
+    things.warn()
+    assert "2 DeviceMesh" in caplog.text and len(caplog.records) == 2
+
+
+def test_process_groups_are_not_counted(
+    things: Things, library: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    library.group = dist.new_group([0, 1])
+    restart(things)
+    things.warn()
+    assert not caplog.records and found() == [("ProcessGroup", "mylib.group")]
+
+
+def test_with_a_live_state_nothing_is_counted(
+    things: Things, library: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     library.mesh = mesh_of(4)
     restart(things)
-    assert wait_for_released_groups(60)
-    check = LeftoverCheck(None, {}, collects=True)
-    monkeypatch.setattr(check._over, "wait", lambda pause: bool(slices.append(clock.now)))
-    walk = Walk(things.earlier(), {})
-    walk._wanted = {0: walk._wanted.popitem()[1]}  # which it never finds
-    assert not check._walk(walk)
-    check.close()
-    longest = max(later - before for before, later in zip([0.0, *slices], slices, strict=False))
-    assert longest <= 1e-3 and slices[-1] <= 0.2 and len(slices) > 50
-
-
-def test_the_thread_ends_with_the_call(things: Things, library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    library.mesh = mesh_of(4)
-    check = LeftoverCheck(None, {}, collects=True)
-    check.enter(0)
-    library.mesh = mesh_of(4)
-    restart(things)
-    check.enter(1)
-    monkeypatch.setattr(leftover_check, "_PAUSE", 3600.0)
-    monkeypatch.setattr(leftover_check, "_SLICE", 0.0)
-    assert check.look()
-    thread = check._thread
-    assert thread is not None and thread.is_alive()
-    check.close()
-    assert not thread.is_alive()
-
-
-def test_the_thread_ends_with_a_call_that_had_no_restart(things: Things) -> None:
-    check = LeftoverCheck(None, {}, collects=True)
-    thread = check._thread
-    assert thread is not None and thread.is_alive()
-    check.close()
-    assert not thread.is_alive()
-
-
-def test_it_looks_once_or_each_time_or_never(things: Things, library: Any) -> None:
-    for when, looks in ((None, [True, False]), (True, [True, True]), (False, [False, False])):
-        check = LeftoverCheck(when, {}, collects=True)
-        check.enter(0)
-        check._things.note(library)
-        began = []
-        for n in (1, 2):
-            check.enter(n)
-            began.append(check.look())
-        check.close()
-        assert began == looks, when
-
-
-def test_where_nothing_is_left_it_does_not_look(things: Things) -> None:
-    check = LeftoverCheck(True, {}, collects=True)
-    for n in range(3):
-        check.enter(n)
-        assert not check.look()
-    check.close()
+    things.spare(Owner())
+    things.warn()
+    assert not caplog.records and found() == [("DeviceMesh", "mylib.mesh")]
