@@ -2,11 +2,12 @@
 
 import dataclasses
 import sys
-from collections.abc import Collection
+
+import torch
 
 from . import await_released_groups, made
-from .made import Made, kind_of
-from .ways import Walk, cycle_of
+from .made import kind_of
+from .ways import cycle_of, reached_by_data, search
 
 _RELEASED_WITHIN = 10.0  # seconds
 
@@ -63,23 +64,21 @@ def leftovers() -> list[Leftover]:
         restart.
     """
     await_released_groups(_RELEASED_WITHIN)
-    things = made.things.earlier()
-    if not things:
+    living = [(each, thing) for each in made.things.earlier() if (thing := each.thing()) is not None]
+    spared, _ = reached_by_data(made.things.spared, [thing for _, thing in living]) if living else ([], {})
+    living = [(each, thing) for each, thing in living if not any(thing is other for other in spared)]
+    if not living:
         return []
-    walk = Walk(things, made.things.spared, caller=sys._getframe(1))
-    for _ in walk.steps():
-        pass
-    return told(things, walk, cycles=True)
-
-
-def told(things: Collection[Made], walk: Walk, *, cycles: bool = False) -> list[Leftover]:
-    """What a walk has found, of what is still alive; with ``cycles``, also whether it holds itself."""
+    # What no way leads to holds the rest: a module its mesh, and a mesh its groups.
+    wanted = sorted(living, key=lambda pair: (_depth(pair[1]), -pair[0].number))
+    ways, within = search([thing for _, thing in wanted], sys._getframe(1))
     left = []
-    for each in things:
-        thing = each()
-        if thing is not None and each not in walk.kept:
-            way, within = walk.found.get(each), each in walk.within
-            cycle = cycle_of(thing) if way is None and not within and cycles else None
-            left.append(Leftover(kind_of(thing), each.iteration, way, cycle, within))
-        del thing
-    return sorted(left, key=lambda each: each.within)  # by its number, else
+    for each, thing in living:
+        way, is_within = ways.get(id(thing)), id(thing) in within
+        cycle = cycle_of(thing) if way is None and not is_within else None
+        left.append(Leftover(kind_of(thing), each.iteration, way, cycle, is_within))
+    return sorted(left, key=lambda each: each.within)
+
+
+def _depth(thing: object) -> int:
+    return 0 if isinstance(thing, torch.nn.Module) else 2 if kind_of(thing) == "ProcessGroup" else 1

@@ -17,7 +17,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,33 +28,20 @@ _numbers = itertools.count()
 _REGISTERED_AS = frozenset({"module", "_fsdp_wrapped_module"})
 
 
-class Made(weakref.ref[Any]):
-    """A weak reference to a thing, and the iteration that it was made in.
+class Made(NamedTuple):
+    """A thing that was made in an iteration.
 
-    Attributes:
+    Args:
+        thing: a weak reference to it.
         iteration: its number, as the function knows it.
         entry: tells iterations of this process apart; a later one has a higher number.
         number: tells things apart; a later one has a higher number.
     """
 
-    __slots__ = ("entry", "iteration", "number")
-
+    thing: weakref.ref[Any]
     iteration: int
     entry: int
     number: int
-
-    def __new__(cls, thing: object, gone: Callable[[Any], object], iteration: int, entry: int) -> "Made":
-        """Takes it. ``gone`` is called once the thing is."""
-        made = super().__new__(cls, thing, gone)
-        made.iteration, made.entry, made.number = iteration, entry, next(_numbers)
-        return made
-
-    def __init__(self, thing: object, gone: Callable[[Any], object], *_: int) -> None:
-        super().__init__(thing, gone)  # type: ignore[call-arg]
-
-    # Not the thing's, which may be under construction, and meshes of two iterations may be equal.
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
 
 
 class Things:
@@ -66,7 +53,7 @@ class Things:
 
     def __init__(self) -> None:
         self.spared: list[object] = []
-        self._living: set[Made] = set()
+        self._living: dict[int, Made] = {}
         self._iteration = 0
         self._entry = 0
         self._warned_of = 0
@@ -93,11 +80,15 @@ class Things:
 
     def note(self, thing: object) -> None:
         """Notes a thing that was just made."""
-        self._living.add(Made(thing, self._living.discard, self._iteration, self._entry))
+        number, living = next(_numbers), self._living
+        reference = weakref.ref(thing, lambda _: living.pop(number, None))
+        living[number] = Made(reference, self._iteration, self._entry, number)
 
     def keep(self, thing: object) -> None:
         """Strikes off a thing that is to outlive its iteration."""
-        self._living -= {made for made in list(self._living) if made() is thing}
+        for each in list(self._living.values()):
+            if each.thing() is thing:
+                self._living.pop(each.number, None)
 
     def spare(self, holder: Any) -> Any:
         """Says that what ``holder`` holds, by whatever way, is to outlive its iteration; returns it."""
@@ -108,8 +99,7 @@ class Things:
     def earlier(self) -> list[Made]:
         """What lives of earlier iterations than the present one, the oldest first."""
         self._note_sharded_modules()
-        found = [made for made in list(self._living) if made.entry < self._entry and made() is not None]
-        return sorted(found, key=lambda made: made.number)
+        return [each for each in list(self._living.values()) if each.entry < self._entry]
 
     def warn(self) -> None:
         """At the end of an iteration, warns of what lives of earlier ones, each time that it is more.
@@ -118,9 +108,8 @@ class Things:
         second restart would warn of what is about to go. Nor does anything while there is a live state: it
         makes sharded modules again, and the old ones may wait for the collector.
         """
-        kinds = collections.Counter(
-            kind_of(thing) for each in self.earlier() if (thing := each()) is not None and not self.spared
-        )
+        earlier = self.earlier() if not self.spared else []
+        kinds = collections.Counter(kind_of(thing) for each in earlier if (thing := each.thing()) is not None)
         del kinds["ProcessGroup"]
         if kinds.total() > self._warned_of:
             self._warned_of = kinds.total()
@@ -157,7 +146,7 @@ class Things:
             composable, "_module_state_mapping", weakref.WeakKeyDictionary()
         ).keyrefs()
         if references:
-            known = {id(made()) for made in list(self._living)}
+            known = {id(each.thing()) for each in list(self._living.values())}
             for module in (reference() for reference in references):
                 if module is not None and id(module) not in known:
                     self.note(module)
