@@ -288,6 +288,224 @@ def flop_counter_mode() -> Context:
 
 
 @context
+def inference_mode() -> Context:
+    import torch
+
+    guards = []  # at its end one would bring back what was wrong
+
+    def step() -> None:
+        with torch.inference_mode():
+            work()
+
+    def restore() -> None:
+        guards.append(torch._C._InferenceMode(False))
+        guards[-1].__enter__()
+
+    return Context(step, torch.is_inference_mode_enabled, restore)
+
+
+@context
+def default_device() -> Context:
+    import torch
+    from torch.utils import _device
+
+    def step() -> None:
+        with torch.device("meta"):
+            work()
+
+    def state() -> tuple[object, ...]:
+        return torch._C._len_torch_function_stack(), _device.CURRENT_DEVICE, torch.get_default_device()
+
+    def restore() -> None:
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
+        _device.CURRENT_DEVICE = None
+
+    return Context(step, state, restore)
+
+
+def saved_hooks() -> tuple[object, ...]:
+    import torch
+
+    autograd = torch._C._autograd
+    return (
+        autograd._top_saved_tensors_default_hooks(True),
+        autograd._saved_tensors_hooks_get_disabled_error_message(),
+    )
+
+
+@context
+def saved_tensor_hooks() -> Context:
+    import torch
+
+    def step() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            work()
+
+    def restore() -> None:
+        while saved_hooks()[0] is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    return Context(step, saved_hooks, restore)
+
+
+@context
+def parametrize_cached() -> Context:
+    from torch.nn.utils import parametrize
+
+    def step() -> None:
+        with parametrize.cached():
+            work()
+
+    def restore() -> None:
+        parametrize._cache_enabled = 0
+        parametrize._cache = {}
+
+    return Context(step, lambda: (parametrize._cache_enabled, len(parametrize._cache)), restore)
+
+
+def functorch_context(step: Callable[[], object]) -> Context:
+    import torch
+    from torch._functorch import eager_transforms
+
+    def depth() -> int:
+        return int(torch._C._functorch.get_dynamic_layer_stack_depth())
+
+    def state() -> tuple[object, ...]:
+        levels = depth(), eager_transforms.JVP_NESTING, torch.autograd.forward_ad._current_level
+        return (*levels, torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled(), *saved_hooks())
+
+    def restore() -> None:
+        while depth():
+            torch._C._functorch.pop_dynamic_layer_stack()
+        while torch.autograd.forward_ad._current_level >= 0:
+            torch.autograd.forward_ad.exit_dual_level()
+        eager_transforms.JVP_NESTING = 0
+        torch.set_grad_enabled(True)
+        torch._C._set_fwd_grad_enabled(True)
+        torch._C._autograd._saved_tensors_hooks_enable()
+
+    return Context(step, state, restore)
+
+
+@context
+def vmap() -> Context:
+    import torch
+
+    def row(x: torch.Tensor) -> torch.Tensor:
+        return x * work()
+
+    data = torch.ones(4, 4)
+    return functorch_context(lambda: torch.func.vmap(row)(data))
+
+
+@context
+def func_grad() -> Context:
+    import torch
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (x * work()).sum()
+
+    data = torch.ones(4)
+    return functorch_context(lambda: torch.func.grad(loss)(data))
+
+
+@context
+def func_jvp() -> Context:
+    import torch
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * work()
+
+    data = torch.ones(4)
+    return functorch_context(lambda: torch.func.jvp(double, (data,), (data,)))
+
+
+@context
+def amp() -> Context:
+    """A training loop in mixed precision."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters())
+    data = torch.ones(2, 4)
+
+    def nesting() -> int:
+        torch.autocast_increment_nesting()
+        return int(torch.autocast_decrement_nesting())
+
+    def state() -> tuple[object, ...]:
+        on = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return (*on, torch.is_autocast_cache_enabled(), nesting(), torch.is_grad_enabled())
+
+    before = state()
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(data).sum() * work()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def restore() -> None:
+        torch.set_autocast_enabled("cpu", before[0])
+        torch.set_autocast_dtype("cpu", before[1])
+        torch.set_autocast_cache_enabled(before[2])
+        while nesting():
+            torch.autocast_decrement_nesting()
+        torch.set_grad_enabled(True)
+
+    return Context(step, state, restore)
+
+
+@context
+def detect_anomaly() -> Context:
+    import torch
+
+    def step() -> None:
+        with torch.autograd.set_detect_anomaly(True):
+            work()
+
+    def state() -> tuple[bool, ...]:
+        return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+    return Context(step, state, lambda: torch.set_anomaly_enabled(False, True))
+
+
+@context
+def multithreaded_backward() -> Context:
+    import torch
+
+    def step() -> None:
+        with torch.autograd.set_multithreading_enabled(False):
+            work()
+
+    put = torch._C._set_multithreading_enabled
+    return Context(step, torch._C._is_multithreading_enabled, lambda: put(True))
+
+
+@context
+def mkldnn_flags() -> Context:
+    import torch
+    from torch.backends import mkldnn
+
+    def state() -> tuple[object, ...]:
+        return torch._C._get_mkldnn_enabled(), torch._C._get_mkldnn_deterministic()
+
+    before = state()
+
+    def step() -> None:
+        with mkldnn.flags(enabled=not before[0], deterministic=not before[1]):
+            work()
+
+    def restore() -> None:
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_mkldnn_deterministic(before[1])
+
+    return Context(step, state, restore)
+
+
+@context
 def fake_tensors() -> Context:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -30,6 +30,22 @@ CONTEXTS = [
     "fake_tensors",
 ]
 
+# What a restart does not put back.
+NOT_PUT_BACK = [
+    "inference_mode",
+    "default_device",
+    "saved_tensor_hooks",
+    "parametrize_cached",
+    "vmap",
+    "func_grad",
+    "func_jvp",
+    "amp",
+    "detect_anomaly",
+    "multithreaded_backward",
+    "mkldnn_flags",
+]
+NIGHTLY = pytest.mark.nightly("the other contexts are interrupted always")
+
 
 def check(found: dict[str, Any], interrupts: int) -> None:
     assert len(found["took"]) == found["interrupts"] == interrupts
@@ -53,7 +69,9 @@ def benchmark() -> Any:
         yield module
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    "context", [*CONTEXTS, *(pytest.param(name, marks=NIGHTLY) for name in NOT_PUT_BACK)]
+)
 @pytest.mark.parametrize(
     "interrupts", [30, pytest.param(100, marks=pytest.mark.nightly("30 of them come always"))]
 )
