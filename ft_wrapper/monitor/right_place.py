@@ -7,8 +7,8 @@ Every frame from the innermost up to the function's counts. A frame is at a wron
 - by its instruction: it makes, enters or leaves a ``with``, has not yet begun the ``try`` that undoes the
   last call, or is in a ``finally``.
 
-The instructions are worked out once per code object, from its bytecode and exception table (before Python
-3.11: from its block stack). Nothing here imports torch, nor keeps any state but that cache.
+The instructions are worked out once per code object, from its bytecode and exception table. Nothing here
+imports torch, nor keeps any state but that cache.
 """
 
 import dis
@@ -136,25 +136,22 @@ def _look_at(code: CodeType) -> _Known:
 
 # ---- from the bytecode
 
-_HAVE_TARGET = frozenset(dis.hasjabs + dis.hasjrel)  # a jump's, or the handler that is set up
-_JUMPS = frozenset(["JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"])
+_HAVE_TARGET = frozenset(dis.hasjrel)
+_JUMPS = frozenset(["JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"])
 _ENDS = _JUMPS | frozenset(["RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"])
-_ENTERS = frozenset(["BEFORE_WITH", "BEFORE_ASYNC_WITH", "SETUP_WITH", "LOAD_SPECIAL"])
-_YIELDS = frozenset(["SEND", "YIELD_VALUE", "YIELD_FROM", "RESUME", "JUMP_BACKWARD_NO_INTERRUPT", "END_SEND"])
+_ENTERS = frozenset(["BEFORE_WITH", "BEFORE_ASYNC_WITH", "LOAD_SPECIAL"])
+_YIELDS = frozenset(["SEND", "YIELD_VALUE", "RESUME", "JUMP_BACKWARD_NO_INTERRUPT", "END_SEND"])
 _AWAITS = _YIELDS | frozenset(["GET_AWAITABLE", "LOAD_CONST"])
 # Between making a context manager and entering it: `with a() as b`, `with (b := a())`, `with a() or b()`.
-_MADE = _AWAITS | frozenset(["NOP", "COPY", "DUP_TOP", "SWAP", "EXTENDED_ARG", "LOAD_SPECIAL"])
-_MATCHES = frozenset(["CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"])
-_SETS_UP = frozenset(["SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"])
+_MADE = _AWAITS | frozenset(["NOP", "COPY", "SWAP", "EXTENDED_ARG", "LOAD_SPECIAL"])
+_MATCHES = frozenset(["CHECK_EXC_MATCH", "CHECK_EG_MATCH"])
 
 _WITH, _FINALLY, _EXCEPT_ALL = "with", "finally", "except all"
 
 
 def wrong_offsets(code: CodeType) -> frozenset[int]:
     """Returns the offsets of the instructions (as `f_lasti`) at which a frame must not be interrupted."""
-    if getattr(code, "co_exceptiontable", None) == b"":
-        return frozenset()
-    return _Code(code).wrong()
+    return _Code(code).wrong() if code.co_exceptiontable else frozenset()
 
 
 class _Code:
@@ -171,10 +168,7 @@ class _Code:
         for k, following in enumerate(self.after):
             for after in following:
                 self.before[after].append(k)
-        self.has_table = hasattr(code, "co_exceptiontable")  # since Python 3.11
-        self.guards, self.handles = (
-            self._from_table(bytecode.exception_entries) if self.has_table else self._from_blocks()
-        )
+        self.guards, self.handles = self._from_table(bytecode.exception_entries)
         self.kinds = {handler: self._kind(handler) for handler in frozenset().union(*self.guards)}
         self._wrong: set[int] = set()
 
@@ -206,7 +200,7 @@ class _Code:
     def _after(self, k: int, each: dis.Instruction) -> list[int]:
         """Where an instruction goes on without an exception."""
         found = [k + 1] if each.opname not in _ENDS and k + 1 < len(self.instructions) else []
-        if each.opcode in _HAVE_TARGET and each.opname not in _SETS_UP and each.argval in self.at:
+        if each.opcode in _HAVE_TARGET and each.argval in self.at:
             found.append(self.at[each.argval])
         return found
 
@@ -237,46 +231,17 @@ class _Code:
         guards = [chains[first][0] for first in innermost]
         return guards, [chains[first][1] for first in innermost]
 
-    def _from_blocks(self) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
-        guards: list[frozenset[int]] = [frozenset() for _ in self.instructions]
-        handles = guards.copy()
-        blocks: dict[int, tuple[tuple[int, bool], ...]] = {0: ()}  # (handler, whether inside it)
-        left = [0]
-        while left:
-            k = left.pop()
-            stack, name = blocks[k], self.names[k]
-            guards[k] = frozenset(handler for handler, inside in stack if not inside)
-            handles[k] = frozenset(handler for handler, inside in stack if inside)
-            following = stack
-            if name in _SETS_UP:
-                handler = self.at[self.instructions[k].argval]
-                following = (*stack, (handler, False))
-                if handler not in blocks:
-                    blocks[handler] = (*stack, (handler, True))
-                    left.append(handler)
-            elif name in ("POP_BLOCK", "POP_EXCEPT"):
-                following = stack[:-1]
-            for after in self.after[k]:
-                if after not in blocks:
-                    blocks[after] = following
-                    left.append(after)
-        return guards, handles
-
     def _kind(self, handler: int) -> str | None:
         """What a handler is for; None where it does nothing about an interrupt."""
         rest = iter(self.names[handler:])
-        name = next(rest)
-        if name == "PUSH_EXC_INFO":
-            name = next(rest)
-        elif self.has_table or name == "END_ASYNC_FOR":
+        if next(rest) != "PUSH_EXC_INFO":
             return None
+        name = next(rest)
         if name == "WITH_EXCEPT_START":
             return _WITH
         if name == "POP_TOP":
             return _EXCEPT_ALL
-        while name.startswith(
-            ("LOAD_", "CALL", "PRECALL", "BUILD_", "LIST_", "DUP_TOP", "PUSH_", "EXTENDED")
-        ):
+        while name.startswith(("LOAD_", "CALL", "PRECALL", "BUILD_", "LIST_", "PUSH_", "EXTENDED")):
             name = next(rest)
         if name in _MATCHES:
             return _EXCEPT_ALL if "BaseException" in self.code.co_names else None
@@ -290,7 +255,7 @@ class _Code:
         if not finals:
             return set()
         inside = {k for k, handlers in enumerate(self.handles) if not finals.isdisjoint(handlers)}
-        sources = list(_sources(self.code))
+        sources = [None if line is None else (line, *rest) for line, *rest in self.code.co_positions()]
         artificial = ("PUSH_EXC_INFO", "RERAISE", "COPY", "POP_EXCEPT")
         copied = {
             sources[self.instructions[k].offset // 2] for k in inside if self.names[k] not in artificial
@@ -313,7 +278,7 @@ class _Code:
                 k += 1
                 self._wrong.add(k)
             self._mark_await(k + 1)
-        elif self.has_table and self.names[handler] != "PUSH_EXC_INFO":
+        elif self.names[handler] != "PUSH_EXC_INFO":
             # It restores what was there before, and goes on with the exception.
             for k in self._straight(handler):
                 self._wrong.add(k)
@@ -387,10 +352,3 @@ class _Code:
             following = self.after[k]
             if len(following) == 1:
                 (k,) = following
-
-
-def _sources(code: CodeType) -> Iterable[object]:
-    """Per unit of bytecode: where in the source it comes from, or None."""
-    if hasattr(code, "co_positions"):
-        return (None if position[0] is None else position for position in code.co_positions())
-    return (line for start, end, line in code.co_lines() for _ in range(start, end, 2))

@@ -434,9 +434,9 @@ def test_what_is_right_is_not_wider_than_needed() -> None:
         ledger.work()
 
     wrong = wrong_offsets(fn.__code__)
-    calls = [each.offset for each in dis.get_instructions(fn) if each.opname in ("CALL", "CALL_METHOD")]
+    calls = [each.offset for each in dis.get_instructions(fn) if each.opname == "CALL"]
     # The calls that make and leave the context manager, and no other.
-    assert sum(offset in wrong for offset in calls) == (1 if sys.version_info < (3, 11) else 2)
+    assert sum(offset in wrong for offset in calls) == 2
     assert wrong_offsets((lambda: Ledger().work()).__code__) == frozenset()
 
 
@@ -445,9 +445,7 @@ def test_inline_caches_count() -> None:
     wrong = wrong_offsets(with_statement.__code__)
     for each in dis.get_instructions(with_statement):
         following = each.offset + 2
-        if (
-            with_statement.__code__.co_code[following : following + 1] == b"\0"
-        ):  # CACHE; no instruction before 3.11
+        if with_statement.__code__.co_code[following : following + 1] == b"\0":  # CACHE
             assert (following in wrong) == (each.offset in wrong)
 
 
