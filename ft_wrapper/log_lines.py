@@ -99,7 +99,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats all of it, without secrets."""
-        when = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
+        when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         rank = os.environ.get("RANK", "") if self._program is None else ""
         fields = {
             "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),

@@ -24,7 +24,7 @@ Given = TypeVar("Given")
 Kept = TypeVar("Kept")
 
 
-class OnJoin(str, enum.Enum):
+class OnJoin(enum.StrEnum):
     """What a process causes that joins a running job."""
 
     NEXT = "next"

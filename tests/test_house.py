@@ -166,8 +166,8 @@ NOT_PURE = {
         *(("protocol/membership.py", each) for each in ("device_memory.py", "events.py", "logging")),
         *(("protocol/membership.py", each) for each in ("monitor/line.py", "settings.py", "time")),
         *(("protocol/neighbours.py", each) for each in ("logging", "threading")),
-        *(("protocol/operations.py", each) for each in ("secrets", "time", "torch", "typing_extensions")),
-        *(("protocol/records.py", each) for each in ("os", "socket", "typing_extensions")),
+        *(("protocol/operations.py", each) for each in ("secrets", "time", "torch")),
+        *(("protocol/records.py", each) for each in ("os", "socket")),
     },
     SHELL: {
         *(("agent/policy.py", each) for each in ("logging", "socket", "store/__init__.py", "torch")),

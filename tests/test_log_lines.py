@@ -95,7 +95,7 @@ def test_a_line_is_an_object() -> None:
     )
     line = json.loads(said)
     when = datetime.datetime.fromisoformat(line.pop("time").replace("Z", "+00:00"))
-    assert abs(datetime.datetime.now(datetime.timezone.utc) - when) < datetime.timedelta(minutes=10)
+    assert abs(datetime.datetime.now(datetime.UTC) - when) < datetime.timedelta(minutes=10)
     assert line == {
         "level": "WARNING",
         "logger": "ft_wrapper.restart.call",

@@ -5,9 +5,9 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import Self
 
 from torch.distributed import DistStoreError
-from typing_extensions import Self
 
 from ..exception import StoreError
 

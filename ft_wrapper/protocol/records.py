@@ -11,9 +11,7 @@ import os
 import socket
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from ..attribution import Interruption, InterruptionRecord
 from ..exception import StoreError

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from .._text import duration, plural
 from .timeline import Timeline
@@ -112,7 +112,7 @@ def summary(timeline: Timeline, hosts: Sequence[str]) -> list[tuple[str, str]]:
     """
     found = [("took", duration(timeline.seconds))]
     if timeline.began is not None:
-        began = datetime.fromtimestamp(timeline.began, timezone.utc)
+        began = datetime.fromtimestamp(timeline.began, UTC)
         found.append(("began", f"{began:%Y-%m-%d %H:%M:%S} UTC"))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     found.append(("ran on", f"{timeline.ranks} {plural(timeline.ranks, 'rank')}, {where}"))

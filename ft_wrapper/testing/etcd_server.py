@@ -12,10 +12,9 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tenacity
-from typing_extensions import Self
 
 from ..agent.process import start as start_process
 from ..exception import StoreError, StoreUnavailable

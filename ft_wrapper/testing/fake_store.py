@@ -5,11 +5,10 @@ import enum
 import fnmatch
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
-from typing_extensions import Self
 
 from ..protocol.operations import Step, keys_of
 from ..store import StoreMixin
