@@ -140,7 +140,7 @@ def test_a_fault_with_a_pending_collective(nccl: str, seen: Callable[[str], None
     seen(f"after {back_after:.2f} s")
 
 
-# ---- the function destroys its groups -----------------------------------------------------------------------
+# ---- the function destroys its groups ----------------------------------------------------------------
 
 
 def destroys(rank: Rank) -> list[list[int]]:
@@ -168,7 +168,7 @@ def destroys(rank: Rank) -> list[list[int]]:
 
 @each_nccl
 def test_the_function_destroys_its_groups(nccl: str, seen: Callable[[str], None]) -> None:
-    """destroy_process_group in the function: work in flight comes to its end, new groups in the same call"""
+    """destroy_process_group in the function: work in flight comes to its end, and new groups work"""
     (sums,) = run(destroys, 1, environment=choosing(nccl))
     assert sums == [[10 << 20] * 2] * 3
     seen("3 calls of 2 rounds")
