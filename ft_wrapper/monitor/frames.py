@@ -27,7 +27,7 @@ import psutil
 
 from ..exception import RankShouldRestart
 from .shared_memory import RankMemory
-from .signals import caught, free_signal
+from .signals import free_signal
 
 _LIBRARIES = (
     f"{os.sep}site-packages{os.sep}",
@@ -170,52 +170,15 @@ def where_it_stands(memory: RankMemory, pid: int, pidfd: int) -> str | None:
     Returns:
         As `whereabouts`; None if it cannot be said: there is no main thread to ask, or it does not answer.
     """
-    return stack_in_words(_ask(memory, pid, pidfd))
-
-
-def stack_of_child(pid: int, memory: RankMemory) -> list[Place]:
-    """Asks a child of this process where its main thread stands. Takes half a second at the most.
-
-    One that was forked since the `StackDump` was made has inherited what answers, and answers into this
-    process's pipe.
-
-    Args:
-        pid: the child.
-        memory: of this process, a rank.
-
-    Returns:
-        The innermost frame first; empty if the child cannot be asked, or does not answer.
-    """
-    with contextlib.suppress(OSError):
-        pidfd = os.pidfd_open(pid)
-        try:
-            # The signal would end one that does not handle it.
-            if memory.dump_signal and caught(pid) >> (memory.dump_signal - 1) & 1:
-                return _ask(memory, os.getpid(), pidfd)
-        finally:
-            os.close(pidfd)
-    return []
-
-
-def _ask(memory: RankMemory, reader: int, pidfd: int) -> list[Place]:
-    """Has a process write its stack, and reads it.
-
-    Args:
-        memory: of the rank that has made the `StackDump`.
-        reader: that rank's process, which has the pipe's end.
-        pidfd: who is asked.
-    """
     signum = memory.dump_signal
     if not signum:
-        return []
+        return None
     text = b""
     try:
-        pipe = os.open(f"/proc/{reader}/fd/{memory.dump_fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        pipe = os.open(f"/proc/{pid}/fd/{memory.dump_fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return []
+        return None
     try:
-        while connection.wait([pipe], 0.0) and os.read(pipe, 1 << 16):
-            pass  # what was written too late for who asked before
         signal.pidfd_send_signal(pidfd, signum)
         while connection.wait([pipe], _NEXT_LINE if text else _FIRST_LINE):
             part = os.read(pipe, 1 << 16)
@@ -227,7 +190,7 @@ def _ask(memory: RankMemory, reader: int, pidfd: int) -> list[Place]:
     finally:
         os.close(pipe)
     frames = _FRAME.findall(text.decode(errors="replace"))
-    return [Place(file, int(line), function) for file, line, function in frames]
+    return stack_in_words([Place(file, int(line), function) for file, line, function in frames])
 
 
 def is_stopped(pid: int) -> bool:

@@ -4,10 +4,9 @@ One JSON object a line, over a stream socket. An agent hears hello first, with t
 answers which heart beats for the rank and whether its process is replaced, or why it gets no monitor there.
 Then the rank says ``join`` (who it is), ``view`` (the iteration it is in), ``restart`` (all ranks are back,
 and this one came last), ``serve`` (open the store of an iteration; answered with its port, unless the rank
-knew it from the shared memory), ``loader`` (it waits for a data loader's worker, or does so no more; or what
-ails that worker), ``between`` (it has left a call, and may come to another one; answered once the monitor
-looks at the shared memory no more), ``bye`` (it leaves in order). What the monitor does with it is in
-`watch`.
+knew it from the shared memory), ``between`` (it has left a call, and may come to another one; answered once
+the monitor looks at the shared memory no more), ``bye`` (it leaves in order). What the monitor does with it
+is in `watch`.
 """
 
 import contextlib
@@ -106,19 +105,6 @@ class MonitorLine:
             InternalError: the monitor has ended.
         """
         self._send({"type": "restart", "cause": cause, "phases": dict(phases)})
-
-    def loader(self, n: int, waits: bool, ails: str | None) -> None:
-        """Says how it stands with the function's data loader; from any thread.
-
-        Args:
-            n: the iteration.
-            waits: whether the function waits for a worker that lives.
-            ails: that the worker it waits for will not answer, in words; None if that is not so.
-
-        Raises:
-            InternalError: the monitor has ended.
-        """
-        self._send({"type": "loader", "iteration": n, "waits": waits, "ails": ails})
 
     def serve(self, host: str, memory: RankMemory) -> int:
         """Has the monitor open the store that ``torch.distributed`` uses in one iteration.

@@ -25,7 +25,6 @@ from ..settings import Limits
 from ..store import Fault, Member, StoreMixin, View
 from ..store.bounded import in_background
 from .frames import is_stopped, where_it_stands
-from .patience import LoaderPatience
 from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
@@ -100,7 +99,6 @@ class RankMonitor:
 
     def __post_init__(self, connect: Callable[[], StoreMixin]) -> None:
         self._agreement = Agreement(connect())
-        self._patience = LoaderPatience(self._agreement.store, self.limits.monitor_process_interval)
         self._pauses = Pauses(self.limits.monitor_process_interval, time.monotonic())
         self._reported = names.BEFORE_FIRST - 1  # iteration whose soft timeout has been published
         self._is_dying = False  # or has died, as far as is known
@@ -108,7 +106,6 @@ class RankMonitor:
         self._left_out_at = math.inf  # when the heart saw that the others went on without this rank
         self._tellers: list[threading.Thread] = []  # of soft timeouts
         self._step_told_at, self._step_told = -math.inf, dict[str, Any]()
-        self._put_off_until = -math.inf  # the soft timeout, since a rank waits for its loader's worker
         self.heart.add(self)
 
     @property
@@ -132,7 +129,6 @@ class RankMonitor:
     def close(self) -> None:
         """Stops the heartbeat, and lets go of the store."""
         self.stop()
-        self._patience.close()
         for teller in self._tellers:
             teller.join()
         self._agreement.store.close()
@@ -189,9 +185,10 @@ class RankMonitor:
                 what = "was stopped by a signal"
             self._end_rank(pidfd, f"{what} for hard_timeout={timeout:g} s")
         elif soft <= 0.0:
+            self._reported = n = self.memory.iteration
             # Not here: a store that is out of reach for the moment must not keep the hard timeout waiting.
-            n, is_last = self.memory.iteration, self._stillness(now) >= self.limits.hard_timeout
-            self._begin_telling(lambda: self._soft_timeout(n, is_last))
+            teller = in_background("telling of a soft timeout", lambda: self._publish_soft_timeout(n))
+            self._tellers = [*(one for one in self._tellers if one.is_alive()), teller]
 
     def _left(self, now: float) -> tuple[float, float, float]:
         """Seconds until the rank has to have left, to the hard and to the soft timeout; those that count."""
@@ -201,42 +198,12 @@ class RankMonitor:
         if memory.hang_protection_disabled == 0:
             hard = limits.hard_timeout - since(memory.gil_stamp, now)
             if memory.phase == Phase.WATCHED:
-                still = self._stillness(now)
-                room = limits.hard_timeout - limits.soft_timeout
-                if still < limits.soft_timeout:
-                    self._put_off_until = -math.inf
-                is_put_off = self._put_off_until > -math.inf
-                # At `hard_timeout` the iteration ends then, and the process has the usual time to leave it.
-                hard = min(hard, limits.hard_timeout - still + (room if is_put_off else 0.0))
+                still = since(memory.progress_stamp(limits.progress_watchdog_interval), now)
+                hard = min(hard, limits.hard_timeout - still)
                 # Once an iteration; and a spare's ends nothing.
-                is_asking = any(teller.is_alive() for teller in self._tellers)
-                if memory.active and self._reported < memory.iteration and not is_asking:
-                    put_off = min(self._put_off_until - now, limits.hard_timeout - still)
-                    soft = max(limits.soft_timeout - still, put_off)
+                if memory.active and self._reported < memory.iteration:
+                    soft = limits.soft_timeout - still
         return to_leave, hard, soft
-
-    def _stillness(self, now: float) -> float:
-        """Seconds without progress."""
-        stamp = self.memory.progress_stamp(self.limits.progress_watchdog_interval)
-        return self._pauses.since(stamp, now)
-
-    def note_loader(self, n: int, waits: bool, ails: str | None) -> None:
-        """Hears from the rank whether it waits for a worker of its data loader, and what ails that.
-
-        Args:
-            n: the iteration.
-            waits: whether it waits for one that lives.
-            ails: that it will not answer, in words, which is a fault; None if that is not so.
-        """
-        self._patience.note(n, waits)
-        if ails is not None and self._reported < n and self.view is not None and self.view.n == n:
-            self._reported = n
-            view = self.view
-            self._begin_telling(lambda: self._publish_hang(view, ails))
-
-    def _begin_telling(self, work: Callable[[], None]) -> None:
-        running = [teller for teller in self._tellers if teller.is_alive()]
-        self._tellers = [*running, in_background("telling of a hang", work)]
 
     def await_goodbyes(self) -> None:
         """Waits until all members have said that they need the store no more.
@@ -298,23 +265,11 @@ class RankMonitor:
         self._step_told_at, self._step_told = now, step
         self._emit("step", view, **step)
 
-    def _soft_timeout(self, n: int, is_last: bool) -> None:
-        """Publishes a soft timeout, unless a slow loader is the reason.
-
-        Args:
-            n: the iteration.
-            is_last: whether it is time for it in any case.
-        """
-        if not is_last and self._patience.is_anyone_waiting(n):
-            self._put_off_until = time.monotonic() + self.limits.monitor_process_interval
+    def _publish_soft_timeout(self, n: int) -> None:
+        view = self.view
+        if view is None or view.n != n:
             return
-        self._reported = n
-        view, name = self.view, "hard_timeout" if is_last else "soft_timeout"
-        if view is not None and view.n == n:
-            seconds = getattr(self.limits, name)
-            self._publish_hang(view, f"made no progress for {name}={seconds:g} s")
-
-    def _publish_hang(self, view: View, message: str) -> None:
+        message = f"made no progress for soft_timeout={self.limits.soft_timeout:g} s"
         fault = self._fault(Interruption.SOFT_TIMEOUT, message)
         self._emit_fault(view, fault.interruption)
         try:

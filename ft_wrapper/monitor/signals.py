@@ -60,10 +60,10 @@ def free_signal() -> int:
         RuntimeError: there is none.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    in_use = caught()
+    caught = _caught()
     for signum in range(signal.SIGRTMIN + 1, signal.SIGRTMAX + 1):
         is_default = signal.getsignal(signum) is signal.SIG_DFL
-        if signum not in blocked and is_default and not in_use >> (signum - 1) & 1:
+        if signum not in blocked and is_default and not caught >> (signum - 1) & 1:
             return signum
     raise RuntimeError(
         "every real-time signal is in use, ignored or blocked in this process; "
@@ -71,16 +71,9 @@ def free_signal() -> int:
     )
 
 
-def caught(pid: int | None = None) -> int:
-    """The signals with a handler, as bits; Python does not know of those that a C library has installed.
-
-    Args:
-        pid: of the process; None for this one.
-
-    Raises:
-        OSError: the process has gone.
-    """
-    with open(f"/proc/{pid or 'self'}/status", encoding="ascii", errors="replace") as status:
+def _caught() -> int:
+    """The signals with a handler, as bits; Python does not know of those that a C library has installed."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         for line in status:
             field, _, value = line.partition(":")
             if field == "SigCgt":

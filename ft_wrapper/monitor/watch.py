@@ -245,9 +245,6 @@ class RankWatch:
                 self._monitor.view = self._view(message)
             case "restart":
                 self.on_restart(message["cause"], message["phases"])
-            case "loader":
-                if self._monitor is not None:
-                    self._monitor.note_loader(message["iteration"], message["waits"], message["ails"])
             case "serve":
                 self._serve(message["host"], is_answered=not message["port"])
             case "between":  # the monitor does not look at the shared memory any more, and serves nothing

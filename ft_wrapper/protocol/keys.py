@@ -104,8 +104,6 @@ join = _of_iteration("join")
 faults = _of_iteration("faults")
 # Log: members that are about to enter, each with its active rank.
 entered = _of_iteration("entered")
-# Counter that moves as long as a rank waits in its data loader for a worker. A hint.
-waiting = _of_iteration("waiting")
 # Counts of arrivals and deaths, of ranks that finished, of active ranks that are about to enter the function.
 count_gone = _of_iteration("count/gone")
 count_finished = _of_iteration("count/finished")

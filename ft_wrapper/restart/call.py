@@ -408,13 +408,12 @@ class Call(Performer):
         self._reporter.ended()
         memory, settings = self.own.memory, self.settings
         stillness = time.monotonic() - memory.progress_stamp(settings.progress_watchdog_interval)
-        waited = self.own.loaders.in_words()  # which may have been progress, in a way: the loader looks about
-        if memory.phase != Phase.WATCHED or (stillness < settings.soft_timeout / 2 and waited is None):
+        if memory.phase != Phase.WATCHED or stillness < settings.soft_timeout / 2:
             return
         place = standing(self.own.interrupter.thread)
         if place is not None:
             member, (words, stood) = self.own.member, place
-            fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, waited or f"stood {words}")
+            fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {words}")
             fault = dataclasses.replace(fault, stood=stood)
             Agreement(self.own.client).ends.log_fault(member.view.n, fault)
 

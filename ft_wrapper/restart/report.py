@@ -403,7 +403,7 @@ def _waited_for(whole: Mapping[str, _Counts], said: Mapping[Member, Fault]) -> d
             is_behind = count.is_exact and count.number < begun
             if (
                 is_behind
-                and said[member].message.startswith(("stood at ", "waited for "))
+                and said[member].message.startswith("stood at ")
                 and not said[member].stood.operation
             ):
                 named.setdefault(member, f"did not come to {fault.stood}")

@@ -23,7 +23,6 @@ from ..exception import Excluded, StoreError
 from ..log_lines import note_slot
 from ..monitor import beside, frames, interrupt, shared_memory, threads
 from ..monitor.line import MonitorLine, ask_agent
-from ..monitor.loaders import LoaderWatch
 from ..monitor.signals import KeptSignals
 from ..protocol import Agreement
 from ..protocol.membership import Membership, Remembered
@@ -150,9 +149,6 @@ class Resources:
             owned.callback(self.signals.put_back)
             if is_main_thread:
                 owned.callback(frames.StackDump(self.memory).close)
-            thread, soft_timeout = threading.get_ident(), limits.soft_timeout
-            self.loaders = LoaderWatch(self.memory, thread, soft_timeout, self.monitor.loader)
-            owned.callback(self.loaders.stop)
             interval = limits.progress_watchdog_interval
             owned.callback(threads.ProgressWatchdog(self.memory, interval, is_main_thread).stop)
             terms = {"function": function_name, "formation_size": size, **settings.shared}

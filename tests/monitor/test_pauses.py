@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from ft_wrapper.monitor import patience, rank_monitor
+from ft_wrapper.monitor import rank_monitor
 from ft_wrapper.monitor.rank_monitor import Pauses, RankMonitor
 from ft_wrapper.monitor.shared_memory import Phase
 from ft_wrapper.settings import Limits
@@ -63,7 +63,6 @@ class Watched:
         self.sent: list[int] = []
         clock = mock.Mock(monotonic=lambda: self.now, time=lambda: 0.0)
         monkeypatch.setattr(rank_monitor, "time", clock)
-        monkeypatch.setattr(patience, "time", clock)
         self.memory: Any = mock.Mock(
             told_step=dict,
             phase=Phase.WATCHED,
