@@ -6,7 +6,6 @@ import functools
 import inspect
 import logging
 import os
-import sys
 import types
 import typing
 import weakref
@@ -24,7 +23,6 @@ from .monitor.shared_memory import RankMemory
 from .protocol.membership import Membership
 from .restart import Settings, check_together, default_assignment
 from .restart.call import Call
-from .restart.early_group import already_initialized
 from .settings import ACTIVE_WORLD_SIZE_ENV, Limits, about, formation_size
 from .state import FrozenState, State
 from .store import PrefixStore
@@ -257,7 +255,11 @@ class Wrapper:
                 )
         self._say_who_wins(state)
         if torch.distributed.is_initialized():
-            raise ValueError(already_initialized(sys._getframe(2)))  # beyond `wrapped`
+            raise ValueError(
+                "a process group is already initialized; call torch.distributed.destroy_process_group() "
+                "before the wrapped function, and init_process_group() inside it. TrainingArguments(), "
+                "Accelerator() and Fabric.launch() make one: create them inside the function"
+            )
         return state
 
     def _say_who_wins(self, state: State) -> None:
