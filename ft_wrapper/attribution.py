@@ -52,6 +52,23 @@ _BLAME = (
 )
 
 
+def out_of_memory(error: BaseException | None) -> BaseException | None:
+    """Torch's ``OutOfMemoryError``, if an exception is one or was raised from one; else None.
+
+    Known by its name: this module is to be had without torch.
+
+    Args:
+        error: what was raised.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+            return error
+        seen.add(id(error))
+        error = error.__cause__
+    return None
+
+
 def by_blame(records: Iterable[InterruptionRecord]) -> list[InterruptionRecord]:
     """Sorts records so that the likeliest cause comes first; equal ones keep their order."""
     return sorted(records, key=lambda record: _BLAME.index(record.interruption))

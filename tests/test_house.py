@@ -163,7 +163,7 @@ NOT_PURE = {
         *(("protocol/global_iteration.py", each) for each in ("events.py", "logging")),
         *(("protocol/heart.py", each) for each in ("logging", "settings.py", "threading", "time")),
         *(("protocol/joining.py", each) for each in ("events.py", "settings.py")),
-        *(("protocol/membership.py", each) for each in ("device_memory.py", "events.py", "logging")),
+        *(("protocol/membership.py", each) for each in ("events.py", "logging")),
         *(("protocol/membership.py", each) for each in ("monitor/line.py", "settings.py", "time")),
         *(("protocol/neighbours.py", each) for each in ("logging", "threading")),
         *(("protocol/operations.py", each) for each in ("secrets", "time", "torch")),

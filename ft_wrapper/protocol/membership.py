@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .. import device_memory, events, exception
-from ..attribution import Interruption
+from .. import events, exception
+from ..attribution import Interruption, out_of_memory
 from ..exception import Excluded, JobEnded, RankDiscarded, RestartAbort, RestartError, TimeoutError
 from ..settings import Limits
 from . import Agreement, exclusion, keys, left_out
@@ -231,10 +231,9 @@ class Membership:
             error: what was raised.
             step: in which step; None if that is not known.
         """
-        if device_memory.has_run_out(error):
-            fault = self.fault(rank, Interruption.OUT_OF_MEMORY, device_memory.in_words(error, step))
-        else:
-            fault = self._raised(rank, Interruption.EXCEPTION, error)
+        cause = out_of_memory(error)
+        kind = Interruption.EXCEPTION if cause is None else Interruption.OUT_OF_MEMORY
+        fault = self._raised(rank, kind, cause or error)
         self.emit("fault", kind=fault.interruption.name, ends=True, message=fault.message)
         self.agreement.ends.report_fault(self.view.n, dataclasses.replace(fault, step=step))
 

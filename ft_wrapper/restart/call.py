@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .. import device_memory, torch_groups
+import torch
+
+from .. import torch_groups
 from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
-from ..attribution import Interruption
+from ..attribution import Interruption, out_of_memory
 from ..exception import (
     Drained,
     HealthCheckError,
@@ -209,7 +211,7 @@ class Call(Performer):
                 left.error, left.fault, left.step = caught, stay.fault, own.memory.step
                 # And not merely a collective that fails because the iteration is over.
                 stay.is_cause = watch.ended_at is None
-                stay.is_out_of_memory = device_memory.has_run_out(caught)
+                stay.is_out_of_memory = out_of_memory(caught) is not None
         own.signals.hold()  # again, if a signal came just then
         watch.may_be_done = watch.may_be_done or left.has_returned
         return left
@@ -326,7 +328,7 @@ class Call(Performer):
             forget.collect_garbage("restart")
             self.made.warn()  # without a collection, FSDP2's models are all alive
         if self._stay.is_out_of_memory:
-            device_memory.give_back()  # NCCL's new groups want some of it
+            torch.cuda.empty_cache()  # NCCL's new groups, and other processes, want some of it
 
     def _restore(self) -> None:
         """Undoes what the function has done to the process, and says what has failed: that takes its time."""
