@@ -1,6 +1,5 @@
 """The line that a restart leaves in the log."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -9,9 +8,8 @@ from ft_wrapper.agent.metrics import CAUSES
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.entering import Entered
-from ft_wrapper.protocol.operations import Append, Write
+from ft_wrapper.protocol.operations import Append
 from ft_wrapper.protocol.records import MemberRecord
-from ft_wrapper.report.failed_step import FailedStep, counted_on, in_which
 from ft_wrapper.restart.report import RestartReport, TookOver, duration, make_report, waiting_line
 from ft_wrapper.state import State
 from ft_wrapper.store import Decision, Fault, Member, View
@@ -144,7 +142,6 @@ def test_a_report_goes_through_json(interruption: Interruption | None) -> None:
         world_size=4,
         seconds=0.25,
         phases={"enter": 0.125},
-        failed_step=FailedStep(12, 2, (1, 3)) if interruption is None else None,
         step=12,
     )
     assert RestartReport.from_json(report.to_json()) == report
@@ -167,66 +164,3 @@ def test_a_report_goes_through_json(interruption: Interruption | None) -> None:
 )
 def test_durations_are_in_the_unit_that_a_person_would_choose(seconds: float, words: str) -> None:
     assert duration(seconds) == words
-
-
-# ---- a step that fails again and again
-
-
-def raised(slot: int, step: int | None, kind: Interruption = Interruption.EXCEPTION) -> Fault:
-    return dataclasses.replace(fault(slot, kind, "raised ValueError"), step=step)
-
-
-def told(*iterations: Sequence[Fault]) -> list[RestartReport]:
-    """The reports of restarts in a row, each from what the one before has left in the store."""
-    store, reports = FakeStore(), []
-    for n, faults in enumerate(iterations, 1):
-        decision = Decision(0, n, 0, (), (), (), (), (), 6, 1)
-        state = State(0, 6, active_world_size=6, iteration=n)
-        report = make_report(store, View.of(decision, "nonce", ()), decision, state, faults, 0.01)
-        if report.failed_step is not None:
-            store.execute([Write({keys.failed_step(n): report.failed_step.to_json()})])
-        reports.append(report)
-    return reports
-
-
-def test_a_step_that_fails_each_time_is_named_with_its_number() -> None:
-    reports = told([raised(2, 1207)], [raised(2, 1207)], [raised(5, 1207), raised(0, 1207)])
-    assert [report.failed_step for report in reports] == [
-        FailedStep(1207, 1, (2,)),
-        FailedStep(1207, 2, (2, 2)),
-        FailedStep(1207, 3, (2, 2, 5)),
-    ]
-    assert "step 1207" not in str(reports[0]), "once may be chance"
-    assert "; step 1207 has failed 2 times in a row, on rank 2: a bad batch?; no spare" in str(reports[1])
-    assert str(reports[2]).startswith(
-        "restart 3: rank 5 (slot 5 on host7 pid 105) raised ValueError (and 1 fault in its wake); "
-        "step 1207 has failed 3 times in a row, on ranks 2, 2, 5: a bad batch?; no spare stepped in; "
-    )
-
-
-def test_the_last_ranks_of_many_are_named() -> None:
-    last = told(*([raised(slot, 7)] for slot in (0, 1, 2, 3, 4, 5)))[-1]
-    assert "; step 7 has failed 6 times in a row, lastly on ranks 2, 3, 4, 5: a bad batch?; " in str(last)
-
-
-@pytest.mark.parametrize(
-    "between",
-    [
-        [raised(2, 1208)],
-        [raised(2, None)],
-        [raised(2, 1207), fault(3, Interruption.TERMINATED, "died")],
-        [fault(3, Interruption.SOFT_TIMEOUT, "made no progress")],
-        [],
-    ],
-    ids=["another step", "none was told", "a rank was lost", "a hang", "a process joined"],
-)
-def test_what_comes_between_begins_the_count_again(between: list[Fault]) -> None:
-    last = told([raised(2, 1207)], [raised(2, 1207)], between, [raised(2, 1207)])[-1]
-    assert last.failed_step == FailedStep(1207, 1, (2,))
-
-
-def test_it_is_the_step_of_the_rank_that_was_the_cause() -> None:
-    out_of_memory = raised(3, 8, Interruption.OUT_OF_MEMORY)
-    assert in_which([raised(2, 7), raised(1, 8)]) == FailedStep(7, 1, (2,))
-    assert in_which([raised(2, 7), out_of_memory]) == FailedStep(8, 1, (3,))
-    assert counted_on(FailedStep(8, 1, (2,)), FailedStep(8, 1, (3,))) == FailedStep(8, 2, (2, 3))

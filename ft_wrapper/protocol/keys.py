@@ -116,8 +116,6 @@ wake_head = _of_iteration("wake/head")
 wake_meeting = _of_iteration("wake/meeting")
 # Report of the restart that led to the iteration, for people; wakes who waits for it. Empty: there is none.
 restarted = _of_iteration("wake/restarted")
-# Record, for people: the step by an exception in which the iteration before has ended.
-failed_step = _of_iteration("failed_step")
 # Prefix of the store that a user gets.
 iteration_prefix = _of_iteration("user")
 

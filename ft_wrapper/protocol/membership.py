@@ -223,19 +223,18 @@ class Membership:
             self.publish(rank, error)
             return None
 
-    def publish(self, rank: int | None, error: BaseException, step: int | None = None) -> None:
+    def publish(self, rank: int | None, error: BaseException) -> None:
         """Publishes an exception of this member and ends the iteration, if it is still on.
 
         Args:
             rank: its rank.
             error: what was raised.
-            step: in which step; None if that is not known.
         """
         cause = out_of_memory(error)
         kind = Interruption.EXCEPTION if cause is None else Interruption.OUT_OF_MEMORY
         fault = self._raised(rank, kind, cause or error)
         self.emit("fault", kind=fault.interruption.name, ends=True, message=fault.message)
-        self.agreement.ends.report_fault(self.view.n, dataclasses.replace(fault, step=step))
+        self.agreement.ends.report_fault(self.view.n, fault)
 
     def leave(
         self, rank: int | None, interruption: Interruption, error: BaseException, *, ends: bool

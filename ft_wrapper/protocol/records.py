@@ -185,7 +185,6 @@ class Fault(Record):
         pid: which process.
         at: when it was noticed, in seconds since the epoch; 0 if that is not known.
         stood: where it stood, if it hung.
-        step: in which the function raised, if it had told that.
     """
 
     member: Member
@@ -196,7 +195,6 @@ class Fault(Record):
     pid: int = 0
     at: float = 0.0
     stood: Stood = UNKNOWN
-    step: int | None = None
 
     @property
     def record(self) -> InterruptionRecord:

@@ -208,7 +208,7 @@ class Call(Performer):
             if not isinstance(caught, RankShouldRestart) or not own.interrupter.requested:
                 has_progressed = self.progressed or own.memory.has_progressed
                 stay.count(caught, own.member.view, self.settings.max_same_faults, has_progressed)
-                left.error, left.fault, left.step = caught, stay.fault, own.memory.step
+                left.error, left.fault = caught, stay.fault
                 # And not merely a collective that fails because the iteration is over.
                 stay.is_cause = watch.ended_at is None
                 stay.is_out_of_memory = out_of_memory(caught) is not None

@@ -36,14 +36,12 @@ class Left:
         has_returned: whether the rank has nothing more to do in this iteration: whether that is done, or has
             ended by a fault, is still to be heard.
         fault: kind and place of ``error``, if it is to be counted.
-        step: in which it was raised; None if the function had told no step.
     """
 
     value: object = None
     error: BaseException | None = None
     has_returned: bool = False
     fault: str | None = None
-    step: int | None = None
 
 
 class Performer:
@@ -154,7 +152,7 @@ class RestartLoop:
             self._runs = True
             left = self.performer.call_function(self.state)
             if left.error is not None:
-                member.publish(self.state.rank, left.error, left.step)
+                member.publish(self.state.rank, left.error)
             active = self.state.active_world_size or 0
             if left.has_returned and member.await_completion(self.state.active_rank, active) == DONE:
                 return left

@@ -159,10 +159,7 @@ class Reporter:
         if Agreement(self._own.client).entering.count_active(view.n) != state.active_world_size:
             return
         report = self._make(self._own.client, state, now)
-        said = [Write({keys.restarted(view.n): report.to_json()})]
-        if report.failed_step is not None:  # which the next report counts on
-            said.append(Write({keys.failed_step(view.n): report.failed_step.to_json()}))
-        self._own.client.execute(said)
+        self._own.client.execute([Write({keys.restarted(view.n): report.to_json()})])
         log.warning("%s", report)
         phases = {} if self.ended_at is None else dict(self.phases.seconds)
         if phases:

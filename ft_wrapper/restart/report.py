@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from .._text import duration, plural
 from ..attribution import Interruption, by_blame
-from ..protocol import Agreement, keys
-from ..protocol.operations import Operations, read
+from ..protocol import Agreement
+from ..protocol.operations import Operations
 from ..protocol.records import Decision, Fault, Member, View
 from ..protocol.standing import Counted
-from ..report.failed_step import FailedStep, counted_on, in_which
 from ..state import State
 
 _SHOWN = 4  # faults and promotions named in a line; the others are counted
@@ -53,8 +52,6 @@ class RestartReport:
             ``decide``, ``enter``. A process that joined knows only the last one.
         excluded: the slot or host that is excluded after too many faults, or that should be but stays, in
             words; empty if there is none.
-        failed_step: the step in which the function raised, if that ended the iteration before and the
-            function had reported it; with the earlier iterations that failed in the same step.
         step: the last step that this rank had reported (``call_wrapper.step``) when the iteration before
             ended; None if it had reported none, as on a spare and in a process that joined.
     """
@@ -70,7 +67,6 @@ class RestartReport:
     world_size: int
     seconds: float
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    failed_step: FailedStep | None = None
     step: int | None = None
     excluded: str = ""
 
@@ -88,8 +84,6 @@ class RestartReport:
     def __str__(self) -> str:
         """The line in the log."""
         parts = [self.cause]
-        if self.failed_step is not None and self.failed_step.times > 1:
-            parts.append(f"{self.failed_step}: a bad batch?")
         if self.joined and self.interruption is not None:
             parts.append(_joiners(self.joined))
         if self.excluded:
@@ -120,8 +114,6 @@ class RestartReport:
         kind = fields["interruption"]
         fields["interruption"] = None if kind is None else Interruption[kind]
         fields["took_over"] = tuple(TookOver(**one) for one in fields["took_over"])
-        if (failed := fields["failed_step"]) is not None:
-            fields["failed_step"] = FailedStep(failed["step"], failed["times"], tuple(failed["ranks"]))
         for name in ("lost", "joined", "recompiling"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
@@ -157,17 +149,7 @@ def make_report(
         world_size=state.world_size,
         seconds=seconds,
         excluded=decision.excluded,
-        failed_step=_failed_step(store, view.n, faults),
     )
-
-
-def _failed_step(store: Operations, n: int, faults: Sequence[Fault]) -> FailedStep | None:
-    now = in_which(faults)
-    if now is None:
-        return None
-    key = keys.failed_step(n - 1)
-    text = read(store, key)
-    return counted_on(None if text is None else FailedStep.from_json(text, key), now)
 
 
 def began_before(faults: Sequence[Fault], came_at: float) -> float:

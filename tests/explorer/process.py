@@ -298,10 +298,10 @@ class SimulatedJob(Membership):
         """Told for whom a restart waits."""
         waiting_line(self.agreement.store, missing, 0.0, 0.0)  # it reads where they run
 
-    def publish(self, rank: int | None, error: BaseException, step: int | None = None) -> None:
+    def publish(self, rank: int | None, error: BaseException) -> None:
         """See `Membership`."""
         self.process.simulation.invariants.history.published.add(self.view.n)
-        super().publish(rank, error, step)
+        super().publish(rank, error)
 
     def await_completion(self, active_rank: int | None, active_world_size: int) -> str:
         """See `Membership`."""

@@ -76,7 +76,6 @@ def test_each_rank_is_told_once_before_it_enters_the_function(job: Job) -> None:
         "recompiling": [],
         "active_world_size": 3,
         "world_size": 4,
-        "failed_step": None,
         "step": None,
         "excluded": "",
     }

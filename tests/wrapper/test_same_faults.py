@@ -158,7 +158,7 @@ def fails_in_step(rank: Rank, fails: list[list[int]]) -> Any:
     """In each iteration one slot fails in one step, after progress."""
 
     def on_restart(report: RestartReport) -> None:
-        rank.say("report", line=str(report), fields=json.loads(report.to_json()))
+        rank.say("report", fields=json.loads(report.to_json()))
 
     @Wrapper(**{**SETTINGS, "on_restart": on_restart, "max_same_faults": 2})
     def train(call_wrapper: CallWrapper) -> int:
@@ -175,8 +175,7 @@ def fails_in_step(rank: Rank, fails: list[list[int]]) -> Any:
     return train()
 
 
-def test_a_step_that_fails_on_each_try_is_named_with_its_number(job: Job) -> None:
-    """It never ends the job: there was progress before it."""
+def test_a_step_that_fails_on_each_try_does_not_end_the_job_if_there_was_progress_before_it(job: Job) -> None:
     fails = [[2, 1207], [2, 1207], [0, 1207], [0, 1208]]
     job.start(3, fails_in_step, fails)
     for n, (slot, _) in enumerate(fails):
@@ -185,16 +184,8 @@ def test_a_step_that_fails_on_each_try_is_named_with_its_number(job: Job) -> Non
     assert job.wait() == [4, 4, 4]
     for slot in range(3):
         told = [message["fields"] for message in job[slot].said("report")]
-        assert [report["failed_step"] for report in told] == [
-            {"step": 1207, "times": 1, "ranks": [2]},
-            {"step": 1207, "times": 2, "ranks": [2, 2]},
-            {"step": 1207, "times": 3, "ranks": [2, 2, 0]},
-            {"step": 1208, "times": 1, "ranks": [0]},
-        ]
         assert [report["step"] for report in told] == [1207, 1207, 1207, 1208]
-    log = "".join(process.log for process in job.ranks.values())
-    assert log.count("times in a row") == 2
-    assert log.count("; step 1207 has failed 3 times in a row, on ranks 2, 2, 0: a bad batch?; no spare") == 1
+    assert not any("times in a row" in process.log for process in job.ranks.values())
 
 
 def test_the_pause_grows() -> None:
