@@ -59,7 +59,7 @@ class OneNode(Nodes):
         self.inbox.begin_term()
         await_proof(self._proof, "this node", lambda why: None, threading.Event().wait)
         try:
-            server = TCPStoreServer(self._port, self._address, ranks=self._nproc)
+            server = TCPStoreServer(self._port, self._address)
         except StoreError as error:
             if not self._port:
                 raise

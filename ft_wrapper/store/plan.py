@@ -30,7 +30,6 @@ class StorePlan:
         port: where the monitor of the job's first slot has to host a server; None if somebody else does.
         host: the host of that server, as the clients call it.
         description: what to call it in messages; the same for the same store.
-        ranks: how many ranks the environment says the job begins with; None if it does not.
         chosen: whether the user chose the address, host or port. Then somebody else may host a store there
             already; at an address that was only derived from MASTER_PORT, that is a stranger's.
         plain: what `announced_plan` makes the same plan of in another process, as JSON values; None if it is
@@ -41,7 +40,6 @@ class StorePlan:
     port: int | None
     host: str
     description: str
-    ranks: int | None = None
     chosen: bool = False
     plain: Mapping[str, Any] | None = None
 
@@ -52,7 +50,7 @@ class StorePlan:
             StoreError: the port is taken.
         """
         assert self.port is not None
-        return TCPStoreServer(self.port, self.host, by_rank=True, ranks=self.ranks)
+        return TCPStoreServer(self.port, self.host, by_rank=True)
 
     def is_hosted_by_rank(self, store: Operations) -> bool:
         """Whether a rank of the job does host the store; it closes its port after the last goodbye.
@@ -161,9 +159,7 @@ def plan_store(
     host_name, chosen_port = given.pop("host_name", None), given.pop("port", None)
     host, port = tcp_address(host_name, chosen_port)
     plan = _tcp(host, port, port, {"timeout": timeout, **given})
-    world_size = os.environ.get("WORLD_SIZE", "")
-    ranks = int(world_size) if world_size.isdigit() else None
-    return dataclasses.replace(plan, ranks=ranks, chosen=host_name is not None or chosen_port is not None)
+    return dataclasses.replace(plan, chosen=host_name is not None or chosen_port is not None)
 
 
 def without_secrets(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,12 +42,7 @@ _MOST_UNANSWERED = 64
 _FIRST_ATTEMPT = 1.0  # seconds
 _LONGEST_ATTEMPT = 16.0
 _LAST_WORDS = 5.0  # seconds after the last attempt began
-# A rank's connections: its own, its monitor thread's, its monitor's, and that of its monitor's heartbeat.
-CONNECTIONS_OF_A_RANK = 4
-# In a rank's monitor, too: one to the store that ``torch.distributed`` uses, of this iteration and the last.
-_CONNECTIONS_OF_ITERATIONS = 2
 _FILES_OF_A_SERVER = 12  # torch's server opens them for itself; without them it says no more than "uv loop"
-_SPARE_FILES = 32  # of the server itself, and what else its process may yet open
 
 
 @dataclasses.dataclass
@@ -246,16 +241,12 @@ class TCPStoreServer:
         port: port to listen on; 0 takes a free one.
         host_name: this host, as the clients call it.
         by_rank: whether a rank of the job hosts it and closes it after the last goodbye; its clients can ask.
-        ranks: how many will use it, as far as that is known: a warning tells if this process may not open as
-            many files as it takes.
 
     Raises:
         StoreError: the port is taken, or the host is unknown.
     """
 
-    def __init__(
-        self, port: int = 0, host_name: str = "localhost", *, by_rank: bool = False, ranks: int | None = None
-    ) -> None:
+    def __init__(self, port: int = 0, host_name: str = "localhost", *, by_rank: bool = False) -> None:
         try:
             self._store = serve(host_name, port, DEFAULT_TIMEOUT)
         except socket.gaierror as error:
@@ -279,7 +270,6 @@ class TCPStoreServer:
             )
         if by_rank:
             self._store.set(_HOSTED_BY_RANK, "1")
-        _report_capacity(CONNECTIONS_OF_A_RANK + (_CONNECTIONS_OF_ITERATIONS if by_rank else 0), ranks)
 
     def close(self) -> None:
         """Ends the server: first its port is free, then connections to it end.
@@ -342,25 +332,6 @@ def _lower_file_limit(soft: int) -> None:
     """In a process just forked; must not fail."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard), hard))
-
-
-def _report_capacity(connections: int, ranks: int | None) -> None:
-    """Says how many ranks the limit of open files carries.
-
-    Args:
-        connections: of a rank, to this process.
-        ranks: how many are expected, if that is known.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    carried = max(0, limit - len(os.listdir("/proc/self/fd")) - _SPARE_FILES) // connections
-    text = "this process may have %d open files: its store carries %d ranks, with %d connections each"
-    if ranks is not None and ranks > carried:
-        log.warning(
-            text + ", and %d are expected; raise the hard limit (ulimit -Hn) where it runs",
-            *(limit, carried, connections, ranks),
-        )
-    else:
-        log.info(text, limit, carried, connections)
 
 
 def wait_for_port(host_name: str, port: int, seconds: float) -> None:
