@@ -212,8 +212,9 @@ class RankWatch:
             log.exception("cannot wait for the death of process %d, which will be noticed late", self.pid)
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        # Not waiting: the rank reads what it has asked for.
-        self.line.sendall(json.dumps(answer).encode() + b"\n", socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError):  # it has died since it asked, which the others are told
+            # Not waiting: the rank reads what it has asked for.
+            self.line.sendall(json.dumps(answer).encode() + b"\n", socket.MSG_DONTWAIT)
 
     def _read(self) -> bool:
         """Carries out what the rank has said so far; False at the end of file."""

@@ -26,7 +26,7 @@ from monitored_rank import SETTINGS, TIMEOUT, Rank
 from support import warm_ftrun
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.monitor import rank_monitor
+from ft_wrapper.monitor import rank_monitor, watch
 from ft_wrapper.monitor import service as module
 from ft_wrapper.monitor.line import AGENT_ENV, VERSION, ask_agent, receive, receive_fd, send
 from ft_wrapper.monitor.service import MonitorService
@@ -131,6 +131,23 @@ def test_rank_takes_a_store_that_is_open_without_asking(start: Start, store: TCP
         assert ports[-1] == ahead and rank.tell("port ahead") != ahead
         socket.create_connection(("127.0.0.1", ahead), TIMEOUT).close()
     assert first not in ports[:1] and len(set(ports)) == len(ports)
+
+
+def test_death_of_a_rank_that_has_just_asked_for_a_store_is_told(
+    start: Start, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = start()
+    member = join(rank, store, 0)
+    open_server = watch.serve
+
+    def serve(*args: Any) -> Any:
+        rank.kill()
+        rank.process.join(TIMEOUT)
+        return open_server(*args)
+
+    monkeypatch.setattr(watch, "serve", serve)
+    rank.tell("say", b'{"type": "serve", "host": "127.0.0.1", "port": 0}\n')
+    await_death(store, member)
 
 
 def test_deaths_are_told_and_nothing_piles_up(
