@@ -3,10 +3,9 @@
 One JSON object a line, over a stream socket. An agent hears hello first, with the memory's descriptor, and
 answers which heart beats for the rank and whether its process is replaced, or why it gets no monitor there.
 Then the rank says ``join`` (who it is), ``view`` (the iteration it is in), ``restart`` (all ranks are back,
-and this one came last), ``serve`` (open the store of an iteration; answered with its port, unless the rank
-knew it from the shared memory), ``between`` (it has left a call, and may come to another one; answered once
-the monitor looks at the shared memory no more), ``bye`` (it leaves in order). What the monitor does with it
-is in `watch`.
+and this one came last), ``serve`` (open the store of an iteration; answered with its port), ``between`` (it
+has left a call, and may come to another one; answered once the monitor looks at the shared memory no more),
+``bye`` (it leaves in order). What the monitor does with it is in `watch`.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 #: Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front.
 AGENT_ENV = "FT_WRAPPER_AGENT"
 #: Of hello: another Python, with another ft_wrapper, may run the ranks.
-VERSION = 10
+VERSION = 11
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port
@@ -106,7 +105,7 @@ class MonitorLine:
         """
         self._send({"type": "restart", "cause": cause, "phases": dict(phases)})
 
-    def serve(self, host: str, memory: RankMemory) -> int:
+    def serve(self, host: str) -> int:
         """Has the monitor open the store that ``torch.distributed`` uses in one iteration.
 
         In the monitor, so that peers whose clients come when this rank has died find a server: a client
@@ -114,7 +113,6 @@ class MonitorLine:
 
         Args:
             host: this host, as the other ranks reach it.
-            memory: shared with the monitor: the store's port may stand there, if it was opened ahead.
 
         Returns:
             The store's port. It serves until the next one does, or the monitor ends.
@@ -122,11 +120,8 @@ class MonitorLine:
         Raises:
             StoreError: no store could be opened.
         """
-        port, memory.port_ahead = memory.port_ahead, 0
-        self._send({"type": "serve", "host": host, "port": port})
-        if not port:
-            port = self._answer("open a store")["port"]
-            memory.port_ahead = 0  # it was told there as well
+        self._send({"type": "serve", "host": host})
+        port: int = self._answer("open a store")["port"]
         return port
 
     def between(self) -> bool:

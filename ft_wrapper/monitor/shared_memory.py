@@ -66,8 +66,6 @@ class RankMemory(ctypes.Structure):
             timeout applies.
         dump_signal: by which the rank is asked where it stands; 0 if it cannot be asked.
         dump_fd: the rank's descriptor that the answer comes by.
-        port_ahead: where the monitor has a store open for the next iteration whose rank 0 this is, which it
-            writes; 0 if it has none, or the rank has taken it.
         leaves: whether the rank was asked to leave the job, which the agent writes; or was excluded, which
             the rank writes where its call ends.
 
@@ -81,7 +79,7 @@ class RankMemory(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("main_stamp", "gil_stamp", "ping_stamp", "step_stamp")),
         *((name, ctypes.c_uint64) for name in ("_step", "_first_step")),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
-        *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd", "port_ahead")),
+        *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
         *((name, ctypes.c_bool) for name in ("active", "is_inside", "has_left", "_is_life_held", "leaves")),
     )
     main_stamp: float
@@ -96,7 +94,6 @@ class RankMemory(ctypes.Structure):
     hang_protection_disabled: int
     dump_signal: int
     dump_fd: int
-    port_ahead: int
     leaves: bool
     fd: int
     _owner: tuple[int, int] | None = None  # process and thread that hold the life by this object

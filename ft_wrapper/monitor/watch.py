@@ -14,16 +14,17 @@ memory would not be freed. Going back needs ``CAP_SYS_NICE``, or ``RLIMIT_NICE``
 processes' threads are left alone. No thread is touched that is not on its way out already.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import enum
 import json
 import logging
+import math
 import os
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -40,7 +41,7 @@ from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
 
-RESTART = 0.1  # seconds in which others restart, mostly; so long a dead rank's memory is freed behind them
+RESTART = 0.1  # seconds in which others restart, mostly; before that, nothing is done that can wait
 
 _PF_EXITING = 0x4
 _SIGKILL_PENDING = 1 << 8
@@ -102,7 +103,7 @@ class RankWatch:
             connect, member, memory, pid, limits, heart, job
         )
         self._ask_to_leave: Callable[[], bool] = lambda: _ask_to_leave(memory)
-        self._iteration_stores = IterationStores(lambda port: setattr(memory, "port_ahead", port))
+        self._iteration_stores = IterationStores()
         self._monitor: RankMonitor | None = None
         self._unread = b""
         self._has_died = False
@@ -140,6 +141,8 @@ class RankWatch:
                     return False
                 if self._monitor is not None and self.stage is Stage.IN_CALL:
                     self._monitor.keep_time(self.pidfd)
+                if not ready and self._iteration_stores.due_in() <= 0.0:
+                    self._iteration_stores.open_ahead()
         return self.stage is not Stage.LEFT and self._monitor is not None
 
     def stop(self) -> None:
@@ -186,7 +189,8 @@ class RankWatch:
     def _pause(self) -> float | None:
         if self.stage is Stage.BETWEEN:
             return None
-        return self.limits.monitor_process_interval if self._monitor is None else self._monitor.pause()
+        pause = self.limits.monitor_process_interval if self._monitor is None else self._monitor.pause()
+        return min(pause, max(0.0, self._iteration_stores.due_in()))
 
     def _wake_up(self) -> None:
         with self._lock:
@@ -247,7 +251,7 @@ class RankWatch:
             case "restart":
                 self.on_restart(message["cause"], message["phases"])
             case "serve":
-                self._serve(message["host"], is_answered=not message["port"])
+                self._serve(message["host"])
             case "between":  # the monitor does not look at the shared memory any more, and serves nothing
                 if self._monitor is not None:
                     self._monitor.leave_call()
@@ -257,13 +261,12 @@ class RankWatch:
             case "bye":
                 self.stage = Stage.LEFT
 
-    def _serve(self, host: str, *, is_answered: bool) -> None:
+    def _serve(self, host: str) -> None:
         try:
             answer: dict[str, Any] = {"port": self._iteration_stores.next_port(host)}
         except OSError as error:
             answer = {"error": f"cannot open the iteration's store on {host}: {error}"}
-        if is_answered:
-            self._answer(answer)
+        self._answer(answer)
 
     def _view(self, message: dict[str, Any]) -> View:
         if "decision" in message:
@@ -284,19 +287,17 @@ class IterationStores:
     The last rank 0 is likely to be the next. So its next store is opened ahead, and the last one ended, once
     the ranks are back: before that they need the CPUs.
 
-    Args:
-        tell: told the port of each store that is open.
-
     Attributes:
         serving: the store that was asked for last; None before that.
     """
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
-        self._opener = concurrent.futures.ThreadPoolExecutor(1, "ft_wrapper-store-opener")
-        self._is_wanted = threading.Event()  # at once
-        self._ahead: concurrent.futures.Future[TCPStore] | None = None
+    def __init__(self) -> None:
         self.serving: TCPStore | None = None
+        self._last: TCPStore | None = None  # its clients may not have left it yet
+        self._ahead: TCPStore | None = None
+        self._opening: threading.Thread | None = None
+        self._host = ""
+        self._due = math.inf
 
     def next_port(self, host: str) -> int:
         """Opens a store, or takes the one that was opened ahead; the last one ends a little later.
@@ -304,27 +305,45 @@ class IterationStores:
         Raises:
             OSError: it could not be opened.
         """
-        self._is_wanted.set()
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.exception() is not None:  # what was missing then may be there now
-            ahead = self._opener.submit(self._open, host, None)
-        store = ahead.result()
-        self._is_wanted.clear()
-        self._ahead, self.serving = self._opener.submit(self._open, host, self.serving), store
+        self._await_opening()
+        store = self._ahead or _open_store(host)
+        self._host, self._ahead, self._last, self.serving = host, None, self.serving, store
+        self._due = time.monotonic() + RESTART
         return store.port
+
+    def due_in(self) -> float:
+        """Seconds until it is time to `open_ahead`."""
+        return self._due - time.monotonic()
+
+    def open_ahead(self) -> None:
+        """Begins to open the next store, and ends the last one.
+
+        In a thread: torch's client looks up its own address, which takes seconds if no name server answers.
+        """
+        self._due = math.inf
+        self._opening = in_background("opening a store ahead", self._open_ahead)
 
     def close(self) -> None:
         """Ends the stores."""
-        self._is_wanted.set()
-        self._opener.shutdown()
-        self._ahead = self.serving = None
+        self._await_opening()
+        self._ahead = self._last = self.serving = None
+        self._due = math.inf
 
-    def _open(self, host: str, last: TCPStore | None) -> TCPStore:
-        """In the opener's thread, which ends the last store with its last reference, after this."""
-        self._is_wanted.wait(RESTART)
-        store = serve(host, 0, timedelta(seconds=300))
-        self._tell(store.port)
-        return store
+    def _open_ahead(self) -> None:
+        self._last = None
+        try:
+            self._ahead = _open_store(self._host)
+        except Exception as error:  # what is missing now may be there when it is asked for
+            log.debug("no store is opened ahead: %s", error)
+
+    def _await_opening(self) -> None:
+        if self._opening is not None:
+            self._opening.join()
+            self._opening = None
+
+
+def _open_store(host: str) -> TCPStore:
+    return serve(host, 0, timedelta(seconds=300))
 
 
 def may_step_forward() -> bool:

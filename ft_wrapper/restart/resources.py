@@ -187,7 +187,7 @@ class Resources:
 
     def serve(self) -> tuple[str, int]:
         """Opens the store at which ``torch.distributed`` meets in this iteration; host and port."""
-        return self._address, self.monitor.serve(self._address, self.memory)
+        return self._address, self.monitor.serve(self._address)
 
     def remember(self, state: State) -> None:
         """Notes what the next wrapped call on this store has to know."""

@@ -87,10 +87,7 @@ def obey(orders: Connection, agent: str, store: str) -> None:
         elif order == "end the earlier":
             calls.pop(-2)[1].close(TIMEOUT)
         elif order == "serve":
-            memory, line = calls[-1]
-            answer = line.serve("127.0.0.1", memory)
-        elif order == "port ahead":
-            answer = calls[-1][0].port_ahead
+            answer = calls[-1][1].serve("127.0.0.1")
         elif order == "end":
             memory, line = calls.pop()
             line.close(TIMEOUT)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import queue
 import select
 import signal
 import socket
@@ -117,20 +118,27 @@ def await_level(measure: Callable[[], int], level: int) -> None:
         time.sleep(0.01)
 
 
-def test_rank_takes_a_store_that_is_open_without_asking(start: Start, store: TCPStore) -> None:
+def test_store_is_opened_before_the_rank_asks_for_it(
+    start: Start, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: queue.SimpleQueue[int] = queue.SimpleQueue()
+    open_server = watch.serve
+
+    def serve(*args: Any) -> Any:
+        server = open_server(*args)
+        opened.put(server.port)
+        return server
+
+    monkeypatch.setattr(watch, "serve", serve)
     rank = start()
     join(rank, store, 0)
     first = rank.tell("serve")
-    ports = []
+    assert opened.get(timeout=TIMEOUT) == first
     for _ in range(3):
-        deadline = time.monotonic() + TIMEOUT
-        while not (ahead := rank.tell("port ahead")):
-            assert time.monotonic() < deadline, "no store is opened ahead"
-            time.sleep(0.005)
-        ports.append(rank.tell("serve"))
-        assert ports[-1] == ahead and rank.tell("port ahead") != ahead
+        ahead = opened.get(timeout=TIMEOUT)
         socket.create_connection(("127.0.0.1", ahead), TIMEOUT).close()
-    assert first not in ports[:1] and len(set(ports)) == len(ports)
+        assert rank.tell("serve") == ahead
+    assert opened.empty()
 
 
 def test_death_of_a_rank_that_has_just_asked_for_a_store_is_told(
@@ -146,7 +154,7 @@ def test_death_of_a_rank_that_has_just_asked_for_a_store_is_told(
         return open_server(*args)
 
     monkeypatch.setattr(watch, "serve", serve)
-    rank.tell("say", b'{"type": "serve", "host": "127.0.0.1", "port": 0}\n')
+    rank.tell("say", b'{"type": "serve", "host": "127.0.0.1"}\n')
     await_death(store, member)
 
 
