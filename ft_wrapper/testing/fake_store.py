@@ -10,7 +10,6 @@ from typing import Any, Self, TypeVar
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
-from ..protocol.operations import Step, keys_of
 from ..store import StoreMixin
 from .clock import Clock, Waiter
 
@@ -320,34 +319,6 @@ class FakeStore(Store, StoreMixin):
             raise DistStoreError(
                 f"{operation} timed out after {timeout.total_seconds():g} s: keys {sorted(waiter.missing)}"
             )
-
-
-class SimulatedStore(FakeStore):
-    """A client that reads as `TCPStore` does: in one step."""
-
-    def _read(self, key: str) -> str | None:
-        # With libuv this wakes those who wait for an absent key.
-        if not self._contents.use_libuv:
-            return super()._read(key)
-        value = self.compare_set(key, "never", "never").decode()
-        return None if value == "never" else value
-
-
-class TransactionStore(SimulatedStore):
-    """One that carries out several operations as one, as etcd does; a lost answer repeats all of them."""
-
-    def execute(self, steps: Sequence[Step]) -> list[str | None]:
-        if len(steps) == 1:
-            return super().execute(steps)
-        keys = [key for step in steps for key in keys_of(step)]
-        return self._operate("execute", keys, (keys, steps), lambda: self._at_once(steps))
-
-    def _at_once(self, steps: Sequence[Step]) -> list[str | None]:
-        before, self.clock.aside = self.clock.aside, True
-        try:
-            return super().execute(steps)
-        finally:
-            self.clock.aside = before
 
 
 def _encode(value: str | bytes) -> bytes:

@@ -13,10 +13,10 @@ import pytest
 from torch.distributed import DistStoreError
 
 from ft_wrapper.testing import FakeStore, Scheduler
-from ft_wrapper.testing.fake_store import SimulatedStore
 from ft_wrapper.testing.scheduler import Policy
 from tests.explorer.explore import Explorer
 from tests.explorer.scenario import Connect, Scenario
+from tests.explorer.stores import SimulatedStore
 
 from .__main__ import main
 from .jobs import JOB, every_run

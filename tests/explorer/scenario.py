@@ -10,10 +10,10 @@ from ft_wrapper.compose import Compose
 from ft_wrapper.settings import Limits, OnJoin
 from ft_wrapper.state import State
 from ft_wrapper.store import StoreMixin
-from ft_wrapper.testing.fake_store import SimulatedStore, TransactionStore
 from ft_wrapper.testing.scheduler import Scheduler
 
 from .history import Violation
+from .stores import SimulatedStore, TransactionStore
 
 #: What can happen to a process, as a story tells of it: to whom, before which step, of which other process.
 #:

@@ -14,8 +14,8 @@ from mistakes import Mistake, MistakenSimulation, at_each_step, one_job, raises
 from ft_wrapper.protocol.records import DONE, Decision
 from ft_wrapper.restart.loop import Left, RestartLoop
 from ft_wrapper.state import Mode, State
-from ft_wrapper.testing.fake_store import SimulatedStore
 from tests.explorer.process import SimulatedJob, SimulatedProcess
+from tests.explorer.stores import SimulatedStore
 
 
 class Mistaken:

@@ -20,10 +20,10 @@ from ft_wrapper.protocol.records import DONE, FAULT, roster_to_json
 from ft_wrapper.settings import Limits
 from ft_wrapper.store import Decision, Fault, Head, Member, View
 from ft_wrapper.testing import Scheduler
-from ft_wrapper.testing.fake_store import SimulatedStore
 from ft_wrapper.testing.scheduler import Policy
 from tests.explorer.scenario import Connect, Disturbance, Scenario
 from tests.explorer.simulation import MAX_TIME, Simulation
+from tests.explorer.stores import SimulatedStore
 
 LONG = 10_000.0
 Patches = Callable[[], contextlib.AbstractContextManager[Any]]
