@@ -7,29 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from test_imports import PACKAGE, imports, module, room, sources
 
 from ft_wrapper import Wrapper
 from ft_wrapper.integrations.accelerate import ForgetAccelerate
 from ft_wrapper.state import FrozenState
-
-FOLDER = PACKAGE / "integrations"
-
-
-def test_nothing_of_the_package_imports_them() -> None:
-    users = [
-        f"{path}:{number}"
-        for path in sources()
-        if room(module(path)) != "integrations"
-        for number, name in imports(path)
-        if room(name) == "integrations"
-    ]
-    assert not users
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
-def test_they_are_small(path: object) -> None:
-    assert len(path.read_text().splitlines()) < 80  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

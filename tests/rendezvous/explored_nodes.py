@@ -31,8 +31,8 @@ from ft_wrapper.rendezvous.register import RECORD_KEY, Board, Register, Snapshot
 from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import Task
-from ft_wrapper.testing.fake_store import SimulatedStore
 from ft_wrapper.testing.scheduler import Policy
+from tests.explorer.stores import SimulatedStore
 
 QUIET = 50.0
 """From then on nothing happens any more."""

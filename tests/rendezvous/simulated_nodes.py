@@ -21,7 +21,7 @@ from ft_wrapper.rendezvous.register import RECORD_KEY, Board, Register, Snapshot
 from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.testing import Scheduler, Task
 from ft_wrapper.testing.clock import Waiter
-from ft_wrapper.testing.fake_store import SimulatedStore
+from tests.explorer.stores import SimulatedStore
 
 
 def neighbours(record: Record, node: Node) -> list[Node]:

@@ -15,7 +15,7 @@ from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Board, Register, versi
 from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.testing import Scheduler
-from ft_wrapper.testing.fake_store import SimulatedStore
+from tests.explorer.stores import SimulatedStore
 
 MANY = KEPT_VERSIONS + 8
 SETTINGS = Settings("job", 1, 1)

@@ -12,7 +12,7 @@ from ft_wrapper.rendezvous.record import Node, Record
 from ft_wrapper.rendezvous.register import Board, Register
 from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.testing import Scheduler
-from ft_wrapper.testing.fake_store import SimulatedStore
+from tests.explorer.stores import SimulatedStore
 
 
 def join_at_once(size: int, seed: int, rounds: int) -> tuple[list[float], collections.Counter[str]]:
