@@ -281,21 +281,22 @@ def without_cuda(good: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_cuda")
 def test_it_says_that_nothing_was_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main([]) == 0
+    assert main(["--check", "-m", "json.tool"]) == 0
     assert capsys.readouterr().out.splitlines() == [NO_CUDA, "nothing found"]
 
 
 @pytest.mark.usefixtures("without_cuda")
 def test_the_options_count(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_is_clock_synchronized", lambda: False)
-    assert check.main(["--nnodes", "1"]) == 0
-    assert check.main(["--nnodes", "2"]) == 1
+    job = ("-m", "json.tool")
+    assert main(["--check", "--nnodes", "1", *job]) == 0
+    assert main(["--check", "--nnodes", "2", "--rdzv-endpoint", "other:29400", *job]) == 1
     assert "the clock is not synchronized" in capsys.readouterr().out
     monkeypatch.setattr(check, "has_cuda", lambda: True)
-    monkeypatch.setattr(check, "_installed_nccl", lambda: (2, 29, 3))
-    check.main(["--hard-timeout", "5000"])
+    monkeypatch.setattr(check, "_installed_nccl", lambda: (2, 25, 1))
+    assert main(["--check", *job]) == 1
     out = capsys.readouterr().out
-    assert "process groups time out after" in out
+    assert "NCCL 2.25.1: " in out
     assert NO_CUDA not in out
 
 
@@ -343,7 +344,7 @@ def test_bad_options_are_reported_as_ever(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_command_line() -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "no-such0", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "ft_wrapper.check"]
+    command = [sys.executable, "-m", "ft_wrapper.run", "--check", "-m", "json.tool"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120.0)
     assert ended.returncode == 1, ended.stderr
     assert ended.stdout.splitlines()[0] == NO_CUDA

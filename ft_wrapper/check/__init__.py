@@ -1,9 +1,8 @@
 """What may go wrong on this machine, found before a job runs.
 
-``ftrun --check`` and ``python -m ft_wrapper.check`` print it; in a job rank 0 logs it, once.
+``ftrun --check`` prints it; in a job rank 0 logs it, once.
 """
 
-import argparse
 import contextlib
 import ctypes
 import importlib.metadata
@@ -24,7 +23,7 @@ from ..settings import Limits
 from . import findings
 from .findings import Finding
 
-__all__ = ["Finding", "has_cuda", "log_once", "main", "preflight", "say"]
+__all__ = ["Finding", "has_cuda", "log_once", "preflight", "say"]
 
 log = logging.getLogger(__name__)
 
@@ -156,21 +155,3 @@ def say(found: Sequence[Finding]) -> int:
     if not found:
         print("nothing found")
     return 1 if found else 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """What ``python -m ft_wrapper.check`` does; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ft_wrapper.check",
-        description="Checks what may go wrong with a job here. Exits with 1 if there are findings.",
-    )
-    parser.add_argument("--nnodes", type=int, metavar="N", help="how many nodes the job has (default: 1)")
-    parser.add_argument(
-        "--hard-timeout",
-        type=float,
-        default=Limits.hard_timeout,
-        metavar="SECONDS",
-        help="the wrapper's (default: %(default)g)",
-    )
-    given = parser.parse_args(argv)
-    return say(preflight(os.environ, given.hard_timeout, given.nnodes))

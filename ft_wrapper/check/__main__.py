@@ -1,7 +1,0 @@
-"""``python -m ft_wrapper.check``."""
-
-import sys
-
-from . import main
-
-sys.exit(main())
