@@ -28,7 +28,6 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from . import check
 from ._files import replace_broken_streams
 from ._text import without_secrets
 from .agent import classic_nodes, ft_nodes, outputs
@@ -37,8 +36,8 @@ from .agent.nodes import End, Nodes
 from .agent.one_node import OneNode
 from .agent.options import Options, parse_args
 from .agent.policy import Policy
-from .check import node
 from .cli import control, status
+from .cli.check import print_findings
 from .log_lines import JSON, choose_format, make_formatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
 from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
@@ -215,19 +214,6 @@ def _log_dir(options: Options) -> Iterator[str]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _check(options: Options) -> int:
-    """Prints what may go wrong with the job on this node; returns 1 if something may."""
-    nodes = 1 if options.rendezvous is None else options.rendezvous.max_nodes
-    world_size = nodes * options.nproc_per_node
-    found = check.preflight(os.environ, nodes=nodes, world_size=world_size)
-    if options.program.script is not None and not options.program.is_module:
-        unreadable = check.findings.script(options.script, os.access(options.script, os.R_OK))
-        found += [unreadable] if unreadable else []
-    said = [finding.what for finding in found]
-    found += [finding for finding in node.look(options.node_checks.wanted) if finding.what not in said]
-    return check.say(found)
-
-
 def _set_up_logging(options: Options) -> None:
     choose_format(options.log_format)
     console = logging.StreamHandler()
@@ -254,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _set_up_logging(options)
     for warning in options.warnings:
         log.warning("%s", warning)
-    return _check(options) if options.check else run(options)
+    return print_findings(options) if options.check else run(options)
 
 
 def command() -> NoReturn:

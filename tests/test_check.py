@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from ft_wrapper import check, run
-from ft_wrapper.check import NO_CUDA, Finding, findings
+from ft_wrapper.check import Finding, findings
+from ft_wrapper.cli.check import NO_CUDA
 from ft_wrapper.run import main, parse_args
 
 NOW = 1_800_000_000.0

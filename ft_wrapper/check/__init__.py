@@ -13,7 +13,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -23,11 +23,9 @@ from ..settings import Limits
 from . import findings
 from .findings import Finding
 
-__all__ = ["Finding", "has_cuda", "log_once", "preflight", "say"]
+__all__ = ["Finding", "has_cuda", "log_once", "preflight"]
 
 log = logging.getLogger(__name__)
-
-NO_CUDA = "no CUDA: what concerns NCCL is not checked"
 
 _GROUP_TIMEOUT = timedelta(minutes=10)  # where torch was built without NCCL
 _TIME_ERROR = 5  # of adjtimex
@@ -141,17 +139,3 @@ def _log_all(environ: Mapping[str, str], hard_timeout: float) -> None:
             log.warning("%s", finding)
     except Exception:
         log.debug("the checks failed", exc_info=True)
-
-
-# For people ------------------------------------------------------------------------------------------------
-
-
-def say(found: Sequence[Finding]) -> int:
-    """Prints what was found, for people; returns the exit code, which is 1 if something was."""
-    if not has_cuda():
-        print(NO_CUDA)
-    for finding in found:
-        print(finding)
-    if not found:
-        print("nothing found")
-    return 1 if found else 0

@@ -1,0 +1,30 @@
+"""``ftrun --check``: prints what may go wrong with a job on this machine."""
+
+import os
+
+from .. import check
+from ..agent.options import Options
+from ..check import findings, node
+
+NO_CUDA = "no CUDA: what concerns NCCL is not checked"
+
+
+def print_findings(options: Options) -> int:
+    """Prints what may go wrong with the job on this node; returns the exit code: 1 if something may.
+
+    Args:
+        options: the job.
+    """
+    nodes = 1 if options.rendezvous is None else options.rendezvous.max_nodes
+    world_size = nodes * options.nproc_per_node
+    found = check.preflight(os.environ, nodes=nodes, world_size=world_size)
+    if options.program.script is not None and not options.program.is_module:
+        unreadable = findings.script(options.script, os.access(options.script, os.R_OK))
+        found += [unreadable] if unreadable else []
+    said = [finding.what for finding in found]
+    found += [finding for finding in node.look(options.node_checks.wanted) if finding.what not in said]
+    if not check.has_cuda():
+        print(NO_CUDA)
+    for line in map(str, found) if found else ["nothing found"]:
+        print(line)
+    return 1 if found else 0
