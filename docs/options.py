@@ -49,7 +49,7 @@ def rows() -> dict[str, tuple[str, str, str]]:
     }
     same, other, alone = {}, {}, {}
     for action in ours._actions:
-        if not action.option_strings or action.dest == "help":
+        if not action.option_strings or action.dest == "help" or action.help == argparse.SUPPRESS:
             continue
         option = max((text for text in action.option_strings if "_" not in text), key=len)
         there = theirs.get(option)

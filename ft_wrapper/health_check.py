@@ -1,13 +1,14 @@
 """Plug-ins that decide whether a rank may go on."""
 
+import contextlib
 import importlib
 import logging
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from .check import gpus
 from .compose import PlugIn
 from .exception import HealthCheckError, RestartError
 from .settings import as_limit, as_timeout
@@ -95,9 +96,7 @@ class GpuHealthCheck(HealthCheck):
         try:
             self._nvml: Any = importlib.import_module("pynvml")
         except ImportError as ex:
-            raise ImportError(
-                f"{type(self).__name__} needs the package nvidia-ml-py: pip install 'ft-wrapper[gpu]'"
-            ) from ex
+            raise ImportError("GpuHealthCheck needs nvidia-ml-py: pip install 'ft-wrapper[gpu]'") from ex
 
     def __call__(self, state: FrozenState) -> FrozenState:
         """Asks the driver.
@@ -110,8 +109,16 @@ class GpuHealthCheck(HealthCheck):
         if device is None:
             return state
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+        def ask() -> list[str]:
+            self._nvml.nvmlInit()
+            try:
+                return list(_problems(self._nvml, self._nvml.nvmlDeviceGetHandleByUUID(uuid)))
+            finally:
+                self._nvml.nvmlShutdown()
+
         problems = call_in_thread(
-            lambda: _problems(self._nvml, uuid),
+            ask,
             what=f"{type(self).__name__} on rank {state.rank}: asking NVML about {uuid}",
             seconds=self.timeout.total_seconds(),
         )
@@ -120,11 +127,18 @@ class GpuHealthCheck(HealthCheck):
         return state
 
 
-def _problems(nvml: Any, uuid: str) -> list[str]:
-    with gpus.opened(nvml):
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        asked = (gpus.recovery_action, gpus.failed_row_remapping)
-        return [problem for ask in asked if (problem := ask(nvml, handle)) is not None]
+def _problems(nvml: Any, handle: Any) -> Iterator[str]:
+    """What the driver says against a GPU. What it or the package does not know is left out."""
+    field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+    if field is not None:
+        (value,) = nvml.nvmlDeviceGetFieldValues(handle, [field])
+        if value.nvmlReturn == nvml.NVML_SUCCESS and value.value.uiVal != nvml.NVML_GPU_RECOVERY_ACTION_NONE:
+            prefix = "NVML_GPU_RECOVERY_ACTION_"
+            names = [n for n in dir(nvml) if n.startswith(prefix) and getattr(nvml, n) == value.value.uiVal]
+            yield f"the driver asks for {names[0].removeprefix(prefix) if names else value.value.uiVal}"
+    with contextlib.suppress(nvml.NVMLError_NotSupported):
+        if nvml.nvmlDeviceGetRemappedRows(handle)[3]:
+            yield "a defective row of its memory could not be remapped"
 
 
 class FaultCounterExceeded(RestartError):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ft_wrapper.agent.node_checks import Command
 from ft_wrapper.testing.etcd_server import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +84,33 @@ def test_the_slurm_script_says_what_it_needs(path: str) -> None:
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
 def test_shellcheck_has_no_complaint() -> None:
-    subprocess.run(["shellcheck", str(CLUSTER / "slurm.sbatch")], check=True, timeout=TIMEOUT)
+    for name in ("slurm.sbatch", "node_check.sh"):
+        subprocess.run(["shellcheck", str(CLUSTER / name)], check=True, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "diag", "free", "why"),
+    [
+        (8, 0, 16384, ""),
+        (7, 0, 16384, "--node-check: 7 of 8 GPUs (exit status 1)"),
+        (8, 3, 16384, "--node-check: dcgmi diag has failed: see {}/node_check.{}.log (exit status 1)"),
+        (8, 0, 16383, "--node-check: less than 16 MiB free in {} (exit status 1)"),
+    ],
+)
+def test_the_node_check_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, diag: int, free: int, why: str
+) -> None:
+    for name, script in (
+        ("nvidia-smi", f"seq -f 'GPU %g: NVIDIA H100' 0 {gpus - 1}"),
+        ("dcgmi", f'[ "$*" = "diag -r 1" ] || exit 9; echo what it says; exit {diag}'),
+        ("df", f"echo Filesystem 1024-blocks Used Available; echo tmpfs 65536 0 {free} 0% $2"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    said = Command(f"sh {CLUSTER / 'node_check.sh'} 8", TIMEOUT)()
+    assert said == why.format(tmp_path, os.getuid())
 
 
 def test_the_kubernetes_job_follows_the_schema() -> None:

@@ -19,7 +19,6 @@ from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from .. import __version__
 from .._text import without_secrets
-from ..check import node
 from ..log_lines import FORMAT_ENV, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME
@@ -34,8 +33,6 @@ DEFAULT_RDZV_ID = "none"
 DEFAULT_MASTER_ADDR = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
 NO_HANDLER = "null"  # for events
-
-NODE_CHECKS = "auto"
 
 #: Options of torchrun's that do nothing here, though they ask for something: what to do instead.
 NO_EFFECT = {
@@ -460,18 +457,12 @@ def _add_node_checks(add: Callable[..., Any]) -> None:
         "and tries again; the last line of the command's output is the reason",
     )
     add(
-        "--node-checks NAMES",
-        f"built-in checks before that, separated by commas: {', '.join((*node.AUTO, *node.NAMED_ONLY))}; "
-        f"{', '.join(node.NUMBERS)} with the amount that must exist, as in gpus=8; none; auto for the first "
-        f"{len(node.AUTO)}, on one node for none (default: {NODE_CHECKS})",
-        default=NODE_CHECKS,
-    )
-    add(
         "--node-check-timeout SECONDS",
-        f"how long the command may take, and each built-in check (default: {TIMEOUT:g})",
+        f"how long the command may take (default: {TIMEOUT:g})",
         default=f"{TIMEOUT:g}",
     )
     add(
         "--node-check-retries N",
         "how often a node that is kept out tries again before it gives up (default: no limit; 0 on one node)",
     )
+    add("--node-checks NAMES", argparse.SUPPRESS)  # of an earlier version: the error says what to use

@@ -147,8 +147,8 @@ class FtNodes(Nodes):
                 assert own is not None
                 predecessors = holders(Agreement(store), drains.slots_of(own))
                 why = f"node {node.id} has been started again"
-                # If it is about to be checked at length, the others do not wait for it.
-                comes = not (handler.was_spare and self._proof.takes_time)
+                # If it is about to be checked, the others do not wait for it.
+                comes = not (handler.was_spare and self._proof.checks)
                 log_deaths(store, dict.fromkeys(predecessors, why), return_=comes)
         return info, where
 

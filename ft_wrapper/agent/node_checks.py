@@ -1,18 +1,14 @@
-"""The checks of a node: the built-in ones, and a command of the user's. Each returns why it failed."""
+"""The check of a node: a command of the user's, which says why it failed."""
 
 import contextlib
 import functools
 import logging
 import os
-import queue
 import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
 
-from ..check.findings import Finding
-from ..store.bounded import in_background
 from .process import die_with
 from .signals import held, signal_name
 
@@ -24,45 +20,6 @@ _END_TIMEOUT = 5.0  # seconds that a killed command may take to vanish
 _MOST_OUTPUT = 4096  # bytes, of which the last line is taken
 _PIPE = 1 << 16  # bytes that a pipe holds
 _LONGEST_REASON = 300  # characters
-
-
-class BuiltIn:
-    """Looks at this machine, in a thread: a driver or a file system may not answer.
-
-    Args:
-        look: returns what it finds.
-        timeout: seconds that this may take.
-    """
-
-    def __init__(self, look: Callable[[], Sequence[Finding]], timeout: float) -> None:
-        self._look = look
-        self._timeout = timeout
-        self._answers: queue.SimpleQueue[str] | None = None
-
-    def __call__(self) -> str:
-        """Looks; returns all that was found, empty if nothing was.
-
-        A look that did not end in time is not left behind by the next one, but waited for again.
-        """
-        if self._answers is None:
-            answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-            self._answers = answers
-            in_background("looking at this node", lambda: self._answer(answers))
-        try:
-            why = self._answers.get(timeout=self._timeout)
-        except queue.Empty:
-            return (
-                f"the built-in checks have not ended within {self._timeout:g} s; see the driver and the disks"
-            )
-        self._answers = None
-        return why
-
-    def _answer(self, answers: "queue.SimpleQueue[str]") -> None:
-        why = ""
-        try:
-            why = "; ".join(map(str, self._look()))
-        finally:  # a mistake in a check keeps no node out; it is logged
-            answers.put(why)
 
 
 class Command:

@@ -2,29 +2,26 @@
 
 import argparse
 import dataclasses
-import functools
 import importlib.machinery
 import importlib.util
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 
-from ..check import node
-from ..check.node import Wanted
 from ..log_lines import FORMATS, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
 from ..store.address import without_brackets
 from . import command_line
-from .command_line import NODE_CHECKS, Parser, name
-from .node_checks import TIMEOUT, BuiltIn, Command
+from .command_line import Parser, name
+from .node_checks import TIMEOUT, Command
 from .outputs import PREFIX_ENV
 from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
@@ -43,25 +40,19 @@ class NodeChecks:
     """What a node has to pass before it takes a seat.
 
     Args:
-        wanted: the built-in checks; see `ft_wrapper.check.node`.
         command: the user's, for a shell; empty if there is none.
-        timeout: seconds that each of them may take.
-        retries: how often they are tried again before the node ends; None: without end.
+        timeout: seconds that it may take.
+        retries: how often it is tried again before the node ends; None: without end.
     """
 
-    wanted: Wanted = dataclasses.field(default_factory=dict)
     command: str = ""
     timeout: float = TIMEOUT
     retries: int | None = None
 
     def proof(self) -> Proof:
         """The checks, ready to be run."""
-        # Each for itself: a mistake in one of them hides nothing that another one finds.
-        looks = [functools.partial(node.look, {name: number}) for name, number in self.wanted.items()]
-        checks: list[Callable[[], str]] = [BuiltIn(look, self.timeout) for look in looks]
-        if self.command:
-            checks.append(Command(self.command, self.timeout))
-        return Proof(tuple(checks), self.retries, takes_time=bool(self.command))
+        checks = (Command(self.command, self.timeout),) if self.command else ()
+        return Proof(checks, self.retries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -486,23 +477,19 @@ def _node_checks(parser: Parser, backend: str, *, is_ours: bool) -> NodeChecks:
         is_ours: whether that is a rendezvous of ours.
     """
     given = parser.given
-    names, command = given.node_checks or NODE_CHECKS, given.node_check or ""
-    try:
-        wanted = node.parse(names)
-    except ValueError as error:
-        parser.error(f"--node-checks {names}: {error}")
+    if given.node_checks:
+        why = "there are no built-in checks; use --node-check CMD"
+        parser.error(f"--node-checks {given.node_checks}: {why}, such as examples/cluster/node_check.sh")
+    command = given.node_check or ""
     timeout = parser.seconds("--node-check-timeout")
     if timeout == 0:
         parser.error("--node-check-timeout 0: must be more than 0")
-    if names == NODE_CHECKS and not is_ours:
-        wanted = {}
-    if backend and not is_ours and (wanted or command):
-        said = f"--node-check {command}" if command else f"--node-checks {names}"
+    if backend and not is_ours and command:
         why = f"there, the others wait for a node that stays out; use --rdzv-backend {NAME}"
-        parser.contradict(said, f"--rdzv-backend {backend}", why)
+        parser.contradict(f"--node-check {command}", f"--rdzv-backend {backend}", why)
     is_limited = given.node_check_retries is not None or not backend
     retries = parser.count("--node-check-retries") if is_limited else None
-    return NodeChecks(wanted, command, timeout, retries)
+    return NodeChecks(command, timeout, retries)
 
 
 def _drain_timeout(parser: Parser, backend: str, *, is_ours: bool) -> float:

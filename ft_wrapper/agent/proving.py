@@ -22,12 +22,10 @@ class Proof:
         checks: in this order; each returns why the node must not take part, empty if it may. A signal handler
             may raise in them.
         retries: how often they are tried again before the node ends; None: without end.
-        takes_time: whether they may take much longer than a look.
     """
 
     checks: tuple[Callable[[], str], ...] = ()
     retries: int | None = None
-    takes_time: bool = False
 
     def failure(self) -> str:
         """Runs the checks until one fails; returns why, empty if all have passed."""

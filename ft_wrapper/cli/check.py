@@ -4,7 +4,7 @@ import os
 
 from .. import check
 from ..agent.options import Options
-from ..check import findings, node
+from ..check import findings
 
 NO_CUDA = "no CUDA: what concerns NCCL is not checked"
 
@@ -21,8 +21,6 @@ def print_findings(options: Options) -> int:
     if options.program.script is not None and not options.program.is_module:
         unreadable = findings.script(options.script, os.access(options.script, os.R_OK))
         found += [unreadable] if unreadable else []
-    said = [finding.what for finding in found]
-    found += [finding for finding in node.look(options.node_checks.wanted) if finding.what not in said]
     if not check.has_cuda():
         print(NO_CUDA)
     for line in map(str, found) if found else ["nothing found"]:

@@ -1,4 +1,4 @@
-"""A node proves itself: the tries and their limits, the user's command, the built-in checks, the options."""
+"""A node proves itself: the tries and their limits, the user's command, the options."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from agent_job import TIMEOUT, FtRun, await_that
 from ended import has_ended
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from ft_wrapper.agent.node_checks import BuiltIn, Command
+from ft_wrapper.agent import command_line
+from ft_wrapper.agent.node_checks import Command
 from ft_wrapper.agent.one_node import OneNode
-from ft_wrapper.agent.options import NodeChecks, Options, parse_args
+from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.proving import LONGEST_WAIT, Proof, await_proof
 from ft_wrapper.agent.signals import Signalled, held, queued
-from ft_wrapper.check import node as checks
-from ft_wrapper.check.findings import Finding
 
 MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
 
@@ -212,50 +211,6 @@ def test_a_signal_is_held() -> None:
         pass
 
 
-# The built-in checks ---------------------------------------------------------------------------------------
-
-
-def test_what_is_found_is_the_reason() -> None:
-    found = [Finding("a", "b", "c"), Finding("d", "e", "f")]
-    assert BuiltIn(lambda: found, TIMEOUT)() == "a: b; c; d: e; f"
-    assert BuiltIn(list, TIMEOUT)() == ""
-
-
-def test_a_driver_that_does_not_answer_is_asked_once() -> None:
-    answers, calls = threading.Event(), []
-
-    def look() -> list[Finding]:
-        calls.append(threading.get_ident())
-        answers.wait(TIMEOUT)
-        return []
-
-    hangs = BuiltIn(look, 0.05)
-    assert "have not ended within 0.05 s" in hangs()
-    assert "have not ended within 0.05 s" in hangs()
-    assert len(calls) == 1
-    hangs._timeout = TIMEOUT
-    answers.set()
-    assert hangs() == ""
-    assert hangs() == ""
-    assert len(calls) == 2
-
-
-def test_a_mistake_in_a_check_keeps_no_node_out(caplog: pytest.LogCaptureFixture) -> None:
-    def look() -> list[Finding]:
-        raise ZeroDivisionError("a mistake")
-
-    assert BuiltIn(look, TIMEOUT)() == ""
-    while not any("a mistake" in message for message in caplog.messages):
-        threading.Event().wait(0.01)  # it is logged by the thread
-
-
-def test_a_mistake_in_a_check_hides_nothing_that_another_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "links", lambda root: 1 // 0)
-    monkeypatch.setattr(checks, "_size", lambda path: (100, 0))
-    proof = NodeChecks({"links": None, "shm": None}, timeout=TIMEOUT).proof()
-    assert proof.failure().startswith("0 MiB free in /dev/shm")
-
-
 # The options -----------------------------------------------------------------------------------------------
 
 
@@ -270,48 +225,48 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_what_is_checked_by_default() -> None:
-    several = parsed(*MEET).node_checks
-    assert (set(several.wanted), several.command, several.timeout, several.retries) == (
-        {"gpus", "disk", "shm", "clock"},
-        "",
-        120.0,
-        None,
-    )
-    assert len(several.proof().checks) == 4 and not several.proof().takes_time
-    alone = parsed().node_checks
-    assert (dict(alone.wanted), alone.retries, alone.proof().checks) == ({}, 0, ())
-    assert parsed(*MEET, "--node-checks", "none").node_checks.proof().checks == ()
-    assert parsed(*MEET, "--rdzv-backend", "c10d").node_checks.proof().checks == ()
+def test_nothing_is_checked_by_default() -> None:
+    several, alone = parsed(*MEET).node_checks, parsed().node_checks
+    assert (several.command, several.timeout, several.retries) == ("", 120.0, None)
+    assert (alone.command, alone.retries) == ("", 0)
+    for found in (several, alone, parsed(*MEET, "--rdzv-backend", "c10d").node_checks):
+        assert found.proof().checks == ()
 
 
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ("--node-check", "a b", "--node-checks", "links,disk=20", "--node-check-timeout", "7")
+    asked = ("--node-check", "a b", "--node-check-timeout", "7", "--node-check-retries", "3")
     for where in ((), MEET):
-        found = parsed(*where, *asked, "--node-check-retries", "3").node_checks
-        assert (dict(found.wanted), found.command) == ({"links": None, "disk": 20.0}, "a b")
-        assert (found.timeout, found.retries) == (7.0, 3)
-        assert len(found.proof().checks) == 3 and found.proof().takes_time
+        found = parsed(*where, *asked).node_checks
+        assert (found.command, found.timeout, found.retries) == ("a b", 7.0, 3)
+        assert len(found.proof().checks) == 1
     monkeypatch.setenv("PET_NODE_CHECK", "c")
     assert parsed(*MEET).node_checks.command == "c"
     monkeypatch.setenv("PET_NODE_CHECK", "")
-    assert not parsed(*MEET).node_checks.proof().takes_time
+    assert parsed(*MEET).node_checks.proof().checks == ()
+
+
+def test_the_checks_of_an_earlier_version_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--node-checks" not in command_line.make_parser().format_help()
+    for variable, arguments in (("auto", ()), ("", ("--node-checks", "auto"))):
+        monkeypatch.setenv("PET_NODE_CHECKS", variable)
+        with pytest.raises(SystemExit) as end:
+            parsed(*arguments)
+        assert end.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith("ftrun: error: --node-checks auto: ") and "use --node-check CMD" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--node-checks", "fans"], "--node-checks fans: there is no 'fans'"),
         (["--node-check-timeout", "0"], "--node-check-timeout 0: must be more than 0"),
         (["--node-check-timeout", "soon"], "--node-check-timeout soon: is not a number of seconds"),
         (["--node-check-retries", "-1"], "--node-check-retries -1: use a number of at least 0"),
         (
             [*MEET, "--rdzv-backend", "c10d", "--node-check", "true"],
             "--node-check true and --rdzv-backend c10d contradict each other",
-        ),
-        (
-            [*MEET, "--rdzv-backend", "c10d", "--node-checks", "links"],
-            "--node-checks links and --rdzv-backend c10d contradict each other",
         ),
     ],
 )

@@ -120,6 +120,10 @@ class NvmlError(Exception):
         self.value = value
 
 
+class NotSupported(NvmlError):
+    pass
+
+
 class Nvml(types.ModuleType):
     """What nvidia-ml-py would answer; names and shapes as in version 13."""
 
@@ -132,6 +136,7 @@ class Nvml(types.ModuleType):
         self.NVML_GPU_RECOVERY_ACTION_NONE = 0
         self.NVML_GPU_RECOVERY_ACTION_GPU_RESET = 1
         self.NVMLError = NvmlError
+        self.NVMLError_NotSupported = NotSupported
         self.action = 0
         self.knows_actions = True
         self.rows: tuple[int, int, int, int] | NvmlError = (0, 1, 0, 0)
@@ -184,8 +189,17 @@ def test_a_row_could_not_be_remapped(nvml: Nvml) -> None:
 
 def test_what_the_driver_does_not_know_is_not_checked(nvml: Nvml) -> None:
     nvml.knows_actions, nvml.action = False, 77
-    nvml.rows = NvmlError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    nvml.rows = NotSupported(nvml.NVML_ERROR_NOT_SUPPORTED)
     assert GpuHealthCheck()(STATE) is STATE
+
+
+def test_an_older_package_knows_no_actions(nvml: Nvml) -> None:
+    nvml.action = 1
+    del nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+    assert GpuHealthCheck()(STATE) is STATE
+    nvml.rows = (0, 1, 0, 1)
+    with pytest.raises(HealthCheckError, match="could not be remapped"):
+        GpuHealthCheck()(STATE)
 
 
 def test_a_lost_gpu_is_not_healthy(nvml: Nvml) -> None:
