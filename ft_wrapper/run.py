@@ -134,9 +134,9 @@ def meet(options: Options) -> Nodes:
     """
     parameters = options.rendezvous
     if parameters is None:
-        proof = options.node_checks.proof()
         address = _address_alone(options.address)
-        return OneNode(options.nproc_per_node, address, options.port, role=options.role, proof=proof)
+        check = options.node_check
+        return OneNode(options.nproc_per_node, address, options.port, role=options.role, check=check)
     if parameters.backend in (NAME, *ETCD_NAMES):
         return _ft(options, parameters)
     return _classic(options, parameters)
@@ -165,7 +165,7 @@ def _ft(options: Options, parameters: RendezvousParameters) -> ft_nodes.FtNodes:
         identity,
         replaces=options.policy is not Policy.GROUP,
         exit_barrier_timeout=options.exit_barrier_timeout,
-        proof=options.node_checks.proof(),
+        check=options.node_check,
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_wrapper.agent.node_checks import Command
+from ft_wrapper.agent.node_check import NodeCheck
 from ft_wrapper.testing.etcd_server import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,7 @@ def test_the_node_check_says_what_is_wrong(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    said = Command(f"sh {CLUSTER / 'node_check.sh'} 8", TIMEOUT)()
+    said = NodeCheck(f"sh {CLUSTER / 'node_check.sh'} 8", TIMEOUT).failure()
     assert said == why.format(tmp_path, os.getuid())
 
 

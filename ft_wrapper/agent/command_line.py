@@ -22,7 +22,7 @@ from .._text import without_secrets
 from ..log_lines import FORMAT_ENV, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME
-from .node_checks import TIMEOUT
+from .node_check import TIMEOUT
 from .nodes import EXIT_BARRIER_TIMEOUT
 from .policy import RANK_RESTARTS, Policy
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS

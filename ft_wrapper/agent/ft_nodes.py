@@ -31,9 +31,9 @@ from ..store import Member, StoreMixin, TCPStore, connect
 from ..store.address import host_port
 from ..store.bounded import bounded, call_in_thread, in_background
 from ..store.tcp import SERVER_IS_LIBUV
+from .node_check import NodeCheck, await_pass
 from .nodes import Nodes, Round
 from .policy import STORE_TIMEOUT
-from .proving import NO_PROOF, Proof, await_proof
 from .signals import News, What
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class FtNodes(Nodes):
         identity: who this node is.
         replaces: whether the job may switch to the policy ``rank``.
         exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
-        proof: what it has to pass before it takes a seat.
+        check: what it has to pass before it takes a seat; None: nothing.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FtNodes(Nodes):
         *,
         replaces: bool,
         exit_barrier_timeout: float,
-        proof: Proof = NO_PROOF,
+        check: NodeCheck | None = None,
     ) -> None:
         super().__init__()
         self._make_backend = make_backend
@@ -76,7 +76,7 @@ class FtNodes(Nodes):
         self._identity = identity
         self._replaces = replaces
         self._exit_barrier_timeout = exit_barrier_timeout
-        self._proof = proof
+        self._check = check
         self._handler: FtRendezvousHandler | None = None
         self._agents: Store | None = None
         self._round: Round | None = None
@@ -103,11 +103,11 @@ class FtNodes(Nodes):
                 on_lost=self._lost,
             )
         handler = self._handler
-        self._await_proof(handler)
+        self._await_pass(handler)
         while True:
             info, where = self._take_seat(handler)
             # Spares are looked at when they are needed: they may have waited for weeks.
-            if not handler.was_spare or self._await_proof(handler, info.store):
+            if not handler.was_spare or self._await_pass(handler, info.store):
                 break
         joined, node = handler.joined, handler.node
         assert joined is not None and node is not None
@@ -148,18 +148,18 @@ class FtNodes(Nodes):
                 predecessors = holders(Agreement(store), drains.slots_of(own))
                 why = f"node {node.id} has been started again"
                 # If it is about to be checked, the others do not wait for it.
-                comes = not (handler.was_spare and self._proof.checks)
+                comes = not (handler.was_spare and self._check)
                 log_deaths(store, dict.fromkeys(predecessors, why), return_=comes)
         return info, where
 
-    def _await_proof(self, handler: FtRendezvousHandler, agents: Store | None = None) -> bool:
+    def _await_pass(self, handler: FtRendezvousHandler, agents: Store | None = None) -> bool:
         """Waits, without a place in the record, until this node passes; whether it did at once.
 
         Args:
             handler: connected by this.
             agents: the store of the round in which it has its seat, if it has one.
         """
-        if not self._proof.checks:
+        if self._check is None:
             return True
         presence = handler.begin()
 
@@ -169,7 +169,7 @@ class FtNodes(Nodes):
                 with contextlib.suppress(DistError):
                     agents.set(_done(presence.node), "kept out")  # the exit barrier does not wait for it
 
-        return await_proof(self._proof, f"node {presence.node}", keep_out, presence.stay_out)
+        return await_pass(self._check, f"node {presence.node}", keep_out, presence.stay_out)
 
     def _switch_to_rank(self, handler: FtRendezvousHandler, where: Round) -> None:
         """Waits, in a thread, until the ranks have formed a job: then failed ones are replaced one by one."""

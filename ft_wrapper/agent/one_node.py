@@ -16,9 +16,9 @@ from ..store import TCPStore, TCPStoreServer
 from ..store.address import host_port, loopback
 from ..store.bounded import in_background
 from .ft_nodes import asked_of, what_follows
+from .node_check import NodeCheck, await_pass
 from .nodes import Nodes, Round, alone
 from .policy import STORE_TIMEOUT
-from .proving import NO_PROOF, Proof, await_proof
 
 _END_TIMEOUT = 5.0
 
@@ -31,7 +31,7 @@ class OneNode(Nodes):
         address: of this host; the loopback when None, where only this host reaches the store.
         port: where the store listens; 0 for a free port, another one in each round.
         role: what the ranks do.
-        proof: what the node has to pass before each round.
+        check: what the node has to pass before each round; None: nothing.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class OneNode(Nodes):
         port: int = 0,
         *,
         role: str = "default",
-        proof: Proof = NO_PROOF,
+        check: NodeCheck | None = None,
     ) -> None:
         super().__init__()
-        self._proof = proof
+        self._check = check
         self._nproc = nproc
         self._address = address or loopback()
         self._port = port
@@ -57,7 +57,8 @@ class OneNode(Nodes):
     def next_round(self) -> Round:
         self._end_server()
         self.inbox.begin_term()
-        await_proof(self._proof, "this node", lambda why: None, threading.Event().wait)
+        if self._check is not None:
+            await_pass(self._check, "this node", lambda why: None, threading.Event().wait)
         try:
             server = TCPStoreServer(self._port, self._address)
         except StoreError as error:

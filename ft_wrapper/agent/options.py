@@ -21,11 +21,10 @@ from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_opt
 from ..store.address import without_brackets
 from . import command_line
 from .command_line import Parser, name
-from .node_checks import TIMEOUT, Command
+from .node_check import NodeCheck
 from .outputs import PREFIX_ENV
 from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
-from .proving import Proof
 
 if TYPE_CHECKING:
     from .command_line import Parser
@@ -33,26 +32,6 @@ if TYPE_CHECKING:
 OURS = (NAME, *ETCD_NAMES)
 #: The default of torchrun's ``--rdzv-backend``: here another name of ours.
 STATIC = "static"
-
-
-@dataclasses.dataclass(frozen=True)
-class NodeChecks:
-    """What a node has to pass before it takes a seat.
-
-    Args:
-        command: the user's, for a shell; empty if there is none.
-        timeout: seconds that it may take.
-        retries: how often it is tried again before the node ends; None: without end.
-    """
-
-    command: str = ""
-    timeout: float = TIMEOUT
-    retries: int | None = None
-
-    def proof(self) -> Proof:
-        """The checks, ready to be run."""
-        checks = (Command(self.command, self.timeout),) if self.command else ()
-        return Proof(checks, self.retries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +69,7 @@ class Options:
         warnings: what the user should be told of the command line, a line each.
         check: whether to look for what may go wrong, and to start nothing.
         log_format: how log lines look, those of the ranks' wrappers, too: ``text`` or ``json``.
-        node_checks: what this node has to pass before it takes a seat.
+        node_check: what this node has to pass before it takes a seat; None: nothing.
     """
 
     nproc_per_node: int
@@ -122,7 +101,7 @@ class Options:
     warnings: tuple[str, ...] = ()
     check: bool = False
     log_format: str = TEXT
-    node_checks: NodeChecks = dataclasses.field(default_factory=NodeChecks)
+    node_check: NodeCheck | None = None
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -175,7 +154,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         warnings=tuple(parser.warnings),
         check=bool(args.check),
         log_format=args.log_format,
-        node_checks=_node_checks(parser, backend, is_ours=backend in OURS),
+        node_check=_node_check(parser, backend, is_ours=backend in OURS),
         **nodes,
     )
 
@@ -468,7 +447,7 @@ def _config(parser: Parser, args: argparse.Namespace, backend: str, nproc: int) 
 # What a node has to pass before it takes a seat; how it leaves ----------------------------------------------
 
 
-def _node_checks(parser: Parser, backend: str, *, is_ours: bool) -> NodeChecks:
+def _node_check(parser: Parser, backend: str, *, is_ours: bool) -> NodeCheck | None:
     """Reads the options; ends the program for what is wrong.
 
     Args:
@@ -489,7 +468,7 @@ def _node_checks(parser: Parser, backend: str, *, is_ours: bool) -> NodeChecks:
         parser.contradict(f"--node-check {command}", f"--rdzv-backend {backend}", why)
     is_limited = given.node_check_retries is not None or not backend
     retries = parser.count("--node-check-retries") if is_limited else None
-    return NodeChecks(command, timeout, retries)
+    return NodeCheck(command, timeout, retries) if command else None
 
 
 def _drain_timeout(parser: Parser, backend: str, *, is_ours: bool) -> float:

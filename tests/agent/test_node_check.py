@@ -1,10 +1,11 @@
-"""A node proves itself: the tries and their limits, the user's command, the options."""
+"""The check of a node: the tries and their limits, the command, the options."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,9 @@ from ended import has_ended
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ft_wrapper.agent import command_line
-from ft_wrapper.agent.node_checks import Command
+from ft_wrapper.agent.node_check import LONGEST_WAIT, NodeCheck, await_pass
 from ft_wrapper.agent.one_node import OneNode
 from ft_wrapper.agent.options import Options, parse_args
-from ft_wrapper.agent.proving import LONGEST_WAIT, Proof, await_proof
 from ft_wrapper.agent.signals import Signalled, held, queued
 
 MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
@@ -31,9 +31,14 @@ MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
 def tries(*answers: str, retries: int | None = None) -> tuple[bool, list[str], list[float]]:
     """Whether it passed at once, why it was kept out, and for how long it waited after each try."""
     left = iter(answers)
+
+    class Answers(NodeCheck):
+        def failure(self) -> str:
+            return next(left)
+
     reasons: list[str] = []
     waits: list[float] = []
-    passed = await_proof(Proof((lambda: next(left),), retries), "node 7", reasons.append, waits.append)
+    passed = await_pass(Answers("", retries=retries), "node 7", reasons.append, waits.append)
     assert next(left, None) is None
     return passed, reasons, waits
 
@@ -70,22 +75,9 @@ def test_tries_are_limited() -> None:
         tries("a", retries=0)
 
 
-def test_checks_are_run_until_one_fails() -> None:
-    ran = []
-
-    def answer(why: str) -> str:
-        ran.append(why)
-        return why
-
-    proof = Proof((lambda: answer(""), lambda: answer("bad"), lambda: answer("later")))
-    assert proof.failure() == "bad"
-    assert ran == ["", "bad"]
-    assert Proof().failure() == ""
-
-
 def test_a_node_that_is_alone_does_not_begin() -> None:
-    node = OneNode(1, proof=Proof((lambda: "no disk",), retries=0))
-    with pytest.raises(RendezvousError, match="this node has failed its check: no disk"):
+    node = OneNode(1, check=NodeCheck("echo no disk; exit 1", retries=0))
+    with pytest.raises(RendezvousError, match="this node has failed its check: --node-check: no disk"):
         node.next_round()
     node.close()
 
@@ -114,12 +106,29 @@ def test_a_node_that_is_alone_does_not_begin() -> None:
     ],
 )
 def test_what_a_command_says(command: str, why: str) -> None:
-    said = Command(command, TIMEOUT)()
+    said = NodeCheck(command, TIMEOUT).failure()
     assert said == why or (why.endswith("/bin/sh: ") and "no-such-program-7" in said)
 
 
+def test_a_disk_without_room_does_not_hide_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nothing"))
+    assert NodeCheck("echo full; exit 1").failure() == "--node-check: full (exit status 1)"
+
+
+def test_a_command_that_has_become_another_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``sh -c "sudo look"`` becomes sudo, which no other user may kill."""
+
+    def refuse(group: int, signum: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    assert NodeCheck("true").failure() == ""
+
+
 def test_a_long_line_is_cut() -> None:
-    said = Command("yes x | tr -d '\\n' | head -c 3000; exit 1", TIMEOUT)()
+    said = NodeCheck("yes x | tr -d '\\n' | head -c 3000; exit 1", TIMEOUT).failure()
     assert len(said) < 400 and "xxx… (exit status 1)" in said
 
 
@@ -142,7 +151,7 @@ HANGS = (
 
 
 def test_a_command_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
-    said = Command(HANGS.format(tmp_path), 1.0)()
+    said = NodeCheck(HANGS.format(tmp_path), 1.0).failure()
     assert said == "--node-check: busy (it has not ended within 1 s)"
     assert len(list(tmp_path.glob("pid.*"))) == 2
     _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
@@ -150,7 +159,7 @@ def test_a_command_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path)
 
 
 def test_what_a_command_leaves_is_killed_though_it_prints_for_ever(tmp_path: Path) -> None:
-    said = Command(f"yes & echo $! > {tmp_path}/pid.child; exit 5", TIMEOUT)()
+    said = NodeCheck(f"yes & echo $! > {tmp_path}/pid.child; exit 5", TIMEOUT).failure()
     assert "exit status 5" in said
     _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
     assert [process for process in left if not has_ended(process)] == []
@@ -177,7 +186,7 @@ def killer(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("killer")
 def test_a_signal_ends_the_command(tmp_path: Path) -> None:
     with queued((signal.SIGINT, signal.SIGCHLD)) as signals, pytest.raises(Signalled), signals.raised():
-        Command(HANGS.format(tmp_path), TIMEOUT)()
+        NodeCheck(HANGS.format(tmp_path), TIMEOUT).failure()
     _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
     assert [process for process in left if not has_ended(process)] == []
 
@@ -191,9 +200,9 @@ def test_a_signal_while_it_is_started_is_not_lost(tmp_path: Path) -> None:
 
     here, interrupted = os.getpid(), []
     os.register_at_fork(before=interrupt)
-    command = Command(HANGS.format(tmp_path), TIMEOUT)
+    check = NodeCheck(HANGS.format(tmp_path), TIMEOUT)
     with queued((signal.SIGINT, signal.SIGCHLD)) as signals, pytest.raises(Signalled), signals.raised():
-        command()
+        check.failure()
     assert interrupted
     _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
     assert [process for process in left if not has_ended(process)] == []
@@ -226,23 +235,20 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_checked_by_default() -> None:
-    several, alone = parsed(*MEET).node_checks, parsed().node_checks
-    assert (several.command, several.timeout, several.retries) == ("", 120.0, None)
-    assert (alone.command, alone.retries) == ("", 0)
-    for found in (several, alone, parsed(*MEET, "--rdzv-backend", "c10d").node_checks):
-        assert found.proof().checks == ()
+    for arguments in ((), MEET, (*MEET, "--rdzv-backend", "c10d")):
+        assert parsed(*arguments).node_check is None
 
 
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed("--node-check", "true").node_check == NodeCheck("true", 120.0, 0)
+    assert parsed(*MEET, "--node-check", "true").node_check == NodeCheck("true", 120.0, None)
     asked = ("--node-check", "a b", "--node-check-timeout", "7", "--node-check-retries", "3")
     for where in ((), MEET):
-        found = parsed(*where, *asked).node_checks
-        assert (found.command, found.timeout, found.retries) == ("a b", 7.0, 3)
-        assert len(found.proof().checks) == 1
+        assert parsed(*where, *asked).node_check == NodeCheck("a b", 7.0, 3)
     monkeypatch.setenv("PET_NODE_CHECK", "c")
-    assert parsed(*MEET).node_checks.command == "c"
+    assert parsed(*MEET).node_check == NodeCheck("c")
     monkeypatch.setenv("PET_NODE_CHECK", "")
-    assert parsed(*MEET).node_checks.proof().checks == ()
+    assert parsed(*MEET).node_check is None
 
 
 def test_the_checks_of_an_earlier_version_are_refused(

@@ -1,0 +1,141 @@
+"""The command that a node has to pass before it takes a seat. Until then the job goes on without the node."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from .process import die_with
+from .signals import held, signal_name
+
+log = logging.getLogger(__name__)
+
+#: Seconds that the command may take, by default.
+TIMEOUT = 120.0
+#: Seconds that a node waits before it is checked again: at first, and at most. Each wait is twice the last.
+FIRST_WAIT = 1.0
+LONGEST_WAIT = 60.0
+_END_TIMEOUT = 5.0  # seconds that a killed command may take to vanish
+_MOST_OUTPUT = 4096  # bytes, of which the last line is taken
+_LONGEST_REASON = 300  # characters
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeCheck:
+    """A shell command, which passes with exit status 0. Otherwise its last line of output is the reason.
+
+    Args:
+        command: for ``/bin/sh -c``.
+        timeout: seconds that it may take.
+        retries: how often it is tried again before the node ends; None: without end.
+    """
+
+    command: str
+    timeout: float = TIMEOUT
+    retries: int | None = None
+
+    def failure(self) -> str:
+        """Runs it; returns why the node must not take part, empty if it may.
+
+        When a signal handler raises meanwhile, the command is killed, and that goes on.
+        """
+        try:
+            # In memory: a full disk may be the reason.
+            with open(os.memfd_create("node check"), "wb", buffering=0) as output:
+                code = _run(self.command, self.timeout, output.fileno())
+                last = _last_line(output.fileno())
+        except OSError as error:
+            return f"--node-check cannot be run: {error}"
+        if code == 0:
+            return ""
+        if code is None:
+            how = f"it has not ended within {self.timeout:g} s"
+        else:
+            how = f"killed by {signal_name(-code)}" if code < 0 else f"exit status {code}"
+        return f"--node-check: {last} ({how})" if last else f"--node-check: {how}"
+
+
+def await_pass(
+    check: NodeCheck, who: str, keep_out: Callable[[str], object], wait: Callable[[float], object]
+) -> bool:
+    """Runs the check, again and again, until the node passes.
+
+    Args:
+        check: the check.
+        who: the node, for the log.
+        keep_out: called with the reason after each try that failed.
+        wait: waits for so many seconds; an error of it, as the job is over, ends the wait.
+
+    Returns:
+        Whether it passed at once.
+
+    Raises:
+        RendezvousError: it did not pass as often as it may try.
+    """
+    failures, began, logged = 0, time.monotonic(), ""
+    while why := check.failure():
+        keep_out(why)
+        failures += 1
+        if check.retries is not None and failures > check.retries:
+            times = "" if failures == 1 else f" {failures} times, the last time"
+            raise RendezvousError(f"{who} has failed its check{times}: {why}")
+        if why != logged:
+            log.warning("%s is kept out of the job until it passes its check: %s", who, why)
+            logged = why
+        wait(min(FIRST_WAIT * 2 ** min(failures - 1, 30), LONGEST_WAIT))
+    if failures:
+        log.info("%s has passed its check after %.1f s, and comes in", who, time.monotonic() - began)
+    return failures == 0
+
+
+def _run(command: str, timeout: float, output: int) -> int | None:
+    """Runs a command in a session of its own, and kills what is left of it.
+
+    Returns:
+        Its exit code; None if it takes too long.
+    """
+    process = None
+    try:
+        with held():  # an exception in what a fork calls is lost
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with, os.getpid()),
+            )
+        with open(os.pidfd_open(process.pid), "rb", buffering=0) as pidfd:
+            has_ended = connection.wait([pidfd.fileno()], timeout)
+    finally:
+        if process is not None:
+            with held():
+                _end(process)
+    return process.returncode if has_ended else None
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kills what is left of a command. Its process is reaped only then, so that the number is its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # all that is left is another user's: sudo
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it
+        process.wait(_END_TIMEOUT)
+    # What it had started and did not wait for is ours now, where this process adopts what others leave.
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-process.pid, os.WNOHANG) != (0, 0):
+            pass
+
+
+def _last_line(output: int) -> str:
+    end = os.pread(output, _MOST_OUTPUT, max(0, os.fstat(output).st_size - _MOST_OUTPUT))
+    lines = [line.strip() for line in end.decode(errors="replace").splitlines() if line.strip()]
+    text = "".join(char for char in lines[-1] if char.isprintable()) if lines else ""
+    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"
