@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ft_wrapper.checkpoints import folders, runs, step_of
+from ft_wrapper.checkpoints import folders, step_of
 
 
 def checkpoint(root: Path, run: int, iteration: int, step: int, seal: str | None = folders.SEAL) -> Path:
@@ -159,30 +157,36 @@ def test_files_reach_the_disk_before_the_seal_and_names_after_it(
 
 
 def test_old_ones_go_and_what_an_earlier_iteration_left_unsealed(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 1, 0, 10)
     checkpoint(tmp_path, 2, 4, 20)
     torn = checkpoint(tmp_path, 2, 4, 30, seal=None)
     checkpoint(tmp_path, 2, 5, 30)
     checkpoint(tmp_path, 2, 5, 40)
-    saving = checkpoint(tmp_path, 2, 5, 35, seal=None)
-    checkpoint(tmp_path, 3, 0, 5, seal=None)  # a later job's
-    found = folders.look(tmp_path)
+    checkpoint(tmp_path, 2, 5, 35, seal=None)  # is being saved
+    own = folders.look(tmp_path, only=2)
+    last = names([torn], tmp_path)
+    assert names(folders.too_many(own, 3, 5), tmp_path) == last
+    assert names(folders.too_many(own, 2, 5), tmp_path) == ["run-2/iteration-4/checkpoint-20", *last]
+    assert "run-2/iteration-5/checkpoint-40" not in names(folders.too_many(own, 1, 5), tmp_path)
 
-    def gone(keep: int, **only: bool) -> list[str]:
-        return names(folders.too_many(found, keep, 2, 5, **{"own_run_only": False, **only}), tmp_path)
 
-    assert gone(3) == ["run-1/iteration-0/checkpoint-10", names([torn], tmp_path)[0]]
-    assert gone(3, own_run_only=True) == names([torn], tmp_path)
-    assert "run-2/iteration-5/checkpoint-40" not in gone(1)
-    assert names([saving], tmp_path)[0] not in gone(1)
+def test_other_runs_are_not_looked_at_for_what_may_go(tmp_path: Path) -> None:
+    for run in (1, 3):
+        checkpoint(tmp_path, run, 0, 10)
+        checkpoint(tmp_path, run, 0, 20, seal=None)
+        (tmp_path / f"run-{run}" / "iteration-0" / ".removed-checkpoint-5").mkdir()
+    checkpoint(tmp_path, 2, 5, 5)
+    own = folders.look(tmp_path, only=2)
+    assert names([entry.path for entry in own.entries], tmp_path) == ["run-2/iteration-5/checkpoint-5"]
+    assert own.removed == []
+    assert folders.too_many(own, 1, 5) == []
 
 
 def test_the_newest_sealed_one_stays_whatever_else_there_is(tmp_path: Path) -> None:
     checkpoint(tmp_path, 1, 0, 10)
     for step in range(20, 60, 10):
         checkpoint(tmp_path, 1, 1, step, seal=None)
-    found = folders.look(tmp_path)
-    assert {path.name for path in folders.too_many(found, 1, 1, 2, own_run_only=False)} == {
+    found = folders.look(tmp_path, only=1)
+    assert {path.name for path in folders.too_many(found, 1, 2)} == {
         f"checkpoint-{step}" for step in range(20, 60, 10)
     }
 
@@ -214,135 +218,46 @@ def test_single_files_are_removed(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == []
 
 
-def test_empty_folders_of_earlier_iterations_and_runs_go(tmp_path: Path) -> None:
+def test_empty_folders_of_earlier_iterations_go(tmp_path: Path) -> None:
     for run, iteration in ((1, 0), (2, 0), (2, 1), (2, 2), (3, 0)):
         folders.iteration_folder(tmp_path, run, iteration).mkdir(parents=True)
-    for run in (1, 2, 3):
-        for name in (folders.JOB_FILE, folders.LOCK_FILE):
-            (tmp_path / f"run-{run}" / name).touch()
+    (tmp_path / "run-2" / folders.JOB_FILE).touch()
     (tmp_path / "run-2" / "iteration-0" / "notes").touch()
-    folders.remove_empty(tmp_path, 2, 1, own_run_only=True)
-    assert sorted(os.listdir(tmp_path)) == ["run-1", "run-2", "run-3"]
-    folders.remove_empty(tmp_path, 2, 1, own_run_only=False)
-    assert sorted(os.listdir(tmp_path)) == ["run-2", "run-3"]
-    assert sorted(os.listdir(tmp_path / "run-2")) == [
-        "iteration-0",
-        "iteration-1",
-        "iteration-2",
-        "job",
-        "lock",
-    ]
-    assert sorted(os.listdir(tmp_path / "run-3")) == ["iteration-0", "job", "lock"]
+    folders.remove_empty(tmp_path, 2, 1)
+    assert sorted(os.listdir(tmp_path / "run-2")) == ["iteration-0", "iteration-1", "iteration-2", "job"]
+    (tmp_path / "run-2" / "iteration-0" / "notes").unlink()
+    folders.remove_empty(tmp_path, 2, 1)
+    assert sorted(os.listdir(tmp_path / "run-2")) == ["iteration-1", "iteration-2", "job"]
+    assert [os.listdir(tmp_path / f"run-{run}") for run in (1, 3)] == [["iteration-0"]] * 2
+    folders.remove_empty(tmp_path, 4, 1)  # someone has removed it
 
 
-# ---- two jobs in one folder
+# ---- the runs of jobs
 
 
-HOLDS = """
-import sys
-from pathlib import Path
-from ft_wrapper.checkpoints import runs
-run = runs.begin(Path(sys.argv[1]), "theirs")
-print(run.number, flush=True)
-sys.stdin.read()
-"""
+def test_each_job_has_a_run_of_its_own(tmp_path: Path) -> None:
+    assert [folders.enter_run(tmp_path, job) for job in ("one", "two", "one", "two")] == [1, 2, 1, 2]
+    assert [folders.job_of(tmp_path, run) for run in (1, 2, 3)] == ["one", "two", ""]
 
 
-def holder(root: Path, launch: str = "") -> subprocess.Popen[str]:
-    """Another job, which is through with the folder once its input ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(root)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TORCHELASTIC_RUN_ID": launch},
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "1\n"
-    return process
-
-
-@pytest.mark.timeout(120)
-def test_a_job_that_lives_is_found_and_one_that_has_ended_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs, "LASTS", 0.0)
-    with holder(tmp_path) as other:
-        mine = runs.begin(tmp_path, "mine")
-        assert mine.number == 2
-        with pytest.raises(runs.InUse, match=rf"run 1, begun .* by process {other.pid} on "):
-            runs.check_alone(mine, "mine", 100.0)
-        mine.withdraw()
-        assert os.listdir(tmp_path) == ["run-1"]
-        other.kill()
-        other.wait()
-        mine = runs.begin(tmp_path, "mine")
-        runs.check_alone(mine, "mine", 0.0)
-        mine.close()
-        mine.close()
-
-
-@pytest.mark.timeout(120)
-def test_processes_of_the_same_launch_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "LASTS", 0.0)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "llm-7")
-    with holder(tmp_path, "llm-7") as other:
-        mine = runs.begin(tmp_path, "mine")
-        looked: list[float] = []
-
-        def ends(seconds: float) -> None:
-            looked.append(seconds)
-            other.kill()
-            other.wait()
-
-        monkeypatch.setattr("time.sleep", ends)
-        runs.check_alone(mine, "mine", 100.0)
-        assert len(looked) == 1
-        mine.close()
-
-
-def test_a_run_that_has_checkpoints_is_not_removed_with_its_job(tmp_path: Path) -> None:
-    run = runs.begin(tmp_path, "mine")
-    checkpoint(tmp_path, 1, 0, 5)
-    run.withdraw()
-    assert len(folders.look(tmp_path).sealed) == 1
-
-
-def test_a_run_is_found_by_its_jobs_name_and_a_torn_one_is_no_ones(tmp_path: Path) -> None:
-    first, second = runs.begin(tmp_path, "mine"), runs.begin(tmp_path, "mine")
+def test_a_torn_run_belongs_to_no_job(tmp_path: Path) -> None:
     (tmp_path / "run-7").mkdir()
-    (tmp_path / "run-8").mkdir()
-    (tmp_path / "run-8" / folders.JOB_FILE).write_text("[]")
-    found = runs.find(tmp_path, "mine")
-    assert found is not None and found.number == second.number == 2
-    assert runs.find(tmp_path, "another's") is None
-    assert runs.open_run(tmp_path, 9, "mine") is None
-    last = runs.begin(tmp_path, "mine")
-    assert last.number == 9
-    runs.check_alone(last, "mine", 0.0)
-    for run in (first, second, found, last):
-        run.close()
+    assert folders.enter_run(tmp_path, "mine") == 8
+    (tmp_path / "run-9").mkdir()
+    (tmp_path / "run-9" / folders.JOB_FILE).mkdir()
+    assert folders.enter_run(tmp_path, "mine") == 8
 
 
-def test_where_there_are_no_locks_it_is_said_and_nothing_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.lockf", no_locks)
-    run = runs.begin(tmp_path, "mine")
-    assert not run.is_locked
-    assert "has no locks (Function not implemented): a second job in it would not be noticed" in caplog.text
-    runs.check_alone(run, "mine", 0.0)
-    run.close()
+def test_of_two_runs_of_a_job_the_higher_one_counts(tmp_path: Path) -> None:
+    """As of a process that was paused before it could say which run it had begun."""
+    for run in (1, 3):
+        (tmp_path / f"run-{run}").mkdir()
+        (tmp_path / f"run-{run}" / folders.JOB_FILE).write_text("mine\n")
+    assert folders.enter_run(tmp_path, "mine") == 3
 
 
-def test_a_run_that_cannot_begin_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(runs, "write_through", full)
-    with pytest.raises(OSError, match="No space left"):
-        runs.begin(tmp_path, "mine")
-    assert os.listdir(tmp_path) == []
+def test_two_jobs_that_begin_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert folders.enter_run(tmp_path, "first") == 1
+    monkeypatch.setattr(folders, "run_numbers", lambda root: [])  # what a server shows late, too
+    assert [folders.enter_run(tmp_path, job) for job in ("second", "third")] == [2, 3]
+    assert [folders.job_of(tmp_path, run) for run in (1, 2, 3)] == ["first", "second", "third"]

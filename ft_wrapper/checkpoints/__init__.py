@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +20,13 @@ from ..protocol.records import FAULT
 from ..settings import as_int, as_timeout
 from ..store import BarrierTimeout
 from ..wrapper import CallWrapper
-from . import folders, runs
+from . import folders
 from .folders import step_of as step_of
 
 log = logging.getLogger(__name__)
 
 _SEEN_WITHIN = 10.0  # seconds for which a server may keep from a host what another host has written
+_PAUSE = 0.1  # seconds between two looks: a file that a server shows late has no event
 
 
 @dataclasses.dataclass
@@ -32,19 +34,14 @@ class _Kept:
     """What a process keeps over iterations.
 
     Attributes:
-        run: the job's part of the folder, with this process's lock.
+        run: the number of the job's run.
         iteration: the one in which it was used last.
         named: what was passed over and is not named again.
     """
 
-    run: runs.Run | None = None
+    run: int | None = None
     iteration: int = -1
     named: set[Path] = dataclasses.field(default_factory=set)
-
-    def close(self) -> None:
-        """Lets go of the lock."""
-        if self.run is not None:
-            self.run.close()
 
 
 class Checkpoints:
@@ -66,13 +63,13 @@ class Checkpoints:
     Args:
         call_wrapper: what the wrapped function was given.
         root: the folder, made if it is not there. The same on all ranks, and on a file system that all share.
-        keep: so many sealed checkpoints stay; `seal` removes older ones.
+        keep: so many sealed checkpoints of this job stay; `seal` removes older ones.
         timeout: seconds, or a ``timedelta``, for which a rank waits for the others. By default the wrapper's
             ``barrier_timeout``.
 
     Raises:
-        JobAbort: what would come again in each iteration: an argument is not right, another job uses the
-            folder, or this iteration has a `Checkpoints` of it already.
+        JobAbort: what would come again in each iteration: an argument is not right, or this iteration has a
+            `Checkpoints` of the folder already.
         BarrierTimeout: active rank 0 did not come.
         OSError: the folder cannot be used, or is not the one that active rank 0 sees.
     """
@@ -98,11 +95,7 @@ class Checkpoints:
         self._looks = 0
         self._seals = 0
         self._sealed: set[int] = set()  # steps
-        name = f"checkpoints in {self.root}"
-        if name not in call.kept:
-            call.kept[name] = _Kept()
-            call.keeps.callback(call.kept[name].close)
-        self._kept: _Kept = call.kept[name]
+        self._kept: _Kept = call.kept.setdefault(f"checkpoints in {self.root}", _Kept())
         if self._kept.iteration == self._iteration:
             raise JobAbort(
                 f"this iteration has a Checkpoints of root={str(self.root)!r} already; use that one"
@@ -129,7 +122,7 @@ class Checkpoints:
         step = as_int("step", step, at_least=0)
         if step in self._sealed:
             raise ValueError(f"step={step} was sealed in this iteration already; save a step once")
-        above = folders.iteration_folder(self.root, self._run.number, self._iteration)
+        above = folders.iteration_folder(self.root, self._run, self._iteration)
         above.mkdir(parents=True, exist_ok=True)
         return above / f"checkpoint-{step}"
 
@@ -157,7 +150,7 @@ class Checkpoints:
         store.barrier([self._rank], name, self._size, self._timeout)
         said = keys.barrier(name, "sealed")
         if self._rank == 0:
-            path = folders.iteration_folder(self.root, self._run.number, self._iteration)
+            path = folders.iteration_folder(self.root, self._run, self._iteration)
             with self._call_wrapper.atomic():
                 folders.seal(self.root, path / f"checkpoint-{step}")
             store.set(said, "1")
@@ -167,7 +160,9 @@ class Checkpoints:
         self._sealed.add(step)
 
     def newest(self) -> Path | None:
-        """The newest sealed checkpoint of all iterations, and of all jobs that used the folder; None: none.
+        """The newest sealed checkpoint of all iterations: of this job, else of all that used the folder.
+
+        None if there is none.
 
         Active rank 0 looks, and all active ranks get its answer. Needs no process group.
 
@@ -187,56 +182,40 @@ class Checkpoints:
         name = self._hear(said, what)
         if not name:
             return None
-        self._see(self.root / name, "has found")
-        return self.root / name
+        path = self.root / name
+        self._see(path, "has found", path.exists)
+        return path
 
     # ---- the job's part of the folder
 
-    def _enter(self) -> runs.Run:
-        kept, store = self._kept, self._call_wrapper.store
+    def _enter(self) -> int:
+        """The number of the job's run: active rank 0 finds or begins it."""
+        store = self._call_wrapper.store
         said = keys.barrier(f"Checkpoints in {self.root}", "run")
         if self._rank == 0:
-            run, job = self._begin()
-            store.set(said, f"{run.number} {job}")
-            return run
-        number, job = self._hear(said, f"Checkpoints in {self.root}").split()
-        if kept.run is None or kept.run.number != int(number):
-            self._see(self.root / f"run-{number}", "has begun")
-            self._keep(lambda: runs.open_run(self.root, int(number), job))
-        if kept.run is None or kept.run.number != int(number):
-            raise self._not_shared(self.root / f"run-{number}", "has begun")
-        return kept.run
-
-    def _begin(self) -> tuple[runs.Run, str]:
-        """On active rank 0: finds or begins the job's run, and makes sure that no other job is there."""
-        job_store = self._call_wrapper._call.own.member.agreement.store
-        folder = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
-        # Agreed before anything is written: a rank 0 that dies half-way leaves nothing that looks foreign.
-        job = claim(job_store, keys.checkpoints(folder), secrets.token_hex(8))
-        self.root.mkdir(parents=True, exist_ok=True)
-        run = self._kept.run
-        if run is None or not (self.root / f"run-{run.number}").is_dir():
-            run = self._keep(lambda: runs.find(self.root, job) or runs.begin(self.root, job))
-        assert run is not None
-        try:
-            runs.check_alone(run, job, self._timeout.total_seconds())
-        except runs.InUse as error:
-            run.withdraw()
-            raise JobAbort(f"Checkpoints: {error}") from None
-        return run, job
-
-    def _keep(self, opened: Callable[[], runs.Run | None]) -> runs.Run | None:
-        """Opens a run in the place of the one that is kept; no interrupt loses its descriptor."""
-        with self._call_wrapper.atomic():
-            self._kept.close()
-            self._kept.run = opened()
-        return self._kept.run
+            job_store = self._call_wrapper._call.own.member.agreement.store
+            folder = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
+            job = claim(job_store, keys.checkpoints(folder), secrets.token_hex(8))
+            self.root.mkdir(parents=True, exist_ok=True)
+            run = self._kept.run
+            if run is None or folders.job_of(self.root, run) != job:
+                run = folders.enter_run(self.root, job)
+            store.set(said, f"{run} {job}")
+        else:
+            number, job = self._hear(said, f"Checkpoints in {self.root}").split()
+            run = int(number)
+            if run != self._kept.run:
+                path = self.root / f"run-{run}"
+                self._see(path, "has begun", lambda: folders.job_of(self.root, run) == job)
+        self._kept.run = run
+        return run
 
     # ---- what is in it
 
     def _look(self) -> Path | None:
         found = folders.look(self.root)
-        sealed = found.sealed
+        # Another job that uses the folder now may have a higher run.
+        sealed = [entry for entry in found.sealed if entry.run == self._run] or found.sealed
         for path, why in {**found.others, **{e.path: e.lacks for e in found.entries if e.lacks}}.items():
             if path not in self._kept.named:
                 self._kept.named.add(path)
@@ -257,15 +236,13 @@ class Checkpoints:
         # what is older than that is not being read.
         if ends.outcome_of(self._iteration) == FAULT:
             return
-        run, only = self._run.number, not self._run.is_locked
-        found = folders.look(self.root)
-        old = folders.too_many(found, self.keep, run, self._iteration, own_run_only=only)
-        for path in [*found.removed, *old]:
+        own = folders.look(self.root, only=self._run)
+        for path in [*own.removed, *folders.too_many(own, self.keep, self._iteration)]:
             try:
                 folders.remove(path)
             except OSError as error:
                 log.warning("checkpoints: cannot remove %s: %s", path, error)
-        folders.remove_empty(self.root, run, self._iteration, own_run_only=only)
+        folders.remove_empty(self.root, self._run, self._iteration)
 
     # ---- other ranks
 
@@ -280,17 +257,15 @@ class Checkpoints:
             ) from None
         return store.get(key).decode()
 
-    def _see(self, path: Path, how: str) -> None:
-        for _ in runs.tries(_SEEN_WITHIN):
-            if path.exists():
-                return
-        raise self._not_shared(path, how)
-
-    def _not_shared(self, path: Path, how: str) -> OSError:
-        return FileNotFoundError(
-            f"active rank {self._rank} does not see {path}, which active rank 0 {how}: "
-            f"root={str(self.root)!r} must be a folder that all nodes share"
-        )
+    def _see(self, path: Path, how: str, is_seen: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _SEEN_WITHIN
+        while not is_seen():
+            if time.monotonic() >= deadline:
+                raise FileNotFoundError(
+                    f"active rank {self._rank} does not see {path}, which active rank 0 {how}: "
+                    f"root={str(self.root)!r} must be a folder that all nodes share"
+                )
+            time.sleep(_PAUSE)
 
     def _check_iteration(self, what: str) -> None:
         own = self._call_wrapper._call.own

@@ -3,24 +3,27 @@
 ``root/run-2/iteration-7/checkpoint-120`` is what the second job that used the folder has written in iteration
 7 at step 120. The newest one is that of the highest run, then iteration, then step: what an earlier iteration
 still writes is never the newest.
+
+A job writes and removes in its own run alone. So jobs that use the folder at the same time leave each other's
+checkpoints as they are.
 """
 
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 #: In a folder that all ranks have written; put there by ``seal``.
 SEAL = ".sealed"
 #: What ``torch.distributed.checkpoint`` writes last.
 DCP_METADATA = ".metadata"
-#: What a run has beside its iterations: whose it is, and what all ranks of that job hold a lock on.
-JOB_FILE, LOCK_FILE = "job", "lock"
+#: What a run has beside its iterations: the name of its job.
+JOB_FILE = "job"
 #: What the name of a single file, or of a framework's folder, may end with.
 SUFFIXES = ("", ".pt", ".pth", ".ckpt", ".safetensors")
 
@@ -80,6 +83,38 @@ def run_numbers(root: Path) -> list[int]:
     return sorted(int(found[1]) for found in map(_RUN.fullmatch, os.listdir(root)) if found)
 
 
+def job_of(root: Path, run: int) -> str:
+    """The job whose run it is; empty if that cannot be read."""
+    with contextlib.suppress(OSError):
+        return (root / f"run-{run}" / JOB_FILE).read_text().strip()
+    return ""
+
+
+def enter_run(root: Path, job: str) -> int:
+    """The number of a job's run. Begins one, with the next number, if the job has none.
+
+    Args:
+        root: the folder.
+        job: the job's name, which no other one has.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    numbers = run_numbers(root)
+    # The highest: a process that was paused before it could say which run it had begun may yet go on.
+    found = next((number for number in reversed(numbers) if job_of(root, number) == job), None)
+    if found is not None:
+        return found
+    for number in itertools.count(max(numbers, default=0) + 1):
+        with contextlib.suppress(FileExistsError):  # another job was faster
+            (root / f"run-{number}").mkdir()
+            break
+    write_through(root / f"run-{number}" / JOB_FILE, f"{job}\n")
+    sync(root / f"run-{number}")
+    sync(root)
+    return number
+
+
 def step_of(path: str | os.PathLike[str]) -> int:
     """The step of a checkpoint, by its name.
 
@@ -95,15 +130,20 @@ def step_of(path: str | os.PathLike[str]) -> int:
     return int(found[1])
 
 
-def look(root: Path) -> Found:
-    """Looks for all checkpoints below the folder. What cannot be read is among the others."""
+def look(root: Path, only: int | None = None) -> Found:
+    """Looks for all checkpoints below the folder. What cannot be read is among the others.
+
+    Args:
+        root: the folder.
+        only: the run to look at; all when None.
+    """
     found = Found()
     for run in _children(root, found):
         if not (is_run := _RUN.fullmatch(run.name)):
             found.others[run] = "no run"
             continue
-        for iteration in _children(run, found):
-            if iteration.name in (JOB_FILE, LOCK_FILE):
+        for iteration in _children(run, found) if only in (None, int(is_run[1])) else ():
+            if iteration.name == JOB_FILE:
                 continue
             if not (is_iteration := _ITERATION.fullmatch(iteration.name)):
                 found.others[iteration] = "no iteration"
@@ -194,29 +234,18 @@ def sync(folder: Path) -> None:
         os.close(fd)
 
 
-def too_many(found: Found, keep: int, run: int, iteration: int, *, own_run_only: bool) -> list[Path]:
+def too_many(own: Found, keep: int, iteration: int) -> list[Path]:
     """What may be removed: old sealed ones, and what earlier iterations have left without a seal.
 
-    What this iteration has not sealed yet stays, and so do later runs.
+    What this iteration has not sealed yet stays.
 
     Args:
-        found: what is there.
+        own: what is in the caller's run.
         keep: so many sealed ones stay; at least 1.
-        run: the caller's.
         iteration: the caller's.
-        own_run_only: leaves other runs alone, too.
     """
-
-    def may_go(entry: Entry) -> bool:
-        return entry.run == run if own_run_only else entry.run <= run
-
-    old = [entry.path for entry in found.sealed[keep:] if may_go(entry)]
-    torn = [
-        entry.path
-        for entry in found.entries
-        if entry.lacks and may_go(entry) and (entry.run, entry.iteration) < (run, iteration)
-    ]
-    return [*old, *torn]
+    torn = [entry.path for entry in own.entries if entry.lacks and entry.iteration < iteration]
+    return [*(entry.path for entry in own.sealed[keep:]), *torn]
 
 
 def remove(path: Path) -> None:
@@ -237,24 +266,10 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def remove_empty(root: Path, run: int, iteration: int, *, own_run_only: bool) -> None:
-    """Removes the folders of earlier iterations and runs that have nothing in them any more."""
-    for number in run_numbers(root):
-        if number > run or (own_run_only and number < run):
-            continue
-        folder = root / f"run-{number}"
-        for name in _names_in(folder):
-            found = _ITERATION.fullmatch(name)
-            if found and (number, int(found[1])) < (run, iteration):
-                with contextlib.suppress(OSError):  # something is in it
-                    os.rmdir(folder / name)
-        if number < run and set(_names_in(folder)) <= {JOB_FILE, LOCK_FILE}:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(folder)
-
-
-def _names_in(folder: Path) -> Iterator[str]:
-    try:
-        yield from os.listdir(folder)
-    except OSError:
-        return
+def remove_empty(root: Path, run: int, iteration: int) -> None:
+    """Removes the folders of a run's earlier iterations that have nothing in them any more."""
+    for path in _children(root / f"run-{run}", Found()):
+        found = _ITERATION.fullmatch(path.name)
+        if found and int(found[1]) < iteration:
+            with contextlib.suppress(OSError):  # something is in it
+                path.rmdir()

@@ -65,7 +65,6 @@ class Call(Performer):
     Attributes:
         progressed: whether the function has made progress in this iteration, though its stamps are new.
         kept: what the function's helpers keep over iterations, by name.
-        keeps: what they give back when the call ends.
         helpers: what they give back when the iteration ends.
         group: the default process group, if it outlives iterations.
         made: what the function makes that is not to outlive its iteration.
@@ -82,7 +81,6 @@ class Call(Performer):
         self.state = state
         self.progressed = False
         self.kept: dict[str, Any] = {}
-        self.keeps = contextlib.ExitStack()
         self.helpers = contextlib.ExitStack()
         self.group = KeptGroup(settings.keep_groups)
         began_at = time.monotonic()
@@ -100,7 +98,6 @@ class Call(Performer):
                 ending.callback(self.made.close)
                 ending.callback(self.own.close, error)
                 ending.callback(self.group.close)
-                ending.callback(self.keeps.close)
         finally:
             # Its frames refer to this object, and would keep it, with its store, until the collector comes.
             self.state.fn_exception = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank, Template, running
 
 from ft_wrapper import CallWrapper, Wrapper
-from ft_wrapper.checkpoints import Checkpoints, folders, runs, step_of
+from ft_wrapper.checkpoints import Checkpoints, folders, step_of
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.state import FrozenState
 
@@ -140,12 +141,14 @@ def test_rank_0_looks_and_all_are_given_its_answer(job: Job, tmp_path: Path) -> 
 
 def begins_and_dies(rank: Rank, root: str) -> Any:
     if rank.slot == 0:
+        enter_run = folders.enter_run
 
-        def hangs(*_: object) -> None:
+        def hangs(root: Path, job: str) -> Any:
+            enter_run(root, job)
             rank.say("begun")
             rank.hang()
 
-        runs.check_alone = hangs  # type: ignore[assignment]
+        folders.enter_run = hangs
 
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> Any:
@@ -445,9 +448,8 @@ def sees_another_folder(rank: Rank, root: str) -> Any:
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> None:
-        if rank.slot == 1:  # as on another node, whose disk has nothing there
-            exists = Path.exists
-            Path.exists = lambda path: False if "run-" in path.name else exists(path)  # type: ignore
+        if rank.slot == 1:  # as on another node, whose own disk has such a run, of an earlier job
+            folders.job_of = lambda root, run: "an earlier job"
         Checkpoints(call_wrapper, root)
         rank.hang()
 
@@ -498,58 +500,106 @@ def test_what_is_passed_over_is_named_once(job: Job, tmp_path: Path) -> None:
 # ---- two jobs
 
 
-def shares(rank: Rank, root: str, is_second: bool = False) -> Any:
-    runs.LASTS = 0.0
-
+def shares(rank: Rank, root: str, job: str) -> Any:
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> Any:
-        checkpoints = Checkpoints(call_wrapper, root)
-        rank.say("in", n=call_wrapper.iteration)
-        if not is_second and rank.hear() == "fail":
+        checkpoints = Checkpoints(call_wrapper, root, keep=1)
+        newest = checkpoints.newest()
+        rank.say("in", newest=newest and str(newest.relative_to(root)))
+        step = 0 if newest is None else step_of(newest)
+        while (order := rank.hear()) in ("save", "seal"):
+            step += 1
+            path = write(checkpoints, step, rank.slot)
+            (path / f"of-{job}").touch()
+            if order == "seal":
+                checkpoints.seal(step)
+            rank.say("saved")
+        if order == "fail":
             raise ValueError
-        return None if checkpoints.newest() is None else "newest"
+        return None
 
     return train()
 
 
-def test_a_second_job_in_the_folder_is_refused_and_the_first_goes_on(
+def test_two_jobs_in_one_folder_leave_each_others_checkpoints(
     job: Job, template: Template, tmp_path: Path
 ) -> None:
     root = tmp_path / "checkpoints"
-    job.start(2, shares, str(root))
-    job.expect("in", n=0)
-    job.tell("fail", 0, 1)  # its locks are kept over restarts
-    job.expect("in", n=1)
+
+    def do(one: Job, *orders: str) -> None:
+        for order in orders:
+            one.tell(order)
+            one.expect("saved")
+
+    def goes_on_from(one: Job) -> str | None:
+        first, second = one.expect("in")
+        assert first["newest"] == second["newest"]
+        return first["newest"]  # type: ignore[no-any-return]
+
+    def left() -> dict[str, set[str]]:
+        entries = folders.look(root).entries
+        return {
+            str(entry.path.relative_to(root)): {name[3:] for name in os.listdir(entry.path) if "of-" in name}
+            for entry in entries
+        }
+
+    job.start(2, shares, str(root), "first")
+    assert goes_on_from(job) is None
+    do(job, "seal", "save")  # of the second one there is no seal yet
     directory = tmp_path / "second"
     directory.mkdir()
     with running(template, directory) as second:
-        second.start(2, shares, str(root), True)
-        second.wait_for_end()
-        assert second[0].error == "JobAbort"
-        assert f"{root} is in use by another job: run 1, begun " in second[0].text
-        assert "give each job a folder of its own, or end that job" in second[0].text
-        assert second[1].error == "JobEnded"
-    assert os.listdir(root) == ["run-1"]
-    job.tell("go on")
+        second.start(2, shares, str(root), "second")
+        assert goes_on_from(second) == "run-1/iteration-0/checkpoint-1"
+        second.tell("fail", 0)
+        assert goes_on_from(second) == "run-1/iteration-0/checkpoint-1"  # it has none of its own yet
+        do(second, "seal", "seal", "save")
+        assert left() == {
+            "run-2/iteration-1/checkpoint-4": {"second"},
+            "run-2/iteration-1/checkpoint-3": {"second"},
+            "run-1/iteration-0/checkpoint-2": {"first"},
+            "run-1/iteration-0/checkpoint-1": {"first"},
+        }
+        job.tell("fail", 0)
+        assert (
+            goes_on_from(job) == "run-1/iteration-0/checkpoint-1"
+        )  # not the other's, though its run is higher
+        do(job, "seal", "seal")
+        assert left() == {
+            "run-2/iteration-1/checkpoint-4": {"second"},
+            "run-2/iteration-1/checkpoint-3": {"second"},
+            "run-1/iteration-1/checkpoint-3": {"first"},
+        }
+        second.tell("fail", 0)
+        assert goes_on_from(second) == "run-2/iteration-1/checkpoint-3"
+        second.tell("end")
+        assert second.wait() == [None, None]
+    job.tell("end")
     assert job.wait() == [None, None]
 
 
-def test_a_job_is_found_by_each_of_its_ranks(job: Job, template: Template, tmp_path: Path) -> None:
-    """Even while rank 0, which began the run, is dead and no one has restarted yet."""
+def a_folder_that_is_taken_away(rank: Rank, root: str) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> Any:
+        checkpoints = Checkpoints(call_wrapper, root)
+        if call_wrapper.iteration == 0:
+            rank.say("in")
+            assert rank.hear() == "fail"
+            raise ValueError
+        return str(checkpoints.folder(1).relative_to(root))
+
+    return train()
+
+
+def test_a_run_that_another_job_has_taken_meanwhile_is_left_to_it(job: Job, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    job.start(2, shares, str(root))
-    job.expect("in", n=0)
-    job.send_signal(1, signal.SIGSTOP)  # it cannot leave the iteration
-    job.send_signal(0, signal.SIGKILL)
-    job.wait_for_end(0, leftovers=False)
-    directory = tmp_path / "second"
-    directory.mkdir()
-    with running(template, directory) as second:
-        second.start(1, shares, str(root), True)
-        second.wait_for_end()
-        assert second[0].error == "JobAbort"
-    job.send_signal(1, signal.SIGKILL)
-    job.wait_for_end()
+    job.start(2, a_folder_that_is_taken_away, str(root))
+    job.expect("in")
+    shutil.rmtree(root)
+    root.mkdir()
+    assert folders.enter_run(root, "another") == 1
+    job.tell("fail", 0)
+    assert job.wait() == ["run-2/iteration-1/checkpoint-1"] * 2
 
 
 # ---- a full disk
