@@ -63,7 +63,7 @@ LINES = {
     "live": Budget(1650, 1728, SHELL),
     "checkpoints": Budget(370),
     "integrations": Budget(370),
-    "check": Budget(210, 225, SHELL),
+    "check": Budget(210),
     "report": Budget(810, 1723, SHELL),
     "testing": Budget(1170, 1240, SHELL),
 }

@@ -20,6 +20,7 @@ import torch
 from torch.distributed import constants
 
 from ..settings import Limits
+from ..store.bounded import in_background
 from . import findings
 from .findings import Finding
 
@@ -46,7 +47,7 @@ def preflight(
         nodes: how many the job has; what the environment says when None.
         world_size: the number of ranks; the same.
     """
-    nodes = nodes or _nodes(environ)
+    nodes = nodes or max(_number(environ, "GROUP_WORLD_SIZE"), _number(environ, "SLURM_JOB_NUM_NODES"))
     present = [name for _, name in socket.if_nameindex()]
     host = socket.gethostname()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -90,10 +91,6 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() and int(text) else 1
 
 
-def _nodes(environ: Mapping[str, str]) -> int:
-    return max(_number(environ, "GROUP_WORLD_SIZE"), _number(environ, "SLURM_JOB_NUM_NODES"))
-
-
 def _free_shared_memory() -> int | None:
     with contextlib.suppress(OSError):
         return shutil.disk_usage("/dev/shm").free
@@ -127,15 +124,10 @@ def log_once(hard_timeout: float, *, is_wanted: bool) -> threading.Thread | None
     is_first, _was_asked = not _was_asked, True
     if not (is_first and is_wanted):
         return None
-    arguments = dict(os.environ), hard_timeout
-    thread = threading.Thread(target=_log_all, args=arguments, name="ft_wrapper-check", daemon=True)
-    thread.start()
-    return thread
+    environ = dict(os.environ)
 
-
-def _log_all(environ: Mapping[str, str], hard_timeout: float) -> None:
-    try:
+    def log_all() -> None:
         for finding in preflight(environ, hard_timeout):
             log.warning("%s", finding)
-    except Exception:
-        log.debug("the checks failed", exc_info=True)
+
+    return in_background("the check of this machine", log_all)

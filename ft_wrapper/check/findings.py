@@ -94,9 +94,8 @@ def heartbeat(environ: Mapping[str, str], hard_timeout: float) -> Finding | None
     if seconds > hard_timeout:
         return None
     why = f"torch ends a process before hard_timeout={hard_timeout:g} s, which a restart may still free"
-    return Finding(
-        _shown(environ, name, f"{seconds:g}"), why, f"set it above {hard_timeout:g}, or {switch}=0"
-    )
+    what = _shown(environ, name, f"{seconds:g}")
+    return Finding(what, why, f"set it above {hard_timeout:g}, or {switch}=0")
 
 
 def group_timeout(timeout: timedelta, hard_timeout: float) -> Finding | None:
@@ -119,13 +118,6 @@ def flight_recorder(environ: Mapping[str, str]) -> Finding | None:
 
 
 # The machine -----------------------------------------------------------------------------------------------
-
-
-def script(path: str, is_readable: bool) -> Finding | None:
-    """A script that Python cannot read."""
-    if is_readable:
-        return None
-    return Finding(f"script {path}", "it cannot be read by this user", f"chmod a+r {path}")
 
 
 def open_files(limit: int, world_size: int) -> Finding | None:
@@ -168,14 +160,10 @@ def nccl_interface(environ: Mapping[str, str], present: Collection[str]) -> Find
     """An interface for NCCL that is not there. It takes prefixes; ``=``: whole names, ``^``: all others."""
     name = "NCCL_SOCKET_IFNAME"
     text = environ.get(name, "")
-    is_excluded, text = text.startswith("^"), text.removeprefix("^")
+    excludes, text = text.startswith("^"), text.removeprefix("^")
     is_exact, text = text.startswith("="), text.removeprefix("=")
-    named = [one for one in text.split(",") if one]
-    taken = [
-        one
-        for one in present
-        if (one in named if is_exact else one.startswith(tuple(named))) is not is_excluded
-    ]
+    named = tuple(one for one in text.split(",") if one)
+    taken = [one for one in present if (one in named if is_exact else one.startswith(named)) is not excludes]
     return _no_interface(environ, name, "NCCL", environ[name], present) if named and not taken else None
 
 

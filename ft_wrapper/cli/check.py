@@ -4,7 +4,7 @@ import os
 
 from .. import check
 from ..agent.options import Options
-from ..check import findings
+from ..check.findings import Finding
 
 NO_CUDA = "no CUDA: what concerns NCCL is not checked"
 
@@ -18,9 +18,9 @@ def print_findings(options: Options) -> int:
     nodes = 1 if options.rendezvous is None else options.rendezvous.max_nodes
     world_size = nodes * options.nproc_per_node
     found = check.preflight(os.environ, nodes=nodes, world_size=world_size)
-    if options.program.script is not None and not options.program.is_module:
-        unreadable = findings.script(options.script, os.access(options.script, os.R_OK))
-        found += [unreadable] if unreadable else []
+    script = options.program.script
+    if script is not None and not options.program.is_module and not os.access(script, os.R_OK):
+        found.append(Finding(f"script {script}", "it cannot be read by this user", f"chmod a+r {script}"))
     if not check.has_cuda():
         print(NO_CUDA)
     for line in map(str, found) if found else ["nothing found"]:
