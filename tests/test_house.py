@@ -51,7 +51,7 @@ class Budget:
 LINES = {
     "top": Budget(960, 1429, CORE),
     "cli": Budget(700),
-    "restart": Budget(1100, 1437, CORE),
+    "restart": Budget(1100, 1435, CORE),
     "rank_assignment": Budget(490, 504, CORE),
     "protocol": Budget(2100, 2596, CORE),
     "store": Budget(1600, 1835, CORE),
