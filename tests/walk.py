@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import sys
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
 import ft_wrapper
+from ft_wrapper.testing.etcd_server import free_port
 
 ROOT = f"{Path(ft_wrapper.__file__).parent}/"
 
@@ -66,10 +66,8 @@ def _moves(places: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    os.environ.update(address, RANK="0", WORLD_SIZE="1")
+    port = free_port(2)  # the job's store takes the next one
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
     function()
     counted = [call for call in calls if "--all" in sys.argv or not call.is_leaf]
     for before, call in pairwise([Call("", ""), *counted]):
