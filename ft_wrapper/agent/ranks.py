@@ -57,7 +57,7 @@ class ForkAhead:
 
 @dataclasses.dataclass(frozen=True)
 class EndTemplate:
-    """Ends the template: nothing is started any more."""
+    """Ends the template: no process is started after it."""
 
 
 @dataclasses.dataclass(frozen=True)

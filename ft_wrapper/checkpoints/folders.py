@@ -267,7 +267,7 @@ def remove(path: Path) -> None:
 
 
 def remove_empty(root: Path, run: int, iteration: int) -> None:
-    """Removes the folders of a run's earlier iterations that have nothing in them any more."""
+    """Removes the folders of a run's earlier iterations that are empty."""
     for path in _children(root / f"run-{run}", Found()):
         found = _ITERATION.fullmatch(path.name)
         if found and int(found[1]) < iteration:

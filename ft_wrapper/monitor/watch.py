@@ -216,7 +216,7 @@ class RankWatch:
             log.exception("cannot wait for the death of process %d, which will be noticed late", self.pid)
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it has died since it asked, which the others are told
+        with contextlib.suppress(OSError):  # it died after it asked: its death is reported
             # Not waiting: the rank reads what it has asked for.
             self.line.sendall(json.dumps(answer).encode() + b"\n", socket.MSG_DONTWAIT)
 

@@ -92,11 +92,11 @@ def _reach(
         holders: where it begins.
         wanted: ids of what is searched for.
         parents: see `_Parents`.
-        within: walk through data alone, and through what is wanted, too; else through code, which leads to
-            the globals of its module, and up to what is wanted.
+        within: walk through data alone, and past wanted objects; else walk through code, too, whose globals
+            are its module's, and stop at wanted objects.
 
     Returns:
-        What of it is wanted.
+        The wanted objects that were reached.
     """
     found = []
     queue = collections.deque(holders)
