@@ -56,7 +56,7 @@ LINES = {
     "protocol": Budget(2100, 2596, CORE),
     "store": Budget(1600, 1835, CORE),
     "monitor": Budget(2170, 2259, CORE),
-    "torch_groups": Budget(1060, 1163, CORE),
+    "torch_groups": Budget(1160, 1263, CORE),
     "rendezvous": Budget(1670, 1863, CORE),
     "agent": Budget(2980, 4153, SHELL),
     "agent/torch_api": Budget(550),

@@ -35,7 +35,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from ..monitor.frames import current_frames
 from ..store.mixin import HoldingStore, PrefixStore
-from .gloo import named_threads, shut_down_clients, shut_down_gloo_sockets, unnamed_threads
+from .gloo import shut_down_gloo_sockets, unnamed_threads
+from .sockets import named_threads, shut_down_clients
 
 log = logging.getLogger(__name__)
 _C10D = "torch.distributed.distributed_c10d"

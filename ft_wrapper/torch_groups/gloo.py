@@ -1,4 +1,4 @@
-"""Shutting down exactly the sockets of this process's gloo groups, and its connections to a store.
+"""Shutting down exactly the sockets of this process's gloo groups.
 
 Gloo has no abort: a collective behind a hung peer waits until its timeout. But once the sockets below it are
 shut down, it raises at once. Which ones these are, the kernel knows: a gloo device has one thread, named
@@ -12,36 +12,27 @@ while somebody is still inside. The end of the receiving side fails all that is 
 """
 
 import contextlib
-import ctypes
-import errno
-import functools
-import ipaddress
 import logging
 import os
 import platform
-import re
 import socket
-import stat
 import struct
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch.torch_version import TorchVersion
+
+from .sockets import duplicate, named_threads, own_name, shut_down, system_call, watched_by
 
 log = logging.getLogger(__name__)
 _THREAD_NAME = "gloo_tcp_loop"
 _NAMES_THREADS = TorchVersion(torch.__version__) >= "2.13"  # 2.8 does not; between was not looked at
 # epoll_wait, epoll_pwait, epoll_pwait2
 _EPOLL_SYSCALLS = {"x86_64": {232, 281, 441}, "aarch64": {22, 441}}
-_COMM_SIZE = 64  # bytes; a thread's name takes up to 16
 _CONNECT_TIMEOUT = 0.2
 _BUSY_LIMIT = 1.0  # seconds to wait for event loops that are busy with a transfer
-_libc = ctypes.CDLL(None, use_errno=True)
-_Sockaddr = ctypes.c_char * 128  # sizeof(struct sockaddr_storage); a type is costly to make
-_WATCHED = re.compile(r"^tfd:\s*(\d+).*?\bino:\s*([0-9a-f]+)", re.MULTILINE)
 
 _held: dict[int, int] = {}  # inode number: duplicate
 _held_lock = threading.Lock()
@@ -77,7 +68,7 @@ def shut_down_gloo_sockets(being_made: Callable[[], int] = int) -> None:
                 busy.append(tid)
                 continue
             try:
-                watched = _watched(epoll)
+                watched = watched_by(epoll)
                 _shut_down_connections(watched)
                 if size and tid in newest:
                     _connect_for_peers(watched, size)
@@ -124,34 +115,12 @@ def _unnamed_loops() -> list[int]:
                 continue
             try:
                 # libuv, which a TCPStore's server runs, wakes its loop by an eventfd; gloo has no such thing.
-                kinds = [os.readlink(f"/proc/self/fd/{fd}") for fd, _ in _watched(epoll)]
+                kinds = [os.readlink(f"/proc/self/fd/{fd}") for fd, _ in watched_by(epoll)]
             finally:
                 os.close(epoll)
             if not any("eventfd" in kind for kind in kinds):
                 loops.append(tid)
     return loops
-
-
-def named_threads(name: str) -> list[int]:
-    """Returns the ids of this process's threads with a name, the oldest first.
-
-    Args:
-        name: as the kernel shows it, at most 15 characters.
-    """
-    found = []
-    wanted = name.encode() + b"\n"
-    for tid in os.listdir("/proc/self/task"):
-        try:
-            # Not `open`, which takes three times as long: this is a part of every restart.
-            comm = os.open(f"/proc/self/task/{tid}/comm", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if os.read(comm, _COMM_SIZE) == wanted:
-                    found.append(int(tid))
-            finally:
-                os.close(comm)
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
-    return found
 
 
 def _hold_epoll(tid: int) -> int | None:
@@ -176,25 +145,8 @@ def _hold_epoll(tid: int) -> int | None:
 
 
 def _epoll_fd(tid: int) -> int | None:
-    directory = f"/proc/self/task/{tid}"
-    try:
-        with open(f"{directory}/syscall", encoding="ascii") as file:
-            words = file.read().split()
-    except FileNotFoundError:
-        if os.path.exists(directory):
-            raise  # a kernel without this file
-        raise ProcessLookupError(f"thread {tid} has ended") from None
-    if not words:
-        raise ProcessLookupError(f"thread {tid} has ended")
-    if words[0] == "running" or int(words[0]) not in _EPOLL_SYSCALLS.get(platform.machine(), ()):
-        return None
-    return int(words[1], 16)
-
-
-def _watched(epoll: int) -> list[tuple[int, int]]:
-    """Descriptors and inode numbers that an epoll descriptor watches."""
-    with open(f"/proc/self/fdinfo/{epoll}", encoding="ascii") as file:
-        return [(int(fd), int(inode, 16)) for fd, inode in _WATCHED.findall(file.read())]
+    called = system_call(tid)
+    return called[1] if called and called[0] in _EPOLL_SYSCALLS.get(platform.machine(), ()) else None
 
 
 def _shut_down_connections(watched: list[tuple[int, int]]) -> None:
@@ -216,131 +168,13 @@ def _connect_for_peers(watched: list[tuple[int, int]], size: int) -> None:
     for number, inode in watched:
         # Held until the end: as long as it listens, no one else's socket has its address.
         with duplicate(number, inode, listening=True) as fd:
-            named = None if fd is None else _sockaddr(_libc.getsockname, fd)
-            address = None if named is None else _address(named)
-            if named is None or address is None:
+            name = None if fd is None else own_name(fd)
+            if not isinstance(name, tuple):
                 continue
             for pair in range(size + 1):
                 try:
-                    with socket.create_connection((address, _port(named)), timeout=_CONNECT_TIMEOUT) as peer:
+                    with socket.create_connection(name, timeout=_CONNECT_TIMEOUT) as peer:
                         peer.sendall(struct.pack("=q", pair))
                 except OSError as error:
-                    log.debug("no connection to gloo at %s: %s", address, error)
+                    log.debug("no connection to gloo at %s: %s", name[0], error)
                     break
-
-
-# ---- sockets that this process holds but did not open here
-#
-# Python's own ``socket.socket(fileno=…)`` is no use for this: where ``socket.setdefaulttimeout`` was called,
-# it makes the descriptor non-blocking, and with it every duplicate, the owner's included. These are the
-# plain system calls.
-
-
-@contextlib.contextmanager
-def duplicate(fd: int, inode: int | None = None, *, listening: bool = False) -> Iterator[int | None]:
-    """Holds a duplicate of a socket, so that no one can put another file in its place meanwhile.
-
-    Args:
-        fd: file descriptor, as it was seen; it may be closed or stand for another file by now.
-        inode: the socket's inode number, where it is known.
-        listening: whether it is to be a listening socket; otherwise it is to be none.
-
-    Returns:
-        A context manager giving the duplicate; None where ``fd`` is closed, or something else than is said
-        above.
-    """
-    try:
-        held = os.dup(fd)
-    except OSError:
-        yield None
-        return
-    try:
-        status = os.fstat(held)
-        is_it = stat.S_ISSOCK(status.st_mode) and inode in (None, status.st_ino)
-        yield held if is_it and _listens(held) == listening else None
-    finally:
-        os.close(held)
-
-
-def shut_down(fd: int, how: int) -> None:
-    """Ends a connection, and anyone who waits on it wakes; one that is not connected any more is left alone.
-
-    Args:
-        fd: file descriptor of a connected or connecting socket. It stays open.
-        how: ``SHUT_RDWR`` wakes the other end as well; of ``SHUT_RD`` that learns nothing.
-
-    Raises:
-        OSError: the system call failed otherwise.
-    """
-    if _libc.shutdown(fd, how) != 0 and ctypes.get_errno() != errno.ENOTCONN:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def shut_down_clients(host: str, port: int) -> None:
-    """Shuts down this process's connections to a server. No other socket is touched.
-
-    Args:
-        host: name or address of the server. A name is looked up, once, when there is a connection to
-            the port.
-        port: the server's TCP port.
-    """
-    for name in os.listdir("/proc/self/fd"):
-        if not _is_client_of(int(name), host, port):
-            continue  # most are not; only what looks right is held, and looked at again
-        with duplicate(int(name)) as fd:
-            if fd is not None and _is_client_of(fd, host, port):
-                shut_down(fd, socket.SHUT_RDWR)
-
-
-def _is_client_of(fd: int, host: str, port: int) -> bool:
-    named = _sockaddr(_libc.getpeername, fd)
-    if named is None or _port(named) != port:
-        return False  # of nearly all descriptors, in every restart: nothing more is made of them
-    return _address(named) in _addresses(host)
-
-
-def _listens(fd: int) -> bool:
-    value, size = ctypes.c_int(0), ctypes.c_uint32(ctypes.sizeof(ctypes.c_int))
-    failed = _libc.getsockopt(
-        fd, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(value), ctypes.byref(size)
-    )
-    return failed != 0 or value.value != 0
-
-
-def _sockaddr(call: Callable[..., int], fd: int) -> bytes | None:
-    """The ``struct sockaddr`` that ``getpeername`` or ``getsockname`` gives; None where there is none."""
-    buffer = _Sockaddr()
-    return buffer.raw if call(fd, buffer, ctypes.byref(ctypes.c_uint32(len(buffer)))) == 0 else None
-
-
-def _port(named: bytes) -> int:
-    return int.from_bytes(named[2:4], "big")
-
-
-def _address(named: bytes) -> str | None:
-    """The address in a ``struct sockaddr``; None if it is of neither family of the internet."""
-    family = int.from_bytes(named[:2], sys.byteorder)
-    if family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    return _plain(ipaddress.ip_address(named[4:8] if family == socket.AF_INET else named[8:24]))
-
-
-def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
-    """One spelling per address: torch connects to IPv4 addresses through IPv6 sockets."""
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)
-
-
-def _addresses(host: str) -> frozenset[str]:
-    try:
-        return _look_up(host)
-    except OSError as error:
-        log.warning("cannot resolve %r, so connections to it are not shut down: %s", host, error)
-        return frozenset()
-
-
-@functools.lru_cache(maxsize=64)
-def _look_up(host: str) -> frozenset[str]:
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    # The last part of a link-local IPv6 address ("%eth0") is not in what the kernel reports.
-    return frozenset(_plain(ipaddress.ip_address(str(entry[4][0]).partition("%")[0])) for entry in found)

@@ -1,0 +1,215 @@
+"""Sockets that C++ has opened in this process, found by what the kernel tells of its threads.
+
+Python's own ``socket.socket(fileno=…)`` is no use for ending them: where ``socket.setdefaulttimeout`` was
+called, it makes the descriptor non-blocking, and with it every duplicate, the owner's included. These are the
+plain system calls.
+"""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import ipaddress
+import logging
+import os
+import re
+import socket
+import stat
+import sys
+from collections.abc import Callable, Iterator
+
+log = logging.getLogger(__name__)
+_COMM_SIZE = 64  # bytes; a thread's name takes up to 16
+_libc = ctypes.CDLL(None, use_errno=True)
+_Sockaddr = ctypes.c_char * 128  # sizeof(struct sockaddr_storage); a type is costly to make
+_WATCHED = re.compile(r"^tfd:\s*(\d+).*?\bino:\s*([0-9a-f]+)", re.MULTILINE)
+
+# Threads ------------------------------------------------------------------------------------------------
+
+
+def named_threads(name: str) -> list[int]:
+    """Returns the ids of this process's threads with a name, the oldest first.
+
+    Args:
+        name: as the kernel shows it, at most 15 characters.
+    """
+    found = []
+    wanted = name.encode() + b"\n"
+    for tid in os.listdir("/proc/self/task"):
+        try:
+            # Not `open`, which takes three times as long: this is a part of every restart.
+            comm = os.open(f"/proc/self/task/{tid}/comm", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if os.read(comm, _COMM_SIZE) == wanted:
+                    found.append(int(tid))
+            finally:
+                os.close(comm)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
+    return found
+
+
+def system_call(tid: int) -> tuple[int, ...] | None:
+    """Returns the system call that a thread of this process waits in, by number, and its six arguments.
+
+    Args:
+        tid: the thread's id.
+
+    Returns:
+        None while it runs.
+
+    Raises:
+        ProcessLookupError: it has ended.
+        OSError: this kernel does not tell.
+    """
+    directory = f"/proc/self/task/{tid}"
+    try:
+        # Not `open`, which takes three times as long: this is a part of every restart.
+        fd = os.open(f"{directory}/syscall", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            words = os.read(fd, 256).split()
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        if os.path.exists(directory):
+            raise  # a kernel without this file
+        raise ProcessLookupError(f"thread {tid} has ended") from None
+    if not words:
+        raise ProcessLookupError(f"thread {tid} has ended")
+    if len(words) < 7:
+        return None  # running; or it waits, but in no call: -1
+    return int(words[0]), *(int(word, 16) for word in words[1:7])
+
+
+def watched_by(epoll: int) -> list[tuple[int, int]]:
+    """Descriptors and inode numbers that an epoll descriptor watches."""
+    with open(f"/proc/self/fdinfo/{epoll}", encoding="ascii") as file:
+        return [(int(fd), int(inode, 16)) for fd, inode in _WATCHED.findall(file.read())]
+
+
+# Sockets ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def duplicate(fd: int, inode: int | None = None, *, listening: bool = False) -> Iterator[int | None]:
+    """Holds a duplicate of a socket, so that no one can put another file in its place meanwhile.
+
+    Args:
+        fd: file descriptor, as it was seen; it may be closed or stand for another file by now.
+        inode: the socket's inode number, where it is known.
+        listening: whether it is to be a listening socket; otherwise it is to be none.
+
+    Returns:
+        A context manager giving the duplicate; None where ``fd`` is closed, or something else than is said
+        above.
+    """
+    try:
+        held = os.dup(fd)
+    except OSError:
+        yield None
+        return
+    try:
+        status = os.fstat(held)
+        is_it = stat.S_ISSOCK(status.st_mode) and inode in (None, status.st_ino)
+        yield held if is_it and _listens(held) == listening else None
+    finally:
+        os.close(held)
+
+
+def shut_down(fd: int, how: int) -> None:
+    """Ends a connection, and anyone who waits on it wakes; one that is not connected any more is left alone.
+
+    Args:
+        fd: file descriptor of a connected or connecting socket. It stays open.
+        how: ``SHUT_RDWR`` wakes the other end as well; of ``SHUT_RD`` that learns nothing.
+
+    Raises:
+        OSError: the system call failed otherwise.
+    """
+    if _libc.shutdown(fd, how) != 0 and ctypes.get_errno() != errno.ENOTCONN:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def shut_down_clients(host: str, port: int) -> None:
+    """Shuts down this process's connections to a server. No other socket is touched.
+
+    Args:
+        host: name or address of the server. A name is looked up, once, when there is a connection to
+            the port.
+        port: the server's TCP port.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        if not _is_client_of(int(name), host, port):
+            continue  # most are not; only what looks right is held, and looked at again
+        with duplicate(int(name)) as fd:
+            if fd is not None and _is_client_of(fd, host, port):
+                shut_down(fd, socket.SHUT_RDWR)
+
+
+def _is_client_of(fd: int, host: str, port: int) -> bool:
+    named = _sockaddr(_libc.getpeername, fd)
+    if named is None or _port(named) != port:
+        return False  # of nearly all descriptors, in every restart: nothing more is made of them
+    return _address(named) in _addresses(host)
+
+
+def own_name(fd: int) -> tuple[str, int] | bytes | None:
+    """Returns what a socket is bound to: address and port, or the name of a local one; None for others.
+
+    Args:
+        fd: its file descriptor.
+    """
+    named = _sockaddr(_libc.getsockname, fd)
+    if named is None:
+        return None
+    if int.from_bytes(named[:2], sys.byteorder) == socket.AF_UNIX:
+        return named[2:]
+    address = _address(named)
+    return None if address is None else (address, _port(named))
+
+
+def _listens(fd: int) -> bool:
+    value, size = ctypes.c_int(0), ctypes.c_uint32(ctypes.sizeof(ctypes.c_int))
+    failed = _libc.getsockopt(
+        fd, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(value), ctypes.byref(size)
+    )
+    return failed != 0 or value.value != 0
+
+
+def _sockaddr(call: Callable[..., int], fd: int) -> bytes | None:
+    """The ``struct sockaddr`` that ``getpeername`` or ``getsockname`` gives; None where there is none."""
+    buffer, size = _Sockaddr(), ctypes.c_uint32(ctypes.sizeof(_Sockaddr))
+    return buffer.raw[: size.value] if call(fd, buffer, ctypes.byref(size)) == 0 else None
+
+
+def _port(named: bytes) -> int:
+    return int.from_bytes(named[2:4], "big")
+
+
+def _address(named: bytes) -> str | None:
+    """The address in a ``struct sockaddr``; None if it is of neither family of the internet."""
+    family = int.from_bytes(named[:2], sys.byteorder)
+    if family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    return _plain(ipaddress.ip_address(named[4:8] if family == socket.AF_INET else named[8:24]))
+
+
+def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+    """One spelling per address: torch connects to IPv4 addresses through IPv6 sockets."""
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def _addresses(host: str) -> frozenset[str]:
+    try:
+        return _look_up(host)
+    except OSError as error:
+        log.warning("cannot resolve %r, so connections to it are not shut down: %s", host, error)
+        return frozenset()
+
+
+@functools.lru_cache(maxsize=64)
+def _look_up(host: str) -> frozenset[str]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    # The last part of a link-local IPv6 address ("%eth0") is not in what the kernel reports.
+    return frozenset(_plain(ipaddress.ip_address(str(entry[4][0]).partition("%")[0])) for entry in found)
