@@ -50,11 +50,15 @@ class AbortTorchDistributed(Abort):
 
     It frees collectives, point-to-point operations and barriers of gloo, and of any backend that can abort,
     on any group, even if the peer is alive and hangs. It also frees ``init_process_group`` and ``new_group``
-    while they wait for a peer through the store at ``MASTER_ADDR``:``MASTER_PORT``. It shuts down the
-    connections of all gloo groups and those to that store, no other sockets, and calls ``abort`` of all other
-    groups, in one order on all ranks (the communicators of older NCCL backends together). It does not destroy
-    groups: `release_process_groups` does, once the function is left. Gloo's connections stay open until
-    `close_aborted_sockets`, so that peers do not fail because this rank left: each rank aborts itself.
+    while they wait for a peer through the store at ``MASTER_ADDR``:``MASTER_PORT``, and, from its second run
+    in an iteration on, a thread in which NCCL waits for a peer to make a communicator. It shuts down the
+    connections of all gloo groups and those to that store, and calls ``abort`` of all other groups, each in a
+    thread of its own; meanwhile it wakes NCCL's service threads, which would keep an abort waiting for half a
+    second. Other sockets it leaves alone, but for one case: where a thread is still in ``torch.distributed``
+    or in a backward pass, sockets that C++ has had listen at one address since the function was entered, and
+    that no thread polls, are shut down. It does not destroy groups: `release_process_groups` does, once the
+    function is left. Gloo's connections stay open until `close_aborted_sockets`, so that peers do not fail
+    because this rank left: each rank aborts itself.
 
     Not freed, until their own timeout or the wrapper's ``hard_timeout``:
 

@@ -71,7 +71,7 @@ LINES = {
 
 # Names that stand for two things, by the change that tells them apart.
 CLASSES_TWICE = {
-    CORE: {"Environment", "Heart", "Line", "Performer", "Place", "Record", "Register", "Settings"}
+    CORE: {"Heart", "Line", "Performer", "Place", "Record", "Register", "Settings"}
     | {"Span", "State", "Verdict", "Watch", "_Callback", "_Fault", "_Part"},
     SHELL: {"Entry", "FT", "Fault", "Job", "Policy"},
 }
@@ -103,8 +103,6 @@ NOT_OURS = frozenset(
         "_C",
         "_cache",
         "_get_sequence_number_for_group",
-        "_group_end",
-        "_group_start",
         "_replace",
         "_sampler",
         "_signal",

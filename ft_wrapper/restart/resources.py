@@ -32,7 +32,7 @@ from ..settings import Limits, formation_size
 from ..state import State
 from ..store import StorePlan
 from ..store.address import own_address
-from ..torch_groups import Environment, being_aborted
+from ..torch_groups import being_aborted, variables_restored
 from . import Settings
 from .report import waiting_line
 
@@ -126,7 +126,7 @@ class Resources:
             owned.enter_context(frames.interruptions_unreported())
             owned.callback(self.signals.forget)
             owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
-            owned.callback(Environment().restore)
+            owned.enter_context(variables_restored())
             self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
             self.memory.lock_life()
             self.lines: list[Line] = []

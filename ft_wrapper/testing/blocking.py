@@ -27,8 +27,8 @@ class OnAbort(enum.Enum):
     RAISES = "raises"
     """It frees what blocks, and raises a ``RuntimeError``."""
     DEPENDS = "depends"
-    """It returns once all such groups of the process are being aborted. So one after the other does not do,
-    unless between ``_group_start`` and ``_group_end``: as with communicators of NCCL on one device."""
+    """It returns once all such groups of the process are being aborted. So one after the other hangs, as with
+    communicators of NCCL on one device."""
 
 
 def blocking_backend(on_abort: OnAbort = OnAbort.RETURNS, passes: int = 0) -> str:
@@ -146,58 +146,22 @@ for _name in ("recv", "recv_anysource", "send"):
     setattr(BlockingGroup, _name, BlockingGroup._block)
 
 
-class _Device:
-    """What depending groups of a process have in common."""
-
-    def __init__(self) -> None:
-        self._begun = threading.Condition()
-        self._living: weakref.WeakSet[_Depending] = weakref.WeakSet()  # not being aborted
-        self._put_off: list[_Depending] | None = None  # within start and end
-
-    def add(self, group: "_Depending") -> None:
-        with self._begun:
-            self._living.add(group)
-
-    def start(self) -> None:
-        self._put_off = []
-
-    def end(self) -> None:
-        groups, self._put_off = self._put_off or [], None
-        self._abort(groups)
-
-    def abort(self, group: "_Depending") -> None:
-        if self._put_off is None:
-            self._abort([group])
-        else:
-            self._put_off.append(group)
-
-    def _abort(self, groups: list["_Depending"]) -> None:
-        with self._begun:
-            for group in groups:
-                self._living.discard(group)
-            self._begun.notify_all()
-            self._begun.wait_for(lambda: not self._living, _LIMIT.total_seconds())
-        for group in groups:
-            group._free()
-
-
-_device = _Device()
-
-
 class _Depending(BlockingGroup):
     """A group whose abort depends on that of all others."""
 
+    _begun = threading.Condition()
+    _living: "weakref.WeakSet[_Depending]" = weakref.WeakSet()  # not being aborted
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        _device.add(self)
-
-    def _group_start(self) -> None:
-        _device.start()
-
-    def _group_end(self) -> None:
-        _device.end()
+        with self._begun:
+            self._living.add(self)
 
     def abort(self) -> None:
-        """Waits for the others' abort, or for ``_group_end``."""
+        """Waits for the others' abort."""
         self.is_aborted.set()
-        _device.abort(self)
+        with self._begun:
+            self._living.discard(self)
+            self._begun.notify_all()
+            self._begun.wait_for(lambda: not self._living, _LIMIT.total_seconds())
+        self._free()

@@ -27,14 +27,15 @@ import time
 import types
 from collections.abc import Iterator
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from ..monitor.frames import current_frames
+from ..monitor.frames import current_frames, places
+from ..store.bounded import in_background
 from ..store.mixin import HoldingStore, PrefixStore
+from . import nccl
 from .gloo import shut_down_gloo_sockets, unnamed_threads
 from .sockets import named_threads, shut_down_clients
 
@@ -71,6 +72,7 @@ def abort_all() -> None:
     for what, step in (
         ("gloo", functools.partial(shut_down_gloo_sockets, lambda: _size_being_made(c10d))),
         ("the iteration's store", _abort_store_clients),
+        ("who makes a communicator", nccl.free_who_makes_one),
         ("the backends", lambda: _abort_backends(c10d)),
     ):
         try:
@@ -109,16 +111,11 @@ def cuda_device() -> int | None:
 
 def _size_being_made(c10d: Any) -> int:
     """Size, at most, of the group that some thread is making; 0 when none does."""
-    for frame in current_frames().values():
-        inner: FrameType | None = frame
-        while inner is not None:
-            code = inner.f_code
-            if code.co_name == "_new_process_group_helper" and code.co_filename == c10d.__file__:
-                size = os.environ.get("WORLD_SIZE", "")
-                default = c10d._world.default_pg
-                return default.size() if default is not None else int(size) if size.isdecimal() else 0
-            inner = inner.f_back
-    return 0
+    inside = (place for frame in current_frames().values() for place in places(frame))
+    if not any(at.function == "_new_process_group_helper" and at.file == c10d.__file__ for at in inside):
+        return 0
+    size, default = os.environ.get("WORLD_SIZE", ""), c10d._world.default_pg
+    return default.size() if default is not None else int(size) if size.isdecimal() else 0
 
 
 def _abort_store_clients() -> None:
@@ -135,58 +132,19 @@ def _groups_that_abort(c10d: Any) -> dict[Any, dict[torch.device, Any]]:
 
 
 def _abort_backends(c10d: Any) -> None:
+    """Aborts all groups at once: one abort may wait for another (pytorch issue 119797)."""
     backends = _groups_that_abort(c10d)
     if not backends:
         return
-    aborting = sorted(backends, key=lambda group: str(c10d._world.pg_names[group]), reverse=True)
-    names = {group: f"group {c10d._world.pg_names[group]}" for group in aborting}
-    names = {
-        group: f"{name} of {', '.join(one.name() for one in backends[group].values())}"
-        for group, name in names.items()
-    }
-    try:
-        with _together({group: backends[group] for group in aborting}) as is_one:
-            for group in aborting:
-                _aborting.append(names[group])
-                _abort_backend(group, names[group])
-                if not is_one:
-                    _aborting.remove(names[group])
-    finally:
-        _aborting.clear()
-
-
-def _abort_group(group: Any) -> None:
-    # Before torch 2.8 a group cannot abort, and of backends NCCL's alone can.
-    for one in [group] if hasattr(group, "abort") else _backends(group).values():
-        if hasattr(one, "abort"):
-            one.abort()
-
-
-@contextlib.contextmanager
-def _together(backends: dict[Any, dict[torch.device, Any]]) -> Iterator[bool]:
-    """All within one NCCL group, in the same order on every rank, if there is such a thing; whether there is.
-
-    Aborting one communicator may wait for the abort of another (pytorch issue 119797). Older NCCL backends
-    have a start and an end of their own; torch's own abort has others coalesce, since 2.15.
-    """
-    every = [(group, device, one) for group, its in backends.items() for device, one in its.items()]
-    for _, _, one in every:
-        if hasattr(one, "_group_start"):
-            one._group_start()
-            try:
-                yield True
-            finally:
-                one._group_end()
-            return
-    for group, device, one in every:
-        if not _is_gloo(one) and getattr(one, "supports_coalescing", False):
-            group._start_coalescing(device)
-            try:
-                yield True
-            finally:
-                group._end_coalescing(device)  # what it returns is not waited for: nothing was launched
-            return
-    yield False
+    threads = []
+    with nccl.service_threads_awake(aborted=True):
+        for group, its in backends.items():
+            kinds = ", ".join(one.name() for one in its.values())
+            name = f"group {c10d._world.pg_names[group]} of {kinds}"
+            _aborting.append(name)
+            threads.append(in_background(f"aborting {name}", functools.partial(_abort_backend, group, name)))
+        for thread in threads:
+            thread.join()
 
 
 def _abort_backend(group: Any, name: str) -> None:
@@ -194,6 +152,15 @@ def _abort_backend(group: Any, name: str) -> None:
         _abort_group(group)
     except Exception:
         log.warning("could not abort %s; hard_timeout bounds what waits there", name, exc_info=True)
+    finally:
+        _aborting.remove(name)
+
+
+def _abort_group(group: Any) -> None:
+    # Before torch 2.8 a group cannot abort, and of backends NCCL's alone can.
+    for one in [group] if hasattr(group, "abort") else _backends(group).values():
+        if hasattr(one, "abort"):
+            one.abort()
 
 
 def _backends(group: Any) -> dict[torch.device, Any]:
@@ -292,10 +259,12 @@ def destroy_and_release(group: Any) -> None:
     Args:
         group: as there.
     """
-    world = sys.modules[_C10D]._world
+    c10d = sys.modules[_C10D]
+    world = c10d._world
     references, count = _references(world, None), world.group_count
     try:
-        _torchs_destroy(group)
+        with _destroying(c10d):
+            _torchs_destroy(group)
     finally:
         world.group_count = max(count, world.group_count)
         _drop_in_background(references)
@@ -310,18 +279,11 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
     Returns:
         False when some are still there; a warning says so.
     """
-    are_gone = await_released_groups(timeout)
-    if not are_gone:
-        log.warning("process groups still not gone after %g s", timeout)
-    return are_gone
-
-
-def await_released_groups(timeout: float) -> bool:
-    """As `wait_for_released_groups`, in any thread; says nothing. Whether all have ended."""
     deadline = time.monotonic() + timeout
     for thread in list(_background):
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
+            log.warning("process groups still not gone after %g s", timeout)
             return False
     return True
 
@@ -329,10 +291,15 @@ def await_released_groups(timeout: float) -> bool:
 def _destroy(c10d: Any, group: Any, aborted: bool) -> None:
     """Destroys a group, or all with the default one; aborted ones are not waited for."""
     if not aborted:
-        c10d.destroy_process_group(group)
+        with _destroying(c10d):
+            c10d.destroy_process_group(group)
     elif hasattr(group, "abort") or "nccl" in str(c10d._world.pg_backend_config.get(group)):
         c10d._abort_process_group(group)
     # Else it is torch 2.6, which would say at each restart that there is nothing to abort.
+
+
+def _destroying(c10d: Any) -> contextlib.AbstractContextManager[None]:
+    return nccl.service_threads_awake(aborted=False) if _groups_that_abort(c10d) else contextlib.nullcontext()
 
 
 def _destroy_others(c10d: Any, kept: Any, aborted: bool) -> None:
@@ -460,19 +427,16 @@ def _activity(tid: int) -> list[str]:
 # The iteration's store ----------------------------------------------------------------------------------
 
 
-class Environment:
-    """The environment variables that the wrapper changes, as they were."""
-
-    def __init__(self) -> None:
-        self._saved = {name: os.environ.get(name) for name in VARIABLES}
-
-    def restore(self) -> None:
-        """Puts them back."""
-        for name, value in self._saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+@contextlib.contextmanager
+def variables_restored() -> Iterator[None]:
+    """Afterwards the environment variables that the wrapper changes are as they were."""
+    saved = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(saved)
 
 
 def point_to(host: str, port: int) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 import torch
 from torch.torch_version import TorchVersion
 
-from .sockets import duplicate, named_threads, own_name, shut_down, system_call, watched_by
+from .sockets import bound_to, duplicate, named_threads, shut_down, system_call, watched_by
 
 log = logging.getLogger(__name__)
 _THREAD_NAME = "gloo_tcp_loop"
@@ -168,7 +168,7 @@ def _connect_for_peers(watched: list[tuple[int, int]], size: int) -> None:
     for number, inode in watched:
         # Held until the end: as long as it listens, no one else's socket has its address.
         with duplicate(number, inode, listening=True) as fd:
-            name = None if fd is None else own_name(fd)
+            name = None if fd is None else bound_to(fd)
             if not isinstance(name, tuple):
                 continue
             for pair in range(size + 1):

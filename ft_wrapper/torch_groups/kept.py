@@ -119,7 +119,7 @@ class KeptGroup:
             self._give_up(f"backend {backend!r} cannot be given new peers")
             return False
         self.group, self._asked = dist.group.WORLD, (backend, options)
-        made.keep(self.group)
+        made.things.keep(self.group)
         return True
 
     def _give_up(self, why: str) -> None:

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from . import await_released_groups, made
+from . import made, wait_for_released_groups
 from .made import kind_of
 from .ways import cycle_of, reached_by_data, search
 
@@ -63,7 +63,7 @@ def leftovers() -> list[Leftover]:
         What is alive, the oldest first, and last what others hold; empty if all is clean, or there was no
         restart.
     """
-    await_released_groups(_RELEASED_WITHIN)
+    wait_for_released_groups(_RELEASED_WITHIN)
     living = [(each, thing) for each in made.things.earlier() if (thing := each.thing()) is not None]
     spared, _ = reached_by_data(made.things.spared, [thing for _, thing in living]) if living else ([], {})
     living = [(each, thing) for each, thing in living if not any(thing is other for other in spared)]

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import nccl
+
 log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
@@ -74,6 +76,7 @@ class Things:
 
     def enter(self, iteration: int) -> None:
         """Says that an iteration begins: what is made from now on is of that one."""
+        nccl.note_entry()
         self._note_sharded_modules()
         self._iteration = iteration
         self._entry += 1
@@ -142,14 +145,11 @@ class Things:
     def _note_sharded_modules(self) -> None:
         """Those of FSDP2, of which torch keeps weak references. After a collection next to none are left."""
         composable = sys.modules.get("torch.distributed._composable_state")
-        references: list[Any] = getattr(
-            composable, "_module_state_mapping", weakref.WeakKeyDictionary()
-        ).keyrefs()
-        if references:
-            known = {id(each.thing()) for each in list(self._living.values())}
-            for module in (reference() for reference in references):
-                if module is not None and id(module) not in known:
-                    self.note(module)
+        modules = list(getattr(composable, "_module_state_mapping", ()))
+        known = {id(each.thing()) for each in list(self._living.values())} if modules else set()
+        for module in modules:
+            if id(module) not in known:
+                self.note(module)
 
     def _wrap(self, owner: Any, name: str, wrapping: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
@@ -189,11 +189,6 @@ def begin() -> Things:
     things = Things()
     things.open()
     return things
-
-
-def keep(thing: object) -> None:
-    """Strikes off a thing that is to outlive its iteration."""
-    things.keep(thing)
 
 
 def kind_of(thing: object) -> str:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
-_COMM_SIZE = 64  # bytes; a thread's name takes up to 16
+_ENOUGH = 256  # bytes; a thread's name takes up to 16, its call nine numbers
 _libc = ctypes.CDLL(None, use_errno=True)
 _Sockaddr = ctypes.c_char * 128  # sizeof(struct sockaddr_storage); a type is costly to make
 _WATCHED = re.compile(r"^tfd:\s*(\d+).*?\bino:\s*([0-9a-f]+)", re.MULTILINE)
@@ -36,16 +36,9 @@ def named_threads(name: str) -> list[int]:
     found = []
     wanted = name.encode() + b"\n"
     for tid in os.listdir("/proc/self/task"):
-        try:
-            # Not `open`, which takes three times as long: this is a part of every restart.
-            comm = os.open(f"/proc/self/task/{tid}/comm", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if os.read(comm, _COMM_SIZE) == wanted:
-                    found.append(int(tid))
-            finally:
-                os.close(comm)
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if _told_of_thread(tid, "comm") == wanted:
+                found.append(int(tid))
     return found
 
 
@@ -62,16 +55,10 @@ def system_call(tid: int) -> tuple[int, ...] | None:
         ProcessLookupError: it has ended.
         OSError: this kernel does not tell.
     """
-    directory = f"/proc/self/task/{tid}"
     try:
-        # Not `open`, which takes three times as long: this is a part of every restart.
-        fd = os.open(f"{directory}/syscall", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            words = os.read(fd, 256).split()
-        finally:
-            os.close(fd)
+        words = _told_of_thread(tid, "syscall").split()
     except FileNotFoundError:
-        if os.path.exists(directory):
+        if os.path.exists(f"/proc/self/task/{tid}"):
             raise  # a kernel without this file
         raise ProcessLookupError(f"thread {tid} has ended") from None
     if not words:
@@ -79,6 +66,15 @@ def system_call(tid: int) -> tuple[int, ...] | None:
     if len(words) < 7:
         return None  # running; or it waits, but in no call: -1
     return int(words[0]), *(int(word, 16) for word in words[1:7])
+
+
+def _told_of_thread(tid: int | str, what: str) -> bytes:
+    # Not `open`, which takes three times as long: this is a part of every restart.
+    fd = os.open(f"/proc/self/task/{tid}/{what}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, _ENOUGH)
+    finally:
+        os.close(fd)
 
 
 def watched_by(epoll: int) -> list[tuple[int, int]]:
@@ -153,7 +149,7 @@ def _is_client_of(fd: int, host: str, port: int) -> bool:
     return _address(named) in _addresses(host)
 
 
-def own_name(fd: int) -> tuple[str, int] | bytes | None:
+def bound_to(fd: int) -> tuple[str, int] | bytes | None:
     """Returns what a socket is bound to: address and port, or the name of a local one; None for others.
 
     Args:

@@ -1,4 +1,4 @@
-"""Backends are aborted by what they can do, not by their class: in one order, within one start and end."""
+"""Backends are aborted by what they can do, not by their class: all at once."""
 
 from __future__ import annotations
 
@@ -24,16 +24,10 @@ TIMEOUT = 60.0
 
 
 class Backend:
-    """What the wrapper sees of one. Only the older NCCL's has a start and an end of its own."""
+    """What the wrapper sees of one."""
 
-    def __init__(
-        self, name: str, said: list[str], *, has_start: bool = False, coalesces: bool = False
-    ) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self.supports_coalescing = coalesces
-        if has_start:
-            self._group_start = lambda: said.append("start")
-            self._group_end = lambda: said.append("end")
 
     def name(self) -> str:
         return self._name
@@ -53,12 +47,6 @@ class Group:
             raise RuntimeError("no backend")
         return self._by_device[device]
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._said.append(f"begin {device}")
-
-    def _end_coalescing(self, device: torch.device) -> None:
-        self._said.append("end")
-
     def abort(self) -> None:
         self._said.append(self.name)
         if self.fails:
@@ -73,40 +61,49 @@ def abort(*groups: Group) -> None:
 @pytest.mark.parametrize("name", ["nccl", "nccl2", "xccl", "someone's own"])
 def test_any_backend_is_aborted(name: str) -> None:
     said: list[str] = []
-    abort(*(Group(str(n), said, Backend(name, said), Backend("gloo", said)) for n in (0, 2, 1)))
-    assert said == ["2", "1", "0"]
+    abort(*(Group(str(n), said, Backend(name), Backend("gloo")) for n in (0, 2, 1)))
+    assert sorted(said) == ["0", "1", "2"]
 
 
 def test_gloo_is_left_to_its_sockets() -> None:
     said: list[str] = []
-    abort(Group("0", said, Backend("gloo", said)))
+    abort(Group("0", said, Backend("gloo")))
     assert said == []
 
 
-def test_all_are_aborted_within_one_start_and_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_fails_keeps_no_other_from_it(caplog: pytest.LogCaptureFixture) -> None:
     said: list[str] = []
-    gloo, nccl = Backend("gloo", said), Backend("nccl", said, has_start=True)
-    broken = Group("2", said, nccl, fails=True)
+    gloo, nccl = Backend("gloo"), Backend("nccl")
     with caplog.at_level(logging.WARNING):
-        abort(Group("0", said, nccl, gloo), broken, Group("1", said, gloo))
-    assert said == ["start", "2", "0", "end"]
-    assert "could not abort group 2" in caplog.text
+        abort(Group("0", said, nccl, gloo), Group("2", said, nccl, fails=True), Group("1", said, gloo))
+    assert sorted(said) == ["0", "2"]
+    assert "could not abort group 2 of nccl" in caplog.text
+    assert torch_groups.being_aborted() == "not in a process group"
 
 
-def test_others_coalesce_as_torch_has_them_do_since_2_15() -> None:
-    said: list[str] = []
-    gloo, nccl2 = Backend("gloo", said, coalesces=True), Backend("nccl2", said, coalesces=True)
-    broken = Group("2", said, nccl2, fails=True)
-    abort(Group("0", said, nccl2, gloo), broken, Group("1", said, gloo))
-    assert said == ["begin cuda", "2", "0", "end"]
-    said.clear()
-    abort(Group("0", said, gloo, Backend("xccl", said)))
-    assert said == ["0"]
+def test_those_whose_abort_has_not_returned_are_named() -> None:
+    class Slow(Group):
+        has_begun, may_end = threading.Event(), threading.Event()
+
+        def abort(self) -> None:
+            self.has_begun.set()
+            assert self.may_end.wait(TIMEOUT)
+
+    quick, slow = Group("0", [], Backend("nccl")), Slow("1", [], Backend("nccl"), Backend("gloo"))
+    aborting = threading.Thread(target=abort, args=(quick, slow), daemon=True)
+    aborting.start()
+    assert slow.has_begun.wait(TIMEOUT)
+    while "group 0" in torch_groups.being_aborted():  # its thread is about to end
+        assert aborting.is_alive()
+    assert torch_groups.being_aborted() == "group 1 of nccl, gloo"
+    slow.may_end.set()
+    aborting.join(TIMEOUT)
+    assert torch_groups.being_aborted() == "not in a process group"
 
 
 def test_before_torch_2_8_backends_are_aborted_where_they_can() -> None:
     said: list[str] = []
-    nccl, gloo = Backend("nccl", said), Backend("gloo", said)
+    nccl, gloo = Backend("nccl"), Backend("gloo")
     nccl.abort = lambda: said.append("nccl")  # type: ignore[attr-defined]
 
     class OldGroup(Group):
@@ -203,7 +200,7 @@ def test_three_blocked_groups_are_freed(kinds: tuple[OnAbort, ...], release: Non
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_aborts_that_depend_on_each_other_are_within_one_start_and_end(
+def test_aborts_that_depend_on_each_other_are_under_way_together(
     order: tuple[int, ...], release: None
 ) -> None:
     groups = groups_of(*[OnAbort.DEPENDS] * 3)
@@ -216,7 +213,7 @@ def test_aborts_that_depend_on_each_other_are_within_one_start_and_end(
 
 
 def test_one_abort_after_the_other_hangs_where_they_depend_on_each_other(release: None) -> None:
-    """So the stand-in is one: without a start and an end the first abort does not return."""
+    """So the stand-in is one: the first abort does not return."""
     groups = groups_of(*[OnAbort.DEPENDS] * 2)
     first = threading.Thread(target=groups[0].abort, daemon=True)
     first.start()

@@ -1,0 +1,174 @@
+"""NCCL's communicators, seen from outside of NCCL: who waits in them is woken, or freed.
+
+A communicator has two service threads that wait in ``poll``, half a second each time, and its end waits for
+theirs. An abort sets a flag, which they read when they wake, and does not wake them; a destroy wakes one of
+them (``ncclProxyService``, ``ncclProxyServiceUDS`` and ``ncclProxyStop`` in src/proxy.cc, NCCL 2.19 to 2.30).
+On an H100 that was 500 of the 531 ms of a restart, for each communicator. So they are woken: the one that
+listens by a connection, closed at once, the other one by a datagram.
+
+Which sockets these are, the kernel knows: such a thread is in ``poll`` with a timeout of 500 ms, and the last
+descriptor that it polls is the one. A communicator that goes on is never connected to: its thread would wait
+for another connection, and serve nobody (NCCL issue 1808). A datagram does it no harm, unless it is empty:
+then ``ncclIpcSocketRecvMsg`` looks for an error that there is none of, and may try again for ever.
+
+Who makes a communicator waits for a peer in ``accept``, and no abort of torch's reaches it. But ``accept`` on
+a socket that was shut down fails, and NCCL with it.
+"""
+
+import contextlib
+import gc
+import ipaddress
+import logging
+import os
+import platform
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from ..monitor.frames import current_frames, places
+from ..store.bounded import in_background
+from .sockets import bound_to, duplicate, shut_down, system_call, watched_by
+
+log = logging.getLogger(__name__)
+_SERVICE_PERIOD = 500  # milliseconds
+_DATAGRAMS = b"tmp/nccl-socket-"  # begins that socket's name, behind a byte
+# poll, and ppoll, whose timeout is a pointer to seconds and nanoseconds
+_POLL, _PPOLL = {"x86_64": (7, 271), "aarch64": (None, 73)}.get(platform.machine(), (None, None))
+_MOST_POLLED = 4096
+# Seconds after the abort began. One is enough for a rank alone on its host. Beside others the thread has to
+# wake once more after its communicator has said "stop": soon, so each time half as much later.
+_WAKES = tuple(0.001 * 1.5**n for n in range(17))
+# Where a thread is that makes a communicator: a group's first operation may be in a backward pass.
+_FOLDERS = tuple(f"{os.path.dirname(torch.__file__)}/{name}/" for name in ("distributed", "autograd"))
+
+_at_entry: set[int] | None = None  # inode numbers of what was open then; None: NCCL cannot be in use
+_aborts = 0  # since the entry
+
+
+def note_entry() -> None:
+    """Notes what is open as the function is entered: it is of no communicator that the function makes."""
+    global _at_entry, _aborts
+    is_needed = dist.is_nccl_available() or dist.Backend._plugins
+    _at_entry = _inodes(os.listdir("/proc/self/fd")) if is_needed else None
+    _aborts = 0
+
+
+@contextlib.contextmanager
+def service_threads_awake(*, aborted: bool) -> Iterator[None]:
+    """Within it, communicators end without the half second of their service threads.
+
+    Args:
+        aborted: all that were made since the entry are being aborted; False: some are destroyed.
+    """
+    over = threading.Event()
+    thread = in_background("waking NCCL's service threads", lambda: _wake_until(over, aborted))
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()  # or it might meet the next iteration's communicators
+
+
+def free_who_makes_one() -> None:
+    """Frees who waits for a peer in making a communicator, from the second abort of an iteration on.
+
+    By then who waits anywhere else is free. It shuts down the sockets that listen at an address since the
+    entry and are for nobody else: no thread polls them, no epoll has them, and they are not Python's.
+    """
+    global _aborts
+    _aborts += 1
+    if _at_entry is None or _aborts == 1 or not _is_anyone_in_torch():
+        return
+    pythons = (each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.SocketType))
+    others = _at_entry | _polled() | _inodes(pythons)
+    for number in os.listdir("/proc/self/fd"):
+        with duplicate(int(number), listening=True) as fd:
+            if fd is None or _inodes([fd]) & others:
+                continue
+            name = bound_to(fd)
+            if isinstance(name, tuple) and not ipaddress.ip_address(name[0]).is_unspecified:
+                log.debug("shutting down the socket that listens at %s port %d: NCCL's", *name)
+                shut_down(fd, socket.SHUT_RD)
+
+
+def _wake_until(over: threading.Event, aborted: bool) -> None:
+    began = time.monotonic()
+    for at in _WAKES:
+        if over.wait(began + at - time.monotonic()):
+            return
+        for address in _service_sockets():
+            if aborted or isinstance(address, bytes):
+                _wake(address)
+
+
+def _service_sockets() -> list[tuple[str, int] | bytes]:
+    """Where NCCL's service threads that wait at this moment can be reached."""
+    found: list[tuple[str, int] | bytes] = []
+    for polled, timeout in _polls():
+        if timeout != _SERVICE_PERIOD or not polled:
+            continue
+        with duplicate(polled[-1], listening=len(polled) > 1) as fd:
+            name = None if fd is None else bound_to(fd)
+            if isinstance(name, bytes) and name[1:].startswith(_DATAGRAMS):
+                found.append(name)
+            if isinstance(name, tuple) and not _inodes(polled[-1:]) & (_at_entry or set()):
+                found.append(name)
+    return found
+
+
+def _wake(address: tuple[str, int] | bytes) -> None:
+    family, kind = socket.AF_UNIX, socket.SOCK_DGRAM
+    if isinstance(address, tuple):
+        family, kind = socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM
+    with contextlib.suppress(OSError), socket.socket(family, kind) as one:  # the thread may have ended
+        one.setblocking(False)  # on the same host it is connected at once
+        one.connect(address)
+        one.send(b"\0")
+
+
+def _polls() -> Iterator[tuple[list[int], int]]:
+    """The descriptors that each thread polls at this moment, and for how many milliseconds; 0: for ever."""
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        for tid in os.listdir("/proc/self/task"):
+            called = None
+            with contextlib.suppress(ProcessLookupError):
+                called = system_call(int(tid))
+            if called is None or called[0] not in (_POLL, _PPOLL):
+                continue
+            number, array, count, timeout = called[:4]
+            # It may have left the call since: to read its stack may fail then, where a pointer would crash.
+            with contextlib.suppress(OSError, struct.error):
+                if number == _PPOLL and timeout:
+                    seconds, nanoseconds = struct.unpack("qq", os.pread(memory.fileno(), 16, timeout))
+                    timeout = seconds * 1000 + nanoseconds // 1_000_000
+                polled = os.pread(memory.fileno(), 8 * min(count, _MOST_POLLED), array)
+                yield [fd for fd, _, _ in struct.iter_unpack("ihh", polled)], timeout
+
+
+def _polled() -> set[int]:
+    """Inode numbers of what threads poll, or have in an epoll."""
+    found = _inodes(fd for polled, _ in _polls() for fd in polled)
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{number}") == "anon_inode:[eventpoll]":
+                found.update(inode for _, inode in watched_by(int(number)))
+    return found
+
+
+def _inodes(descriptors: Iterable[int | str]) -> set[int]:
+    found = set()
+    for fd in descriptors:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.add(os.fstat(int(fd)).st_ino)
+    return found
+
+
+def _is_anyone_in_torch() -> bool:
+    """Whether a thread is in ``torch.distributed``, or in a backward pass."""
+    inside = (place for frame in current_frames().values() for place in places(frame))
+    return any(place.file.startswith(_FOLDERS) for place in inside)

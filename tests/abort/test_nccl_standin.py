@@ -1,0 +1,227 @@
+"""Communicators end without the half second of their service threads, and one in the making is left.
+
+On a stand-in with NCCL's system calls, since NCCL itself needs GPUs: tests/gpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import random
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nccl_standin
+import pytest
+import torch
+import torch.distributed as dist
+from nccl_standin import Communicator, StandInGroup
+from torch._C._distributed_c10d import HashStore
+
+from ft_wrapper import torch_groups
+from ft_wrapper.testing import OnAbort, blocking_backend
+from ft_wrapper.torch_groups import nccl as from_outside
+from ft_wrapper.torch_groups.sockets import bound_to, shut_down
+
+TIMEOUT = 60.0
+pytestmark = pytest.mark.skipif(nccl_standin.COMPILER is None, reason="there is no C compiler: cc")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["poll", "ppoll"])
+def nccl(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return nccl_standin.build(tmp_path_factory.mktemp("standin"), uses_ppoll=request.param)
+
+
+@pytest.fixture(autouse=True)
+def release() -> Iterator[None]:
+    from_outside.note_entry()
+    yield
+    torch_groups.release_process_groups(aborted=True)
+
+
+def make(names: list[str]) -> list[Any]:
+    """A group of this process alone for each backend."""
+    first, *others = names
+    dist.init_process_group(first, store=HashStore(), rank=0, world_size=1)
+    return [dist.group.WORLD, *(dist.new_group([0], backend=name) for name in others)]
+
+
+def in_thread(work: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def joined(thread: threading.Thread) -> bool:
+    thread.join(TIMEOUT)
+    return not thread.is_alive()
+
+
+def sat_out(groups: list[StandInGroup]) -> int:
+    return sum(group.communicator.count("sat_out") for group in groups)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_aborts_do_not_sit_out_the_half_second(nccl: ctypes.CDLL, seed: int) -> None:
+    draw = random.Random(seed)
+    how = {"beside_others": draw.random() < 0.5, "device_ms": draw.choice([0, 0, 10, 40])}
+    groups = make([nccl_standin.register(nccl, **how) for _ in range(draw.randint(1, 8))])
+    threading.Event().wait(draw.random() * 0.5)  # wherever their half seconds are
+    torch_groups.abort_all()
+    assert sat_out(groups) == 0, how
+
+
+def test_without_waking_it_is_sat_out(nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the stand-in is one."""
+    monkeypatch.setattr(from_outside, "_WAKES", ())
+    groups = make([nccl_standin.register(nccl)] * 2)
+    torch_groups.abort_all()
+    assert sat_out(groups) > 0
+
+
+def test_an_abort_that_waits_for_another_does_not_hang(nccl: ctypes.CDLL) -> None:
+    depends = blocking_backend(OnAbort.DEPENDS)
+    _, standin, _ = make([depends, nccl_standin.register(nccl), depends])
+    assert joined(in_thread(torch_groups.abort_all))
+    assert sat_out([standin]) == 0
+
+
+def test_a_communicator_that_goes_on_is_left_alone(nccl: ctypes.CDLL) -> None:
+    """One that was there at the entry belongs to somebody else."""
+    others = Communicator(nccl)
+    from_outside.note_entry()
+    groups = make([nccl_standin.register(nccl, device_ms=40)])
+    torch_groups.abort_all()
+    assert sat_out(groups) == 0 and others.count("accepted") == 0
+    assert joined(in_thread(others.destroy))
+
+
+def test_a_destroy_wakes_who_gets_datagrams_and_nobody_else(nccl: ctypes.CDLL) -> None:
+    (destroyed,) = make([nccl_standin.register(nccl, device_ms=40)])
+    with torch_groups.taking_over_destroy():
+        lives = Communicator(nccl)
+        dist.destroy_process_group()
+    assert sat_out([destroyed]) == 0
+    assert lives.count("accepted") == 0 < lives.count("messages")
+    assert joined(in_thread(lives.destroy))  # a thread that tries again for ever would not end
+
+
+def test_where_the_kernel_does_not_tell_the_abort_is_slow(
+    nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(tid: int) -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such file", f"/proc/self/task/{tid}/syscall")
+
+    monkeypatch.setattr(from_outside, "system_call", refuse)
+    groups = make([nccl_standin.register(nccl)])
+    torch_groups.abort_all()
+    assert sat_out(groups) > 0
+
+
+# ---- a communicator in the making
+
+
+class Making:
+    """A thread in a group's first collective, which waits for a peer that does not come."""
+
+    def __init__(self, nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left_with: list[int] = []
+        self.root_left_with = ctypes.c_int()
+        began = threading.Event()
+
+        def collective(*_arguments: Any, **_more: Any) -> None:
+            began.set()
+            self.left_with.append(nccl.init_that_waits(ctypes.byref(self.root_left_with)))
+            raise RuntimeError("ncclSystemError")
+
+        monkeypatch.setattr(StandInGroup, "allreduce", collective)
+        (group,) = make([nccl_standin.register(nccl)])
+        self.thread = in_thread(lambda: self._run(group))
+        assert began.wait(TIMEOUT)
+        while len(listening()) < 2:  # it has no other sign of being there
+            assert self.thread.is_alive()
+
+    @staticmethod
+    def _run(group: Any) -> None:
+        with pytest.raises(RuntimeError, match="ncclSystemError"):
+            dist.all_reduce(torch.ones(1), group=group)
+
+
+def listening() -> set[int]:
+    """Inode numbers of sockets that listen at loopback, since the entry."""
+    lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    own = from_outside._inodes(range(1024)) - (from_outside._at_entry or set())
+    return {int(line[9]) for line in lines if line[3] == "0A" and line[1].startswith("0100007F")} & own
+
+
+def test_a_communicator_in_the_making_is_left(nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    making = Making(nccl, monkeypatch)
+    torch_groups.abort_all()
+    assert not making.left_with  # it may have been elsewhere, and be free by now
+    torch_groups.abort_all()
+    assert joined(making.thread)
+    assert making.left_with == [errno.EINVAL] and making.root_left_with.value == -errno.EINVAL
+
+
+def open_by_c(nccl: ctypes.CDLL, ending: contextlib.ExitStack) -> int:
+    """A server that Python knows nothing of, but for its descriptor."""
+    fd: int = nccl.serve()
+    ending.callback(os.close, fd)
+    ending.callback(shut_down, fd, socket.SHUT_RDWR)  # who waits there leaves
+    return fd
+
+
+def open_by_python(host: str, ending: contextlib.ExitStack) -> socket.socket:
+    server = ending.enter_context(socket.create_server((host, 0)))
+    ending.callback(server.shutdown, socket.SHUT_RDWR)
+    return server
+
+
+def accept_one(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it was closed before one came
+        server.accept()[0].close()
+
+
+def accepts(fd: int) -> bool:
+    address = bound_to(fd)
+    assert isinstance(address, tuple)
+    try:
+        socket.create_connection(address, timeout=TIMEOUT).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_servers_of_others_go_on(nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as ending:
+        servers = {"before": open_by_c(nccl, ending)}
+        from_outside.note_entry()
+        servers |= {name: open_by_c(nccl, ending) for name in ("polled", "in an epoll")}
+        polling, epoll = select.poll(), ending.enter_context(select.epoll())
+        polling.register(servers["polled"], select.POLLIN)
+        in_thread(polling.poll)
+        epoll.register(servers["in an epoll"], select.EPOLLIN)
+        pythons = {name: open_by_python("127.0.0.1", ending) for name in ("Python's", "accepting")}
+        in_thread(lambda: accept_one(pythons["accepting"]))
+        servers |= {name: server.fileno() for name, server in pythons.items()}
+        servers["at all addresses"] = socket.create_server(("0.0.0.0", 0)).detach()  # not Python's any more
+        ending.callback(os.close, servers["at all addresses"])
+        making = Making(nccl, monkeypatch)
+        for _ in range(2):
+            torch_groups.abort_all()
+        assert joined(making.thread)
+        assert [name for name, fd in servers.items() if not accepts(fd)] == []
+
+
+def test_nothing_is_shut_down_where_nobody_is_in_torch(nccl: ctypes.CDLL) -> None:
+    with contextlib.ExitStack() as ending:
+        server = open_by_c(nccl, ending)
+        for _ in range(3):
+            torch_groups.abort_all()
+        assert accepts(server)
