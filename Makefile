@@ -30,7 +30,7 @@ help:
 	@echo "make soak-etcd  the same on three nodes that meet in etcd: any of them is lost, and members of etcd"
 	@echo "make test       lint, documentation and all tests but the nightly ones"
 	@echo "make test-all   the nightly ones too"
-	@echo "make test-gpu   what a GPU shows (with two of them, all of it), and a table of it at the end"
+	@echo "make test-gpu   what one GPU shows, shared by two ranks, or two GPUs; a table of it at the end"
 	@echo "make test-frameworks  FSDP2, Lightning, Hugging Face and others through faults, in $(FRAMEWORKS)"
 	@echo "make test-frameworks-all  the same, ten runs of each"
 	@echo "make matrix     every fault in every place, of which make test runs a part"

@@ -2,6 +2,8 @@
 
 ``FT_WRAPPER_TEST_DEVICE=cpu pytest tests/gpu`` runs on CPUs, with gloo, those tests that CUDA itself is not
 needed for. That shows that the tests work, and nothing of a GPU.
+
+Two ranks share a GPU where there is only one: `share_gpus`.
 """
 
 from __future__ import annotations
@@ -47,9 +49,6 @@ _NO_NCCL = pytest.mark.skipif(IS_CUDA and not dist.is_nccl_available(), reason="
 needs_gpu = [_NO_GPU, _NO_NCCL]
 """Marks of tests that one GPU is enough for; they run on CPUs, too."""
 needs_cuda = pytest.mark.skipif(not IS_CUDA, reason="needs CUDA itself")
-needs_two_gpus = pytest.mark.skipif(
-    not IS_CUDA or GPUS < 2, reason=f"needs two GPUs, one for each rank of NCCL: there is {GPUS or 'none'}"
-)
 needs_new_peers = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"),
     reason=f"needs torch 2.15: torch {torch.__version__} cannot give a group new peers",
@@ -80,6 +79,32 @@ def choosing(nccl: str) -> dict[str, str]:
 def is_chosen(nccl: str, name: str) -> bool:
     """Whether the class of a backend that a rank had is the one that was chosen."""
     return not IS_CUDA or (name == "ProcessGroupNCCL") == (nccl == "ProcessGroupNCCL")
+
+
+# NCCL refuses two ranks on one GPU of one host, and compares hosts by NCCL_HOSTID (2.28.9: src/init.cc:903,
+# src/misc/utils.cc:87). It connects different hosts by sockets. The GPU switches between the processes whose
+# kernels wait for each other: a collective takes milliseconds.
+_ONE_GPU = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",
+    "NCCL_ALGO": "Ring",  # with Simple the fastest where processes take turns
+    "NCCL_PROTO": "Simple",
+}
+
+
+def share_gpus(world_size: int) -> None:
+    """Lets ranks share a GPU under NCCL if there are more ranks than GPUs.
+
+    Call it in each rank before its first process group: NCCL reads the variables once.
+    """
+    if IS_CUDA and world_size > GPUS:
+        os.environ.update(_ONE_GPU, NCCL_HOSTID=f"process {os.getpid()}")
 
 
 # ---- in a rank ----------------------------------------------------------------------------------------
@@ -115,6 +140,11 @@ class Rank:
         )
         dist.init_process_group(BACKEND, timeout=timedelta(seconds=4 * TIMEOUT))
 
+    def use_gpu(self) -> None:
+        """Makes this rank's GPU, which it may share, the current one. Does nothing on CPUs."""
+        if IS_CUDA:
+            torch.cuda.set_device(self.rank % GPUS)
+
     def abort(self) -> None:
         """Aborts all groups."""
         AbortTorchDistributed()(self.state)
@@ -130,10 +160,10 @@ class Rank:
         CudaHealthCheck(timeout=timedelta(seconds=TIMEOUT))(self.state)
 
 
-def total() -> int:
+def total(group: dist.ProcessGroup | None = None) -> int:
     """The number of ranks, by a collective on the device."""
     tensor = torch.ones(8, device=DEVICE)
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     return int(tensor[0])
 
 
@@ -141,6 +171,12 @@ def backend_name() -> str:
     """The class of the default group's backend."""
     group: Any = dist.group.WORLD
     return type(group._get_backend(torch.device(DEVICE))).__name__
+
+
+def settle() -> None:
+    """Waits for all that is queued on the device, collectives too. Does nothing on CPUs."""
+    if IS_CUDA:
+        torch.cuda.synchronize()
 
 
 def keep_busy(seconds: float) -> None:
@@ -196,6 +232,7 @@ def main(fd: int) -> None:
     """All of a rank's process; at the end it waits for the test."""
     with Connection(fd) as connection:
         rank, control_port, body, arguments = connection.recv()
+        share_gpus(rank.world_size)
         try:
             control = TCPStore(
                 "127.0.0.1", control_port, None, False, timedelta(seconds=TIMEOUT), wait_for_workers=False

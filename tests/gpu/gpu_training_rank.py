@@ -1,9 +1,9 @@
 """A rank of a job with live state, with which something happens once.
 
-    gpu_training_rank.py BACKEND clean|kill|assert
+    gpu_training_rank.py BACKEND clean|exception|kill|hang|assert STEP
 
-In step 4 of its first process rank 1 is killed, or one of its kernels has an assertion that fails. All ranks
-may be on one GPU.
+Rank 1 fails in that step; in -1 before its group's first collective, while the other rank makes the
+communicator. All ranks may be on one GPU.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_ranks import DEVICE, IS_CUDA
+from gpu_ranks import DEVICE, IS_CUDA, share_gpus
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_wrapper import CallWrapper, LiveState, Wrapper
@@ -46,27 +47,36 @@ def digest(objects: LiveState) -> str:
 
 
 def fail(how: str) -> None:
-    """Has happen to this process what is to happen."""
+    """Makes this process fail."""
+    time.sleep(0.2)  # so that the other rank waits in a collective; without that the test holds, too
+    if how == "exception":
+        raise RuntimeError("a fault that a test wants")
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    while how == "hang":
+        time.sleep(0.01)
     beyond = torch.tensor([1 << 20], device=DEVICE)
     torch.zeros(4, device=DEVICE)[beyond]
     torch.cuda.synchronize()
     raise AssertionError("the kernel did not notice")
 
 
-@Wrapper(use_global_iteration=True, min_world_size=2)
-def train(backend: str, how: str, call_wrapper: CallWrapper) -> str:
+@Wrapper(use_global_iteration=True, min_world_size=2, soft_timeout=5, hard_timeout=60)
+def train(backend: str, how: str, at: int, call_wrapper: CallWrapper) -> str:
     """Trains; returns the state's digest."""
     rank = call_wrapper.state.active_rank
     assert rank is not None
+    fails_at = at if how != "clean" and (rank, call_wrapper.iteration) == (1, 0) else None
     dist.init_process_group(backend)
+    if fails_at == -1:
+        fail(how)
+    dist.all_reduce(torch.ones(1, device=DEVICE))
     live = LiveState(call_wrapper, build, seed=0)
     ddp = DistributedDataParallel(live["model"], init_sync=False)
     for step in live.steps(STEPS):
         live["optimizer"].zero_grad()
         loss = (ddp(batch(step, rank)) - 1).square().mean()
-        if how != "clean" and rank == 1 and step == 4 and os.environ["FT_WRAPPER_INCARNATION"] == "0":
+        if step == fails_at:
             fail(how)
         loss.backward()
         live.commit()
@@ -75,10 +85,12 @@ def train(backend: str, how: str, call_wrapper: CallWrapper) -> str:
 
 def main() -> None:
     """Trains under ftrun."""
+    share_gpus(int(os.environ["WORLD_SIZE"]))
     if IS_CUDA:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.use_deterministic_algorithms(True)
-    print(f"final state {train(*sys.argv[1:])}\n", end="")
+    backend, how, at = sys.argv[1:]
+    print(f"final state {train(backend, how, int(at))}\n", end="")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from gpu_ranks import (
     BACKEND,
     TIMEOUT,
@@ -13,7 +12,6 @@ from gpu_ranks import (
     choosing,
     needs_gpu,
     needs_new_peers,
-    needs_two_gpus,
     run,
     total,
 )
@@ -34,8 +32,7 @@ def keeps(rank: Rank) -> tuple[list[int], int, str]:
     Returns:
         The sums of all ranks, how many groups there were, and their backend's class.
     """
-    if torch.cuda.device_count():
-        torch.cuda.set_device(rank.rank)
+    rank.use_gpu()
     groups: list[object] = []  # held, or a new one might get an old one's address
     totals: list[int] = []
     backends: set[str] = set()
@@ -66,7 +63,6 @@ def test_reconfigure_with_one_rank(seen: Callable[[str], None]) -> None:
     seen(f"yes, {backend}")
 
 
-@needs_two_gpus
 def test_reconfigure_with_two_ranks() -> None:
     """One process group over 20 restarts, given its peers again by reconfigure (NCCL2, two ranks)"""
     environment = choosing("ProcessGroupNCCL2")

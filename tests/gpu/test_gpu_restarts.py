@@ -26,8 +26,8 @@ from gpu_ranks import (
     keep_busy,
     needs_cuda,
     needs_gpu,
-    needs_two_gpus,
     run,
+    settle,
     total,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -297,32 +297,68 @@ def test_time_from_a_fault_to_the_first_kernel(nccl: str, seen: Callable[[str], 
     seen(f"{kernel:.1f} ms; to the first all-reduce {collective:.1f} ms")
 
 
-# ---- two GPUs -------------------------------------------------------------------------------------------
+# ---- two ranks ------------------------------------------------------------------------------------------
 
 
-def hangs(rank: Rank) -> tuple[int, int]:
-    """Rank 1 does not come to a collective, in which rank 0 waits on the device."""
-    torch.cuda.set_device(rank.rank)
+def misses(rank: Rank, absent: int, how: str, pending: int) -> tuple[int, int]:
+    """One rank fails or hangs while the other waits for it on the device.
+
+    Args:
+        rank: this one.
+        absent: the rank that fails.
+        how: ``exception`` or ``hang``.
+        pending: the groups in which the other waits; 0: it waits in the first collective, which makes the
+            communicator.
+    """
+    rank.use_gpu()
 
     @Wrapper(soft_timeout=5, hard_timeout=60)
     def train(call_wrapper: CallWrapper) -> tuple[int, int]:
         dist.init_process_group(BACKEND)
-        result = total()
+        groups = [dist.new_group() for _ in range(pending)]
+        for group in groups:
+            total(group)
         if call_wrapper.iteration > 0:
-            return call_wrapper.iteration, result
+            return call_wrapper.iteration, total()
         call_wrapper.ping()
-        while rank.rank == 1:
-            time.sleep(0.01)
-        dist.all_reduce(torch.ones(8, device=DEVICE))
-        torch.cuda.synchronize()
-        raise AssertionError("rank 1 was not there")
+        if rank.rank == absent:
+            rank.control.wait(["waits"])
+            time.sleep(0.2)  # so that the other rank waits indeed; without that the test holds, too
+            while how == "hang":
+                time.sleep(0.01)
+            raise Planned
+        rank.control.set("waits", "1")
+        works = [
+            dist.all_reduce(torch.ones(8, device=DEVICE), group=group, async_op=True)
+            for group in groups or [None]
+        ]
+        for work in works:
+            work.wait()
+        settle()
+        raise AssertionError(f"rank {absent} was not there")
 
     result: tuple[int, int] = train()
     return result
 
 
 @each_nccl
-@needs_two_gpus
 def test_a_hang_is_left_at_soft_timeout(nccl: str) -> None:
     """A rank hangs, the other waits for it in a collective: both go on after soft_timeout"""
-    assert run(hangs, 2, environment=choosing(nccl), timeout=2 * TIMEOUT) == [(1, 2)] * 2
+    results = run(misses, 2, 1, "hang", 1, environment=choosing(nccl), timeout=2 * TIMEOUT)
+    assert results == [(1, 2)] * 2
+
+
+@each_nccl
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_fault_before_the_first_collective(nccl: str, absent: int) -> None:
+    """A rank fails, the other waits for it to make the communicator: both go on in their processes"""
+    results = run(misses, 2, absent, "exception", 0, environment=choosing(nccl), timeout=2 * TIMEOUT)
+    assert results == [(1, 2)] * 2
+
+
+@each_nccl
+@pytest.mark.parametrize("pending", [2, 8])
+def test_a_fault_while_several_groups_wait(nccl: str, pending: int) -> None:
+    """A rank fails, the other waits for it in several groups at once: both go on in their processes"""
+    results = run(misses, 2, 1, "exception", pending, environment=choosing(nccl), timeout=2 * TIMEOUT)
+    assert results == [(1, 2)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -21,13 +22,14 @@ from gpu_ranks import (
     is_chosen,
     keep_busy,
     needs_gpu,
-    needs_two_gpus,
     run,
+    settle,
     total,
 )
 
 pytestmark = needs_gpu
 PENDING = 3.0  # seconds, roughly
+STUCK = 1.0  # seconds until the abort of a collective that waits for a peer
 
 
 def restarts_with_a_live_context(rank: Rank) -> tuple[list[int], int]:
@@ -100,29 +102,21 @@ def aborts_what_is_pending(rank: Rank) -> Aborted:
 
 def stuck_behind_a_peer(rank: Rank) -> list[int]:
     """Rank 0 waits for a collective that rank 1 never enters; the abort frees it, both start again."""
-    torch.cuda.set_device(rank.rank)
+    rank.use_gpu()
     rank.enter(0)
     totals = [total()]
     if rank.rank == 1:
         rank.control.wait(["freed"])
     else:
-        begun = threading.Event()
-
-        def abort() -> None:
-            begun.wait()
-            rank.abort()
-
-        thread = threading.Thread(target=abort)
+        work = dist.all_reduce(torch.ones(8, device=DEVICE), async_op=True)
+        assert not work.is_completed()
+        thread = threading.Timer(STUCK, rank.abort)
         thread.start()
-        try:
-            dist.all_reduce(torch.ones(8, device=DEVICE))
-            begun.set()
-            torch.cuda.synchronize()  # waits for NCCL's kernel, which waits for the peer
-        except RuntimeError:
-            pass  # torch may say that the communicator was aborted
-        finally:
-            begun.set()
+        with contextlib.suppress(RuntimeError):  # torch may say that the communicator was aborted
+            work.wait()
+            settle()  # waits for NCCL's kernel, which waits for the peer
         thread.join()
+        del work
         rank.control.set("freed", "1")
     rank.abort()
     rank.release(aborted=True)
@@ -135,22 +129,19 @@ def stuck_behind_a_peer(rank: Rank) -> list[int]:
 
 def init_waits_for_a_peer(rank: Rank) -> int:
     """Rank 1's first collective waits for rank 0 in the store, to make the communicator."""
-    torch.cuda.set_device(rank.rank)
+    rank.use_gpu()
     rank.enter(0)
     if rank.rank == 0:
         rank.control.wait(["freed"])
     else:
-        begun, freed = threading.Event(), threading.Event()
+        freed = threading.Event()
 
         def abort() -> None:
-            begun.wait()
-            while not freed.is_set():
+            while not freed.wait(0.5):  # the first may come too early
                 rank.abort()
-                freed.wait(0.5)
 
         thread = threading.Thread(target=abort)
         thread.start()
-        begun.set()
         try:
             with pytest.raises(RuntimeError):
                 total()
@@ -192,14 +183,12 @@ def test_a_pending_collective_is_aborted(nccl: str, seen: Callable[[str], None])
 
 
 @each_nccl
-@needs_two_gpus
 def test_a_stuck_collective_is_freed(nccl: str) -> None:
     """A collective that waits for a peer is freed"""
     assert run(stuck_behind_a_peer, 2, environment=choosing(nccl), timeout=2 * TIMEOUT) == [[2, 2]] * 2
 
 
 @each_nccl
-@needs_two_gpus
 def test_a_communicator_being_made_is_freed(nccl: str) -> None:
     """A rank that waits for a peer to make the communicator is freed"""
     assert run(init_waits_for_a_peer, 2, environment=choosing(nccl), timeout=2 * TIMEOUT) == [2, 2]
