@@ -16,7 +16,7 @@ import torch
 
 from . import check
 from .attribution import InterruptionRecord, by_blame
-from .check.findings import ASYNC_ERRORS
+from .check.findings import WATCHDOG
 from .exception import Drained
 from .monitor.frames import drop_own_frames
 from .monitor.shared_memory import RankMemory
@@ -223,10 +223,9 @@ class Wrapper:
             name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
             call = Call(self.settings, plan, state, name)
             error: BaseException | None = None
-            checks, is_set = None, False
+            checks, quiet = None, _quiet_watchdog()
             try:
                 checks = check.log_once(self.settings.hard_timeout, is_wanted=_begins_job(call))
-                is_set = _take_errors_from_watchdog()
                 return call.run(_filled_in(function, parameter, CallWrapper(call), args, kwargs))
             except BaseException as caught:
                 error = caught
@@ -234,8 +233,8 @@ class Wrapper:
                 raise
             finally:
                 call.close(error)
-                if is_set:
-                    os.environ.pop(ASYNC_ERRORS[0], None)
+                for variable in quiet:
+                    os.environ.pop(variable, None)
                 if checks is not None:
                     checks.join(_CHECKS_PATIENCE)
                 del error, call
@@ -313,18 +312,21 @@ def _begins_job(call: Call) -> bool:
     return (member.member.slot, member.member.incarnation, member.view.n) == (0, 0, member.view.first)
 
 
-def _take_errors_from_watchdog() -> bool:
-    """Leaves NCCL's errors to the restart, unless the user wants otherwise; says whether a variable was set.
+def _quiet_watchdog() -> list[str]:
+    """Leaves NCCL's errors to the restart, unless the user wants otherwise.
 
-    On an error or timeout, and a peer's death is one, the watchdog of either NCCL backend ends the process
-    (1, as torchrun has it, and 3, torch's default), or aborts the communicators (1 and 2) beside the thread
-    that does so for the restart. With 0 it does neither. Groups read the variable when they are made. It is
-    not ``ftrun`` that sets it: a script without a wrapper needs the watchdog to end a hang.
+    A peer's death and a timeout are such errors. The watchdog of either NCCL backend ends the process (1, as
+    torchrun has it, and 3, torch's default), or aborts the communicators (1 and 2) beside the thread that
+    does so for the restart. With 0 it does neither, but it still dumps its flight recorder, and a group that
+    was released is kept meanwhile. Groups read the variables when they are made. It is not ``ftrun`` that
+    sets them: a script without a wrapper needs the watchdog to end a hang.
+
+    Returns:
+        The variables that it set.
     """
-    if any(name in os.environ for name in ASYNC_ERRORS):
-        return False
-    os.environ[ASYNC_ERRORS[0]] = "0"
-    return True
+    unset = [names[0] for names in WATCHDOG if not any(name in os.environ for name in names)]
+    os.environ.update(dict.fromkeys(unset, "0"))
+    return unset
 
 
 def _check_function(function: Callable[..., Any]) -> None:

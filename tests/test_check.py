@@ -51,10 +51,16 @@ FOUND: dict[str, tuple[Finding | None, str, str, list[Finding | None]]] = {
     ),
     "NVLS is on": (findings.nvls({"NCCL_NVLS_ENABLE": "1"}), "NCCL_NVLS_ENABLE=1", "NCCL_NVLS_ENABLE=0", []),
     "CUDA errors end the process": (
-        findings.rethrown_errors({}),
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS is not set",
-        "set TORCH_NCCL_RETHROW_CUDA_ERRORS=0",
-        [findings.rethrown_errors({"TORCH_NCCL_RETHROW_CUDA_ERRORS": text}) for text in ("0", "False", "no")],
+        findings.rethrown_errors({"TORCH_NCCL_RETHROW_CUDA_ERRORS": "1"}),
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS=1",
+        "unset it, or set TORCH_NCCL_RETHROW_CUDA_ERRORS=0",
+        [
+            findings.rethrown_errors({}),
+            *(
+                findings.rethrown_errors({"TORCH_NCCL_RETHROW_CUDA_ERRORS": text})
+                for text in ("0", "False", "no")
+            ),
+        ],
     ),
     "the watchdog ends the process": (
         findings.async_errors({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}),
@@ -236,6 +242,7 @@ def test_nccl_counts_where_there_is_a_gpu(good: dict[str, str], monkeypatch: pyt
     bad = {
         **good,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "1",
         "TORCH_FR_BUFFER_SIZE": "0",
         "NCCL_SOCKET_IFNAME": "=none",
     }

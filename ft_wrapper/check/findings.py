@@ -6,8 +6,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 
-#: torch's names for one variable, the one that counts first.
-ASYNC_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+# torch's names for one variable, the one that counts first.
+_ASYNC_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+_RETHROW = ("TORCH_NCCL_RETHROW_CUDA_ERRORS",)
+_DUMP = (("TORCH_NCCL_DUMP_ON_TIMEOUT",), ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",))
+#: What the wrapper sets to 0 during a call unless it is set: torch's watchdog leaves NCCL's errors alone.
+WATCHDOG = (_ASYNC_ERRORS, _RETHROW, *_DUMP)
 _FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _FALSE = ("0", "f", "false", "n", "no")  # as torch reads them
 
@@ -45,10 +49,9 @@ class Finding:
 def nccl_version(version: Sequence[int]) -> Finding | None:
     """NCCL whose abort hangs."""
     text, found = ".".join(map(str, version)), tuple(version)
-    first, last = _HANGS
     if found < _LEAST_NCCL:
         return Finding(f"NCCL {text}", "aborting a communicator may hang", "use 2.26.2 or newer")
-    if first <= found <= last:
+    if _HANGS[0] <= found <= _HANGS[1]:
         why = "the versions from 2.28.3 to 2.28.8 are known to hang"
         return Finding(f"NCCL {text}", why, "use 2.28.9 or newer, or 2.27")
     return None
@@ -64,17 +67,17 @@ def nvls(environ: Mapping[str, str]) -> Finding | None:
 
 
 def rethrown_errors(environ: Mapping[str, str]) -> Finding | None:
-    """A watchdog that ends the process for an error that a restart would have handled."""
-    name = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
-    if environ.get(name, "1").lower() in _FALSE:
+    """A watchdog that ends the process for a CUDA error. Unset, the wrapper sets it to 0."""
+    (name,) = _RETHROW
+    if environ.get(name, "0").lower() in _FALSE:
         return None
     why = "torch's watchdog ends the process on a CUDA error, instead of a restart"
-    return Finding(_shown(environ, name), why, f"set {name}=0")
+    return Finding(_shown(environ, name), why, f"unset it, or set {name}=0")
 
 
 def async_errors(environ: Mapping[str, str]) -> Finding | None:
     """A watchdog that ends the process, or aborts while a restart does. Unset, the wrapper sets it to 0."""
-    name = next((name for name in ASYNC_ERRORS if name in environ), None)
+    name = next((name for name in _ASYNC_ERRORS if name in environ), None)
     if name is None or environ[name] == "0":
         return None
     what = "aborts communicators beside the restart" if environ[name] == "2" else "ends the process"
@@ -85,13 +88,11 @@ def async_errors(environ: Mapping[str, str]) -> Finding | None:
 def heartbeat(environ: Mapping[str, str], hard_timeout: float) -> Finding | None:
     """A monitor of torch's that ends a hung process before ours does."""
     name, switch = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_NCCL_ENABLE_MONITORING"
-    if environ.get(switch, "1").lower() in _FALSE:
-        return None
     try:
         seconds = float(environ.get(name, _HEARTBEAT_TIMEOUT))
     except ValueError:  # torch refuses it
         return None
-    if seconds > hard_timeout:
+    if seconds > hard_timeout or environ.get(switch, "1").lower() in _FALSE:
         return None
     why = f"torch ends a process before hard_timeout={hard_timeout:g} s, which a restart may still free"
     what = _shown(environ, name, f"{seconds:g}")

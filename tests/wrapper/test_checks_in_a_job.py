@@ -12,8 +12,14 @@ from ft_wrapper import CallWrapper, Wrapper
 
 LOGGED = "GLOO_SOCKET_IFNAME=no-such0: there is no interface no-such0 here"
 WRONG: dict[str, str | None] = {"GLOO_SOCKET_IFNAME": "no-such0"}
-VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-UNSET: dict[str, str | None] = {VARIABLE: None, f"{VARIABLE[6:]}": None}
+VARIABLES = [
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+]
+OLD = "NCCL_ASYNC_ERROR_HANDLING"
+UNSET: dict[str, str | None] = dict.fromkeys([*VARIABLES, OLD])
 
 
 def times_logged(job: Job, slot: int) -> int:
@@ -59,21 +65,24 @@ def test_a_process_that_comes_back_logs_nothing(job: Job) -> None:
     assert (dead.log.count(LOGGED), times_logged(job, 0), times_logged(job, 1)) == (1, 0, 0)
 
 
-def returns_the_variable(rank: Rank) -> list[str | None]:
-    train = Wrapper(**SETTINGS)(lambda: os.environ.get(VARIABLE))
-    return [train(), os.environ.get(VARIABLE)]
+def returns_the_variables(rank: Rank) -> list[list[str | None]]:
+    def train() -> list[str | None]:
+        return [os.environ.get(name) for name in VARIABLES]
+
+    return [Wrapper(**SETTINGS)(train)(), train()]
 
 
 @pytest.mark.parametrize(
-    ("env", "found"),
+    ("env", "during", "after"),
     [
-        (UNSET, ["0", None]),
-        ({**UNSET, VARIABLE: "1"}, ["1", "1"]),
-        ({**UNSET, VARIABLE[6:]: "2"}, [None, None]),
+        ({}, ["0"] * 4, [None] * 4),
+        (dict.fromkeys(VARIABLES, "1"), ["1"] * 4, ["1"] * 4),
+        ({VARIABLES[2]: "1"}, ["0", "0", "1", "0"], [None, None, "1", None]),
+        ({OLD: "2"}, [None, "0", "0", "0"], [None] * 4),
     ],
-    ids=["unset", "the user's", "by its old name"],
+    ids=["unset", "the user's", "one is the user's", "by its old name"],
 )
-def test_the_watchdog_leaves_errors_to_the_restart(job: Job, env: Any, found: list[str | None]) -> None:
-    job.start(1, returns_the_variable, env=env)
-    assert job.wait() == [found]
+def test_the_watchdog_leaves_errors_to_the_restart(job: Job, env: Any, during: Any, after: Any) -> None:
+    job.start(1, returns_the_variables, env={**UNSET, **env})
+    assert job.wait() == [[during, after]]
     assert not any(times_logged(job, slot) for slot in job.ranks)
