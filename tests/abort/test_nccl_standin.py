@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nccl_standin
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_standin import Communicator, StandInGroup
+from support import nccl_standin
+from support.nccl_standin import Communicator, StandInGroup
 from torch._C._distributed_c10d import HashStore
 
 from ft_wrapper import torch_groups
@@ -64,7 +64,7 @@ def joined(thread: threading.Thread) -> bool:
 
 
 def sat_out(groups: list[StandInGroup]) -> int:
-    return sum(group.communicator.count("sat_out") for group in groups)
+    return sum(group.count("sat_out") for group in groups)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -130,27 +130,15 @@ def test_where_the_kernel_does_not_tell_the_abort_is_slow(
 class Making:
     """A thread in a group's first collective, which waits for a peer that does not come."""
 
-    def __init__(self, nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left_with: list[int] = []
-        self.root_left_with = ctypes.c_int()
-        began = threading.Event()
-
-        def collective(*_arguments: Any, **_more: Any) -> None:
-            began.set()
-            self.left_with.append(nccl.init_that_waits(ctypes.byref(self.root_left_with)))
-            raise RuntimeError("ncclSystemError")
-
-        monkeypatch.setattr(StandInGroup, "allreduce", collective)
-        (group,) = make([nccl_standin.register(nccl)])
-        self.thread = in_thread(lambda: self._run(group))
-        assert began.wait(TIMEOUT)
-        while len(listening()) < 2:  # it has no other sign of being there
+    def __init__(self, nccl: ctypes.CDLL) -> None:
+        (self.group,) = make([nccl_standin.register(nccl, is_made_late=True)])
+        self.thread = in_thread(self._run)
+        while len(listening()) < 2:  # there is no other sign that it and its root are there
             assert self.thread.is_alive()
 
-    @staticmethod
-    def _run(group: Any) -> None:
+    def _run(self) -> None:
         with pytest.raises(RuntimeError, match="ncclSystemError"):
-            dist.all_reduce(torch.ones(1), group=group)
+            dist.all_reduce(torch.ones(1), group=self.group)
 
 
 def listening() -> set[int]:
@@ -160,13 +148,13 @@ def listening() -> set[int]:
     return {int(line[9]) for line in lines if line[3] == "0A" and line[1].startswith("0100007F")} & own
 
 
-def test_a_communicator_in_the_making_is_left(nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    making = Making(nccl, monkeypatch)
+def test_a_communicator_in_the_making_is_left(nccl: ctypes.CDLL) -> None:
+    making = Making(nccl)
     torch_groups.abort_all()
-    assert not making.left_with  # it may have been elsewhere, and be free by now
+    assert making.group.left_with is None  # it might have been elsewhere, and be free by now
     torch_groups.abort_all()
     assert joined(making.thread)
-    assert making.left_with == [errno.EINVAL] and making.root_left_with.value == -errno.EINVAL
+    assert making.group.left_with == (errno.EINVAL, -errno.EINVAL)
 
 
 def open_by_c(nccl: ctypes.CDLL, ending: contextlib.ExitStack) -> int:
@@ -198,7 +186,7 @@ def accepts(fd: int) -> bool:
     return True
 
 
-def test_servers_of_others_go_on(nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_of_others_go_on(nccl: ctypes.CDLL) -> None:
     with contextlib.ExitStack() as ending:
         servers = {"before": open_by_c(nccl, ending)}
         from_outside.note_entry()
@@ -212,7 +200,7 @@ def test_servers_of_others_go_on(nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPa
         servers |= {name: server.fileno() for name, server in pythons.items()}
         servers["at all addresses"] = socket.create_server(("0.0.0.0", 0)).detach()  # not Python's any more
         ending.callback(os.close, servers["at all addresses"])
-        making = Making(nccl, monkeypatch)
+        making = Making(nccl)
         for _ in range(2):
             torch_groups.abort_all()
         assert joined(making.thread)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank
+from support import nccl_standin
 
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.testing import BlockingGroup, OnAbort, blocking_backend
@@ -46,3 +49,32 @@ def test_aborts_of_other_kinds_free_the_rank(job: Job, kind: str) -> None:
     job.start(2, blocks, 3, *[kind] * 3)
     assert job.wait() == [[3, 0]] * 2
     assert ("could not abort group" in job.ranks[0].log) == (kind == "raises")
+
+
+def makes_a_communicator(rank: Rank, library: str) -> tuple[int, int]:
+    """Rank 0 waits for a peer in making a communicator, and rank 1 fails before it comes to that."""
+    backend = nccl_standin.register(nccl_standin.load(library), is_made_late=True)
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> int:
+        if call_wrapper.iteration == 0:
+            dist.init_process_group(backend)
+            if call_wrapper.state.rank == 1:
+                rank.hear()
+                raise ValueError("as planned")
+            rank.say("makes it")
+            dist.all_reduce(torch.ones(1))
+            raise AssertionError("it never returns")
+        return call_wrapper.iteration
+
+    return train(), os.getpid()
+
+
+@pytest.mark.tcp_only
+@pytest.mark.skipif(nccl_standin.COMPILER is None, reason="there is no C compiler: cc")
+def test_who_makes_a_communicator_restarts_in_its_process(job: Job, tmp_path: Path) -> None:
+    nccl_standin.build(tmp_path)
+    job.start(2, makes_a_communicator, str(tmp_path / "standin0.so"))
+    job.expect("makes it", 0)
+    job.tell("fail", 1)
+    assert job.wait() == [[1, rank.pid] for rank in job.ranks.values()]

@@ -70,34 +70,64 @@ class Communicator:
 
 
 class StandInGroup(BlockingGroup):
-    """A group with a communicator, whose collectives block until it is aborted."""
+    """A group with a communicator, whose collectives block until it is aborted.
 
-    def __init__(self, rank: int, size: int, communicator: Communicator) -> None:
+    Args:
+        rank: in the group.
+        size: of the group.
+        nccl: the library.
+        is_made_late: a collective makes the communicator, as NCCL's first one does, and waits for a peer that
+            does not come; there is nothing to abort so far.
+        how: as for `Communicator`.
+
+    Attributes:
+        left_with: the errno by which that wait ended, and minus the one by which its root's did.
+    """
+
+    def __init__(self, rank: int, size: int, nccl: ctypes.CDLL, is_made_late: bool, **how: Any) -> None:
         super().__init__(rank, size, "standin", OnAbort.RETURNS, 0)
-        self.communicator = communicator
+        self._nccl, self._is_made_late = nccl, is_made_late
+        self.left_with: tuple[int, int] | None = None
+        self.communicator = None if is_made_late else Communicator(nccl, **how)
+
+    def _block(self, *_arguments: Any, **_more: Any) -> Any:
+        if self.communicator is None:
+            self.is_blocked.set()
+            root_left_with = ctypes.c_int()
+            left_with = self._nccl.init_that_waits(ctypes.byref(root_left_with))
+            self.left_with = (left_with, root_left_with.value)
+            raise RuntimeError("ncclSystemError")
+        return super()._block()
 
     def abort(self) -> None:
-        """Aborts the communicator, the first time."""
-        if not self.is_aborted.is_set():
+        """Aborts the communicator, the first time, if there is one."""
+        if self.communicator is not None and not self.is_aborted.is_set():
             self.communicator.abort()
         super().abort()
 
     def shutdown(self) -> None:
         """Destroys it, as ``destroy_process_group`` asks for."""
-        self.communicator.destroy()
+        if self.communicator is not None:
+            self.communicator.destroy()
+
+    def count(self, what: str) -> int:
+        """As its communicator's."""
+        assert self.communicator is not None
+        return self.communicator.count(what)
 
 
-def register(nccl: ctypes.CDLL, **how: Any) -> str:
+def register(nccl: ctypes.CDLL, *, is_made_late: bool = False, **how: Any) -> str:
     """Registers a backend of such groups; returns its name.
 
     Args:
         nccl: the library.
+        is_made_late: as for `StandInGroup`.
         how: as for `Communicator`.
     """
     name = f"standin{len(dist.Backend._plugins)}"
 
     def make(store: object, rank: int, size: int, timeout: object) -> StandInGroup:
-        return StandInGroup(rank, size, Communicator(nccl, **how))
+        return StandInGroup(rank, size, nccl, is_made_late, **how)
 
     dist.Backend.register_backend(name, make, devices=["cpu"])
     return name
