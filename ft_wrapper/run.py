@@ -100,10 +100,9 @@ def run(options: Options) -> int:
 def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
     spec = _spec(options, max_restarts=options.max_restarts)
     spec.virtual_local_rank = options.virtual_local_rank  # no argument in older torch
-    run_id = options.run_id if options.rendezvous is None else options.rendezvous.run_id
-    launch = Launch(
-        lambda: meet(options), options.program, run_id or str(uuid.uuid4()), options.active_world_size
-    )
+    run_id = (options.rendezvous or options).run_id or str(uuid.uuid4())
+    active, devices = options.active_world_size, options.devices
+    launch = Launch(lambda: meet(options), options.program, run_id, active, devices)
     return LocalElasticAgent(
         spec,
         logs_specs,

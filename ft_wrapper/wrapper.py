@@ -27,6 +27,7 @@ from .settings import ACTIVE_WORLD_SIZE_ENV, Limits, about, formation_size
 from .state import FrozenState, State
 from .store import PrefixStore
 from .store.plan import plan_store
+from .torch_groups.device import own_device
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,15 @@ class CallWrapper:
         return self._call.state.freeze()
 
     @property
+    def device(self) -> torch.device:
+        """This rank's GPU: the one that ``LOCAL_RANK`` names, if the process sees it; ``cpu`` without CUDA.
+
+        On a node with more ranks than GPUs, some of them spares, a spare that steps in gets a GPU that no
+        active rank of the node has. So read it in the function, in each iteration anew.
+        """
+        return own_device()
+
+    @property
     def store(self) -> PrefixStore:
         """A store for this iteration only; can be passed to ``init_process_group`` as ``store=``."""
         return self._call.user_store()
@@ -96,15 +106,9 @@ class CallWrapper:
             TypeError: the wrapper sets this option itself, or a kept group was made with different ones.
         """
         call, state = self._call, self.state
-        assert state.active_rank is not None and state.active_world_size is not None, "spares do not run this"
-        return call.group.enter(
-            backend,
-            options,
-            n=call.own.member.view.n,
-            rank=state.active_rank,
-            size=state.active_world_size,
-            store=self.store,
-        )
+        n, rank, size = call.own.member.view.n, state.active_rank, state.active_world_size
+        assert rank is not None and size is not None, "spares do not run this"
+        return call.group.enter(backend, options, n=n, rank=rank, size=size, store=self.store)
 
     @property
     def faults(self) -> tuple[InterruptionRecord, ...]:

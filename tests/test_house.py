@@ -58,7 +58,7 @@ LINES = {
     "monitor": Budget(2170, 2259, CORE),
     "torch_groups": Budget(1160, 1263, CORE),
     "rendezvous": Budget(1670, 1863, CORE),
-    "agent": Budget(2980, 4153, SHELL),
+    "agent": Budget(3000, 4173, SHELL),
     "agent/torch_api": Budget(550),
     "live": Budget(1650, 1728, SHELL),
     "checkpoints": Budget(370),

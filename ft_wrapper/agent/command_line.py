@@ -419,6 +419,11 @@ def _add_own(parser: Parser) -> None:
         "--active-world-size N",
         "how many ranks call the function of a wrapped job; the others are hot spares (default: all)",
     )
+    add(
+        "--devices-per-node N",
+        "with more ranks, some of them spares, active ones get one each; 0: never (default: auto: its GPUs)",
+        default="auto",
+    )
     add("--spare-nodes K", "how many nodes beyond --nnodes take part, for hot spares (default: 0)")
     add(
         "--node-id ID",

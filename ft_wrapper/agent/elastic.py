@@ -270,12 +270,14 @@ class Launch:
         program: what each worker runs.
         run_id: of the job.
         active_world_size: so many ranks call the function of a wrapped job; None: as the wrapper says.
+        devices: what the ranks of this node share, where there are more ranks than devices; else 0.
     """
 
     meet: Callable[[], Nodes]
     program: Program
     run_id: str
     active_world_size: int | None
+    devices: int = 0
 
 
 class LocalElasticAgent(SimpleElasticAgent):
@@ -343,11 +345,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             raise ValueError(f"start_method={start_method!r}: functions are called as by 'spawn'; pass that")
         super().__init__(spec, exit_barrier_timeout, signals=signals)
         if uninterruptible_state_timeout:
-            log.warning(
-                "uninterruptible_state_timeout=%s has no effect: a rank that makes no progress is ended "
-                "after the wrapper's hard_timeout",
-                uninterruptible_state_timeout,
-            )
+            words = "uninterruptible_state_timeout=%s has no effect: hard_timeout ends a rank that hangs"
+            log.warning(words, uninterruptible_state_timeout)
         self._health_check_server = health_check_server
         self._launch = launch
         self._make_loop = functools.partial(
@@ -381,6 +380,8 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _open_workers(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> Workers:
         spec, launch = self._group.spec, self._launch
         run_id = self._run_id()
+        locks = os.memfd_create("ft_wrapper_devices")
+        cleanup.callback(os.close, locks)
         job = Job(
             spec.local_world_size,
             spec.role,
@@ -390,6 +391,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
             timer_file=cleanup.enter_context(health.watchdog(run_id)),
             signals=",".join(signum.name for signum in self._signals),
+            devices=f"/proc/{os.getpid()}/fd/{locks}:{launch.devices}" if launch and launch.devices else "",
         )
         if job.shares_processor():
             log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")

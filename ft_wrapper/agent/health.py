@@ -224,12 +224,10 @@ def health(group: Group, nodes: Nodes, run_id: str) -> Iterator[Health | None]:
         server = Health(host, port, answer, nodes.inbox)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            log.warning(
-                "%s=%s: another program has this port: this agent answers no health checks; give each agent "
-                "of a host a port of its own",
-                ADDRESS_ENV,
-                where,
+            words = (
+                "%s=%s: another program has this port: this agent answers no health checks; give each its own"
             )
+            log.warning(words, ADDRESS_ENV, where)
             yield None
             return
         is_elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL

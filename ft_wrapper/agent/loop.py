@@ -234,14 +234,10 @@ class Loop:
     def _tell(self, told: ranks.Tell) -> None:
         failure = told.failure
         running = sum(not process.has_ended() for process in self._running.values())
+        level = logging.INFO if failure.ended_by else logging.WARNING
+        others = f"; {running} still running" if running else ""
         log.log(
-            logging.INFO if failure.ended_by else logging.WARNING,
-            "rank %d (pid %d): %s%s; %s",
-            failure.rank,
-            failure.pid,
-            failure.how(),
-            f"; {running} still running" if running else "",
-            told.why,
+            level, "rank %d (pid %d): %s%s; %s", failure.rank, failure.pid, failure.how(), others, told.why
         )
 
     # Starting ------------------------------------------------------------------------------------------
@@ -322,12 +318,8 @@ class Loop:
         if self._standby is None:
             return
         if why and self._standby.overdue(SLOW_FORK):
-            log.warning(
-                "the standby process %d has not answered for %g s, and is ended: %s",
-                self._standby.process.pid,
-                SLOW_FORK,
-                why,
-            )
+            words = "the standby process %d has not answered for %g s, and is ended: %s"
+            log.warning(words, self._standby.process.pid, SLOW_FORK, why)
         self._standby.cancel()
 
     def _take_answers(self, standby: Standby) -> None:

@@ -9,8 +9,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
@@ -25,9 +26,6 @@ from .node_check import NodeCheck
 from .outputs import PREFIX_ENV
 from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
-
-if TYPE_CHECKING:
-    from .command_line import Parser
 
 OURS = (NAME, *ETCD_NAMES)
 #: The default of torchrun's ``--rdzv-backend``: here another name of ours.
@@ -59,6 +57,7 @@ class Options:
         virtual_local_rank: whether each rank sees its own GPU only.
         active_world_size: so many ranks call the function of a wrapped job; None: all.
         spare_nodes: so many of the nodes have hot spares only.
+        devices: of this node, if it has more ranks and some are spares: active ones get one each; else 0.
         monitor_interval: seconds between two looks whether nodes wait, with handlers that do not notify.
         exit_barrier_timeout: seconds for which a node whose ranks are done waits for the others.
         rendezvous: how this node finds the others; None if there are none.
@@ -92,6 +91,7 @@ class Options:
     virtual_local_rank: bool = False
     active_world_size: int | None = None
     spare_nodes: int = 0
+    devices: int = 0
     rendezvous: RendezvousParameters | None = None
     address: str = ""
     port: int = 0
@@ -268,6 +268,7 @@ def _nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy)
     }
     if found["monitor_interval"] == 0:
         parser.error("--monitor-interval 0: must be more than 0")
+    found["devices"] = _devices(parser, args, most, spares, found["active_world_size"])
     is_alone = args.standalone or (most + spares == 1 and not args.rdzv_endpoint)
     if not args.standalone:
         _check_backend(parser, args)
@@ -318,6 +319,28 @@ def _active_world_size(
             f"--nnodes {args.nnodes} and --nproc-per-node {nproc}; start more of them, or lower it"
         )
     return active
+
+
+def _devices(parser: Parser, args: argparse.Namespace, most: int, spares: int, active: int | None) -> int:
+    """Reads what `Options.devices` is; ends the program if there are too few."""
+    nproc, is_auto = parser.nproc(), args.devices_per_node == "auto"
+    count = 0 if is_auto else parser.count("--devices-per-node")
+    if active is None or active >= (most + spares) * nproc:
+        return 0
+    count = torch.cuda.device_count() if is_auto else count  # it asks NVML, and makes no context
+    if not 2 <= count < nproc:  # ranks that share a single one are taken to do so on purpose
+        return 0
+    given = f"--spare-nodes {spares}" if spares else f"--active-world-size {active}"
+    given = f"--nproc-per-node {nproc} {given}"
+    ways = f"start {count} ranks a node, with --spare-nodes; or give --devices-per-node 0 if they may share"
+    if args.virtual_local_rank:
+        parser.contradict(given, "--virtual-local-rank", f"a spare sees no lost rank's device; {ways}")
+    if active > most * count:
+        there = f"{most} x {count} devices for {active} active ranks"
+        parser.error(f"{given}: there are {there}; lower --active-world-size to {most * count}; or {ways}")
+    if most > 1:
+        parser.warn(f"{given}: only spares that stay on their node have a device there: see Tree; or {ways}")
+    return count
 
 
 def _check_standalone(parser: Parser, args: argparse.Namespace, least: int, spares: int) -> None:

@@ -23,6 +23,7 @@ from .. import log_lines
 from ..settings import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
 from ..store.address import split_host_port
 from ..store.plan import ANNOUNCED
+from ..torch_groups.device import DEVICES_ENV
 from .nodes import Round
 from .outputs import RankFiles, count_kernel_kills
 
@@ -98,6 +99,7 @@ class Job:
         virtual_local_rank: whether each rank sees its own GPU only.
         timer_file: the named pipe of the watchdog; empty if there is none.
         signals: names of those that end the ranks, with commas.
+        devices: `DEVICES_ENV` for the ranks, where there are more of them than devices; else empty.
     """
 
     nproc: int
@@ -108,6 +110,7 @@ class Job:
     virtual_local_rank: bool = False
     timer_file: str = ""
     signals: str = ""
+    devices: str = ""
 
     def shared_environment(self) -> dict[str, str]:
         """What libraries read at import: it must be there before any rank is forked."""
@@ -147,6 +150,9 @@ class Job:
             own[ACTIVE_WORLD_SIZE_ENV] = str(self.active_world_size)
         if self.virtual_local_rank:
             own |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _own_device(local_rank)}
+        if self.devices:
+            own[DEVICES_ENV] = self.devices
+            own["LOCAL_RANK"] = str(local_rank % int(self.devices.rpartition(":")[2]))
         return {
             **self.shared_environment(),
             ANNOUNCED: where.store,

@@ -426,9 +426,8 @@ class Ranks:
         if self._stop is not None and not self._stop.killed and now >= self._stop.deadline:
             self._stop.killed = True
             if self._has(_Running):
-                log.warning(
-                    "%s: still there %g s after the signal, killed", self.names(), self._shutdown_timeout
-                )
+                words = "%s: still there %g s after the signal, killed"
+                log.warning(words, self.names(), self._shutdown_timeout)
             actions.append(Kill())
         if self._spare_at is not None and now >= self._spare_at:
             self._spare_at = None

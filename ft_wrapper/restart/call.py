@@ -32,7 +32,7 @@ from ..protocol.records import Decision, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
-from ..torch_groups import forget, made, warm_up
+from ..torch_groups import device, forget, made, warm_up
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.standing import standing
 from . import Settings, torch_state
@@ -95,6 +95,8 @@ class Call(Performer):
         """Gives back everything: threads, processes, sockets, handlers, variables."""
         try:
             with contextlib.ExitStack() as ending:  # all of it, from below, whatever raises
+                if error is not None:  # the others go on without it
+                    ending.callback(device.let_go)
                 ending.callback(self.made.close)
                 ending.callback(self.own.close, error)
                 ending.callback(self.group.close)
@@ -149,20 +151,19 @@ class Call(Performer):
         store = PrefixStore(own.member.view.n, own.member.agreement.store)
         assign = self.settings.rank_assignment
         assert assign is not None, "the wrapper has put its default there"
+        ctx = RankAssignmentCtx(state, store, set(decision.ranks))
         with own.memory.watched():  # a rank that hangs here holds up all
-            return activate_if_unsaid(
-                assign(RankAssignmentCtx(state, store, set(decision.ranks))), rank, world_size
-            )
+            return activate_if_unsaid(assign(ctx), rank, world_size)
 
     def take(self, state: State) -> bool:
         self.state = state
         self.own.memory.rank = state.rank
         self.own.memory.active = state.mode == Mode.ACTIVE
         state.set_distributed_vars()
+        device.take_device(self.own.memory.active)
         self.made.enter(state.iteration)
-        return state.active_rank is not None and forget.forget_compiled_ranks(
-            state.active_rank, state.active_world_size or 0
-        )
+        rank, size = state.active_rank, state.active_world_size or 0
+        return rank is not None and forget.forget_compiled_ranks(rank, size)
 
     def serve(self) -> Endpoint:
         return self.own.serve()
@@ -392,13 +393,9 @@ class Call(Performer):
             return
         if stay.fault is not None and times_before(self.own.member.view, stay.fault):
             return  # another line says that it has come again, and the restart's line what it was
-        log.warning(
-            "rank %s (slot %d) failed in iteration %d",
-            self.state.rank,
-            self.own.member.slot,
-            self.state.iteration,
-            exc_info=(type(stay.error), stay.error, users_part(stay.error.__traceback__)),
-        )
+        words, state = "rank %s (slot %d) failed in iteration %d", self.state
+        raised = (type(stay.error), stay.error, users_part(stay.error.__traceback__))
+        log.warning(words, state.rank, self.own.member.slot, state.iteration, exc_info=raised)
 
     # ---- in the monitor thread
 

@@ -46,7 +46,7 @@ _WORKER_NAME = "pt_gloo_runloop"
 _IDLE_CHECK = 0.02
 _IDLE_LIMIT = 5.0
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 _to_drop: list[list[Any]] = []  # references to released groups, while a thread runs that drops them

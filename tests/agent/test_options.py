@@ -207,6 +207,31 @@ BAD = {
         [*MEET, "--nproc-per-node", "4", "--active-world-size", "9"],
         ["--active-world-size 9", "more than the 8 ranks", "--nnodes 2"],
     ),
+    "more active than devices": (
+        ["--nnodes", "1:2", "--nproc-per-node", "9", "--active-world-size", "9", "--devices-per-node", "4"],
+        [
+            "--nproc-per-node 9 --active-world-size 9: there are 2 x 4 devices for 9 active ranks",
+            "lower --active-world-size to 8; or start 4 ranks a node, with --spare-nodes; or give",
+            "--devices-per-node 0",
+        ],
+    ),
+    "more active than devices, with spare nodes": (
+        [*MEET, "--nproc-per-node", "3", "--spare-nodes", "1", "--devices-per-node", "2"],
+        ["--nproc-per-node 3 --spare-nodes 1", "2 x 2 devices for 6 active ranks"],
+    ),
+    "devices that others do not see": (
+        [
+            "--nproc-per-node",
+            "3",
+            "--active-world-size",
+            "2",
+            "--devices-per-node",
+            "2",
+            "--virtual-local-rank",
+        ],
+        ["--nproc-per-node 3 --active-world-size 2", "--virtual-local-rank", "contradict"],
+    ),
+    "devices word": (["--devices-per-node", "gpu"], ["--devices-per-node gpu", "at least 0"]),
     "spare nodes negative": (["--spare-nodes=-1"], ["--spare-nodes -1", "at least 0"]),
     "spare nodes and active ranks": (
         [*MEET, "--spare-nodes", "1", "--active-world-size", "2"],
@@ -270,9 +295,9 @@ def agreed(*arguments: str) -> dict[str, str]:
 
 
 def environment(options: Options, local_rank: int) -> dict[str, str]:
-    job = Job(
-        options.nproc_per_node, "default", "job", 0, options.active_world_size, options.virtual_local_rank
-    )
+    active, virtual = options.active_world_size, options.virtual_local_rank
+    devices = f"/locks:{options.devices}" if options.devices else ""
+    job = Job(options.nproc_per_node, "default", "job", 0, active, virtual, devices=devices)
     return job.environment(local_rank, 0, alone("here:1", options.nproc_per_node))
 
 
@@ -280,6 +305,38 @@ def test_ranks_find_how_many_are_active() -> None:
     active = parsed("--nproc-per-node", "2", "--active-world-size", "1")
     assert environment(active, 1)["FT_WRAPPER_ACTIVE_WORLD_SIZE"] == "1"
     assert "FT_WRAPPER_ACTIVE_WORLD_SIZE" not in environment(parsed(), 0)
+
+
+SPARE = ("--nproc-per-node", "5", "--active-world-size", "4")
+
+
+@pytest.mark.parametrize(
+    ("line", "gpus", "devices"),
+    [
+        ("", 4, 4),
+        ("--devices-per-node 0", 4, 0),
+        ("--devices-per-node 4", 0, 4),
+        ("", 0, 0),
+        ("", 1, 0),  # tests let ranks share one
+        ("", 5, 0),
+        ("", 8, 0),
+        ("--active-world-size 5", 4, 0),  # no spares: as under torchrun
+        ("--nproc-per-node 4", 2, 0),
+    ],
+)
+def test_devices(monkeypatch: pytest.MonkeyPatch, line: str, gpus: int, devices: int) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    options = parsed(*SPARE, *line.split())
+    assert (options.devices, options.warnings) == (devices, ())
+    found = [environment(options, rank)["LOCAL_RANK"] for rank in range(5)]
+    assert found == [str(rank % (devices or 5)) for rank in range(5)]
+    assert environment(options, 4).get("FT_WRAPPER_DEVICES") == (f"/locks:{devices}" if devices else None)
+
+
+def test_devices_of_several_nodes() -> None:
+    (line,) = parsed(*MEET, *SPARE, "--devices-per-node", "4").warnings
+    assert "--nproc-per-node 5 --active-world-size 4: only spares that stay on their node" in line
+    assert "Tree" in line and "--spare-nodes" in line
 
 
 @pytest.mark.parametrize(("visible", "found"), [(None, "1"), ("3, 5", "5")])

@@ -164,7 +164,8 @@ def start_ftrun(
         environment: what it finds in its environment beside what we have in ours.
         before: what to put in front of the command.
     """
-    everything = {**os.environ, **environment}
+    # Its ranks use no GPU, if there are some, or share the first.
+    everything = {"PET_DEVICES_PER_NODE": "0", **os.environ, **environment}
     namespace = before[-1] if [*before[:-1]] == NAMESPACE else ""
     if warm_process is not None and (namespace or not before) and warm_process.fits(everything):
         words = ["-m", MODULE, *arguments]

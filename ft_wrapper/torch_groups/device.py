@@ -1,0 +1,91 @@
+"""The device of a rank on a node that runs more ranks than it has devices: one for each active rank.
+
+``ftrun`` makes a file without a name, and tells its ranks where it is. Byte n stands for device n: an active
+rank holds a POSIX record lock on its device's. Such a lock belongs to the process, no child inherits it, and
+the kernel drops it when the process ends. So nobody has to say that a dead rank's device is free. Closing any
+descriptor of that file drops all locks that the process has on it: only this module opens it, once.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+
+import torch
+
+from ..exception import RestartAbort
+from . import cuda_device
+
+DEVICES_ENV = "FT_WRAPPER_DEVICES"
+"""``PATH:D``: the file of locks, and how many devices there are."""
+
+# Others hear of a death before the kernel has freed the process's memory and dropped its locks.
+_PAUSE, _LOOKS = (
+    0.01,
+    1000,
+)  # seconds between two looks, and how many: nothing tells of a lock that is dropped
+
+_locks: int | None = None  # the file, while this process holds its device
+_index: int | None = None  # of the device that this process uses, from its first iteration on
+
+
+def take_device(is_active: bool) -> None:
+    """Before a rank enters: an active one gets a device to itself, or keeps its own; a spare shares one.
+
+    Its index is then ``LOCAL_RANK``, and the device the current one if CUDA is in use. Does nothing where
+    ``ftrun`` does not look after devices.
+
+    Args:
+        is_active: whether the rank is active in this iteration.
+
+    Raises:
+        RestartAbort: none is free. This process is not started again: there would be none for it, either.
+    """
+    global _locks, _index
+    path, _, count = os.environ.get(DEVICES_ENV, "").rpartition(":")
+    if not path:
+        return
+    if _index is None:
+        _index = int(os.environ["LOCAL_RANK"])
+    if not is_active:
+        let_go()
+    elif _locks is None:
+        _locks = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        _index = _await_device(_locks, _index, int(count))
+    os.environ["LOCAL_RANK"] = str(_index)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(_index)
+
+
+def let_go() -> None:
+    """Leaves the device to other ranks."""
+    global _locks
+    if _locks is not None:
+        os.close(_locks)
+    _locks = None
+
+
+def own_device() -> torch.device:
+    """The device of this rank, as `ft_wrapper.CallWrapper` has it."""
+    if _index is not None:
+        return torch.device("cuda", _index)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch.device("cuda", cuda_device() or 0)
+
+
+def _await_device(locks: int, own: int, count: int) -> int:
+    """Locks the process's own device if it is free, else the first that is; returns which."""
+    for _ in range(_LOOKS):
+        for index in (own, *range(count)):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
+                return int(index)
+        time.sleep(_PAUSE)
+    raise RestartAbort(
+        f"active ranks hold all {count} devices of {socket.gethostname()} (--devices-per-node): use spare "
+        "nodes, or keep spares to their node: rank_assignment=Tree([Layer(max_ranks=ACTIVE), Layer(max_ranks="
+        f"{count}, key_or_fn=lambda state: socket.gethostname(), flag=LayerFlag.RESERVE)])"
+    )

@@ -1,0 +1,298 @@
+"""Which device a rank uses where a node runs more ranks than it has devices; the devices need not exist."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from agent_job import FtRun
+from test_nodes import Cluster, pids_of
+
+from ft_wrapper.exception import RestartAbort
+from ft_wrapper.torch_groups import device
+from ft_wrapper.torch_groups.device import DEVICES_ENV, own_device, take_device
+
+# Its arguments: a folder, and what happens in each iteration: which active ranks are killed, and whether
+# the first of the others raises; in the iteration after the last one all return.
+SCRIPT = """
+    import json, os, signal, socket, sys, time
+    import torch.distributed as dist
+    from ft_wrapper import CallWrapper, Wrapper
+    from ft_wrapper.rank_assignment import Layer, LayerFlag, Tree
+    from ft_wrapper.torch_groups import device
+
+    folder, plan = sys.argv[1], json.loads(sys.argv[2])
+    at_start = os.environ["LOCAL_RANK"]
+    wanted = int(os.environ["FT_WRAPPER_ACTIVE_WORLD_SIZE"])
+    settings = SETTINGS
+
+    @Wrapper(use_global_iteration=True, rejoin_wait=60, max_same_faults=None, **settings)
+    def train(call_wrapper: CallWrapper = None):
+        state, n = call_wrapper.state, call_wrapper.iteration
+        noted = {"n": n, "rank": state.active_rank, "pid": os.getpid(), "node": os.environ["GROUP_RANK"]}
+        noted |= {"at_start": at_start, "local_rank": os.environ["LOCAL_RANK"]}
+        with open(f"{folder}/{n}-{os.getpid()}", "w") as file:
+            json.dump({**noted, "device": str(call_wrapper.device)}, file)
+        os.environ["LOCAL_RANK"] = "the function's own"
+        dist.init_process_group("gloo")
+        dist.barrier()  # all have noted theirs
+        if n < len(plan):
+            killed, raises = plan[n]
+            if state.active_rank in killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if raises and state.active_rank == min(set(range(wanted)) - set(killed)):
+                raise ValueError("as planned")
+            while True:
+                time.sleep(1)
+
+    train()
+    assert os.environ["LOCAL_RANK"] == at_start
+"""
+
+Plan = list[tuple[list[int], bool]]
+
+
+def script(settings: str = "{'min_world_size': wanted}") -> str:
+    return textwrap.dedent(SCRIPT).replace("SETTINGS", settings)
+
+
+def entries(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """What active ranks have noted, by iteration; each holds a device of its node alone."""
+    found = defaultdict(list)
+    for path in folder.glob("*-*"):
+        noted = json.loads(path.read_text())
+        assert noted["device"] == f"cuda:{noted['local_rank']}"
+        found[noted["n"]].append(noted)
+    for noted in found.values():
+        held = [(one["node"], one["device"]) for one in noted]
+        assert len(set(held)) == len(held), noted
+    for n in found.keys() - {0}:
+        before = {one["pid"]: one["device"] for one in found[n - 1]}
+        for one in found[n]:
+            assert one["device"] == before.get(one["pid"], one["device"]), (
+                "it was active, and had another one"
+            )
+    return found
+
+
+def run(tmp_path: Path, nproc: int, devices: int, plan: Plan) -> dict[int, list[dict[str, Any]]]:
+    """Runs a job on one node with one active rank for each device; what was noted."""
+    folder = tmp_path / "noted"
+    folder.mkdir()
+    (tmp_path / "script.py").write_text(script())
+    counts = ["--nproc-per-node", str(nproc), "--active-world-size", str(devices)]
+    options = [*counts, "--devices-per-node", str(devices), "--max-rank-restarts", "99"]
+    arguments = [str(tmp_path / "script.py"), str(folder), json.dumps(plan)]
+    with FtRun(tmp_path / "job", *options, *arguments) as job:
+        assert job.end() == 0, job.said
+        found = entries(folder)
+        assert sorted(found) == list(range(len(plan) + 1)), job.said
+        for noted in found.values():
+            assert sorted(one["device"] for one in noted) == [f"cuda:{index}" for index in range(devices)]
+        started = {pid: rank for rank, pids in pids_of(job).items() for pid in pids}
+        for one in found[0]:
+            assert one["at_start"] == str(started[one["pid"]] % devices), job.said
+    return found
+
+
+# In a job ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nproc", "devices", "seed"), [(3, 2, 1), (4, 2, 2), (5, 3, 3), (4, 3, 4)])
+def test_whoever_steps_in_has_a_device_that_no_active_rank_has(
+    tmp_path: Path, nproc: int, devices: int, seed: int
+) -> None:
+    draw = random.Random(seed)
+    plan: Plan = []
+    for _ in range(4):
+        killed = draw.sample(range(devices), draw.choice([1, 1, 2][: nproc - devices + 1]))
+        plan.append((sorted(killed), False))
+    plan.insert(draw.randrange(4), ([], True))
+    found = run(tmp_path, nproc, devices, plan)
+    pids = {one["pid"] for noted in found.values() for one in noted}
+    assert len(pids) > devices, "others have stepped in"
+
+
+def test_exceptions_move_nobody(tmp_path: Path) -> None:
+    found = run(tmp_path, 3, 2, [([], True)] * 4)
+    assert (
+        len({(one["pid"], one["at_start"], one["device"]) for noted in found.values() for one in noted}) == 2
+    )
+
+
+def test_an_active_rank_without_a_device_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+    """The code says more than ftrun was told. A new process would fare no better, so there is none."""
+    noted = tmp_path / "noted"
+    noted.mkdir()
+    source = script("{'active_world_size': 3, 'min_world_size': 2}") + "\ndevice._LOOKS = 5\ntrain()\n"
+    (tmp_path / "script.py").write_text(source.replace("\ntrain()\n", "\n", 1))
+    options = ["--nproc-per-node", "3", "--active-world-size", "2", "--devices-per-node", "2"]
+    with FtRun(tmp_path / "job", *options, str(tmp_path / "script.py"), str(noted), "[]") as job:
+        assert job.end() == 0, job.said
+        assert "active ranks hold all 2 devices" in job.said
+        assert "it left the job for good" in job.said
+        assert sorted(len(pids) for pids in pids_of(job).values()) == [1, 1, 1]
+        assert len(entries(noted)[1]) == 2, job.said
+
+
+def test_spares_that_stay_on_their_node(tmp_path: Path) -> None:
+    """Two nodes of two devices and three ranks; they have one host name here, so their number is the key."""
+    layers = "Layer(max_ranks=wanted), Layer(max_ranks=2, key_or_fn=node, flag=LayerFlag.RESERVE)"
+    source = "import os\nnode = lambda state: os.environ['GROUP_RANK']\n"
+    source += script(f"{{'min_world_size': 5, 'rank_assignment': Tree([{layers}])}}")
+    draw = random.Random(5)
+    plan = [([draw.randrange(4)], False) for _ in range(3)]
+    with Cluster(tmp_path, source, nnodes="2", nproc=3) as cluster:
+        cluster.arguments = [json.dumps(plan)]
+        options = ["--active-world-size", "4", "--devices-per-node", "2", "--max-rank-restarts", "99"]
+        nodes = [cluster.start(node_id, *options) for node_id in ("0", "1")]
+        for node in nodes:
+            assert node.end() == 0, node.said
+            assert "--nproc-per-node 3 --active-world-size 4: only spares that stay" in node.said
+        found = entries(cluster.shared)
+        assert sorted(found) == [0, 1, 2, 3]
+        for noted in found.values():
+            assert len(noted) == 4, "each device is held"
+
+
+# In a process -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A file of locks, and this process as one that uses device 1 of 2."""
+    descriptor = os.memfd_create("devices")
+    monkeypatch.setenv(DEVICES_ENV, f"/proc/{os.getpid()}/fd/{descriptor}:2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(device, "_index", None)
+    monkeypatch.setattr(device, "_locks", None)
+    yield descriptor
+    device.let_go()
+    os.close(descriptor)
+
+
+class Other:
+    """Another process, which holds what it can get of some devices."""
+
+    def __init__(self, locks: int, *devices: int) -> None:
+        here, there = os.pipe()
+        self._held, told = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            held = []
+            for index in devices:
+                try:
+                    fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
+                    held.append(index)
+                except BlockingIOError:
+                    pass
+            os.close(there)
+            os.write(told, json.dumps(held).encode())
+            os.read(here, 1)
+            os._exit(0)
+        os.close(here)
+        os.close(told)
+        self._end = there
+        self.held = json.loads(os.read(self._held, 100))
+
+    def end(self) -> None:
+        """Ends it."""
+        os.close(self._end)
+        os.close(self._held)
+        os.waitpid(self.pid, 0)
+
+
+def held_by_us(locks: int) -> set[int]:
+    other = Other(locks, 0, 1)
+    other.end()
+    return {0, 1}.difference(other.held)
+
+
+def test_a_spare_lets_go_and_comes_back(locks: int) -> None:
+    for is_active, held in ((False, set()), (True, {1}), (True, {1}), (False, set()), (True, {1})):
+        take_device(is_active)
+        assert held_by_us(locks) == held
+        assert os.environ["LOCAL_RANK"] == "1"
+        assert own_device() == torch.device("cuda", 1)
+
+
+def test_its_own_is_taken(locks: int) -> None:
+    other = Other(locks, 1)
+    take_device(True)
+    other.end()
+    assert own_device() == torch.device("cuda", 0)
+    assert held_by_us(locks) == {0}
+    take_device(False)
+    take_device(True)  # where it has been warm since
+    assert os.environ["LOCAL_RANK"] == "0"
+
+
+def test_whoever_dies_is_waited_for(locks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [Other(locks, 0), Other(locks, 1)]
+    looks = []
+
+    def dies(pause: float) -> None:
+        looks.append(pause)
+        if len(looks) == 3:
+            others.pop().end()
+
+    monkeypatch.setattr(device, "time", SimpleNamespace(sleep=dies))
+    take_device(True)
+    assert len(looks) == 3
+    assert held_by_us(locks) == {0, 1}, "and the other one has its own"
+    others.pop().end()
+    assert held_by_us(locks) == {1}
+
+
+def test_none_is_free(locks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Other(locks, 0, 1)
+    monkeypatch.setattr(device, "_LOOKS", 2)
+    try:
+        with pytest.raises(RestartAbort, match=r"all 2 devices of \S+ \(--devices-per-node\).*Tree\("):
+            take_device(True)
+    finally:
+        other.end()
+
+
+def test_it_is_the_current_device_where_cuda_is_in_use(locks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    take_device(False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    other = Other(locks, 1)
+    take_device(True)
+    other.end()
+    assert chosen == [0]
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "found"),
+    [("1", 0, "cpu"), ("1", 2, "cuda:1"), ("3", 1, "cuda:0"), ("", 2, "cuda:0")],
+)
+def test_the_device_where_ftrun_looks_after_none(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str, count: int, found: str
+) -> None:
+    monkeypatch.setattr(device, "_index", None)
+    monkeypatch.delenv(DEVICES_ENV, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    for name, value in {
+        "is_available": lambda: count > 0,
+        "is_initialized": lambda: count > 0,
+        "device_count": lambda: count,
+        "current_device": lambda: 0,
+        "init": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    take_device(True)
+    assert os.environ["LOCAL_RANK"] == local_rank
+    assert str(own_device()) == found
