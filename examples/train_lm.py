@@ -244,11 +244,9 @@ def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper =
     Returns:
         On rank 0 the checksum of the final weights, their loss and the number of steps; elsewhere None.
     """
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = call_wrapper.device
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, iteration = dist.get_rank(), call_wrapper.iteration
     place = {"rank": rank, "slot": call_wrapper.state.initial_rank, "iteration": iteration}

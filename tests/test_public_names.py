@@ -53,7 +53,7 @@ ON_EVERY_STORE = (
     "get_iteration_for_rank"
 )
 ON_STATE = "from_env freeze set_distributed_vars advance copy_from sync_with_global_iteration"
-ON_CALL_WRAPPER = "iteration atomic disable_hang_protection state store faults"
+ON_CALL_WRAPPER = "iteration atomic disable_hang_protection state store faults device"
 
 
 @pytest.mark.parametrize("module", NAMES)

@@ -336,8 +336,8 @@ def _devices(parser: Parser, args: argparse.Namespace, most: int, spares: int, a
     if args.virtual_local_rank:
         parser.contradict(given, "--virtual-local-rank", f"a spare sees no lost rank's device; {ways}")
     if active > most * count:
-        there = f"{most} x {count} devices for {active} active ranks"
-        parser.error(f"{given}: there are {there}; lower --active-world-size to {most * count}; or {ways}")
+        ways = ways if spares else f"lower --active-world-size to {most * count}; or {ways}"
+        parser.error(f"{given}: there are {most} x {count} devices for {active} active ranks; {ways}")
     if most > 1:
         parser.warn(f"{given}: only spares that stay on their node have a device there: see Tree; or {ways}")
     return count

@@ -20,11 +20,11 @@ from . import cuda_device
 DEVICES_ENV = "FT_WRAPPER_DEVICES"
 """``PATH:D``: the file of locks, and how many devices there are."""
 
-# Others hear of a death before the kernel has freed the process's memory and dropped its locks.
-_PAUSE, _LOOKS = (
-    0.01,
-    1000,
-)  # seconds between two looks, and how many: nothing tells of a lock that is dropped
+# Others hear of a death before the kernel has freed the process's memory and dropped its locks. Who stepped
+# in had to wait for a process that had no ballast 0 of 12 times, for one with 0.5 GB 3 of 12 (66 ms at most),
+# for one with 2 GB 5 of 12 (349 ms).
+_PAUSE = 0.01  # seconds between two looks: nothing tells of a lock that is dropped
+_LOOKS = 1000
 
 _locks: int | None = None  # the file, while this process holds its device
 _index: int | None = None  # of the device that this process uses, from its first iteration on

@@ -95,6 +95,7 @@ def run(tmp_path: Path, nproc: int, devices: int, plan: Plan) -> dict[int, list[
     arguments = [str(tmp_path / "script.py"), str(folder), json.dumps(plan)]
     with FtRun(tmp_path / "job", *options, *arguments) as job:
         assert job.end() == 0, job.said
+        assert "AssertionError" not in job.said  # once the call has completed, a failure is forgiven
         found = entries(folder)
         assert sorted(found) == list(range(len(plan) + 1)), job.said
         for noted in found.values():
@@ -143,6 +144,42 @@ def test_an_active_rank_without_a_device_leaves_and_the_others_go_on(tmp_path: P
         assert "it left the job for good" in job.said
         assert sorted(len(pids) for pids in pids_of(job).values()) == [1, 1, 1]
         assert len(entries(noted)[1]) == 2, job.said
+
+
+LEAVES = """
+    import os, sys, time
+    from ft_wrapper import CallWrapper, Wrapper
+    from ft_wrapper.exception import RestartAbort
+    from ft_wrapper.torch_groups import device
+
+    device._LOOKS = 100
+
+    @Wrapper(use_global_iteration=True)
+    def train(call_wrapper: CallWrapper = None):
+        if call_wrapper.iteration > 0:
+            open(call_wrapper.device.type + str(call_wrapper.device.index), "w").close()
+            return
+        if os.environ["RANK"] == "1":
+            raise RestartAbort("as planned")
+        while True:
+            time.sleep(1)
+
+    try:
+        train()
+    except RestartAbort:
+        deadline = time.monotonic() + 60
+        while not os.path.exists("cuda1") and time.monotonic() < deadline:
+            time.sleep(0.01)
+"""
+
+
+def test_whoever_leaves_the_call_leaves_its_device(tmp_path: Path) -> None:
+    """Its process may live on for long."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(LEAVES))
+    options = ["--nproc-per-node", "3", "--active-world-size", "2", "--devices-per-node", "2"]
+    with FtRun(tmp_path / "job", *options, str(tmp_path / "script.py")) as job:
+        assert job.end() == 0, job.said
+        assert sorted(path.name for path in (tmp_path / "job").glob("cuda*")) == ["cuda0", "cuda1"], job.said
 
 
 def test_spares_that_stay_on_their_node(tmp_path: Path) -> None:
