@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import TCPStore
 from ..monitor.frames import current_frames, places
 from ..store.bounded import in_background
 from ..store.mixin import HoldingStore, PrefixStore
-from . import nccl
+from . import made, nccl
 from .gloo import shut_down_gloo_sockets, unnamed_threads
 from .sockets import named_threads, shut_down_clients
 
@@ -321,6 +321,7 @@ def _references(world: Any, kept: Any) -> list[Any]:
         if group is kept:
             continue
         references.append((group, value))
+        made.things.note(group)
         try:
             references.extend(group._get_backend(device) for device in group._device_types)
         except Exception as error:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from ..store.mixin import HoldingStore, StoreMixin
-from . import made, release_process_groups
+from . import release_process_groups
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,6 @@ class KeptGroup:
             self._give_up(f"backend {backend!r} cannot be given new peers")
             return False
         self.group, self._asked = dist.group.WORLD, (backend, options)
-        made.things.keep(self.group)
         return True
 
     def _give_up(self, why: str) -> None:

@@ -3,8 +3,8 @@
 Weak references to them, taken when they are made, tell after a restart what is still alive. Asking the
 collector for all objects would not: what ``gc.freeze`` froze is in none of its lists.
 
-Each kind is noticed where that costs a training step nothing. Meshes and groups are made by one method and
-one function of torch, which are wrapped for the length of a call. ``DistributedDataParallel`` and FSDP1,
+Each kind is noticed where that costs a training step nothing. Meshes are made by one method, which is wrapped
+for the length of a call. Groups are noted when they are released. ``DistributedDataParallel`` and FSDP1,
 whenever they are imported, register the module that they wrap, and torch tells of that. FSDP2 keeps weak
 references of its own.
 """
@@ -62,12 +62,9 @@ class Things:
         self._hooks = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Begins to notice what is made. A name that this torch does not have is left out."""
-        for hook in (self._notice_meshes, self._notice_groups, self._notice_wrapped_modules):
-            try:
-                hook()
-            except AttributeError as error:
-                log.debug("torch %s: %s: some leftovers are not seen", torch.__version__, error)
+        """Begins to notice what is made."""
+        self._notice_meshes()
+        self._notice_wrapped_modules()
 
     def close(self) -> None:
         """Ends it. What was noticed stays, as long as it lives."""
@@ -86,12 +83,6 @@ class Things:
         number, living = next(_numbers), self._living
         reference = weakref.ref(thing, lambda _: living.pop(number, None))
         living[number] = Made(reference, self._iteration, self._entry, number)
-
-    def keep(self, thing: object) -> None:
-        """Strikes off a thing that is to outlive its iteration."""
-        for each in list(self._living.values()):
-            if each.thing() is thing:
-                self._living.pop(each.number, None)
 
     def spare(self, holder: Any) -> Any:
         """Says that what ``holder`` holds, by whatever way, is to outlive its iteration; returns it."""
@@ -130,10 +121,6 @@ class Things:
         if "__setstate__" in vars(mesh):  # a loaded checkpoint's, or a copy
             self._wrap(mesh, "__setstate__", self._noting_self)
 
-    def _notice_groups(self) -> None:
-        c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-        self._wrap(c10d, "_new_process_group_helper", self._noting_group)
-
     def _notice_wrapped_modules(self) -> None:
         def notice(module: Any, name: str, _: Any) -> None:
             if name in _REGISTERED_AS and _wraps(module):
@@ -166,15 +153,6 @@ class Things:
         def run(made: Any, *arguments: Any, **options: Any) -> Any:
             self.note(made)
             return original(made, *arguments, **options)
-
-        return run
-
-    def _noting_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **options: Any) -> Any:
-            made = original(*arguments, **options)
-            if isinstance(made[0], torch.distributed.ProcessGroup):  # else this rank is not in it
-                self.note(made[0])
-            return made
 
         return run
 
