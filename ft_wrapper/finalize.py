@@ -10,7 +10,7 @@ from .compose import PlugIn
 from .settings import as_timeout, check_callable
 from .state import FrozenState
 from .store.bounded import call_in_thread
-from .torch_groups import cuda_device
+from .torch_groups.device import cuda_device
 
 
 class Finalize(PlugIn):

@@ -14,7 +14,7 @@ from .exception import HealthCheckError, RestartError
 from .settings import as_limit, as_timeout
 from .state import FrozenState
 from .store.bounded import call_in_thread
-from .torch_groups import cuda_device
+from .torch_groups.device import cuda_device
 
 _logger = logging.getLogger(__name__)
 

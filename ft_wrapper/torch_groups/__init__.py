@@ -95,20 +95,6 @@ def being_aborted() -> str:
     return ", ".join(_aborting) or "not in a process group"
 
 
-def cuda_device() -> int | None:
-    """Index of the GPU that this process uses; None where it has not used any so far.
-
-    It is the one that ``LOCAL_RANK`` names, if the process sees it, else the current one.
-    """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    local_rank = os.environ.get("LOCAL_RANK", "")
-    # A launcher that shows each rank its own GPU only makes all of them number 0.
-    if local_rank.isdecimal() and int(local_rank) < torch.cuda.device_count():
-        return int(local_rank)
-    return torch.cuda.current_device()
-
-
 def _size_being_made(c10d: Any) -> int:
     """Size, at most, of the group that some thread is making; 0 when none does."""
     inside = (place for frame in current_frames().values() for place in places(frame))
@@ -204,13 +190,17 @@ def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
         return
     world = c10d._world
     references = _references(world, kept)
+    groups = [world.default_pg] if world.default_pg is not None else []  # all others go with it
     if kept is not None:
-        _destroy_others(c10d, kept, aborted)
-    elif world.default_pg is not None:
+        groups = sorted(
+            set(world.pg_names) - {kept}, key=lambda each: str(world.pg_names[each]), reverse=True
+        )
+    for group in groups:
         try:
-            _destroy(c10d, world.default_pg, aborted)
+            _destroy(c10d, group, aborted)
         except Exception:
-            log.warning("torch.distributed could not destroy its process groups", exc_info=True)
+            log.warning("torch.distributed could not destroy %r", group, exc_info=True)
+    world.group_count = 1  # names of new groups begin behind the kept one's
     try:
         if kept is None:
             _forget_leftovers(c10d)
@@ -302,18 +292,6 @@ def _destroying(c10d: Any) -> contextlib.AbstractContextManager[None]:
     return nccl.service_threads_awake(aborted=False) if _groups_that_abort(c10d) else contextlib.nullcontext()
 
 
-def _destroy_others(c10d: Any, kept: Any, aborted: bool) -> None:
-    """Destroys all groups but one, and lets the names of new ones begin behind its own."""
-    names = c10d._world.pg_names
-    for group in sorted(names, key=lambda each: str(names[each]), reverse=True):
-        if group is not kept:
-            try:
-                _destroy(c10d, group, aborted)
-            except Exception:
-                log.warning("torch.distributed could not destroy %r", group, exc_info=True)
-    c10d._world.group_count = 1
-
-
 def _references(world: Any, kept: Any) -> list[Any]:
     """Every group, its store and its backends, as Python objects; but not the one that stays."""
     references: list[Any] = []
@@ -322,10 +300,8 @@ def _references(world: Any, kept: Any) -> list[Any]:
             continue
         references.append((group, value))
         made.things.note(group)
-        try:
+        with contextlib.suppress(Exception):  # it has no backend
             references.extend(group._get_backend(device) for device in group._device_types)
-        except Exception as error:
-            log.debug("no backend of %r: %s", group, error)
     return references
 
 
@@ -353,10 +329,8 @@ def _forget_leftovers(c10d: Any) -> None:
 def _unhook(c10d: Any) -> None:
     """Takes off the ``sys.excepthook`` that each ``init_process_group`` puts around the last one."""
     hook: Any = sys.excepthook
-    while (
-        getattr(hook, "__module__", None) == c10d.__name__
-        and getattr(hook, "__name__", "") == "_distributed_excepthook"
-    ):
+    torchs = (c10d.__name__, "_distributed_excepthook")
+    while (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) == torchs:
         cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
         if "old_hook" not in cells:
             return
@@ -367,11 +341,13 @@ def _leave_meshes() -> None:
     """Forgets meshes of dead groups: an active one, and torch < 2.8's tables of sub-meshes."""
     device_mesh: Any = sys.modules.get("torch.distributed.device_mesh")
     resources = getattr(device_mesh, "_mesh_resources", None)
-    tables = ("mesh_stack", "child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims")
-    for name in tables:
-        table = getattr(resources, name, None)
-        if table is not None:
-            table.clear()
+    for name in (
+        "mesh_stack",
+        "child_to_root_mapping",
+        "root_to_flatten_mapping",
+        "flatten_name_to_root_dims",
+    ):
+        getattr(resources, name, []).clear()
 
 
 def _drop_in_background(references: list[Any]) -> None:
@@ -379,9 +355,7 @@ def _drop_in_background(references: list[Any]) -> None:
     with _dropping:
         _to_drop.append(references)
         if len(_to_drop) == 1:  # else it comes to them
-            thread = threading.Thread(target=_drop_all, name="ft_wrapper-release-groups", daemon=True)
-            _background[:] = [thread]
-            thread.start()
+            _background[:] = [in_background("release-groups", _drop_all)]
 
 
 def _drop_all() -> None:
@@ -418,11 +392,10 @@ def _wait_until_idle(tids: list[int]) -> None:
 
 def _activity(tid: int) -> list[str]:
     """State and context switches of a thread; nothing once it has ended."""
-    try:
-        with open(f"/proc/self/task/{tid}/status", encoding="utf-8", errors="replace") as status:
-            return [line for line in status if line.startswith(("State:", "voluntary_ctxt", "nonvoluntary"))]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)
+    with gone, open(f"/proc/self/task/{tid}/status", encoding="utf-8", errors="replace") as status:
+        return [line for line in status if line.startswith(("State:", "voluntary_ctxt", "nonvoluntary"))]
+    return []
 
 
 # The iteration's store ----------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import time
 import torch
 
 from ..exception import RestartAbort
-from . import cuda_device
 
 DEVICES_ENV = "FT_WRAPPER_DEVICES"
 """``PATH:D``: the file of locks, and how many devices there are."""
@@ -25,6 +24,8 @@ DEVICES_ENV = "FT_WRAPPER_DEVICES"
 # for one with 2 GB 5 of 12 (349 ms).
 _PAUSE = 0.01  # seconds between two looks: nothing tells of a lock that is dropped
 _LOOKS = 1000
+
+_CPU = torch.device("cpu")
 
 _locks: int | None = None  # the file, while this process holds its device
 _index: int | None = None  # of the device that this process uses, from its first iteration on
@@ -68,12 +69,24 @@ def let_go() -> None:
 
 def own_device() -> torch.device:
     """The device of this rank, as `ft_wrapper.CallWrapper` has it."""
+    return torch.device("cuda", _own_gpu()) if _index is not None or torch.cuda.is_available() else _CPU
+
+
+def cuda_device() -> int | None:
+    """Index of the GPU that this process uses; None where it has not used any so far.
+
+    It is the one that ``LOCAL_RANK`` names, if the process sees it, else the current one.
+    """
+    return _own_gpu() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+
+def _own_gpu() -> int:
     if _index is not None:
-        return torch.device("cuda", _index)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    return torch.device("cuda", cuda_device() or 0)
+        return _index
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    # A launcher that shows each rank its own GPU only makes all of them number 0.
+    is_seen = local_rank.isdecimal() and int(local_rank) < torch.cuda.device_count()
+    return int(local_rank) if is_seen else torch.cuda.current_device()
 
 
 def _await_device(locks: int, own: int, count: int) -> int:
@@ -86,6 +99,5 @@ def _await_device(locks: int, own: int, count: int) -> int:
         time.sleep(_PAUSE)
     raise RestartAbort(
         f"active ranks hold all {count} devices of {socket.gethostname()} (--devices-per-node): use spare "
-        "nodes, or keep spares to their node: rank_assignment=Tree([Layer(max_ranks=ACTIVE), Layer(max_ranks="
-        f"{count}, key_or_fn=lambda state: socket.gethostname(), flag=LayerFlag.RESERVE)])"
+        "nodes, or keep spares to their node by rank_assignment=Tree(...), as docs/launching.md shows"
     )

@@ -102,13 +102,12 @@ def collect_garbage(when: str) -> None:
     seconds = time.monotonic() - began
     if when == "restart" and seconds > _SLOW_COLLECTION and "collection" not in _warned:
         _warned.add("collection")
-        log.warning(
+        words = (
             "collecting garbage took %.1f s of this restart: there are %d objects. Import at the top of the "
             "script, and make what is large there: what is there before the call is not looked at. "
-            "collect_garbage=False leaves it to Python; see docs/usage.md, 'What torch keeps'",
-            seconds,
-            len(gc.get_objects()),
+            "collect_garbage=False leaves it to Python; see docs/usage.md, 'What torch keeps'"
         )
+        log.warning(words, seconds, len(gc.get_objects()))
     if when not in _frozen:
         gc.freeze()
         _frozen.add(when)
@@ -125,12 +124,11 @@ def _succeeds(what: str, step: Callable[..., object], *arguments: Any) -> bool:
             return True
         if what not in _warned:
             _warned.add(what)
-            log.warning(
+            words = (
                 "torch %s does not let go of what it keeps of old ranks: %s. Results may be wrong once ranks "
-                "have moved; see docs/usage.md, 'What torch keeps'",
-                torch.__version__,
-                what,
             )
+            words += "have moved; see docs/usage.md, 'What torch keeps'"
+            log.warning(words, torch.__version__, what)
         return False
     return True
 
@@ -192,12 +190,10 @@ def _clear_symmetric_memory(memory: Any) -> None:
 
 def _forget_default_group(functional: Any) -> None:
     """None, which they have where no group was there at their import, stands for the present one."""
+    group = torch.distributed.ProcessGroup
     for value in vars(functional).values():
         if isinstance(value, types.FunctionType) and value.__defaults__:
-            value.__defaults__ = tuple(
-                None if isinstance(each, torch.distributed.ProcessGroup) else each
-                for each in value.__defaults__
-            )
+            value.__defaults__ = tuple(None if isinstance(one, group) else one for one in value.__defaults__)
 
 
 _STEPS: tuple[tuple[str, str, Callable[[Any], None]], ...] = (

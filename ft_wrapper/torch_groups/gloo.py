@@ -132,16 +132,13 @@ def _hold_epoll(tid: int) -> int | None:
         held = os.dup(fd)
     except OSError:
         return None
-    # Waiting on it before and after: the thread never left its loop, so this is no other file's number.
-    try:
-        same = _epoll_fd(tid) == fd
-    except BaseException:
-        os.close(held)
-        raise
-    if not same:
-        os.close(held)
-        return None
-    return held
+    with contextlib.ExitStack() as unless_it_is_that:
+        unless_it_is_that.callback(os.close, held)
+        # Waiting on it before and after: the thread never left its loop, so this is no other file's number.
+        if _epoll_fd(tid) == fd:
+            unless_it_is_that.pop_all()
+            return held
+    return None
 
 
 def _epoll_fd(tid: int) -> int | None:

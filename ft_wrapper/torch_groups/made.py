@@ -107,11 +107,9 @@ class Things:
         del kinds["ProcessGroup"]
         if kinds.total() > self._warned_of:
             self._warned_of = kinds.total()
-            log.warning(
-                "objects of earlier iterations are still alive, with their memory: %s; "
-                "ft_wrapper.leftovers(), called in the function, finds who holds them",
-                ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
-            )
+            said = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            words = "objects of earlier iterations are still alive, with their memory: %s; "
+            log.warning(words + "ft_wrapper.leftovers(), called in the function, finds who holds them", said)
 
     # ---- noticing
 

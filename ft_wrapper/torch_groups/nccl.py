@@ -39,7 +39,6 @@ _SERVICE_PERIOD = 500  # milliseconds
 _DATAGRAMS = b"tmp/nccl-socket-"  # begins that socket's name, behind a byte
 # poll, and ppoll, whose timeout is a pointer to seconds and nanoseconds
 _POLL, _PPOLL = {"x86_64": (7, 271), "aarch64": (None, 73)}.get(platform.machine(), (None, None))
-_MOST_POLLED = 4096
 # Seconds after the abort began. One is enough for a rank alone on its host. Beside others the thread has to
 # wake once more after its communicator has said "stop": soon, so each time half as much later.
 _WAKES = tuple(0.001 * 1.5**n for n in range(17))
@@ -77,12 +76,16 @@ def service_threads_awake(*, aborted: bool) -> Iterator[None]:
 def free_who_makes_one() -> None:
     """Frees who waits for a peer in making a communicator, from the second abort of an iteration on.
 
-    By then who waits anywhere else is free. It shuts down the sockets that listen at an address since the
-    entry and are for nobody else: no thread polls them, no epoll has them, and they are not Python's.
+    By then who waits anywhere else is free. Where a thread is in torch's communication, or in a backward pass,
+    it shuts down the sockets that listen at an address since the entry and are for nobody else: no thread
+    polls them, no epoll has them, and they are not Python's.
     """
     global _aborts
     _aborts += 1
-    if _at_entry is None or _aborts == 1 or not _is_anyone_in_torch():
+    if _at_entry is None or _aborts == 1:
+        return
+    files = (place.file for frame in current_frames().values() for place in places(frame))
+    if not any(file.startswith(_FOLDERS) for file in files):
         return
     pythons = (each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.SocketType))
     others = _at_entry | _polled() | _inodes(pythons)
@@ -146,7 +149,7 @@ def _polls() -> Iterator[tuple[list[int], int]]:
                 if number == _PPOLL and timeout:
                     seconds, nanoseconds = struct.unpack("qq", os.pread(memory.fileno(), 16, timeout))
                     timeout = seconds * 1000 + nanoseconds // 1_000_000
-                polled = os.pread(memory.fileno(), 8 * min(count, _MOST_POLLED), array)
+                polled = os.pread(memory.fileno(), 8 * min(count, 4096), array)
                 yield [fd for fd, _, _ in struct.iter_unpack("ihh", polled)], timeout
 
 
@@ -166,9 +169,3 @@ def _inodes(descriptors: Iterable[int | str]) -> set[int]:
         with contextlib.suppress(OSError):  # closed meanwhile
             found.add(os.fstat(int(fd)).st_ino)
     return found
-
-
-def _is_anyone_in_torch() -> bool:
-    """Whether a thread is in ``torch.distributed``, or in a backward pass."""
-    inside = (place for frame in current_frames().values() for place in places(frame))
-    return any(place.file.startswith(_FOLDERS) for place in inside)

@@ -33,21 +33,22 @@ def standing(thread: int) -> tuple[str, Stood] | None:
     """
     frame = current_frames().get(thread)
     c10d = sys.modules.get(_C10D)
-    if frame is None or c10d is None:
-        words = stack_in_words(list(places(frame)))
-        return None if words is None else (words, Stood())
+    words = stack_in_words(list(places(frame)))
+    if frame is None or words is None:
+        return None
+    if c10d is None:
+        return words, Stood()
     operation = _operation(frame, c10d.__file__ or "")
     # As a list at once: the thread may go on and make groups.
     names = [(group, _name(group, name)) for group, name in list(c10d._world.pg_names.items())]
     if operation is None:
-        words = stack_in_words(list(places(frame)))
-        return None if words is None else (words, Stood(counts=_counts(names[:_MOST_GROUPS])))
+        return words, Stood(counts=_counts(names[:_MOST_GROUPS]))
     group = operation.f_locals.get("group") or c10d._world.default_pg
     names.sort(key=lambda one: one[0] is not group)  # the one that it stands in first
     of = names[0][1] if names and names[0][0] is group else ""
     stood = Stood(operation.f_code.co_name, of, _counts(names[:_MOST_GROUPS]))
     inner, *outer = places(operation)
-    return stack_in_words([Place(inner.file, inner.line, str(stood)), *outer]) or "", stood
+    return stack_in_words([Place(inner.file, inner.line, str(stood)), *outer]) or words, stood
 
 
 def _operation(frame: FrameType, c10d: str) -> FrameType | None:

@@ -6,7 +6,6 @@ collector does not track containers that hold only what C++ has made. Nor does i
 
 import collections
 import contextlib
-import functools
 import gc
 import inspect
 import os
@@ -176,17 +175,13 @@ def _describe(chain: list[Any]) -> str:
 
 
 def _step(holder: Any, child: Any) -> str:
-    kind = type(holder)
+    kind, items = type(holder), list[tuple[Any, Any]]()
     if issubclass(kind, dict):
-        key = next(([key] for key, value in list(dict.items(holder)) if value is child), None)
-        return " (a key)" if key is None else f"[{_short(key[0])}]"
-    if issubclass(kind, (list, tuple, collections.deque)):
-        return next((f"[{n}]" for n, each in enumerate(list(holder)) if each is child), "[…]")
-    if issubclass(kind, (set, frozenset)):
-        return " (in a set)"
-    if kind is types.CellType:
-        return ""
-    return " (its cache)" if kind is functools._lru_cache_wrapper else f" ({kind.__name__}'s)"
+        items = list(dict.items(holder))
+    elif issubclass(kind, (list, tuple, collections.deque)):
+        items = list(enumerate(holder))
+    found = next((f"[{_short(key)}]" for key, value in items if value is child), None)
+    return "" if kind is types.CellType else found or f" (in a {kind.__name__})"
 
 
 def _attribute(holder: Any, child: Any) -> str | None:

@@ -50,7 +50,7 @@ def outlives_the_wait() -> None:
     model = train_once()
     destroy_process_group()
     for thread in threading.enumerate():
-        if thread.name == "ft_wrapper-release-groups":
+        if thread.name == "ft_wrapper: release-groups":
             thread.join(60)
     del model
 
@@ -143,7 +143,7 @@ def keeps_many(rank: Rank) -> tuple[int, int]:
                 dist.all_reduce(torch.ones(1), group=group)
                 destroy_process_group(group)
             for thread in threading.enumerate():
-                if thread.name == "ft_wrapper-release-groups":
+                if thread.name == "ft_wrapper: release-groups":
                     thread.join(60)
             dist.barrier()
             counts.append(len(os.listdir("/proc/self/task")))
