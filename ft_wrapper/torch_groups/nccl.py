@@ -76,8 +76,8 @@ def service_threads_awake(*, aborted: bool) -> Iterator[None]:
 def free_who_makes_one() -> None:
     """Frees who waits for a peer in making a communicator, from the second abort of an iteration on.
 
-    By then who waits anywhere else is free. Where a thread is in torch's communication, or in a backward pass,
-    it shuts down the sockets that listen at an address since the entry and are for nobody else: no thread
+    By then who waits anywhere else is free. Where a thread is in torch.distributed, or in a backward pass, it
+    shuts down the sockets that listen at an address since the entry and are for nobody else: no thread
     polls them, no epoll has them, and they are not Python's.
     """
     global _aborts
@@ -109,43 +109,40 @@ def _wake_until(over: threading.Event, aborted: bool) -> None:
                 _wake(address)
 
 
-def _service_sockets() -> list[tuple[str, int] | bytes]:
+def _service_sockets() -> Iterator[tuple[str, int] | bytes]:
     """Where NCCL's service threads that wait at this moment can be reached."""
-    found: list[tuple[str, int] | bytes] = []
     for polled, timeout in _polls():
         if timeout != _SERVICE_PERIOD or not polled:
             continue
         with duplicate(polled[-1], listening=len(polled) > 1) as fd:
             name = None if fd is None else bound_to(fd)
             if isinstance(name, bytes) and name[1:].startswith(_DATAGRAMS):
-                found.append(name)
+                yield name
             if isinstance(name, tuple) and not _inodes(polled[-1:]) & (_at_entry or set()):
-                found.append(name)
-    return found
+                yield name
 
 
 def _wake(address: tuple[str, int] | bytes) -> None:
-    family, kind = socket.AF_UNIX, socket.SOCK_DGRAM
-    if isinstance(address, tuple):
-        family, kind = socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM
-    with contextlib.suppress(OSError), socket.socket(family, kind) as one:  # the thread may have ended
+    inet = socket.AF_INET6 if isinstance(address, tuple) and ":" in address[0] else socket.AF_INET
+    kind = (inet, socket.SOCK_STREAM) if isinstance(address, tuple) else (socket.AF_UNIX, socket.SOCK_DGRAM)
+    with contextlib.suppress(OSError), socket.socket(*kind) as one:  # the thread may have ended
         one.setblocking(False)  # on the same host it is connected at once
         one.connect(address)
         one.send(b"\0")
 
 
 def _polls() -> Iterator[tuple[list[int], int]]:
-    """The descriptors that each thread polls at this moment, and for how many milliseconds; 0: for ever."""
+    """The descriptors that each thread polls at this moment, and for how many milliseconds; 0: for ever.
+
+    None where the kernel does not tell.
+    """
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for tid in os.listdir("/proc/self/task"):
-            called = None
-            with contextlib.suppress(ProcessLookupError):
-                called = system_call(int(tid))
-            if called is None or called[0] not in (_POLL, _PPOLL):
-                continue
-            number, array, count, timeout = called[:4]
-            # It may have left the call since: to read its stack may fail then, where a pointer would crash.
+            # It may have ended, or left the call: to read its stack may fail then; a pointer would crash.
             with contextlib.suppress(OSError, struct.error):
+                number, array, count, timeout, *_ = system_call(int(tid)) or (None, 0, 0, 0)
+                if number is None or number not in (_POLL, _PPOLL):
+                    continue
                 if number == _PPOLL and timeout:
                     seconds, nanoseconds = struct.unpack("qq", os.pread(memory.fileno(), 16, timeout))
                     timeout = seconds * 1000 + nanoseconds // 1_000_000
