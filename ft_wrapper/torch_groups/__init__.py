@@ -45,6 +45,7 @@ _WORKER_NAME = "pt_gloo_runloop"
 # Twice as long as a thread that wants the interpreter's lock sleeps between two attempts, and more.
 _IDLE_CHECK = 0.02
 _IDLE_LIMIT = 5.0
+_SOON = 0.25  # seconds within which an abort returns
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 _STORE_TIMEOUT = timedelta(seconds=300)
@@ -130,6 +131,9 @@ def _abort_backends(c10d: Any) -> None:
             _aborting.append(name)
             threads.append(in_background(f"aborting {name}", functools.partial(_abort_backend, group, name)))
         for thread in threads:
+            thread.join(_SOON)
+            if thread.is_alive():  # behind a destroy: since NCCL 2.31 that waits for peers (pytorch 194679)
+                nccl.free_who_makes_one()
             thread.join()
 
 

@@ -25,8 +25,6 @@ DEVICES_ENV = "FT_WRAPPER_DEVICES"
 _PAUSE = 0.01  # seconds between two looks: nothing tells of a lock that is dropped
 _LOOKS = 1000
 
-_CPU = torch.device("cpu")
-
 _locks: int | None = None  # the file, while this process holds its device
 _index: int | None = None  # of the device that this process uses, from its first iteration on
 
@@ -68,25 +66,20 @@ def let_go() -> None:
 
 
 def own_device() -> torch.device:
-    """The device of this rank, as `ft_wrapper.CallWrapper` has it."""
-    return torch.device("cuda", _own_gpu()) if _index is not None or torch.cuda.is_available() else _CPU
-
-
-def cuda_device() -> int | None:
-    """Index of the GPU that this process uses; None where it has not used any so far.
-
-    It is the one that ``LOCAL_RANK`` names, if the process sees it, else the current one.
-    """
-    return _own_gpu() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-
-def _own_gpu() -> int:
+    """The device that this rank holds, or the GPU that ``LOCAL_RANK`` names, if it is seen, or the CPU."""
     if _index is not None:
-        return _index
+        return torch.device("cuda", _index)
     local_rank = os.environ.get("LOCAL_RANK", "")
     # A launcher that shows each rank its own GPU only makes all of them number 0.
     is_seen = local_rank.isdecimal() and int(local_rank) < torch.cuda.device_count()
-    return int(local_rank) if is_seen else torch.cuda.current_device()
+    if not is_seen and not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(local_rank) if is_seen else torch.cuda.current_device())
+
+
+def cuda_device() -> int | None:
+    """Index of the GPU that this process uses; None where it has not used any so far."""
+    return own_device().index if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def _await_device(locks: int, own: int, count: int) -> int:

@@ -24,7 +24,6 @@ import platform
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -39,9 +38,9 @@ _SERVICE_PERIOD = 500  # milliseconds
 _DATAGRAMS = b"tmp/nccl-socket-"  # begins that socket's name, behind a byte
 # poll, and ppoll, whose timeout is a pointer to seconds and nanoseconds
 _POLL, _PPOLL = {"x86_64": (7, 271), "aarch64": (None, 73)}.get(platform.machine(), (None, None))
-# Seconds after the abort began. One is enough for a rank alone on its host. Beside others the thread has to
-# wake once more after its communicator has said "stop": soon, so each time half as much later.
-_WAKES = tuple(0.001 * 1.5**n for n in range(17))
+# Seconds from one waking to the next. One is enough for a rank alone on its host. Beside others the thread
+# has to wake once more after its communicator has said "stop": soon, so the pauses grow by half.
+_PAUSES = tuple(0.001 * 1.5**n for n in range(15))
 # Where a thread is that makes a communicator: a group's first operation may be in a backward pass.
 _FOLDERS = tuple(f"{os.path.dirname(torch.__file__)}/{name}/" for name in ("distributed", "autograd"))
 
@@ -53,8 +52,7 @@ def note_entry() -> None:
     """Notes what is open as the function is entered: it is of no communicator that the function makes."""
     global _at_entry, _aborts
     is_needed = dist.is_nccl_available() or dist.Backend._plugins
-    _at_entry = _inodes(os.listdir("/proc/self/fd")) if is_needed else None
-    _aborts = 0
+    _at_entry, _aborts = _inodes(os.listdir("/proc/self/fd")) if is_needed else None, 0
 
 
 @contextlib.contextmanager
@@ -74,11 +72,12 @@ def service_threads_awake(*, aborted: bool) -> Iterator[None]:
 
 
 def free_who_makes_one() -> None:
-    """Frees who waits for a peer in making a communicator, from the second abort of an iteration on.
+    """Frees who waits for a peer in making a communicator, or in its destroy, from the second time on.
 
-    By then who waits anywhere else is free. Where a thread is in torch.distributed, or in a backward pass, it
-    shuts down the sockets that listen at an address since the entry and are for nobody else: no thread
-    polls them, no epoll has them, and they are not Python's.
+    Call it at each abort of the iteration: after the first one who waits anywhere else is free. Where a
+    thread is in torch.distributed, or in a backward pass, it shuts down the sockets that listen at an address
+    since the entry and are for nobody else: no thread polls them, no epoll has them, and they are not
+    Python's.
     """
     global _aborts
     _aborts += 1
@@ -100,9 +99,8 @@ def free_who_makes_one() -> None:
 
 
 def _wake_until(over: threading.Event, aborted: bool) -> None:
-    began = time.monotonic()
-    for at in _WAKES:
-        if over.wait(began + at - time.monotonic()):
+    for pause in _PAUSES:
+        if over.wait(pause):
             return
         for address in _service_sockets():
             if aborted or isinstance(address, bytes):

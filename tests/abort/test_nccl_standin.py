@@ -13,7 +13,7 @@ import random
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ from ft_wrapper.torch_groups.sockets import bound_to, shut_down
 
 TIMEOUT = 60.0
 pytestmark = pytest.mark.skipif(nccl_standin.COMPILER is None, reason="there is no C compiler: cc")
+
+
+ONE = torch.ones(1)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["poll", "ppoll"])
@@ -79,7 +82,7 @@ def test_aborts_do_not_sit_out_the_half_second(nccl: ctypes.CDLL, seed: int) -> 
 
 def test_without_waking_it_is_sat_out(nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the stand-in is one."""
-    monkeypatch.setattr(from_outside, "_WAKES", ())
+    monkeypatch.setattr(from_outside, "_PAUSES", ())
     groups = make([nccl_standin.register(nccl)] * 2)
     torch_groups.abort_all()
     assert sat_out(groups) > 0
@@ -128,17 +131,18 @@ def test_where_the_kernel_does_not_tell_the_abort_is_slow(
 
 
 class Making:
-    """A thread in a group's first collective, which waits for a peer that does not come."""
+    """A thread in a group's first collective, or its destroy, which waits for a peer that does not come."""
 
-    def __init__(self, nccl: ctypes.CDLL) -> None:
+    def __init__(self, nccl: ctypes.CDLL, call: Callable[[], object] = lambda: dist.all_reduce(ONE)) -> None:
         (self.group,) = make([nccl_standin.register(nccl, is_made_late=True)])
+        self._call = call
         self.thread = in_thread(self._run)
         while len(listening()) < 2:  # there is no other sign that it and its root are there
             assert self.thread.is_alive()
 
     def _run(self) -> None:
         with pytest.raises(RuntimeError, match="ncclSystemError"):
-            dist.all_reduce(torch.ones(1), group=self.group)
+            self._call()
 
 
 def listening() -> set[int]:
@@ -169,6 +173,14 @@ def open_by_python(host: str, ending: contextlib.ExitStack) -> socket.socket:
     server = ending.enter_context(socket.create_server((host, 0)))
     ending.callback(server.shutdown, socket.SHUT_RDWR)
     return server
+
+
+def test_an_abort_behind_a_destroy_frees_that(nccl: ctypes.CDLL) -> None:
+    with torch_groups.taking_over_destroy():
+        making = Making(nccl, dist.destroy_process_group)
+        assert joined(in_thread(torch_groups.abort_all))
+        assert joined(making.thread)
+    assert making.group.left_with == (errno.EINVAL, -errno.EINVAL)
 
 
 def accept_one(server: socket.socket) -> None:

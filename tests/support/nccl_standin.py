@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class StandInGroup(BlockingGroup):
         size: of the group.
         nccl: the library.
         is_made_late: a collective makes the communicator, as NCCL's first one does, and waits for a peer that
-            does not come; there is nothing to abort so far.
+            does not come; there is nothing to abort so far. A destroy waits for a peer, too, as since NCCL
+            2.31, and an abort waits for that.
         how: as for `Communicator`.
 
     Attributes:
@@ -86,7 +88,8 @@ class StandInGroup(BlockingGroup):
 
     def __init__(self, rank: int, size: int, nccl: ctypes.CDLL, is_made_late: bool, **how: Any) -> None:
         super().__init__(rank, size, "standin", OnAbort.RETURNS, 0)
-        self._nccl, self._is_made_late = nccl, is_made_late
+        self._nccl = nccl
+        self._torchs = threading.Lock()  # of the table of communicators
         self.left_with: tuple[int, int] | None = None
         self.communicator = None if is_made_late else Communicator(nccl, **how)
 
@@ -101,14 +104,18 @@ class StandInGroup(BlockingGroup):
 
     def abort(self) -> None:
         """Aborts the communicator, the first time, if there is one."""
-        if self.communicator is not None and not self.is_aborted.is_set():
-            self.communicator.abort()
+        with self._torchs:
+            if self.communicator is not None and not self.is_aborted.is_set():
+                self.communicator.abort()
         super().abort()
 
     def shutdown(self) -> None:
         """Destroys it, as ``destroy_process_group`` asks for."""
-        if self.communicator is not None:
-            self.communicator.destroy()
+        with self._torchs:
+            if self.communicator is None:
+                self._block()
+            else:
+                self.communicator.destroy()
 
     def count(self, what: str) -> int:
         """As its communicator's."""
