@@ -174,7 +174,6 @@ class RestartLoop:
         member, decision, base = self.member, self.member.decision, self.base
         n = member.view.n
         self._is_spare = False  # until it is known: others may be waiting for this rank
-        is_new = member.member in decision.joined or n == decision.first
         base.rank = decision.rank_of(member.member, base.rank)
         base.world_size = decision.world_size
         if decision.joined:
@@ -200,7 +199,7 @@ class RestartLoop:
         self._is_spare = state.mode == Mode.INACTIVE
         recompiles = self.performer.take(state)
         endpoint = self.performer.serve() if state.active_rank == 0 else None
-        promoted = not (is_new or base.mode == Mode.ACTIVE)
+        promoted = base.mode == Mode.INACTIVE and n != decision.first
         entry = Entered(member.member, state.active_rank, promoted, recompiles)
         sizes = (state.world_size or 0, state.active_world_size or 0)
         entering = member.agreement.entering
