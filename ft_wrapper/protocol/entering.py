@@ -75,6 +75,14 @@ def active_ranks_in(n: int, meeting: str | None) -> int:
     return 0 if meeting is None else _parse_meeting(n, meeting)[1][1]
 
 
+def spares_in(store: Operations, n: int) -> tuple[set[Member], int]:
+    """The members that are spares in n; and the number of its active ranks, as far as that is known."""
+    meeting, log = store.execute([Read(keys.meeting(n)), ReadLog(keys.entered(n))])
+    ranks = {one.member: one.active_rank for one in _entries_in(n, (log or "").splitlines()).values()}
+    active = active_ranks_in(n, meeting) or 1 + max((r for r in ranks.values() if r is not None), default=-1)
+    return {member for member, rank in ranks.items() if rank is None}, active
+
+
 def _entries_in(n: int, log: Iterable[str]) -> dict[Member, Entered]:
     key = keys.entered(n)
     entries = (Entered.parse(line, key) for line in log)

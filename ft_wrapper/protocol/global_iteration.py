@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from .. import events
 from ..exception import InternalError, StoreError, TimeoutError
 from . import entries, exclusion, keys, operations, records
+from .entering import spares_in
 from .evidence import Ends, HeartbeatObserver, Heartbeats
 from .exclusion import Verdict
 from .operations import Append, Count, Move, Operations, Read, ReadLog, Wake, Write, looks_for, read, read_log
@@ -349,15 +350,16 @@ class GlobalIteration:
             )
         size = sizes.pop() if kept else 0  # or no one is left of that world: a new one of newcomers alone
         ranks = {member: rank for member, (rank, of) in arrived.items() if of == size}
-        world = widen(size, ranks, kept, removed, newcomers)
+        spares, active = spares_in(self.store, view.n) if kept and removed and newcomers else (set(), 0)
+        world = widen(size, ranks, kept, removed, newcomers, spares.intersection(kept), active)
         n = view.n + 1
         return Decision(
             call=_call_after(view, outcome),
             n=n,
             first=n if outcome == DONE else view.first,
-            removed=removed,
+            removed=tuple(sorted(removed + world.moved)),
             ranks=world.gaps,
-            joined=newcomers,
+            joined=newcomers + world.moved,
             joined_ranks=world.joined_ranks,
             inserted=world.inserted,
             world_size=world.size,

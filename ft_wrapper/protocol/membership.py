@@ -176,8 +176,9 @@ class Membership:
 
         It came before that was decided; later ones do not get so far.
         """
-        if self.member in self.decision.joined:
-            others = len(self.view.members) - len(self.decision.joined)
+        new = set(self.decision.joined).difference(self.decision.removed)
+        if self.member in new:
+            others = len(self.view.members) - len(new)
             self._leave_if_excluded(self.decision, others, time.time())
 
     def _leave_if_excluded(self, decision: Decision, others: int, now: float = 0.0) -> None:

@@ -270,9 +270,9 @@ class Decision(Record):
         call: number of the wrapped call.
         n: number of the global iteration that begins.
         first: number of the call's first global iteration.
-        removed: members that are no longer in.
+        removed: members that are no longer in; and spares that leave their place for a lost rank's.
         ranks: the ranks of the widened world that no one has.
-        joined: members that are new; or that stay, where all get their ranks by slot again.
+        joined: members that are new, and those spares; or that stay, where all get ranks by slot again.
         joined_ranks: the rank of each of them in the widened world.
         inserted: those of these ranks that did not exist before, in their order.
         world_size: size of the widened world, its gaps included.

@@ -1,4 +1,8 @@
-"""Where newcomers get their places: a pure function, so that it can be read and tested by itself."""
+"""Where newcomers get their places: a pure function, so that it can be read and tested by itself.
+
+Who joins in this very decision is cold: it has no device context, and has imported little. Who stays is warm.
+So a lost active rank's place goes to a waiting spare first, and the newcomer is the next spare.
+"""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
@@ -13,12 +17,14 @@ class WidenedWorld:
     Args:
         size: number of places.
         gaps: the places that no one has.
-        joined_ranks: the place of each newcomer, in their order.
+        moved: the spares that take lost active ranks' places.
+        joined_ranks: the place of each newcomer, then of each of these, in their order.
         inserted: those of these places that did not exist before.
     """
 
     size: int
     gaps: tuple[int, ...]
+    moved: tuple[Member, ...]
     joined_ranks: tuple[int, ...]
     inserted: tuple[int, ...]
 
@@ -35,9 +41,14 @@ def widen(
     ranks: Mapping[Member, int],
     kept: Collection[Member],
     removed: Iterable[Member],
-    newcomers: Iterable[Member],
+    newcomers: Collection[Member],
+    spares: Iterable[Member] = (),
+    active: int = 0,
 ) -> WidenedWorld:
     """Gives each newcomer its predecessor's place, or one of its own in the order of the slots.
+
+    Where spares step in, a newcomer whose place is taken gets the spare's, and one without a place comes
+    last: everyone else keeps its rank.
 
     Args:
         size: world size of the iteration that ended.
@@ -45,6 +56,8 @@ def widen(
         kept: the members that stay.
         removed: the members that do not.
         newcomers: the members that join, by slot.
+        spares: the kept members that step in, where places of active ranks are lost.
+        active: so many places from the first one on are those of active ranks.
     """
     places = [_Place(None, taken=False) for _ in range(size)]
     for member in kept:
@@ -58,12 +71,21 @@ def widen(
             places[rank].slot = member.slot
     for slot in unknown:
         _guess_place(slot, places)
-    joined = [_place_of(member.slot, places) for member in newcomers]
+    back = {member.slot for member in newcomers}
+    # First the places that no newcomer comes back to.
+    lost = sorted((one for one in places[:active] if not one.taken), key=lambda one: one.slot in back)
+    taken_over = dict(zip(sorted(spares, key=ranks.__getitem__), lost, strict=False))
+    for spare, place in taken_over.items():
+        left = places[ranks[spare]]
+        # With the places their slots are exchanged: who comes back to the lost one finds the spare's.
+        left.slot, left.taken, place.slot, place.taken = place.slot, False, spare.slot, True
+    joined = [_place_of(member.slot, places, is_last=bool(taken_over)) for member in newcomers]
     numbers = {id(place): number for number, place in enumerate(places)}
     return WidenedWorld(
         size=len(places),
         gaps=tuple(number for number, place in enumerate(places) if not place.taken),
-        joined_ranks=tuple(numbers[id(place)] for place in joined),
+        moved=tuple(taken_over),
+        joined_ranks=tuple(numbers[id(place)] for place in (*joined, *taken_over.values())),
         inserted=tuple(number for number, place in enumerate(places) if place.new),
     )
 
@@ -82,13 +104,13 @@ def _guess_place(slot: int, places: list[_Place]) -> None:
         places[number].slot = slot
 
 
-def _place_of(slot: int, places: list[_Place]) -> _Place:
-    """Takes the place that the slot has, or puts a new one in."""
+def _place_of(slot: int, places: list[_Place], *, is_last: bool) -> _Place:
+    """Takes the place that the slot has, or puts a new one in: the last one, or that in the slots' order."""
     for place in places:
         if place.slot == slot and not place.taken:
             place.taken = True
             return place
     behind = (number for number, place in enumerate(places) if place.slot is not None and place.slot > slot)
     place = _Place(slot, taken=True, new=True)
-    places.insert(next(behind, len(places)), place)
+    places.insert(len(places) if is_last else next(behind, len(places)), place)
     return place

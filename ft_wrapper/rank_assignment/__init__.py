@@ -250,7 +250,8 @@ class Tree(RankAssignment):
 
     1. Every branch with fewer than ``min_ranks`` healthy ranks is terminated, small branches first.
     2. A lost active rank is replaced by a reserve rank of the nearest enclosing branch that has one, if that
-       branch and all below it have `LayerFlag.RESERVE`. The rank that last became reserve is taken first.
+       branch and all below it have `LayerFlag.RESERVE`. The rank that last became reserve is taken first, a
+       new process last: it is cold. One in the lost rank's own place counts as lost, and becomes reserve.
     3. Remaining gaps are filled, where branches have `LayerFlag.BACKFILL`, by the highest active ranks of the
        largest such enclosing branch.
     4. Gaps that still remain are closed: higher active ranks move down.

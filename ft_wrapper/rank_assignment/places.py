@@ -151,6 +151,7 @@ class _Leaf:
         reserve_order: for the reserve: the higher, the later it came into it.
         rank: the rank it had.
         came: whether it is still there.
+        warm: whether its process was there before: a new one, in an old leaf or in its own, is cold.
         why: why it is terminated, though it came.
     """
 
@@ -160,6 +161,7 @@ class _Leaf:
     reserve_order: int
     rank: int
     came: bool
+    warm: bool = False
     why: str = ""
 
     @property
@@ -200,9 +202,12 @@ def arrange(
 
     tree.activate([leaf for leaf in leaves if leaf in newcomers])
     tree.terminate_small_branches()
-    lost = [leaf for leaf in leaves if not leaf.healthy and leaf.active_rank is not None]
-    lost.sort(key=attrgetter("rank"))
-    tree.close(tree.replace_from_reserve(lost))
+    # One whose process is new counts as lost where a warm one may take its place; else it keeps that.
+    stays = {leaf for leaf in leaves if leaf.healthy and (leaf.warm or leaf in newcomers)}
+    lost = [leaf for leaf in leaves if leaf not in stays and leaf.active_rank is not None]
+    lost.sort(key=attrgetter("healthy", "rank"))
+    left = tree.replace_from_reserve(lost, warm=True)
+    tree.close(tree.replace_from_reserve([leaf for leaf in left if not leaf.healthy], warm=False))
     survivors = [leaf for leaf in leaves if leaf.healthy]
     if world_size_filter is not None and survivors:
         tree.limit(_filtered(world_size_filter, tree.active_world_size))
@@ -255,7 +260,7 @@ def _admit(leaves: list[_Leaf], arrivals: dict[int, Arrival], depth: int) -> set
             leaf = _Leaf(arrival.slot, path, active_rank=None, reserve_order=0, rank=rank, came=True)
             leaves.append(leaf)
             newcomers.add(leaf)
-        leaf.rank, leaf.came = rank, True
+        leaf.rank, leaf.came, leaf.warm = rank, True, arrival.table is not None
     return newcomers
 
 
@@ -317,8 +322,12 @@ class _Tree:
                             f"(initial ranks {slots}), fewer than min_ranks={layer.min_ranks}"
                         )
 
-    def replace_from_reserve(self, lost: Iterable[_Leaf]) -> list[_Leaf]:
+    def replace_from_reserve(self, lost: Iterable[_Leaf], *, warm: bool) -> list[_Leaf]:
         """Puts reserve ranks into lost ranks' places, the youngest of the nearest branch first.
+
+        Args:
+            lost: those that are gone, and those whose new process is cold: that is reserve then.
+            warm: whether reserve ranks do so that were there before, or the new ones.
 
         Returns:
             The lost ranks that no one replaces.
@@ -329,7 +338,7 @@ class _Tree:
             if path not in reserves:
                 branch = self.branches[len(path)][path]
                 reserves[path] = sorted(
-                    (leaf for leaf in branch if leaf.healthy and leaf.active_rank is None),
+                    (one for one in branch if one.healthy and one.warm == warm and one.active_rank is None),
                     key=attrgetter("reserve_order"),
                 )
             reserve = reserves[path]
@@ -351,6 +360,8 @@ class _Tree:
                 unreplaced.append(leaf)
             else:
                 replacement.active_rank = leaf.active_rank
+                if leaf.healthy:
+                    self.to_reserve(leaf)
         return unreplaced
 
     def close(self, gaps: list[_Leaf]) -> None:

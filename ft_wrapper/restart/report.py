@@ -134,14 +134,15 @@ def make_report(
     """
     entered = Agreement(store).entering.entered_in(view.n).values()
     active = sorted((one.active_rank, one) for one in entered if one.active_rank is not None)
-    faults = [*faults, *evictions(store, decision.removed, faults)]
-    joined = tuple(sorted(member.slot for member in decision.joined))
+    lost = sorted(set(decision.removed).difference(decision.joined))
+    faults = [*faults, *evictions(store, lost, faults)]
+    joined = tuple(sorted(member.slot for member in set(decision.joined).difference(decision.removed)))
     is_fault = bool(faults) or not joined
     return RestartReport(
         iteration=state.iteration,
         cause=in_words(faults) if is_fault else _joiners(joined),
         interruption=by_blame(fault.record for fault in faults)[0].interruption if faults else None,
-        lost=tuple(sorted(member.slot for member in decision.removed)),
+        lost=tuple(member.slot for member in lost),
         joined=joined,
         took_over=tuple(TookOver(one.member.slot, rank) for rank, one in active if one.promoted),
         recompiling=tuple(rank for rank, one in active if one.recompiles),

@@ -13,6 +13,7 @@
 - I11: no world is smaller than allowed.
 - I12: no process is in the function of n while it is listed in n + 1.
 - I13 to I15: no process is left out or interrupted without a reason, or too early (`progress`).
+- I16: where an active rank is lost, no new process is active while a spare waits on, and ranks do not move.
 """
 
 import re
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.operations import read
+from ft_wrapper.protocol.entries import arrivals_in
+from ft_wrapper.protocol.operations import read, read_log
 from ft_wrapper.protocol.records import DONE, FAULT, RETURNS
 from ft_wrapper.state import State
-from ft_wrapper.store import Head, Member, View
+from ft_wrapper.store import Decision, Head, Member, View
 from ft_wrapper.testing.clock import Step
 
 from .history import LONGEST_LOOK, History, Violation, names
@@ -55,7 +57,7 @@ class Invariants:
     Args:
         simulation: the job.
         agreement: a client of its store.
-        slot_order: whether the rank assignment keeps the ranks in the order of the slots, and all of them.
+        slot_order: whether the rank assignment keeps the ranks in their order, and all of them.
 
     Attributes:
         heads: the head of each iteration so far.
@@ -73,6 +75,9 @@ class Invariants:
         self._known: dict[str, re.Match[str] | None] = {}
         self._immutable: dict[str, str] = {}
         self._ever: set[Member] = set()
+        self._orders: dict[int, tuple[Member, ...]] = {}  # of each iteration, by rank
+        self._warm: dict[int, set[Member]] = {}  # the spares that step in before new processes do
+        self._unfit: dict[tuple[int, str], Member] = {}
         self._operations: dict[tuple[str, int], tuple[int, float]] = {}
 
     # After every step --------------------------------------------------------------------------------------
@@ -194,9 +199,11 @@ class Invariants:
         if newcomers & self._ever:
             raise Violation(f"I5: {names(newcomers & self._ever)} had been left out, and are in {head}")
         # All get their ranks again where they had those of different worlds: then all are joined.
-        joined = set(decision.joined)
-        if not newcomers <= joined <= set(roster) or set(decision.removed) != before - set(roster):
+        joined, moved = set(decision.joined), set(decision.removed).intersection(decision.joined)
+        lost = set(decision.removed) - moved
+        if not newcomers <= joined <= set(roster) or lost != before - set(roster):
             raise Violation(f"I2: {decision} does not lead from {names(before)} to {names(roster)}")
+        self._check_order(head.n, decision, roster, by_slot=joined == set(roster), moved=moved)
         if head.n > 0:
             self.progress.check_following(head, decision, roster)
             self._check_keys(head.n - 1)
@@ -206,6 +213,40 @@ class Invariants:
         history.heads.append(head)
         history.decided_at[head.n] = self.history.now
         history.rosters[head.n] = roster
+
+    def _check_order(
+        self, n: int, decision: Decision, roster: tuple[Member, ...], *, by_slot: bool, moved: set[Member]
+    ) -> None:
+        """Ranks stay in the slots' order until a spare has taken a lost one's place."""
+        before = arrivals_in(n - 1, read_log(self._agreement.store, keys.arrived(n - 1)))
+        ranks = {member: decision.rank_of(member, before.get(member, (None, 0))[0]) for member in roster}
+        last = self._orders.get(n - 1, ())
+        self._orders[n] = order = tuple(sorted(roster, key=ranks.__getitem__))
+        was_by_slot = self._slot_order and (by_slot or last == tuple(sorted(last)))
+        if was_by_slot and not moved and order != roster:
+            raise Violation(f"I2: the ranks of {n} are those of {names(roster)} in the order {order}")
+        new, lost = set(roster).difference(last), set(last).difference(roster)
+        if by_slot or not (new and lost):
+            return
+        entered = self._agreement.entering.entered_in(n - 1)
+        spares = {member for member, entry in entered.items() if entry.active_rank is None}
+        if lost & entered.keys() - spares:
+            self._warm[n] = spares.intersection(roster)
+        if self._slot_order and self._warm.get(n) and len(lost - spares) <= len(self._warm[n]):
+            for member in roster:
+                rank = entered[member].active_rank if member in entered else None
+                if rank is not None and order[rank] != member:
+                    raise Violation(f"I16: {member} loses rank {rank} in {n} to {order[rank]}")
+
+    def _check_warm(self, n: int, member: Member, state: State) -> None:
+        """I16: who joins in this very decision is cold, who was there is warm."""
+        if member in self._warm[n] and state.active_rank is None:
+            self._unfit[n, "waits"] = member
+        if member not in self.history.rosters[n - 1] and state.active_rank is not None:
+            self._unfit[n, "new"] = member
+        if (n, "waits") in self._unfit and (n, "new") in self._unfit:
+            new, waits = self._unfit[n, "new"], self._unfit[n, "waits"]
+            raise Violation(f"I16: {new} is new and active in {n}, though the spare {waits} waits")
 
     def _check_immutable(self, key: str) -> None:
         value = read(self._agreement.store, key)
@@ -302,8 +343,11 @@ class Invariants:
         if history.sizes.setdefault(n, mine) != mine:
             raise Violation(f"I2: {process.name} enters {n} with {mine}, others with {history.sizes[n]}")
         self._take("rank", n, member, state.rank, state.world_size)
-        if self._slot_order and (state.rank, state.world_size) != (roster.index(member), len(roster)):
-            raise Violation(f"I2: {member} has rank {state.rank} of {state.world_size} in {names(roster)}")
+        order = self._orders[n]
+        if self._slot_order and (state.rank, state.world_size) != (order.index(member), len(order)):
+            raise Violation(f"I2: {member} has rank {state.rank} of {state.world_size} in {order}")
+        if n in self._warm:
+            self._check_warm(n, member, state)
         history.wanted = max(history.wanted, active)
         self.progress.check_promptness(process, n)
         self.simulation.entered(process)

@@ -123,7 +123,7 @@ class Progress:
     def check_following(self, head: Head, decision: Decision, roster: tuple[Member, ...]) -> None:
         """Any other decision comes in time, and those stay who live."""
         history, n, now = self.history, head.n - 1, self.history.now
-        for member in decision.removed:
+        for member in set(decision.removed).difference(roster):
             self._check_removal(n, member, now)
         if history.outcomes[n] == FAULT:
             self.check_pace(f"I4: {n} was followed", history.ended_at[n])

@@ -138,6 +138,13 @@ MUTANTS = [
         "an iteration may end when the rank assignment was through on some ranks only",
     ),
     _job(
+        "the-cold-step-in",
+        ITERATION,
+        "if kept and removed and newcomers else (set(), 0)",
+        "if not kept and removed and newcomers else (set(), 0)",
+        "a waiting spare takes a lost rank's place, not the process that has just begun",
+    ),
+    _job(
         "too-few-is-one-more",
         ITERATION,
         "left < max(1, view.min_world_size):",

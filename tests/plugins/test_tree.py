@@ -215,7 +215,59 @@ def test_a_replaced_process_on_another_node_does_not() -> None:
         job.enter()
     job.check()
     assert job.ranks() == {1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 0: 5}
-    assert job.active() == {0: 0, 1: 1, 2: 2, 3: 3}  # it is the youngest reserve, and its old place is free
+    assert job.active() == {
+        5: 0,
+        1: 1,
+        2: 2,
+        3: 3,
+    }  # it is the youngest reserve, but cold
+
+
+def reserve_of_two(world_size: int = 5) -> Job:
+    """All ranks but two are active, in a single branch."""
+    return tree_job(world_size, Layer(max_ranks=world_size - 2, flag=RESERVE))
+
+
+def test_a_warm_reserve_rank_steps_in_before_the_lost_ranks_new_process() -> None:
+    job = reserve_of_two()
+    job.enter()
+    job.replace_process(1)
+    job.enter()
+    job.check()
+    assert job.active() == {0: 0, 4: 1, 2: 2}
+    job.enter(lost={0})  # by now it is warm, and the youngest
+    job.check()
+    assert job.active() == {1: 0, 4: 1, 2: 2}
+
+
+def test_places_that_no_process_comes_back_to_are_filled_first_and_the_others_kept() -> None:
+    job = reserve_of_two()
+    job.enter()
+    job.replace_process(0)
+    job.replace_process(1)
+    job.replace_process(3)  # reserve, and it stays so
+    job.enter(lost={2})
+    job.check()
+    assert job.active() == {0: 0, 1: 1, 4: 2}
+
+
+def test_new_processes_step_in_where_there_are_too_few_warm_ones() -> None:
+    job = reserve_of_two()
+    job.enter()
+    job.replace_process(3)
+    job.enter(lost={1, 2})
+    job.check()
+    assert job.active() == {0: 0, 4: 1, 3: 2}
+
+
+def test_a_new_process_keeps_its_place_where_no_reserve_may_take_it() -> None:
+    job = tree_job(6, Layer(), Layer(max_ranks=2, key_or_fn=by(3), flag=RESERVE))
+    job.enter()
+    job.enter(lost={2})
+    job.replace_process(0)
+    job.enter()
+    job.check()
+    assert job.active() == {0: 0, 1: 1, 3: 2, 4: 3}  # 5 waits on another node
 
 
 def fails_on_all(job: Job, message: str) -> None:
@@ -275,6 +327,7 @@ class Scenario:
     layers: list[Layer]
     keep: Callable[[int], int] | None
     losses: list[set[int]]
+    new: list[set[int]]
 
 
 @st.composite
@@ -289,21 +342,31 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         key: Any = "root" if depth == 0 else (lambda state, branch=branch: f"b{branch[state.initial_rank]}")
         layers.append(Layer(min_ranks, max_ranks, key, flag))
     keep = draw(st.sampled_from([None, lambda n: n // 2 * 2, lambda n: max(0, n - 1)]))
-    losses = draw(st.lists(st.sets(st.integers(0, world_size - 1), max_size=4), max_size=4))
-    return Scenario(world_size, layers, keep, losses)
+    some = st.sets(st.integers(0, world_size - 1), max_size=4)
+    losses = draw(st.lists(some, max_size=4))
+    new = draw(st.lists(some, min_size=len(losses), max_size=len(losses)))
+    return Scenario(world_size, layers, keep, losses, new)
 
 
 def play(scenario: Scenario, choose: Callable[[list[int]], int]) -> list[dict[int, State]]:
     job = Job(scenario.world_size, lambda: Tree(scenario.layers, scenario.keep), choose)
     history = []
-    for loss in [set(), *scenario.losses]:
+    for loss, new in zip([set(), *scenario.losses], [set(), *scenario.new], strict=True):
         lost = loss & set(job.states)
-        if lost == set(job.states):
+        new = new & set(job.states) - lost if len(history) else set()
+        if lost | new == set(job.states):
             break
-        before = job.active()
+        before, there = job.active(), set(job.states)
+        for slot in new:
+            job.replace_process(slot)
         history.append(dict(job.enter(lost)))
         job.check()
-        check_promises(job, scenario, lost, before)
+        check_promises(job, scenario, lost | new, before)
+        anywhere = all(layer.has(RESERVE) for layer in scenario.layers)
+        if anywhere and scenario.keep is None and there - lost == set(job.states):
+            # A warm one that waits has taken the place of each new process.
+            waiting = set(job.states) - new - set(job.active())
+            assert not waiting or not (new & set(before) & set(job.active()))
     return history
 
 

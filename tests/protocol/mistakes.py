@@ -10,7 +10,7 @@ from unittest import mock
 
 from exhaustive.simulated import SearchedSimulation
 
-from ft_wrapper.protocol import Agreement, heart, joining, keys
+from ft_wrapper.protocol import Agreement, global_iteration, heart, joining, keys
 from ft_wrapper.protocol.evidence import Ends, HeartbeatObserver, Heartbeats
 from ft_wrapper.protocol.global_iteration import GlobalIteration, Proposed
 from ft_wrapper.protocol.joining import Entry, Joining
@@ -416,6 +416,13 @@ class LoggedFirstEnds(Ends):
             self.end_iteration(n, FAULT)
 
 
+# A lost rank's new process takes its place, while a spare waits on
+
+
+def _no_spares(store: Operations, n: int) -> tuple[set[Member], int]:
+    return set(), 0
+
+
 RESTARTS = raises(2, 1, 2, 3)
 CRASH = (Disturbance("crash", 1, 22),)
 
@@ -477,7 +484,7 @@ MISTAKES = [
         "it was in that one: it and all others wait for ever, with no fault at all",
         "I10",
         WaitsForTheNext,
-        at_each_step("respawn", range(15, 30), seconds=0.0, on_join="now", steps=10, seeds=20),
+        at_each_step("respawn", range(15, 30), seconds=0.0, active=3, on_join="now", steps=10, seeds=20),
     ),
     Mistake(
         '"in" by joiner number instead of `slot:incarnation`',
@@ -585,5 +592,13 @@ MISTAKES = [
         patches=lambda: mock.patch.object(
             keys, "heartbeat", lambda name: f"heartbeat/{name.partition(':')[0]}"
         ),
+    ),
+    Mistake(
+        "a lost rank's new process takes its place, though a spare waits",
+        "all wait at the first step for one that is cold, while the warm one waits on",
+        "I16",
+        SimulatedStore,
+        at_each_step("respawn", range(20, 30), slots=[1], seconds=0.0, steps=10),
+        patches=lambda: mock.patch.object(global_iteration, "spares_in", _no_spares),
     ),
 ]

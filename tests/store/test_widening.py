@@ -13,14 +13,20 @@ def members(*slots: int, incarnation: int = 0) -> list[Member]:
 
 
 def widened(
-    size: int, kept: dict[int, int], removed: dict[int, int | None], newcomers: list[int]
+    size: int,
+    kept: dict[int, int],
+    removed: dict[int, int | None],
+    newcomers: list[int],
+    spares: tuple[int, ...] = (),
+    active: int = 0,
 ) -> list[int]:
     """The slot in each place afterwards, -1 for a gap; kept and removed give ranks by slot."""
     stay, gone, new = members(*kept), members(*removed), members(*newcomers, incarnation=1)
     ranks = {Member(slot, 0): rank for slot, rank in {**kept, **removed}.items() if rank is not None}
-    world = widen(size, ranks, stay, gone, new)
+    world = widen(size, ranks, stay, gone, new, members(*spares), active)
+    removed_, joined = (*gone, *world.moved), (*new, *world.moved)
     decision = Decision(
-        0, 1, 0, tuple(gone), world.gaps, tuple(new), world.joined_ranks, world.inserted, world.size, 1
+        0, 1, 0, removed_, world.gaps, joined, world.joined_ranks, world.inserted, world.size, 1
     )
     places = [-1] * world.size
     for slot, rank in kept.items():
@@ -64,3 +70,43 @@ def test_places(
     expected: list[int],
 ) -> None:
     assert widened(size, kept, removed, newcomers) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "kept", "removed", "newcomers", "spares", "active", "expected"),
+    [
+        # The spare steps in, the new process is the next spare, the others keep their ranks.
+        (4, {0: 0, 2: 2, 3: 3}, {1: None}, [1], (3,), 3, [0, 3, 2, 1]),
+        (4, {1: 1, 2: 2, 3: 3}, {0: 0}, [0], (3,), 3, [3, 1, 2, 0]),
+        # Two lost, one spare: a newcomer keeps its own place, if the other's place has no newcomer.
+        (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [1], (4,), 4, [0, 1, 4, 3, -1]),
+        (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [1, 2], (4,), 4, [0, 4, 2, 3, 1]),
+        # Two lost, two spares: the lowest first.
+        (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [1, 2], (3, 4), 3, [0, 3, 4, 1, 2]),
+        (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [2], (3, 4), 3, [0, 3, 4, -1, 2]),
+        # A spare that was lost is one again.
+        (4, {0: 0, 1: 1, 3: 3}, {2: None}, [2], (3,), 2, [0, 1, 2, 3]),
+        (4, {0: 0, 3: 3}, {1: None, 2: None}, [1, 2], (3,), 2, [0, 3, 2, 1]),
+        (4, {0: 0, 3: 3}, {1: None, 2: None}, [2], (3,), 2, [0, 3, 2, -1]),
+        # All spares are lost, too: nothing changes.
+        (3, {0: 0}, {1: None, 2: None}, [1, 2], (), 2, [0, 1, 2]),
+        # One without a place of its own does not shift the others.
+        (4, {2: 1, 3: 2, 4: 3}, {1: 0}, [0], (4,), 3, [4, 2, 3, -1, 0]),
+        (4, {2: 1, 3: 2, 4: 3}, {1: 0}, [0, 1], (4,), 3, [4, 2, 3, 1, 0]),
+        (2, {2: 0, 3: 1}, {}, [0], (3,), 1, [0, 2, 3]),  # if no place is lost, it is put in by slot
+        # After that: ranks are no longer in the order of the slots.
+        (4, {0: 0, 2: 2, 1: 3}, {3: 1}, [3], (1,), 3, [0, 1, 2, 3]),
+        (4, {0: 0, 2: 2, 1: 3}, {3: None}, [3], (1,), 3, [0, 1, 2, 3]),
+        (5, {0: 0, 2: 2, 4: 4}, {3: None, 1: None}, [3], (4,), 3, [0, 4, 2, 3, -1]),
+    ],
+)
+def test_a_waiting_spare_steps_in_before_a_newcomer(
+    size: int,
+    kept: dict[int, int],
+    removed: dict[int, int | None],
+    newcomers: list[int],
+    spares: tuple[int, ...],
+    active: int,
+    expected: list[int],
+) -> None:
+    assert widened(size, kept, removed, newcomers, spares, active) == expected

@@ -48,18 +48,25 @@ def test_killed_ranks_come_back_after_the_others_have_gone_on(
     assert [job[slot].value for slot in range(4)] == [[2, 0, 3], [2, 1, 3], [2, 2, 3], None]
 
 
-@pytest.mark.parametrize("victims", [[1], [0], [0, 1]])
-def test_killed_ranks_come_back_before_the_others_go_on(run: Training, job: Job, victims: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("victims", "ranks"), [([1], [0, None, 2, 1]), ([0], [None, 1, 2, 0]), ([0, 1], [None, 1, 2, 0])]
+)
+def test_killed_ranks_come_back_before_the_others_go_on(
+    run: Training, job: Job, victims: list[int], ranks: list[int | None]
+) -> None:
+    """The spare is warm, and steps in; the first new process is the next spare."""
     run.start(4, active_world_size=3, held=2)
     job.expect("in", 0, 1, 2, n=0)
     run.abort(*victims)
     job.start_again(*victims)
     run.await_join(0, *victims)
     job.tell("go on", 2)
-    job.expect("in", 0, 1, 2, n=1, world=3)
+    job.expect("in", *(slot for slot, rank in enumerate(ranks) if rank is not None), n=1, world=3)
     run.finish()
     run.check(1, dict.fromkeys(victims, 1))
-    assert [job[slot].value for slot in range(4)] == [[1, 0, 3], [1, 1, 3], [1, 2, 3], None]
+    assert [job[slot].value for slot in range(4)] == [
+        None if rank is None else [1, rank, 3] for rank in ranks
+    ]
 
 
 # ---- the proposer dies

@@ -272,7 +272,7 @@ def trains_assigned(rank: Rank, folder: str, settings: dict[str, Any], assignmen
         ("FillGaps", False, [[0, 1, 2, 3], [0, None, 2, 1], [0, 1, 3, 2]]),
         ("FillGaps", True, [[0, 1, 2, 3], [0, 1, 2, 3]]),
         ("Tree", False, [[0, 1, 2, None], [0, None, 2, 1], [0, None, 2, 1]]),
-        ("Tree", True, [[0, 1, 2, None], [0, 1, 2, None]]),
+        ("Tree", True, [[0, 1, 2, None], [0, None, 2, 1]]),  # the warm one steps in
         ("divisible", False, [[0, 1, 2, 3], [0, None, 1, None], [0, 1, 2, 3]]),
     ],
 )
