@@ -38,7 +38,7 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
         BaseException: whatever else the user's part raises.
     """
     # Last what depends on the device: the user's part may have chosen it.
-    for part in (import_lazy_modules, users, _train):
+    for part in (import_lazy_modules, users, _train, _reduce_alone):
         if part is None or part in _done:
             continue
         if part is users:
@@ -87,6 +87,16 @@ def _train() -> None:
         optimizer.step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _reduce_alone() -> None:
+    """Lets NCCL reduce a number, with no other rank: it loads its kernels with a process's first group.
+
+    On an H100 that group costs 0.48 s, later ones 0.06.
+    """
+    if torch.cuda.is_initialized() and torch.distributed.is_nccl_available():  # type: ignore[no-untyped-call]
+        torch.cuda.nccl.all_reduce((torch.ones(1, device="cuda"),))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
 
 
 def _device() -> torch.device | None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,7 +273,7 @@ def looks_at_itself(rank: Rank) -> Any:
 @pytest.mark.tcp_only("it asks nothing of the store")
 def test_warming_torch_leaves_no_trace(job: Job) -> None:
     job.start(1, looks_at_itself)
-    assert job.wait() == [[[], 2]]
+    assert job.wait() == [[[], 3]]
     assert "failed" not in job[0].log
 
 
@@ -289,6 +290,49 @@ assert before == dict(os.environ), os.environ.keys() - before.keys()
 
 def test_the_imports_leave_the_environment_alone() -> None:
     subprocess.run([sys.executable, "-c", LEAVES_NO_VARIABLE], check=True, timeout=TIMEOUT)
+
+
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a CUDA that is none was asked for; in use, and with NCCL, unless a test says otherwise."""
+    said: list[str] = []
+    tensor = SimpleNamespace(device="cuda")
+    monkeypatch.setattr(_warm_up, "_done", [_warm_up.import_lazy_modules, _warm_up._train])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", lambda size, device: said.append(f"{size} on {device}") or tensor)
+    monkeypatch.setattr(torch.cuda.nccl, "all_reduce", lambda tensors: said.append(f"{tensors == (tensor,)}"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("synchronize"))
+    return said
+
+
+def test_nccl_reduces_once_on_its_own(reduced: list[str]) -> None:
+    for _ in range(2):
+        _warm_up.warm_up(None, lambda: False)
+    assert reduced == ["1 on cuda", "True", "synchronize"]
+
+
+@pytest.mark.parametrize(("module", "name"), [(torch.cuda, "is_initialized"), (dist, "is_nccl_available")])
+def test_nccl_is_left_alone_where_cuda_is_not_in_use_or_there_is_none(
+    reduced: list[str], monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    monkeypatch.setattr(module, name, lambda: False)
+    _warm_up.warm_up(None, lambda: False)
+    assert not reduced
+
+
+def test_nccls_failure_is_logged_once_and_the_spare_waits(
+    reduced: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(tensors: object) -> None:
+        raise RuntimeError("NCCL Error 2: unhandled system error")
+
+    monkeypatch.setattr(torch.cuda.nccl, "all_reduce", fails)
+    for _ in range(2):
+        _warm_up.warm_up(None, lambda: False)
+    assert reduced == ["1 on cuda"]
+    [record] = caplog.records
+    assert "warming torch failed: this spare waits all the same" in record.message
 
 
 def compiles_in_its_warm_up(rank: Rank) -> Any:
