@@ -401,6 +401,7 @@ class Call(Performer):
 
     def _note_whereabouts(self) -> None:
         """Of a rank that made no progress, says where it stood: waiting for the others, or not."""
+        warm_up.tell_of_cuda(self.own.client)  # first: the lost rank's next process may come soon
         self._reporter.ended()
         memory, settings = self.own.memory, self.settings
         stillness = time.monotonic() - memory.progress_stamp(settings.progress_watchdog_interval)
@@ -410,8 +411,7 @@ class Call(Performer):
         if place is not None:
             member, (words, stood) = self.own.member, place
             fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {words}")
-            fault = dataclasses.replace(fault, stood=stood)
-            Agreement(self.own.client).ends.log_fault(member.view.n, fault)
+            Agreement(self.own.client).ends.log_fault(member.view.n, dataclasses.replace(fault, stood=stood))
 
     def _abort(self) -> None:
         for line in list(self.own.lines):

@@ -130,7 +130,8 @@ class Reporter:
                 said = said or read(store, key)
                 return RestartReport.from_json(said) if said else None
             active = state.active_world_size or 0
-            missing = set(range(active)) - self._active_in(store, n)
+            entered = Agreement(store).entering.entered_in(n).values()
+            missing = set(range(active)) - {one.active_rank for one in entered}
             if not missing:  # the last one's count was wrong: then no rank has made it
                 return self._make(store, state, store.now())
             if remaining <= 0:
@@ -141,9 +142,6 @@ class Reporter:
                 )
                 return None
         return None
-
-    def _active_in(self, store: Operations, n: int) -> set[int | None]:
-        return {one.active_rank for one in Agreement(store).entering.entered_in(n).values()}
 
     # ---- the monitor thread
 

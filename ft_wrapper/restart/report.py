@@ -258,8 +258,7 @@ def _promotions(promoted: Sequence[TookOver]) -> str:
 
 
 def _joiners(joined: Sequence[int]) -> str:
-    names = _joined(map(str, joined), len(joined))
-    return f"{plural(len(joined), 'slot')} {names} joined"
+    return f"{plural(len(joined), 'slot')} {_joined(map(str, joined), len(joined))} joined"
 
 
 def _joined(parts: Iterable[str], count: int) -> str:

@@ -32,7 +32,7 @@ from ..settings import Limits, formation_size
 from ..state import State
 from ..store import StorePlan
 from ..store.address import own_address
-from ..torch_groups import being_aborted, variables_restored
+from ..torch_groups import being_aborted, variables_restored, warm_up
 from . import Settings
 from .report import waiting_line
 
@@ -133,6 +133,7 @@ class Resources:
             owned.callback(self.close_lines)
             owned.callback(close_aborted_sockets)
             owned.callback(wait_for_released_groups)
+            owned.callback(warm_up.await_early_context)
             self._hosts = plan.port is not None and slot == min(slots)
             self.monitor = self._find_monitor(limits, slot)
             limits = dataclasses.replace(limits, replaced=self.monitor.replaced)
@@ -246,6 +247,7 @@ class Resources:
         member = self.member
         if remembered.member is None or remembered.view is None or self.plan.port is not None:
             member.register()
+            warm_up.make_context_early(member.agreement.store, member.member.incarnation)
             return member.join()
         # The store outlived the last call: its last members go on to the next call's first iteration.
         member.check_terms()

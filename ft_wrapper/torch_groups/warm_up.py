@@ -1,5 +1,7 @@
 """What a process would do at its first training step, done before: by spares, while they wait.
 
+A process in place of a lost one makes its device's context before it is in: while the others abort.
+
 Torch leaves much to the first use. Most of it is one import, of its compiler, which the first optimizer or
 `DistributedDataParallel` object needs: a second, and several on a busy machine. A spare that takes a lost
 rank's place would be that late with its first step, and all the others with it.
@@ -8,12 +10,16 @@ rank's place would be that late with its first step, and all the others with it.
 import importlib
 import logging
 import os
+import threading
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from ..monitor.frames import forget_frames
+from ..protocol import keys
+from ..protocol.operations import Operations, read
+from ..store.bounded import in_background
 from .forget import forget_compiled_code_at_entry
 
 log = logging.getLogger(__name__)
@@ -21,6 +27,8 @@ log = logging.getLogger(__name__)
 # An import is not interrupted half-way: several short ones, the largest last, can be left between them.
 _LAZY_MODULES = ("sympy", "torch.distributed.fsdp", "torch._dynamo")
 
+_CONTEXT_WITHIN = 10.0  # seconds
+_early: list[threading.Thread] = []
 #: What has run, or failed, in this process.
 _done: list[Callable[[], object]] = []
 
@@ -57,6 +65,40 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
             forget_frames(error)
         else:
             _done.append(part)
+
+
+def tell_of_cuda(store: Operations) -> None:
+    """Tells processes that come in place of lost ones that CUDA is in use; without CUDA it asks nothing."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        store.set(keys.CUDA, str(torch.cuda.device_count()))
+
+
+def make_context_early(store: Operations, incarnation: int) -> None:
+    """Makes the context of the device that ``LOCAL_RANK`` names, in a thread, if the job uses CUDA.
+
+    For a process that comes in place of another one, before it asks to be let in: the others may still abort.
+    Not if it sees another number of devices than they do: then the function says which ones are visible.
+
+    Args:
+        store: where the others have said so.
+        incarnation: how many processes had the slot before.
+    """
+    is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    told = read(store, keys.CUDA) if incarnation and is_built else None
+
+    def make() -> None:
+        device = os.environ.get("LOCAL_RANK", "")
+        if str(torch.cuda.device_count()) == told and device.isdecimal() and int(device) < int(told):
+            torch.zeros((), device=f"cuda:{device}")
+
+    if told is not None:
+        _early.append(in_background("making the device's context early", make))
+
+
+def await_early_context() -> None:
+    """Waits for that thread, at the end of a call."""
+    while _early:
+        _early.pop().join(_CONTEXT_WITHIN)
 
 
 def import_lazy_modules() -> None:

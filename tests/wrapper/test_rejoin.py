@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_harness import Job, Rank
+import torch
+from rank_harness import TIMEOUT, Job, Rank
 from rejoin_job import Training, hold, training, trains
 
 from ft_wrapper.protocol import keys
 from ft_wrapper.store import EtcdStore, StoreMixin, TCPStore
+from ft_wrapper.torch_groups import warm_up
 
 
 @pytest.fixture
@@ -67,6 +70,50 @@ def test_killed_ranks_come_back_before_the_others_go_on(
     assert [job[slot].value for slot in range(4)] == [
         None if rank is None else [1, rank, 3] for rank in ranks
     ]
+
+
+def makes_its_context(rank: Rank, folder: str, settings: dict[str, Any]) -> Any:
+    """CUDA is a fake, and a context is there only once the call ends."""
+    ends = threading.Event()
+    zeros, await_context = torch.zeros, warm_up.await_early_context
+
+    def zeros_somewhere(*size: Any, device: Any = None, **how: Any) -> torch.Tensor:
+        if str(device).startswith("cuda"):
+            rank.say("context", device=device)
+            assert ends.wait(TIMEOUT)
+            rank.say("made")
+            device = None
+        return zeros(*size, device=device, **how)
+
+    def await_it() -> None:
+        ends.set()
+        await_context()
+
+    patches: Any = torch, torch.backends.cuda, torch.cuda, warm_up
+    patches[0].zeros = zeros_somewhere
+    patches[1].is_built = lambda: True
+    patches[2].device_count = lambda: 2
+    patches[3].await_early_context = await_it
+    patches[3].tell_of_cuda = lambda store: store.set(keys.CUDA, "2")
+    return trains(rank, folder, settings)
+
+
+def test_a_new_process_makes_its_context_while_the_others_leave_and_holds_up_no_one(
+    run: Training, job: Job
+) -> None:
+    run.env["LOCAL_RANK"] = "1"
+    run.start(3, makes_its_context, held=2)
+    job.expect("in", 0, 1, 2, n=0)
+    run.abort(1)
+    job.start_again(1)
+    job.expect("context", 1, device="cuda:1")
+    run.await_join(0, 1)
+    job.tell("go on", 2)
+    job.expect("in", 0, 1, 2, n=1, world=3)
+    assert not job[1].said("made")
+    run.finish()
+    run.check(1, {1: 1})
+    assert [len(job[slot].said("made")) for slot in range(3)] == [0, 1, 0]
 
 
 # ---- the proposer dies

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from rank_harness import SETTINGS, TIMEOUT, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.protocol.operations import read
 from ft_wrapper.restart import call
+from ft_wrapper.testing import FakeStore
 from ft_wrapper.torch_groups import warm_up as _warm_up
 
 TWO_ACTIVE = {"active_world_size": 2}
@@ -333,6 +335,77 @@ def test_nccls_failure_is_logged_once_and_the_spare_waits(
     assert reduced == ["1 on cuda"]
     [record] = caplog.records
     assert "warming torch failed: this spare waits all the same" in record.message
+
+
+# ---- a process in place of a lost one
+
+
+class Cuda:
+    """A CUDA that is none: eight devices, of which the process sees so many; this rank has number 3."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, sees: int = 8) -> None:
+        self.made: list[str] = []
+        self.operations: list[str] = []
+        self.store = FakeStore()
+        patch.setenv("LOCAL_RANK", "3")
+        patch.setattr(torch.backends.cuda, "is_built", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: sees)
+        patch.setattr(torch, "zeros", lambda size, device: self.made.append(device))
+        patch.setattr(_warm_up, "read", lambda *what: self.operations.append("read") or read(*what))
+
+    def make(self, incarnation: int = 1) -> list[str]:
+        """The devices whose contexts a new process makes early."""
+        _warm_up.make_context_early(self.store, incarnation)
+        _warm_up.await_early_context()
+        assert not _warm_up._early
+        return self.made
+
+
+def test_a_new_process_makes_its_context_early_if_the_others_use_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda(monkeypatch)
+    assert cuda.make() == []
+    _warm_up.tell_of_cuda(cuda.store)
+    assert cuda.make() == ["cuda:3"]
+
+
+def test_without_cuda_no_one_tells_of_it_or_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    _warm_up.tell_of_cuda(cuda.store)
+    assert cuda.store.num_keys() == 0
+    assert cuda.make(incarnation=0) == []  # one of the job's first processes
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert cuda.make() == []
+    assert cuda.operations == []
+
+
+@pytest.mark.parametrize(("sees", "local_rank"), [(7, "3"), (8, "8"), (8, "")])
+def test_a_process_whose_device_is_not_known_waits_for_the_function(
+    monkeypatch: pytest.MonkeyPatch, sees: int, local_rank: str
+) -> None:
+    cuda = Cuda(monkeypatch)
+    _warm_up.tell_of_cuda(cuda.store)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: sees)
+    assert cuda.make() == []
+
+
+def test_a_context_that_cannot_be_made_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = Cuda(monkeypatch)
+    _warm_up.tell_of_cuda(cuda.store)
+
+    def fails(size: object, device: str) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", fails)
+    cuda.make()
+    [record] = caplog.records
+    assert record.message == "making the device's context early failed: CUDA error: out of memory"
 
 
 def compiles_in_its_warm_up(rank: Rank) -> Any:
