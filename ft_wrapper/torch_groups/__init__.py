@@ -40,7 +40,7 @@ from .gloo import shut_down_gloo_sockets, unnamed_threads
 from .sockets import named_threads, shut_down_clients
 
 log = logging.getLogger(__name__)
-_C10D = "torch.distributed.distributed_c10d"
+c10d: Any = torch.distributed.distributed_c10d
 _WORKER_NAME = "pt_gloo_runloop"
 # Twice as long as a thread that wants the interpreter's lock sleeps between two attempts, and more.
 _IDLE_CHECK = 0.02
@@ -66,15 +66,12 @@ def abort_all() -> None:
     See `ft_wrapper.abort.AbortTorchDistributed` for what that frees, and what not. Does next to nothing where
     ``torch.distributed`` is not in use. Raises nothing: what fails is logged.
     """
-    c10d = sys.modules.get(_C10D)
-    if c10d is None:
-        return
     # The backends' own last: NCCL's abort has been known to hang, the other two only touch sockets.
     for what, step in (
-        ("gloo", functools.partial(shut_down_gloo_sockets, lambda: _size_being_made(c10d))),
+        ("gloo", functools.partial(shut_down_gloo_sockets, _size_being_made)),
         ("the iteration's store", _abort_store_clients),
         ("who makes a communicator", nccl.free_who_makes_one),
-        ("the backends", lambda: _abort_backends(c10d)),
+        ("the backends", _abort_backends),
     ):
         try:
             step()
@@ -84,9 +81,8 @@ def abort_all() -> None:
 
 def abort_may_hang() -> bool:
     """Whether `abort_all` would have a backend abort: of gloo's groups it shuts down the sockets, no more."""
-    c10d = sys.modules.get(_C10D)
     try:
-        return c10d is not None and bool(_groups_that_abort(c10d))
+        return bool(_groups_that_abort())
     except Exception:  # the function makes a group just now
         return True
 
@@ -96,7 +92,7 @@ def being_aborted() -> str:
     return ", ".join(_aborting) or "not in a process group"
 
 
-def _size_being_made(c10d: Any) -> int:
+def _size_being_made() -> int:
     """Size, at most, of the group that some thread is making; 0 when none does."""
     inside = (place for frame in current_frames().values() for place in places(frame))
     if not any(at.function == "_new_process_group_helper" and at.file == c10d.__file__ for at in inside):
@@ -111,16 +107,16 @@ def _abort_store_clients() -> None:
         shut_down_clients(host, int(port))
 
 
-def _groups_that_abort(c10d: Any) -> dict[Any, dict[torch.device, Any]]:
+def _groups_that_abort() -> dict[Any, dict[torch.device, Any]]:
     """All groups but gloo's, with their backends."""
     # By what a backend can do, not by its class: torch >= 2.15 has two for NCCL, and others have their own.
     backends = {group: _backends(group) for group in c10d._world.pg_names}
     return {group: its for group, its in backends.items() if not its or not all(map(_is_gloo, its.values()))}
 
 
-def _abort_backends(c10d: Any) -> None:
+def _abort_backends() -> None:
     """Aborts all groups at once: one abort may wait for another (pytorch issue 119797)."""
-    backends = _groups_that_abort(c10d)
+    backends = _groups_that_abort()
     if not backends:
         return
     threads = []
@@ -189,9 +185,6 @@ def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
             for: a peer may be gone. False lets operations in flight come to their end.
         kept: the default group, if it is to stay; then all others are destroyed.
     """
-    c10d = sys.modules.get(_C10D)
-    if c10d is None:
-        return
     world = c10d._world
     references = _references(world, kept)
     groups = [world.default_pg] if world.default_pg is not None else []  # all others go with it
@@ -201,14 +194,14 @@ def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
         )
     for group in groups:
         try:
-            _destroy(c10d, group, aborted)
+            _destroy(group, aborted)
         except Exception:
             log.warning("torch.distributed could not destroy %r", group, exc_info=True)
     world.group_count = 1  # names of new groups begin behind the kept one's
     try:
         if kept is None:
-            _forget_leftovers(c10d)
-        _unhook(c10d)
+            _forget_leftovers()
+        _unhook()
         _leave_meshes()
     except Exception:
         log.warning("torch.distributed could not be reset", exc_info=True)
@@ -227,7 +220,7 @@ def taking_over_destroy() -> Iterator[None]:
     Its code is replaced, not the name: scripts import that before the call.
     """
     global _torchs_destroy
-    destroy: Any = sys.modules[_C10D].destroy_process_group
+    destroy: Any = c10d.destroy_process_group
     ours = _in_the_place_of_destroy.__code__
     if not isinstance(destroy, types.FunctionType) or destroy.__closure__ or destroy.__code__ is ours:
         yield  # another program has put its own there; or this is a call within another one
@@ -253,11 +246,10 @@ def destroy_and_release(group: Any) -> None:
     Args:
         group: as there.
     """
-    c10d = sys.modules[_C10D]
     world = c10d._world
     references, count = _references(world, None), world.group_count
     try:
-        with _destroying(c10d):
+        with _destroying():
             _torchs_destroy(group)
     finally:
         world.group_count = max(count, world.group_count)
@@ -282,18 +274,18 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
     return True
 
 
-def _destroy(c10d: Any, group: Any, aborted: bool) -> None:
+def _destroy(group: Any, aborted: bool) -> None:
     """Destroys a group, or all with the default one; aborted ones are not waited for."""
     if not aborted:
-        with _destroying(c10d):
+        with _destroying():
             c10d.destroy_process_group(group)
     elif hasattr(group, "abort") or "nccl" in str(c10d._world.pg_backend_config.get(group)):
         c10d._abort_process_group(group)
     # Else it is torch 2.6, which would say at each restart that there is nothing to abort.
 
 
-def _destroying(c10d: Any) -> contextlib.AbstractContextManager[None]:
-    return nccl.service_threads_awake(aborted=False) if _groups_that_abort(c10d) else contextlib.nullcontext()
+def _destroying() -> contextlib.AbstractContextManager[None]:
+    return nccl.service_threads_awake(aborted=False) if _groups_that_abort() else contextlib.nullcontext()
 
 
 def _references(world: Any, kept: Any) -> list[Any]:
@@ -309,7 +301,7 @@ def _references(world: Any, kept: Any) -> list[Any]:
     return references
 
 
-def _forget_leftovers(c10d: Any) -> None:
+def _forget_leftovers() -> None:
     """Clears what an interrupted ``init_process_group``, or a failed destruction, leaves behind."""
     world = c10d._world
     leftovers = list(world.pg_map)
@@ -330,7 +322,7 @@ def _forget_leftovers(c10d: Any) -> None:
     world.group_count = 0
 
 
-def _unhook(c10d: Any) -> None:
+def _unhook() -> None:
     """Takes off the ``sys.excepthook`` that each ``init_process_group`` puts around the last one."""
     hook: Any = sys.excepthook
     torchs = (c10d.__name__, "_distributed_excepthook")

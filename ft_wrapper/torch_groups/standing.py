@@ -5,14 +5,14 @@ collectives. Flight Recorder would say the same and more; but it has to be switc
 made, and its dump is of all operations that it remembers.
 """
 
-import sys
-from types import CodeType, FrameType
+import traceback
+from types import FrameType
 from typing import Any
 
 from ..monitor.frames import Place, current_frames, places, stack_in_words
 from ..protocol.standing import Counted, Stood
 from ..store.bounded import in_background
-from . import _C10D, _backends
+from . import _backends, c10d
 
 _COUNTED_WITHIN = 0.05  # seconds; a backend may hold a lock while it hangs
 _MOST_GROUPS = 8
@@ -32,13 +32,10 @@ def standing(thread: int) -> tuple[str, Stood] | None:
         as data; None if there is no such thread.
     """
     frame = current_frames().get(thread)
-    c10d = sys.modules.get(_C10D)
     words = stack_in_words(list(places(frame)))
     if frame is None or words is None:
         return None
-    if c10d is None:
-        return words, Stood()
-    operation = _operation(frame, c10d.__file__ or "")
+    operation = _operation(frame)
     # As a list at once: the thread may go on and make groups.
     names = [(group, _name(group, name)) for group, name in list(c10d._world.pg_names.items())]
     if operation is None:
@@ -51,18 +48,14 @@ def standing(thread: int) -> tuple[str, Stood] | None:
     return stack_in_words([Place(inner.file, inner.line, str(stood)), *outer]) or words, stood
 
 
-def _operation(frame: FrameType, c10d: str) -> FrameType | None:
+def _operation(frame: FrameType) -> FrameType | None:
     """The outermost call of an operation of ``torch.distributed``: those on objects call others."""
-    found = None
-    each: FrameType | None = frame
-    while each is not None:
-        if each.f_code.co_filename == c10d and _is_operation(each.f_code):
-            found = each
-        each = each.f_back
-    return found
+    frames = [each for each, _ in traceback.walk_stack(frame) if each.f_code.co_filename == c10d.__file__]
+    return next(filter(_is_operation, reversed(frames)), None)
 
 
-def _is_operation(code: CodeType) -> bool:
+def _is_operation(frame: FrameType) -> bool:
+    code = frame.f_code
     if code.co_name.startswith("_") or code.co_name == "destroy_process_group":
         return False
     return "group" in code.co_varnames[: code.co_argcount]

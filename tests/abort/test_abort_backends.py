@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ class Group:
 
 def abort(*groups: Group) -> None:
     names = {group: group.name for group in groups}
-    torch_groups._abort_backends(SimpleNamespace(_world=SimpleNamespace(pg_names=names)))
+    with mock.patch.object(torch_groups, "c10d", SimpleNamespace(_world=SimpleNamespace(pg_names=names))):
+        torch_groups._abort_backends()
 
 
 @pytest.mark.parametrize("name", ["nccl", "nccl2", "xccl", "someone's own"])
