@@ -185,13 +185,11 @@ def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
             for: a peer may be gone. False lets operations in flight come to their end.
         kept: the default group, if it is to stay; then all others are destroyed.
     """
-    world = c10d._world
+    world, names = c10d._world, c10d._world.pg_names
     references = _references(world, kept)
     groups = [world.default_pg] if world.default_pg is not None else []  # all others go with it
     if kept is not None:
-        groups = sorted(
-            set(world.pg_names) - {kept}, key=lambda each: str(world.pg_names[each]), reverse=True
-        )
+        groups = sorted(set(names) - {kept}, key=lambda each: str(names[each]), reverse=True)
     for group in groups:
         try:
             _destroy(group, aborted)
@@ -337,12 +335,8 @@ def _leave_meshes() -> None:
     """Forgets meshes of dead groups: an active one, and torch < 2.8's tables of sub-meshes."""
     device_mesh: Any = sys.modules.get("torch.distributed.device_mesh")
     resources = getattr(device_mesh, "_mesh_resources", None)
-    for name in (
-        "mesh_stack",
-        "child_to_root_mapping",
-        "root_to_flatten_mapping",
-        "flatten_name_to_root_dims",
-    ):
+    older = "child_to_root_mapping root_to_flatten_mapping flatten_name_to_root_dims"
+    for name in ("mesh_stack", *older.split()):
         getattr(resources, name, []).clear()
 
 

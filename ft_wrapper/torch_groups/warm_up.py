@@ -7,6 +7,7 @@ Torch leaves much to the first use. Most of it is one import, of its compiler, w
 rank's place would be that late with its first step, and all the others with it.
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 # An import is not interrupted half-way: several short ones, the largest last, can be left between them.
 _LAZY_MODULES = ("sympy", "torch.distributed.fsdp", "torch._dynamo")
 
-_CONTEXT_WITHIN = 10.0  # seconds
 _early: list[threading.Thread] = []
 #: What has run, or failed, in this process.
 _done: list[Callable[[], object]] = []
@@ -57,11 +57,8 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
             if is_interrupted():
                 raise
             _done.append(part)  # before it is said, or an interruption between the two has it said again
-            log.warning(
-                "%s failed: this spare waits all the same, and may be late with its first step",
-                "warm_up" if part is users else "warming torch",
-                exc_info=error,
-            )
+            words = "%s failed: this spare waits all the same, and may be late with its first step"
+            log.warning(words, "warm_up" if part is users else "warming torch", exc_info=error)
             forget_frames(error)
         else:
             _done.append(part)
@@ -98,7 +95,7 @@ def make_context_early(store: Operations, incarnation: int) -> None:
 def await_early_context() -> None:
     """Waits for that thread, at the end of a call."""
     while _early:
-        _early.pop().join(_CONTEXT_WITHIN)
+        _early.pop().join(10.0)
 
 
 def import_lazy_modules() -> None:
@@ -149,13 +146,8 @@ def _device() -> torch.device | None:
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())
-    return None if _is_built_for_gpus() else torch.device("cpu")
-
-
-def _is_built_for_gpus() -> bool:
-    if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        return True
-    try:
-        return torch.accelerator.current_accelerator() is not None
-    except RuntimeError:  # torch 2.6 says so that there is none
-        return False
+    with contextlib.suppress(RuntimeError):  # torch 2.6 says so that there is no accelerator
+        is_built_for_gpus = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+        if is_built_for_gpus or torch.accelerator.current_accelerator() is not None:
+            return None
+    return torch.device("cpu")
