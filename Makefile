@@ -151,6 +151,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/live_transfer.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/store_operations.py
+	$(BIN)/python benchmarks/nccl_abort.py
 	$(BIN)/python benchmarks/scale.py
 
 clean:
