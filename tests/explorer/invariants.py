@@ -226,7 +226,8 @@ class Invariants:
         if was_by_slot and not moved and order != roster:
             raise Violation(f"I2: the ranks of {n} are those of {names(roster)} in the order {order}")
         new, lost = set(roster).difference(last), set(last).difference(roster)
-        if by_slot or not (new and lost):
+        is_anew = n == decision.first and not self._slot_order  # a Tree here, which is made for each call
+        if by_slot or is_anew or not (new and lost):
             return
         entered = self._agreement.entering.entered_in(n - 1)
         spares = {member for member, entry in entered.items() if entry.active_rank is None}
