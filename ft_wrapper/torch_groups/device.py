@@ -69,11 +69,11 @@ def own_device() -> torch.device:
     """The device that this rank holds, or the GPU that ``LOCAL_RANK`` names, if it is seen, or the CPU."""
     if _index is not None:
         return torch.device("cuda", _index)
-    local_rank = os.environ.get("LOCAL_RANK", "")
-    # A launcher that shows each rank its own GPU only makes all of them number 0.
-    is_seen = local_rank.isdecimal() and int(local_rank) < torch.cuda.device_count()
-    if not is_seen and not torch.cuda.is_available():
+    local_rank, count = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
+    if count == 0:
         return torch.device("cpu")
+    # A launcher that shows each rank its own GPU only makes all of them number 0.
+    is_seen = local_rank.isdecimal() and int(local_rank) < count
     return torch.device("cuda", int(local_rank) if is_seen else torch.cuda.current_device())
 
 

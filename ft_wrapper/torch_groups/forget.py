@@ -124,10 +124,8 @@ def _succeeds(what: str, step: Callable[..., object], *arguments: Any) -> bool:
             return True
         if what not in _warned:
             _warned.add(what)
-            words = (
-                "torch %s does not let go of what it keeps of old ranks: %s. Results may be wrong once ranks "
-            )
-            words += "have moved; see docs/usage.md, 'What torch keeps'"
+            words = "torch %s does not let go of what it keeps of old ranks: %s. "
+            words += "Results may be wrong once ranks have moved; see docs/usage.md, 'What torch keeps'"
             log.warning(words, torch.__version__, what)
         return False
     return True
