@@ -41,7 +41,6 @@ from torch.distributed import DistStoreError
 from ft_wrapper import events
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.store.plan import ANNOUNCED, connect_etcd
-from ft_wrapper.testing import EtcdServer
 
 WORKER = Path(__file__).resolve().parent / "restart_worker.py"
 FORMATION_TIMEOUT = 90.0  # seconds for all ranks to be in the function for the first time
@@ -398,6 +397,8 @@ def main() -> None:
     try:
         with contextlib.ExitStack() as exits:
             if arguments.etcd:
+                from ft_wrapper.testing import EtcdServer  # it needs urllib3
+
                 server = exits.enter_context(EtcdServer(members=3, quick_election=False))
                 ours = Implementation(OURS_ON_ETCD, sys.executable, "ft_wrapper", etcd=server.endpoints)
                 implementations.insert(1, ours)
