@@ -58,6 +58,7 @@ SETTINGS: dict[str, Any] = {
 
 # Variables that inductor sets for its own use.
 _INDUCTORS_OWN = ("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
+_WRITTEN_WITHIN = 2.0  # seconds
 _REAPED_WITHIN = 5.0  # seconds; a thread that was joined is in /proc for a moment longer
 _NATIVE = ("pt_gloo_runloop", "gloo_tcp_loop", "pt_tcpstore", "pt_nccl")
 
@@ -681,6 +682,10 @@ class Job:
         while not condition():
             ready = self._selector.select(max(0.0, deadline - time.monotonic()))
             if not ready:
+                for process in self.ranks.values():
+                    if process.code is None:
+                        os.kill(process.pid, signal.SIGTERM)  # it writes down where it is
+                self._selector.select(_WRITTEN_WITHIN)
                 raise AssertionError(f"{what} did not come within {TIMEOUT:g} s")
             # The ranks first: what one said before it ended counts.
             for key, _ in sorted(ready, key=lambda item: item[0].data is None):
