@@ -47,7 +47,9 @@ def test_an_exception_on_any_rank_restarts_all(job: Job) -> None:
     job.start(3, fails_in_turn, 4)
     assert job.wait() == [[4, slot, 3] for slot in range(3)]
     for slot in range(3):
-        assert [message["n"] for message in job[slot].said("in")] == [0, 1, 2, 3, 4]
+        entered = [message["n"] for message in job[slot].said("in")]
+        own = {n for n in range(4) if n % 3 == slot}  # one that is slow may be interrupted before it is in
+        assert entered == sorted({*entered, *own, 4})
 
 
 class OwnBaseException(BaseException):
