@@ -80,7 +80,7 @@ class CallWrapper:
         """This rank's GPU: the one that ``LOCAL_RANK`` names, if the process sees it; ``cpu`` without CUDA.
 
         On a node with more ranks than GPUs, some of them spares, a spare that steps in gets a GPU that no
-        active rank of the node has. So read it in the function, in each iteration anew.
+        active rank of the node has. Read it in the function, in each iteration.
         """
         return own_device()
 

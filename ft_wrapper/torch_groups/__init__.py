@@ -70,7 +70,7 @@ def abort_all() -> None:
     for what, step in (
         ("gloo", functools.partial(shut_down_gloo_sockets, _size_being_made)),
         ("the iteration's store", _abort_store_clients),
-        ("who makes a communicator", nccl.free_who_makes_one),
+        ("NCCL's initialization", nccl.free_pending_init),
         ("the backends", _abort_backends),
     ):
         try:
@@ -129,7 +129,7 @@ def _abort_backends() -> None:
         for thread in threads:
             thread.join(_SOON)
             if thread.is_alive():  # behind a destroy: since NCCL 2.31 that waits for peers (pytorch 194679)
-                nccl.free_who_makes_one()
+                in_background("freeing NCCL's destroy", nccl.free_pending_init).join()  # raises nothing
             thread.join()
 
 

@@ -1,4 +1,4 @@
-"""NCCL's communicators, seen from outside of NCCL: who waits in them is woken, or freed.
+"""NCCL's communicators from outside: their service threads are woken, blocked initializations freed.
 
 A communicator has two service threads that wait in ``poll``, half a second each time, and its end waits for
 theirs. An abort sets a flag, which they read when they wake, and does not wake them; a destroy wakes one of
@@ -11,14 +11,13 @@ descriptor that it polls is the one. A communicator that goes on is never connec
 for another connection, and serve nobody (NCCL issue 1808). A datagram does it no harm, unless it is empty:
 then ``ncclIpcSocketRecvMsg`` looks for an error that there is none of, and may try again for ever.
 
-Who makes a communicator waits for a peer in ``accept``, and no abort of torch's reaches it. But ``accept`` on
-a socket that was shut down fails, and NCCL with it.
+An initialization waits for its peers in ``accept``, and torch's abort does not reach it. But ``accept`` on a
+socket that was shut down fails, and NCCL with it.
 """
 
 import contextlib
 import gc
 import ipaddress
-import logging
 import os
 import platform
 import socket
@@ -33,7 +32,6 @@ from ..monitor.frames import current_frames, places
 from ..store.bounded import in_background
 from .sockets import bound_to, duplicate, shut_down, system_call, watched_by
 
-log = logging.getLogger(__name__)
 _SERVICE_PERIOD = 500  # milliseconds
 _DATAGRAMS = b"tmp/nccl-socket-"  # begins that socket's name, behind a byte
 # poll, and ppoll, whose timeout is a pointer to seconds and nanoseconds
@@ -71,17 +69,20 @@ def service_threads_awake(*, aborted: bool) -> Iterator[None]:
         thread.join()  # or it might meet the next iteration's communicators
 
 
-def free_who_makes_one() -> None:
-    """Frees who waits for a peer in making a communicator, or in its destroy, from the second time on.
+def free_pending_init() -> None:
+    """Frees a thread that waits for a peer in NCCL's initialization or destroy, from the second abort on.
 
-    Call it at each abort of the iteration: after the first one who waits anywhere else is free. Where a
-    thread is in torch.distributed, or in a backward pass, it shuts down the sockets that listen at an address
-    since the entry and are for nobody else: no thread polls them, no epoll has them, and they are not
-    Python's.
+    Call it at each abort of the iteration: the first one frees waits of any other kind. If a thread is in
+    torch.distributed, or in a backward pass, it shuts down the sockets that have begun to listen at one
+    address since the entry, unless they are Python's, a thread polls them, or an epoll has them.
     """
     global _aborts
     _aborts += 1
-    if _at_entry is None or _aborts == 1:
+    if _at_entry is None or _aborts == 1 or _PPOLL is None:
+        return
+    try:
+        system_call(threading.get_native_id())
+    except OSError:  # the kernel does not tell who polls: whose sockets these are is not known
         return
     files = (place.file for frame in current_frames().values() for place in places(frame))
     if not any(file.startswith(_FOLDERS) for file in files):
@@ -94,7 +95,6 @@ def free_who_makes_one() -> None:
                 continue
             name = bound_to(fd)
             if isinstance(name, tuple) and not ipaddress.ip_address(name[0]).is_unspecified:
-                log.debug("shutting down the socket that listens at %s port %d: NCCL's", *name)
                 shut_down(fd, socket.SHUT_RD)
 
 
@@ -132,7 +132,7 @@ def _wake(address: tuple[str, int] | bytes) -> None:
 def _polls() -> Iterator[tuple[list[int], int]]:
     """The descriptors that each thread polls at this moment, and for how many milliseconds; 0: for ever.
 
-    None where the kernel does not tell.
+    Yields nothing where the kernel does not tell.
     """
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for tid in os.listdir("/proc/self/task"):

@@ -175,6 +175,30 @@ def open_by_python(host: str, ending: contextlib.ExitStack) -> socket.socket:
     return server
 
 
+@pytest.mark.parametrize("lacks", ["syscall", "machine"])
+def test_nothing_is_shut_down_where_the_kernel_does_not_tell(
+    nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    """Whose server it is cannot be known there."""
+
+    def refuse(tid: int) -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such file", f"/proc/self/task/{tid}/syscall")
+
+    making = Making(nccl)
+    with contextlib.ExitStack() as ending, monkeypatch.context() as patch:
+        server = open_by_c(nccl, ending)
+        polling = select.poll()
+        polling.register(server, select.POLLIN)
+        in_thread(polling.poll)
+        name, value = ("system_call", refuse) if lacks == "syscall" else ("_PPOLL", None)
+        patch.setattr(from_outside, name, value)
+        for _ in range(2):
+            torch_groups.abort_all()
+        assert accepts(server) and making.thread.is_alive()
+    torch_groups.abort_all()
+    assert joined(making.thread)
+
+
 def test_an_abort_behind_a_destroy_frees_that(nccl: ctypes.CDLL) -> None:
     with torch_groups.taking_over_destroy():
         making = Making(nccl, dist.destroy_process_group)
