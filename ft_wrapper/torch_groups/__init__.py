@@ -165,7 +165,7 @@ def _backends(group: Any) -> dict[torch.device, Any]:
 
 def _is_gloo(backend: Any) -> bool:
     """Whether it is gloo's, whose ``abort`` does nothing: its sockets are shut down instead."""
-    return bool(backend.name() == "gloo")
+    return bool(getattr(backend, "name", str)() == "gloo")
 
 
 # Releasing them -----------------------------------------------------------------------------------------
@@ -351,15 +351,19 @@ def _drop_in_background(references: list[Any]) -> None:
 def _drop_all() -> None:
     is_done = False
     while not is_done:
-        count = len(_to_drop)
+        batch = _to_drop[:]
         try:
-            _wait_until_idle(named_threads(_WORKER_NAME) or unnamed_threads())
-            for references in _to_drop[:count]:
+            # The others' go at once: they may hold memory of the device, and none of their threads wants
+            # the interpreter's lock.
+            gloos = [each for references in batch for each in references if _is_gloo(each)]
+            for references in batch:
                 references.clear()
+            _wait_until_idle(gloos and (named_threads(_WORKER_NAME) or unnamed_threads()))
+            gloos.clear()
         except Exception:
             log.warning("process groups could not be dropped", exc_info=True)
         with _dropping:
-            del _to_drop[:count]
+            del _to_drop[: len(batch)]
             is_done = not _to_drop
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from typing import Any
 
 import abort_ranks
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from abort_ranks import MAKING, TIMEOUT, Rank, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
+from ft_wrapper import torch_groups
 from ft_wrapper.abort import (
     AbortTorchDistributed,
     close_aborted_sockets,
@@ -137,6 +139,29 @@ def normal_return(rank: Rank) -> Any:
 
 def test_groups_are_released_after_a_normal_return() -> None:
     assert run_ranks(normal_return, world_size=2) == [(True, [2] * 20)] * 2
+
+
+class Backend:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def name(self) -> str:
+        return self.kind
+
+
+def test_only_gloos_backends_wait_for_threads_that_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H100 with torch 2.11, where NCCL's threads count: gradients' buckets stayed for up to 5 s."""
+    kinds = ["nccl", "gloo", "ucc"]
+    references: list[Any] = [("a group", "its store"), *map(Backend, kinds)]
+    alive = [weakref.ref(each) for each in references[1:]]
+    seen = []
+    monkeypatch.setattr(
+        torch_groups, "_wait_until_idle", lambda _: seen.append([each() is None for each in alive])
+    )
+    torch_groups._drop_in_background(references)
+    assert wait_for_released_groups(TIMEOUT)
+    assert seen == [[True, False, True]]
+    assert not any(each() for each in alive)
 
 
 def other_sockets(rank: Rank) -> Any:
