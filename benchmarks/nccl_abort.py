@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import sys
 import tempfile
 import threading
@@ -47,19 +48,18 @@ def make(names: list[str]) -> list[Any]:
     return [dist.group.WORLD, *(dist.new_group([0], backend=name) for name in others)]
 
 
+_phase = itertools.count()
+
+
 def measure(names: list[str], abort: Callable[[list[Any]], None]) -> float:
     """Seconds that an abort of new groups takes, wherever in their half second the service threads are."""
     groups = make(names)
-    measure.count += 1  # type: ignore[attr-defined]
-    time.sleep(0.05 + 0.013 * (measure.count % 40))  # type: ignore[attr-defined]
+    time.sleep(0.05 + 0.013 * (next(_phase) % 40))
     began = time.perf_counter()
     abort(groups)
     took = time.perf_counter() - began
     torch_groups.release_process_groups(aborted=True)
     return took
-
-
-measure.count = 0  # type: ignore[attr-defined]
 
 
 def one_after_the_other(groups: list[Any]) -> None:

@@ -95,7 +95,7 @@ class Call(Performer):
         """Gives back everything: threads, processes, sockets, handlers, variables."""
         try:
             with contextlib.ExitStack() as ending:  # all of it, from below, whatever raises
-                if error is not None:  # the others go on without it
+                if error is not None:  # the job goes on without this rank
                     ending.callback(device.let_go)
                 ending.callback(self.made.close)
                 ending.callback(self.own.close, error)

@@ -2,8 +2,8 @@
 
 ``ftrun`` makes a file without a name, and tells its ranks where it is. Byte n stands for device n: an active
 rank holds a POSIX record lock on its device's. Such a lock belongs to the process, no child inherits it, and
-the kernel drops it when the process ends. So nobody has to say that a dead rank's device is free. Closing any
-descriptor of that file drops all locks that the process has on it: only this module opens it, once.
+the kernel drops it when the process ends, which frees a dead rank's device. Closing any descriptor of that
+file drops all locks that the process has on it: only this module opens it, once.
 """
 
 import contextlib

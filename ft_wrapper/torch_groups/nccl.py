@@ -7,9 +7,9 @@ On an H100 that was 500 of the 531 ms of a restart, for each communicator. So th
 listens by a connection, closed at once, the other one by a datagram.
 
 Which sockets these are, the kernel knows: such a thread is in ``poll`` with a timeout of 500 ms, and the last
-descriptor that it polls is the one. A communicator that goes on is never connected to: its thread would wait
-for another connection, and serve nobody (NCCL issue 1808). A datagram does it no harm, unless it is empty:
-then ``ncclIpcSocketRecvMsg`` looks for an error that there is none of, and may try again for ever.
+descriptor that it polls is the one. A communicator that goes on is never connected to: its thread would
+block in ``accept`` and serve no one (NCCL issue 1808). A datagram is harmless unless it is empty: then
+``ncclIpcSocketRecvMsg`` reads a stale errno, and may retry for ever.
 
 An initialization waits for its peers in ``accept``, and torch's abort does not reach it. But ``accept`` on a
 socket that was shut down fails, and NCCL with it.

@@ -113,7 +113,7 @@ def duplicate(fd: int, inode: int | None = None, *, listening: bool = False) -> 
 
 
 def shut_down(fd: int, how: int) -> None:
-    """Ends a connection, and anyone who waits on it wakes; one that is not connected any more is left alone.
+    """Ends a connection and wakes whoever waits on it; does nothing if it is no longer connected.
 
     Args:
         fd: file descriptor of a connected or connecting socket. It stays open.

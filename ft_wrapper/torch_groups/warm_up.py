@@ -1,6 +1,6 @@
 """What a process would do at its first training step, done before: by spares, while they wait.
 
-A process in place of a lost one makes its device's context before it is in: while the others abort.
+The replacement of a lost process creates its device's context before it joins, while the survivors abort.
 
 Torch leaves much to the first use. Most of it is one import, of its compiler, which the first optimizer or
 `DistributedDataParallel` object needs: a second, and several on a busy machine. A spare that takes a lost
@@ -65,19 +65,19 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
 
 
 def tell_of_cuda(store: Operations) -> None:
-    """Tells processes that come in place of lost ones that CUDA is in use; without CUDA it asks nothing."""
+    """Tells the replacements of lost processes that CUDA is in use. Without CUDA it does nothing."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         store.set(keys.CUDA, str(torch.cuda.device_count()))
 
 
 def make_context_early(store: Operations, incarnation: int) -> None:
-    """Makes the context of the device that ``LOCAL_RANK`` names, in a thread, if the job uses CUDA.
+    """Creates the context of the device that ``LOCAL_RANK`` names, in a thread, if the job uses CUDA.
 
-    For a process that comes in place of another one, before it asks to be let in: the others may still abort.
-    Not if it sees another number of devices than they do: then the function says which ones are visible.
+    A replacement does this before it joins: the survivors may still be aborting. It does not if it sees a
+    different number of devices than they do: then the function chooses which ones are visible.
 
     Args:
-        store: where the others have said so.
+        store: where `tell_of_cuda` has written.
         incarnation: how many processes had the slot before.
     """
     is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
