@@ -37,7 +37,7 @@ from ..store.bounded import in_background
 from ..store.mixin import HoldingStore, PrefixStore
 from . import made, nccl
 from .gloo import shut_down_gloo_sockets, unnamed_threads
-from .sockets import named_threads, shut_down_clients
+from .sockets import POLLS, named_threads, shut_down_clients, system_call
 
 log = logging.getLogger(__name__)
 c10d: Any = torch.distributed.distributed_c10d
@@ -124,7 +124,6 @@ def _abort_backends() -> None:
         for group, its in backends.items():
             kinds = ", ".join(one.name() for one in its.values())
             name = f"group {c10d._world.pg_names[group]} of {kinds}"
-            _aborting.append(name)
             threads.append(in_background(f"aborting {name}", functools.partial(_abort_backend, group, name)))
         for thread in threads:
             thread.join(_SOON)
@@ -134,6 +133,7 @@ def _abort_backends() -> None:
 
 
 def _abort_backend(group: Any, name: str) -> None:
+    _aborting.append(name)
     try:
         _abort_group(group)
     except Exception:
@@ -155,11 +155,9 @@ def _backends(group: Any) -> dict[torch.device, Any]:
         return {torch.device("cpu"): group}
     found = {}
     for device in group._device_types:
-        try:
+        with contextlib.suppress(RuntimeError):
             backend = group._get_backend(device)
-        except RuntimeError:
-            continue
-        found[device] = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+            found[device] = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     return found
 
 
@@ -304,16 +302,12 @@ def _forget_leftovers() -> None:
     world = c10d._world
     leftovers = list(world.pg_map)
     for group in leftovers:
-        try:
-            _abort_group(group)
-        except Exception:
-            log.warning("could not abort %r", group, exc_info=True)
+        _abort_backend(group, repr(group))
     if leftovers or world.default_pg is not None:
         c10d._update_default_pg(None)
-        tables = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
-        tables += [world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state]
-        for table in tables:
-            table.clear()
+        tables = "pg_map pg_names pg_group_ranks pg_backend_config pg_to_tag tags_to_pg pg_coalesce_state"
+        for name in tables.split():
+            getattr(world, name).clear()
         c10d._unregister_all_process_groups()
     # Names are made from this counter. Left raised, it makes them differ between ranks, and the next
     # init_process_group waits for ever.
@@ -385,11 +379,17 @@ def _wait_until_idle(tids: list[int]) -> None:
 
 
 def _activity(tid: int) -> list[str]:
-    """State and context switches of a thread; nothing once it has ended."""
-    gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)
-    with gone, open(f"/proc/self/task/{tid}/status", encoding="utf-8", errors="replace") as status:
-        return [line for line in status if line.startswith(("State:", "voluntary_ctxt", "nonvoluntary"))]
-    return []
+    """State and context switches of a thread; nothing once it has ended, or while it waits for descriptors.
+
+    No thread of a group does that. Others do, where threads have no names: gloo's loops wake every 10 ms.
+    """
+    found = []
+    with contextlib.suppress(OSError):  # it has ended; or this kernel does not tell what it waits in
+        with open(f"/proc/self/task/{tid}/status", encoding="utf-8", errors="replace") as status:
+            found = [line for line in status if line.startswith(("State:", "voluntary_", "nonvoluntary_"))]
+        if (system_call(tid) or (None,))[0] in POLLS:
+            return []
+    return found
 
 
 # The iteration's store ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import functools
 import ipaddress
 import logging
 import os
+import platform
 import re
 import socket
 import stat
@@ -19,6 +20,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
+#: System calls that wait for descriptors: poll, ppoll, epoll_wait, epoll_pwait, epoll_pwait2.
+POLLS = {"x86_64": (7, 271, 232, 281, 441), "aarch64": (73, 22, 441)}.get(platform.machine(), ())
 _ENOUGH = 256  # bytes; a thread's name takes up to 16, its call nine numbers
 _libc = ctypes.CDLL(None, use_errno=True)
 _Sockaddr = ctypes.c_char * 128  # sizeof(struct sockaddr_storage); a type is costly to make

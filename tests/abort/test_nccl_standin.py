@@ -31,6 +31,9 @@ from ft_wrapper.torch_groups.sockets import bound_to, shut_down
 
 TIMEOUT = 60.0
 pytestmark = pytest.mark.skipif(nccl_standin.COMPILER is None, reason="there is no C compiler: cc")
+needs_shutdown = pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "shutdown"), reason="this torch shuts down no group of another backend"
+)
 
 
 ONE = torch.ones(1)
@@ -105,6 +108,7 @@ def test_a_communicator_that_goes_on_is_left_alone(nccl: ctypes.CDLL) -> None:
     assert joined(in_thread(others.destroy))
 
 
+@needs_shutdown
 def test_a_destroy_wakes_who_gets_datagrams_and_nobody_else(nccl: ctypes.CDLL) -> None:
     (destroyed,) = make([nccl_standin.register(nccl, device_ms=40)])
     with torch_groups.taking_over_destroy():
@@ -199,6 +203,7 @@ def test_nothing_is_shut_down_where_the_kernel_does_not_tell(
     assert joined(making.thread)
 
 
+@needs_shutdown
 def test_an_abort_behind_a_destroy_frees_that(nccl: ctypes.CDLL) -> None:
     with torch_groups.taking_over_destroy():
         making = Making(nccl, dist.destroy_process_group)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import select
 import socket
 import sys
 import threading
@@ -25,6 +27,7 @@ from ft_wrapper.abort import (
     wait_for_released_groups,
 )
 from ft_wrapper.state import FrozenState
+from ft_wrapper.store.bounded import in_background
 
 CYCLES = 21
 
@@ -162,6 +165,25 @@ def test_only_gloos_backends_wait_for_threads_that_are_busy(monkeypatch: pytest.
     assert wait_for_released_groups(TIMEOUT)
     assert seen == [[True, False, True]]
     assert not any(each() for each in alive)
+
+
+def test_a_thread_that_wakes_to_wait_for_descriptors_again_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gloo's loops do, which have no names on torch < 2.13: each release waited 5 s for them."""
+    monkeypatch.setattr(torch_groups, "_IDLE_LIMIT", 10 * TIMEOUT)
+    ends = threading.Event()
+    with select.epoll() as epoll:
+
+        def loop() -> None:
+            while not ends.is_set():
+                epoll.poll(0.005)
+
+        looper = in_background("a loop of gloo's", loop)
+        assert looper.native_id is not None
+        waits = in_background("waiting", functools.partial(torch_groups._wait_until_idle, [looper.native_id]))
+        waits.join(TIMEOUT)
+        ends.set()
+        looper.join()
+    assert not waits.is_alive()
 
 
 def other_sockets(rank: Rank) -> Any:
