@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-Values = tuple[int, int, int]
+Values = tuple[int, int, int, int]
 
 _NONCE_SIZE = 16
 _HELLO = struct.Struct(f"!{_NONCE_SIZE}sI")  # nonce, number of the round
-_VALUES = struct.Struct("!qqq")
+_VALUES = struct.Struct("!qqqq")
 _HELLO_TIMEOUT = 5.0  # seconds; who connects says it at once, unless it is a stranger
 
 
@@ -147,16 +147,17 @@ class Ballot:
             ConnectionError: a rank is gone.
             TimeoutError: a rank did not come.
         """
-        for one in self._rounds:
+        for each in self._rounds:
             try:
-                one.to.sendall(_VALUES.pack(*values))
+                each.to.sendall(_VALUES.pack(*values))
             except OSError as error:
-                raise self._failure(one.receiver, error) from error
+                raise self._failure(each.receiver, error) from error
             try:
-                heard = self._hear(one.since)
+                heard = self._hear(each.since)
             except OSError as error:
-                raise self._failure(one.sender, error) from error
-            values = (min(values[0], heard[0]), min(values[1], heard[1]), min(values[2], heard[2]))
+                raise self._failure(each.sender, error) from error
+            one, two, three, four = map(min, values, heard)
+            values = one, two, three, four
         return values
 
     def _hear(self, line: socket.socket) -> Values:

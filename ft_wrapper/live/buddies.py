@@ -8,13 +8,12 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .plan import Copy, Plan
-from .tree import Flat, empty_like, flatten, unflatten
+from .tree import Flat, empty_like
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +47,9 @@ class Copies:
         """Puts a copy in."""
         self._packed = {**self._packed, (packed.copy.shard, packed.copy.step): packed}
 
-    def state(self, shard: Hashable, step: int) -> Any:
+    def flat(self, shard: Hashable, step: int) -> Flat:
         """The state in a copy; its tensors are the copy's own."""
-        return unflatten(self._packed[shard, step].flat)
+        return self._packed[shard, step].flat
 
     def drop_older(self, step: int) -> None:
         """Drops the copies from before a step, of which all ranks' copies are there."""
@@ -75,9 +74,8 @@ class Copies:
         self._packed = {key: one for key, one in self._packed.items() if wanted(one.copy)}
 
 
-def pack(copy: Copy, state: Any) -> Packed:
+def pack(copy: Copy, flat: Flat) -> Packed:
     """Copies an exported state into host memory."""
-    flat = flatten(state)
     return Packed(copy, Flat(flat.skeleton, [tensor.to("cpu", copy=True) for tensor in flat.tensors]))
 
 

@@ -2,12 +2,15 @@
 
 import hashlib
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .form import Form, Objects, modules, optimizers
+from .form import Form, Objects, buffers_of, optimizers
+from .plan import Route
 
 Outline = tuple[tuple[str, str], ...]
 """What must be the same on all ranks: what it is about, and what it is."""
@@ -32,6 +35,12 @@ def check_built(objects: object, form: Form, *, has_update: bool) -> None:
         )
     for name, value in objects.items():
         _check_object(name, value)
+    for name, parameter in form.parameters(dict(objects)):
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"build(): the parameter {name!r} has no shape yet; call its lazy module once in build(), on "
+                "any input of the right shape"
+            )
     known = {id(parameter) for _, parameter in form.parameters(dict(objects))}
     schedulers = [each for each in objects.values() if isinstance(each, torch.optim.lr_scheduler.LRScheduler)]
     for name, optimizer in optimizers(dict(objects)):
@@ -50,6 +59,7 @@ def check_built(objects: object, form: Form, *, has_update: bool) -> None:
                 "build() returned a ReduceLROnPlateau, whose step() takes a metric; pass update= to "
                 "LiveState, and the metric to commit()"
             )
+    form.export(dict(objects))  # says what cannot be sent
 
 
 def _check_object(name: object, value: object) -> None:
@@ -65,6 +75,33 @@ def _check_object(name: object, value: object) -> None:
             f"build(): {name!r} is {type(value).__name__}, which has no state_dict and load_state_dict; "
             "give it both, or leave it out if it has no state"
         )
+    inner = value.modules() if isinstance(value, torch.nn.Module) else (value,)
+    for base in {base.__name__ for each in inner for base in type(each).__mro__} & _ELSEWHERE.keys():
+        raise TypeError(f"build(): {name!r} is a {base}, of which each rank has a part; {_ELSEWHERE[base]}")
+    if not isinstance(value, torch.nn.Module):
+        try:
+            with _NoCollectives():  # type: ignore[no-untyped-call]
+                value.state_dict()
+        except Exception as error:
+            raise TypeError(
+                f"build(): {name!r}.state_dict() fails: {error}. It is called on single ranks, at any time"
+            ) from error
+
+
+_ELSEWHERE = {
+    "ZeroRedundancyOptimizer": "use its optimizer_class itself, or fully_shard and mesh=",
+    "FullyShardedDataParallel": "use fully_shard, and pass mesh=",
+}
+"""What cannot be in a state, and what to use in its place."""
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where a rank talks to others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"it calls the collective {func}")
+        return func(*args, **(kwargs or {}))
 
 
 def untrained(objects: Objects, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[str]:
@@ -75,43 +112,49 @@ def untrained(objects: Objects, parameters: list[tuple[str, torch.nn.Parameter]]
     return [name for name, each in parameters if each.requires_grad and id(each) not in updated]
 
 
-def outline(
-    objects: Objects, form: Form, update: Callable[..., object], settings: Mapping[str, Any]
-) -> Outline:
-    """Says what must be the same on all ranks: names, shapes, types and order, and the update's code.
+def outline_of_arguments(update: Callable[..., object], settings: Mapping[str, Any]) -> Outline:
+    """Says what must be the same on all ranks of what the user passes: the update's code, and values.
 
     Args:
-        objects: what ``build`` returned.
-        form: how its parameters are found.
         update: as the user passed it, or the default.
         settings: further values, by the name of the argument.
     """
-    return tuple(_outline(objects, form, update, settings))
-
-
-def _outline(
-    objects: Objects, form: Form, update: Callable[..., object], settings: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    yield from ((f"argument {name}", repr(value)) for name, value in settings.items())
-    yield "update", _code_of(update)
-    yield (
-        "what build() returned",
-        ", ".join(f"{name}: {type(each).__name__}" for name, each in objects.items()),
+    return (
+        *((f"argument {name}", repr(value)) for name, value in settings.items()),
+        ("update", _code_of(update)),
     )
+
+
+def outline(objects: Objects, form: Form) -> Outline:
+    """The same of what ``build`` returned: names, shapes, types and order.
+
+    Args:
+        objects: that is it.
+        form: how its parameters are found.
+    """
+    return tuple(_outline(objects, form))
+
+
+def _outline(objects: Objects, form: Form) -> Iterator[tuple[str, str]]:
+    types = (f"{name}: {type(each).__name__}" for name, each in objects.items())
+    yield "what build() returned", ", ".join(types)
     names = {}
     for name, parameter in form.parameters(objects):
         names[id(parameter)] = name
-        yield f"parameter {name}", f"{tuple(parameter.shape)} {parameter.dtype}"
-    for name, module in modules(objects):
-        for inner, buffer in module.named_buffers():
-            yield f"buffer {name}.{inner}", f"{tuple(buffer.shape)} {buffer.dtype}"
+        yield _of_parameter(name, parameter)
+    for name, buffer in buffers_of(objects).items():
+        yield f"buffer {name}", "None" if buffer is None else f"{tuple(buffer.shape)} {buffer.dtype}"
     for name, optimizer in optimizers(objects):
-        # Optimizer state goes by number: parameters from a set() come in another order in each process.
+        # Parameters from a set() come in another order in each process, and so do their updates.
         for number, group in enumerate(optimizer.param_groups):
             yield (
                 f"parameters of group {number} of {name}",
                 ", ".join(names.get(id(each), "?") for each in group["params"]),
             )
+
+
+def _of_parameter(name: str, parameter: torch.nn.Parameter) -> tuple[str, str]:
+    return f"parameter {name}", f"{tuple(parameter.shape)} {parameter.dtype}"
 
 
 def _code_of(function: Any) -> str:
@@ -160,19 +203,93 @@ def first_difference(outlines: list[Outline]) -> str:
 
 
 class Marks:
-    """Notices parameters that change between the begin of a step and its commit."""
+    """Notices what a loop may not change in parameters.
 
-    def __init__(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
-        self._parameters = parameters
-        self._versions: list[int] = []
+    Args:
+        built: shapes of those that ``build`` made, by name.
+    """
 
-    def set(self) -> None:
-        """Notes how the parameters are at the begin of a step."""
-        self._versions = [each._version for _, each in self._parameters]
+    def __init__(self, built: Mapping[str, torch.Size]) -> None:
+        self._built = built
+        self._seen: dict[str, tuple[torch.nn.Parameter, int]] = {}
 
-    def changed(self) -> str | None:
-        """The name of a parameter that was written to since; None if none was."""
-        for (name, each), version in zip(self._parameters, self._versions, strict=False):
-            if each._version != version:
-                return name
+    def set(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Notes how the parameters are behind a commit."""
+        self._seen = {name: (each, each._version) for name, each in parameters.items()}
+
+    def changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
+        """Says what has changed since, and may change only in the update or in ``build``; None: nothing."""
+        for name in self._built.keys() | parameters.keys():
+            built, now = self._built.get(name), parameters[name].shape if name in parameters else None
+            if built != now:
+                return (
+                    f"parameter {name!r} is {_shape(now)}, and build() made {_shape(built)}: a new process "
+                    "could not take it over. Make this change in build()"
+                )
+        for name, each in parameters.items():
+            if self._seen.get(name) not in (None, (each, each._version)):
+                return (
+                    f"parameter {name!r} was changed outside of commit(), since the last one or before the "
+                    "first step; commit() takes the place of optimizer.step(), and other changes belong into "
+                    "update="
+                )
         return None
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "not there" if shape is None else f"of shape {tuple(shape)}"
+
+
+def unknown(objects: Objects, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
+    """Names an optimizer that has got a parameter of no module; None: there is none."""
+    known = set(map(id, parameters.values()))
+    for name, optimizer in optimizers(objects):
+        if any(id(each) not in known for group in optimizer.param_groups for each in group["params"]):
+            return name
+    return None
+
+
+# Replicas --------------------------------------------------------------------------------------------------
+
+
+def routes_to_equal(
+    said: Sequence[tuple[Hashable, int]], receivers: Collection[int] | None
+) -> tuple[Route, ...]:
+    """Whose state replicas take that differ from it.
+
+    Args:
+        said: shard and checksum of all active ranks, by rank.
+        receivers: those that have just received theirs, and so prove nothing. What most of the others hold
+            counts, and without a majority what the lowest of them holds. None: the first rank's counts.
+    """
+    ranks: dict[Hashable, list[int]] = {}
+    for rank, (shard, _) in enumerate(said):
+        ranks.setdefault(shard, []).append(rank)
+    routes = []
+    for group in ranks.values():
+        holders = [rank for rank in group if rank not in (receivers or ())] or group
+        number, count = Counter(said[rank][1] for rank in holders).most_common(1)[0]
+        if receivers is None or 2 * count <= len(holders):
+            number = said[holders[0]][1]
+        giver = next(rank for rank in holders if said[rank][1] == number)
+        routes += [Route(rank, (giver,)) for rank in group if said[rank][1] != number]
+    return tuple(routes)
+
+
+def describe_difference(routes: Sequence[Route], said: Sequence[Mapping[str, int]], step: int) -> str:
+    """Names the first thing that differs between replicas, and what becomes of it.
+
+    Args:
+        routes: who takes whose state.
+        said: checksums by name, by rank.
+        step: the ranks are at this one.
+    """
+    receiver, giver = routes[0].receiver, routes[0].holders[0]
+    mine, its = said[receiver], said[giver]
+    name = next((name for name in its if mine.get(name) != its[name]), "what it consists of")
+    return (
+        f"live state: replicas differ at step {step}: active rank {receiver} has another {name} than active "
+        f"rank {giver}, and takes its state"
+        + (f", as {len(routes) - 1} more do" if len(routes) > 1 else "")
+        + "; is something random without a seed, or changed outside of update?"
+    )

@@ -10,10 +10,12 @@ write of an update or a transfer until after the last.
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
-from .plan import Copy, Held, Holding, Plan, Register, Rung, make_plan
+from .plan import Copy, Held, Holding, Plan, Register, Route, Rung, make_plan
+
+_TRIES = 2  # of each rung, before the one below it
 
 
 class Kept:
@@ -24,6 +26,7 @@ class Kept:
         held: what the objects are; None if that is not the state after any step.
         arguments: what the update of a prepared step is called with.
         newest: the newest step known to be committed, whatever is held.
+        failures: of recoveries here by themselves since the last one that was sealed.
     """
 
     def __init__(self) -> None:
@@ -31,6 +34,7 @@ class Kept:
         self.held: Held | None = None
         self.arguments: tuple[Any, ...] = ()
         self.newest = 0
+        self.failures = 0
 
 
 class Performer:
@@ -48,11 +52,17 @@ class Performer:
 
     # ---- a step
 
-    def make_ready(self) -> None:
-        """Does all of a step that needs other ranks, and waits for what a device still does."""
+    def make_ready(self) -> bool:
+        """Does all of a step that needs other ranks, and waits for what a device still does.
 
-    def vote(self, step: int) -> None:
-        """Returns once all active ranks have called it, with the same step."""
+        Returns:
+            Whether that is all; False: something is to be made equal on all ranks, and they do not know it.
+        """
+        return True
+
+    def vote(self, step: int, is_ready: bool = True) -> bool:
+        """Returns once all active ranks have called it, with the same step: whether all are ready."""
+        return is_ready
 
     def update(self, step: int, arguments: tuple[Any, ...]) -> None:
         """Does a step: turns gradients and state into the next state, whose buffers it copies; alone."""
@@ -88,6 +98,9 @@ class Performer:
     def adopt(self, received: Any) -> None:
         """Puts what was received into the objects."""
 
+    def overwrite(self, received: Any) -> None:
+        """The same with objects of this iteration, which others may refer to."""
+
     def restore(self) -> int:
         """Loads a checkpoint, if there is one, into the objects as they were built; returns its step."""
         return 0
@@ -95,19 +108,20 @@ class Performer:
     def equalize(self) -> None:
         """Makes replicas equal whose state was built or loaded on each rank."""
 
-    def differing(self, shard: Hashable) -> frozenset[int]:
-        """Compares the states of all active ranks; returns those that differ from the most of their shard."""
-        return frozenset()
+    def differing(self, shard: Hashable, receivers: frozenset[int]) -> tuple[Route, ...]:
+        """Compares the states of all active ranks; returns what makes replicas equal.
+
+        Args:
+            shard: that this rank holds.
+            receivers: the ranks that have just received theirs from others.
+        """
+        return ()
 
     def finish(self, plan: Plan, number: int) -> None:
         """This rank has finished a recovery, and does not know yet whether all have."""
 
     def seal(self, plan: Plan, register: Register) -> None:
         """All have finished it. Active rank 0 writes the register, before its next vote."""
-
-
-class Differs(RuntimeError):
-    """The state of this rank is not that of its replicas; it receives theirs in the next iteration."""
 
 
 class Course:
@@ -132,12 +146,14 @@ class Course:
         A rank that applies them has seen the vote end. So all had entered it, and were prepared before. One
         that does not see it end can follow in the recovery, without talking to the others.
         """
-        held = self._held()
-        self.performer.make_ready()
-        with self.performer.atomic():
-            self.kept.arguments = arguments
-            self.kept.held = dataclasses.replace(held, is_prepared=True)
-        self.performer.vote(held.step)
+        held, is_through = self._held(), False
+        while not is_through:
+            self.kept.held = held  # not prepared: what makes it ready changes buffers
+            is_ready = self.performer.make_ready()
+            with self.performer.atomic():
+                self.kept.arguments = arguments
+                self.kept.held = dataclasses.replace(held, is_prepared=is_ready)
+            is_through = self.performer.vote(held.step, is_ready)
         self._apply()
 
     def _apply(self, *, rolled: bool = False) -> None:
@@ -157,25 +173,19 @@ class Course:
             raise RuntimeError("the state is not whole any more: an update has failed in this iteration")
         return self.kept.held
 
-    def compare(self) -> None:
-        """Compares the state with that of the replicas. One that differs from most of them is discarded.
+    def compare(self, receivers: frozenset[int] = frozenset()) -> None:
+        """Compares the state with that of the replicas, and makes them equal where they differ.
 
-        Raises:
-            Differs: this rank does, or no state is that of most replicas.
+        Args:
+            receivers: the ranks that have just received theirs.
         """
-        held, rank = self._held(), self.performer.rank
-        wrong = self.performer.differing(held.shard)
-        if not wrong:
-            return
-        if rank in wrong:
+        held = self._held()
+        routes = self.performer.differing(held.shard, receivers)
+        received = self.performer.move(Plan(Rung.PEERS, routes=routes)) if routes else None
+        if received is not None:
             self.kept.held = None
-        self.performer.vote(held.step)  # none is interrupted by another one's error before it has done so
-        if rank in wrong:
-            ranks = ", ".join(map(str, sorted(wrong)))
-            raise Differs(
-                f"replicas of {held.shard!r} differ at step {held.step}, and active ranks {ranks} are not "
-                "believed: is something random without a seed, or changed outside of update?"
-            )
+            self.performer.overwrite(received)
+            self.kept.held = held
 
     # ---- a recovery
 
@@ -192,7 +202,8 @@ class Course:
         was_built = kept.objects is None
         if was_built:
             performer.build()
-        said, register = performer.gather(Holding(needs, kept.held, performer.copies(), kept.newest))
+        mine = Holding(needs, kept.held, performer.copies(), kept.newest, kept.failures // _TRIES)
+        said, register = performer.gather(mine)
         plan = make_plan(said, register)
         later: Any = None
         if plan.rung is Rung.PEERS:
@@ -203,17 +214,18 @@ class Course:
             plan = dataclasses.replace(plan, step=self._load(needs, was_built))
         origin = plan.origin if plan.rung is Rung.PEERS else n
         if plan.routes:
-            self.compare()
+            self.compare(frozenset(route.receiver for route in plan.routes))
         kept.held = dataclasses.replace(self._held(), ready=self._held().ready | {n})
         performer.finish(plan, n)
         performer.vote(plan.step)
         if later is not None:
             kept.held = None
-            performer.adopt(later)
+            self._adopt(later)
             kept.held = Held(needs, plan.step, origin=origin, history=n)
         kept.held = dataclasses.replace(self._held(), history=n, ready=frozenset())
         lost = max(0, max(one.newest for one in said) - plan.step)
         kept.newest = plan.step
+        kept.failures = 0
         performer.seal(plan, Register(n, origin))
         return dataclasses.replace(plan, lost=lost)
 
@@ -231,19 +243,33 @@ class Course:
         self.performer.drop_step()
         received = self.performer.move(plan)
         if plan.route_of(rank) is None:
-            self.performer.rebind()
+            with self._counted():
+                self.performer.rebind()
             return None
         if kept.held is not None:
             return received
-        self.performer.adopt(received)
+        self._adopt(received)
         kept.held = Held(needs, plan.step, False, plan.origin, plan.history, plan.ready)
         return None
 
     def _go_back(self, plan: Plan, needs: Hashable) -> None:
         self.kept.held = None
         self.performer.drop_step()
-        self.performer.adopt(self.performer.take_copies(plan))
+        self._adopt(self.performer.take_copies(plan))
         self.kept.held = Held(needs, plan.step, origin=self.number)
+
+    def _adopt(self, received: Any) -> None:
+        with self._counted():
+            self.performer.adopt(received)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """What fails in it does so without another rank's doing, so it would fail again."""
+        try:
+            yield
+        except Exception:
+            self.kept.failures += 1
+            raise
 
     def _load(self, needs: Hashable, was_built: bool) -> int:
         self.kept.held = None

@@ -1,85 +1,161 @@
-"""How a state is built, taken apart and put together: whole on each rank here, in shards in `sharded`."""
+"""What a state consists of, taken apart and put together: whole on each rank here, in shards in `sharded`.
 
-import abc
-from collections.abc import Callable, Hashable, Iterator
+There is one description of it, for transfers, copies and checks alike. Each part is there as it is: no dtype
+is cast and no layout changed, as ``Optimizer.load_state_dict`` would do.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
 import torch
 
+from .tree import Flat, flatten, is_dense, is_plain, unflatten
+
 Objects = dict[str, Any]
 """What a user's ``build`` returns: objects with ``state_dict`` and ``load_state_dict``, by name."""
 
+Tensors = dict[str, torch.Tensor | None]
+"""By name: that of the object, of the module in it, and its own."""
 
-class Form(abc.ABC):
-    """One rank's view on the state of the job in one iteration.
+
+class Form:
+    """One rank's view on the state of the job in one iteration: each rank has all of it.
 
     Args:
         build: the user's: makes the objects.
 
     Attributes:
         shard: name of the part of the state that belongs to this rank; replicas have the same.
+        is_sharded: parameters are DTensors.
     """
 
-    shard: Hashable
+    shard: Hashable = "whole"
+    is_sharded = False
 
     def __init__(self, build: Callable[[], Objects]) -> None:
         self._build = build
 
-    @abc.abstractmethod
     def build(self) -> Objects:
         """Makes the objects as they are before the first step."""
-
-    @abc.abstractmethod
-    def rebind(self, objects: Objects) -> Objects:
-        """Makes objects that were built in an earlier iteration fit for this one, with the same state."""
-
-    @abc.abstractmethod
-    def export(self, objects: Objects) -> Any:
-        """Takes the state apart.
-
-        Returns:
-            Dictionaries and lists of tensors and plain values. The tensors are the objects' own, not copies.
-        """
-
-    @abc.abstractmethod
-    def adopt(self, objects: Objects | None, state: Any) -> Objects:
-        """Puts an exported state into the objects.
-
-        Args:
-            objects: to take it; None makes new ones.
-            state: from `export`, on this rank or another. Its tensors belong to the objects from now on.
-        """
-
-    def parameters(self, objects: Objects) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The parameters of all modules, each with its module's name before its own."""
-        for name, module in modules(objects):
-            for inner, parameter in module.named_parameters():
-                yield f"{name}.{inner}", parameter
-
-
-class Replicated(Form):
-    """The whole state on each rank, as under ``DistributedDataParallel``."""
-
-    shard: Hashable = "whole"
-
-    def build(self) -> Objects:
-        """See `Form`."""
         return self._build()
 
     def rebind(self, objects: Objects) -> Objects:
-        """See `Form`."""
+        """Makes objects that were built in an earlier iteration fit for this one, with the same state."""
         return objects
 
-    def export(self, objects: Objects) -> Any:
-        """See `Form`."""
-        return {name: value.state_dict() for name, value in objects.items()}
+    def parameters(self, objects: Objects) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters of all modules, each once, with its module's name before its own."""
+        found = set()
+        for name, part in parts(objects):
+            for leaf, parameter in part._parameters.items():
+                if parameter is not None and id(parameter) not in found:
+                    found.add(id(parameter))
+                    yield f"{name}.{leaf}", parameter
 
-    def adopt(self, objects: Objects | None, state: Any) -> Objects:
-        """See `Form`."""
-        objects = self.build() if objects is None else objects
-        for name, value in objects.items():
-            value.load_state_dict(state[name])
+    # ---- taking apart
+
+    def describe(self, objects: Objects) -> dict[str, Any]:
+        """All of the state that replicas have in common.
+
+        Returns:
+            Containers of tensors and plain values, by name. The tensors are the objects' own, not copies.
+        """
+        names = {id(parameter): name for name, parameter in self.parameters(objects)}
+        return {name: self._describe({name: value}, value, names) for name, value in objects.items()}
+
+    def _describe(self, one: Objects, value: Any, names: dict[int, str]) -> Any:
+        if isinstance(value, torch.nn.Module):
+            parameters = dict(self.parameters(one))
+            return {
+                "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
+                "trained": [name for name, parameter in parameters.items() if parameter.requires_grad],
+                "buffers": buffers_of(one),
+                "transient": [
+                    f"{name}.{leaf}" for name, part in parts(one) for leaf in part._non_persistent_buffers_set
+                ],
+                "extra": {name: part.get_extra_state() for name, part in parts(one) if _has_extra(part)},
+            }
+        if isinstance(value, torch.optim.Optimizer):
+            is_extended = type(value).state_dict is not torch.optim.Optimizer.state_dict
+            return {
+                "groups": [
+                    {**group, "params": [names[id(each)] for each in group["params"]]}
+                    for group in value.param_groups
+                ],
+                "state": {names.get(id(key), key): each for key, each in value.state.items()},
+                "own": {
+                    key: each
+                    for key, each in (value.state_dict() if is_extended else {}).items()
+                    if key not in ("state", "param_groups")
+                },
+            }
+        return value.state_dict()
+
+    def export(self, objects: Objects) -> Flat:
+        """Takes the state apart, with what is a rank's own; nothing is copied.
+
+        Raises:
+            TypeError: a tensor cannot be sent; names it.
+        """
+        with torch.no_grad():
+            return flatten({"common": self.describe(objects), "own": attributes_of(objects)}, self.local)
+
+    # ---- putting together
+
+    def adopt(self, objects: Objects, flat: Flat) -> Objects:
+        """Puts an exported state into the objects, or into new ones.
+
+        Args:
+            objects: those that there are; they may be of another iteration.
+            flat: from `export`, on this rank or another. Its tensors belong to the objects from now on.
+        """
+        self.fill(objects, flat)
         return objects
+
+    def fill(self, objects: Objects, flat: Flat) -> None:
+        """Puts an exported state into objects of this iteration.
+
+        Raises:
+            RuntimeError: the state has other parameters.
+        """
+        tree = unflatten(flat, self.together)
+        state = tree["common"]
+        with torch.no_grad():
+            for name, module in modules(objects):
+                self._fill_module({name: module}, module, state[name])
+            put_attributes(objects, tree["own"])
+            parameters = dict(self.parameters(objects))
+            for name, optimizer in optimizers(objects):
+                _fill_optimizer(optimizer, state[name], parameters)
+            for name, value in objects.items():
+                if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+                    value.load_state_dict(state[name])
+
+    def _fill_module(self, one: Objects, module: torch.nn.Module, state: dict[str, Any]) -> None:
+        own = dict(self.parameters(one))
+        odd = sorted(own.keys() ^ state["parameters"].keys())
+        if odd:
+            raise RuntimeError(f"the state that this rank receives and the one it has differ in {odd[0]!r}")
+        for name, parameter in own.items():
+            self._fill_parameter(parameter, state["parameters"][name])
+            parameter.requires_grad_(name in state["trained"])
+        put_buffers(one, state["buffers"], state["transient"])
+        for name, part in parts(one):
+            if name in state["extra"]:
+                part.set_extra_state(state["extra"][name])
+
+    def _fill_parameter(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+        parameter.data = filled(parameter.data, value)
+
+    # ---- tensors
+
+    def local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """What there is of a tensor on this rank, and how it lies in the whole."""
+        return tensor, None
+
+    def together(self, tensor: torch.Tensor, layout: Any) -> torch.Tensor:
+        """What `local` has taken apart."""
+        return tensor
 
 
 def modules(objects: Objects) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -90,3 +166,105 @@ def modules(objects: Objects) -> Iterator[tuple[str, torch.nn.Module]]:
 def optimizers(objects: Objects) -> Iterator[tuple[str, torch.optim.Optimizer]]:
     """The optimizers among the objects."""
     return ((name, value) for name, value in objects.items() if isinstance(value, torch.optim.Optimizer))
+
+
+def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there is anything to step; an optimizer may rest."""
+    return any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
+
+
+def parts(objects: Objects) -> Iterator[tuple[str, torch.nn.Module]]:
+    """All modules in the modules, each once."""
+    for name, module in modules(objects):
+        for inner, part in module.named_modules():
+            yield f"{name}.{inner}" if inner else name, part
+
+
+def filled(old: torch.Tensor | None, new: torch.Tensor | None) -> Any:
+    """The new values, in the old tensor's memory where they fit, since others may refer to it."""
+    if old is None or new is None or old.is_meta:
+        return new
+    if new.numel() and old.data_ptr() == new.data_ptr():
+        return old
+    if (old.shape, old.stride(), old.dtype) == (new.shape, new.stride(), new.dtype) and is_dense(old):
+        return old.copy_(new)
+    return new.to(old.device)
+
+
+# Buffers, and tensors that are attributes ------------------------------------------------------------------
+
+
+def buffers_of(objects: Objects) -> Tensors:
+    """All buffers, as they are registered now."""
+    return {f"{name}.{leaf}": each for name, part in parts(objects) for leaf, each in part._buffers.items()}
+
+
+def put_buffers(objects: Objects, values: Tensors, transient: Collection[str] = ()) -> None:
+    """Makes these the modules' buffers, and no others."""
+    _put(objects, buffers_of(objects), values, lambda part: part._buffers)
+    for name, part in parts(objects):
+        new = (leaf for leaf in part._buffers if f"{name}.{leaf}" in transient)
+        part._non_persistent_buffers_set.update(new)
+
+
+def attributes_of(objects: Objects) -> Tensors:
+    """Tensors that are neither parameters nor buffers: a rank's own, as its forward passes leave them.
+
+    Not those that a forward pass computes from parameters, nor those that cannot be sent.
+    """
+    return {
+        f"{name}.{leaf}": value
+        for name, part in parts(objects)
+        if not type(part).__module__.startswith("torch.nn.modules.")
+        for leaf, value in vars(part).items()
+        if isinstance(value, torch.Tensor) and value.grad_fn is None and is_plain(value)
+    }
+
+
+def put_attributes(objects: Objects, values: Tensors) -> None:
+    """Makes these the modules' tensors that are attributes, and no others."""
+    _put(objects, attributes_of(objects), values, vars)
+
+
+def _put(
+    objects: Objects, before: Tensors, values: Tensors, table: Callable[[torch.nn.Module], dict[str, Any]]
+) -> None:
+    owners = dict(parts(objects))
+    for name in before.keys() | values.keys():
+        owner, _, leaf = name.rpartition(".")
+        tensors = table(owners[owner])
+        if name in values:
+            tensors[leaf] = filled(tensors.get(leaf), values[name])
+        else:
+            del tensors[leaf]
+
+
+def _has_extra(part: torch.nn.Module) -> bool:
+    return type(part).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def _fill_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], parameters: dict[str, torch.nn.Parameter]
+) -> None:
+    if state["own"]:
+        optimizer.load_state_dict({**optimizer.state_dict(), **state["own"]})
+    for group in state["groups"]:
+        group["params"] = [parameters[name] for name in group["params"]]
+    optimizer.param_groups[:] = state["groups"]
+    optimizer.state.clear()
+    for name, values in state["state"].items():
+        parameter = parameters.get(name)
+        optimizer.state[name if parameter is None else parameter] = _beside(parameter, values)
+
+
+def _beside(parameter: torch.nn.Parameter | None, values: Any) -> Any:
+    """What comes from the device of another number belongs on the parameter's."""
+    if parameter is None or not isinstance(values, dict):
+        return values
+    device = parameter.device
+    return {
+        key: value.to(device)
+        if isinstance(value, torch.Tensor) and value.device.type == device.type
+        else value
+        for key, value in values.items()
+    }

@@ -20,7 +20,7 @@ from ..settings import as_int, as_limit, check_callable
 from ..wrapper import CallWrapper
 from . import checks
 from .commit import Course
-from .form import Form, Objects, Replicated, optimizers
+from .form import Form, Objects, has_gradient, optimizers
 from .performer import TorchKept, TorchPerformer, Users, default_update
 from .plan import Plan, Rung
 
@@ -100,24 +100,24 @@ class LiveState:
                 "them another name"
             )
         self._kept.iteration = self._iteration
-        users = Users(build, restore, default_update if update is None else update, self._seed_by)
+        users = Users(restore, default_update if update is None else update, self._seed_by)
         settings = {"seed": seed, "buddies": buddies, "every": every, "verify_every": verify_every}
         performer = TorchPerformer(call, name, self._kept, form, users, settings)
         self._performer = performer
         self._course = Course(self._kept, performer, self._iteration)
         self._open: int | None = None  # the step that was begun
+        self._has_default_update = update is None
         is_first = self._kept.objects is None
         self.plan = self._course.recover(form.shard)
         if self._buddies:
             performer.start_buddies(self._buddies)
             if self.plan.rung is not Rung.PEERS or self.plan.routes:
                 performer.send_copy()  # a new process has none
-        parameters = list(form.parameters(self._objects))
-        self._marks = checks.Marks(parameters)
+        self._marks = checks.Marks(self._kept.shapes)
         if performer.rank == 0:
             _report(self.plan, time.monotonic() - began)
             if is_first:
-                _tell_untrained(checks.untrained(self._objects, parameters))
+                _tell_untrained(checks.untrained(self._objects, list(form.parameters(self._objects))))
 
     def __getitem__(self, name: str) -> Any:
         """An object that ``build`` returned.
@@ -146,11 +146,11 @@ class LiveState:
             TypeError: it is no module, or the state is in shards.
         """
         module = self[name]
-        if not isinstance(module, nn.Module) or not isinstance(self._form, Replicated):
+        if not isinstance(module, nn.Module) or self._form.is_sharded:
             kind = type(module).__name__
             raise TypeError(
                 f"data_parallel({name!r}): it takes a module of a state without mesh=, and this is {kind}"
-                + ("" if isinstance(self._form, Replicated) else " in shards; call it as it is")
+                + ("" if not self._form.is_sharded else " in shards; call it as it is")
             )
         return self._kept.data_parallel.over(name, module, options, self._call_wrapper._call.group.group)
 
@@ -174,19 +174,19 @@ class LiveState:
             total: the total number of steps.
 
         Raises:
-            RuntimeError: a step ended without `commit`.
+            JobAbort: a step ended without `commit`.
         """
         total = as_int("total", total, at_least=0)
-        self._kept.buffers.put_back()  # a warm-up pass since the recovery is no step
+        self._performer.put_back()  # a warm-up pass since the recovery is no step
+        self._marks.set(self._parameters())
         while (step := self.step) < total:
             self._check_iteration("steps()")
             self._call_wrapper.ping(step)
             self._seed_by(step, self._performer.rank)
-            self._marks.set()
             self._open = step
             yield step
             if self._open is not None:
-                raise RuntimeError(f"step {step} ended without commit(); call it once in each step")
+                raise JobAbort(f"step {step} ended without commit(); call it once in each step")
 
     def commit(self, *arguments: Any) -> None:
         """Applies the gradients, in place of ``optimizer.step()``: on all active ranks, or on none.
@@ -199,8 +199,9 @@ class LiveState:
             arguments: for ``update``, after the objects.
 
         Raises:
-            RuntimeError: there is nothing to commit (outside a step, twice in a step, without a gradient, or
-                in another iteration), or something else has changed a parameter in this step.
+            JobAbort: there is nothing to commit (outside a step, twice in a step, or without a gradient), or
+                something else has changed a parameter since the last commit.
+            RuntimeError: it is of another iteration.
         """
         self._check_commit()
         self._open = None
@@ -209,24 +210,31 @@ class LiveState:
             self._performer.send_copy()
         if self._verify_every and self.step % self._verify_every == 0:
             self._course.compare()
+        self._marks.set(self._parameters())
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._form.parameters(self._objects))
 
     def _check_commit(self) -> None:
         self._check_iteration("commit()")
         if self._open is None:
-            raise RuntimeError("commit() belongs into a step of `for step in live.steps(n)`, once in each")
-        changed = self._marks.changed()
+            raise JobAbort("commit() belongs into a step of `for step in live.steps(n)`, once in each")
+        parameters = self._parameters()
+        changed = self._marks.changed(parameters)
         if changed is not None:
-            raise RuntimeError(
-                f"parameter {changed!r} was changed in step {self._open} outside of commit(); commit() takes "
-                "the place of optimizer.step(), and other changes belong into update="
+            raise JobAbort(f"step {self._open}: {changed}")
+        name = checks.unknown(self._objects, parameters)
+        if name is not None:
+            raise JobAbort(
+                f"step {self._open}: {name!r} updates a parameter of no module that build() returned; add it "
+                "in build(), or it is lost with this process"
             )
-        for name, optimizer in optimizers(self._objects):
-            groups = optimizer.param_groups
-            if groups and all(each.grad is None for group in groups for each in group["params"]):
-                raise RuntimeError(
-                    f"commit() of step {self._open}: no parameter of {name!r} has a gradient; call "
-                    "backward() before it, and zero_grad() after it or before the forward pass"
-                )
+        steps = [optimizer for _, optimizer in optimizers(self._objects)]
+        if self._has_default_update and steps and not any(map(has_gradient, steps)):
+            raise JobAbort(
+                f"commit() of step {self._open}: no parameter of any optimizer has a gradient; call "
+                "backward() before it, and zero_grad() after it or before the forward pass"
+            )
 
     def _check_iteration(self, what: str) -> None:
         own = self._call_wrapper._call.own
@@ -298,7 +306,7 @@ def _check_group(call_wrapper: CallWrapper) -> None:
 
 def _form(build: Callable[[], Objects], mesh: Any) -> Form:
     if mesh is None:
-        return Replicated(build)
+        return Form(build)
     from .sharded import Sharded  # imports DTensor, which takes its time
 
     form: Form = Sharded(build, mesh)

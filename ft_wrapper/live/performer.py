@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -21,10 +21,21 @@ from .buddies import Buddies, Copies, own_node, pack
 from .buffers import Buffers
 from .commit import Kept, Performer
 from .data_parallel import DataParallel
-from .form import Form, Objects, Replicated, modules, optimizers
+from .form import (
+    Form,
+    Objects,
+    attributes_of,
+    buffers_of,
+    has_gradient,
+    modules,
+    optimizers,
+    parts,
+    put_attributes,
+    put_buffers,
+)
 from .plan import Copy, Held, Holding, Plan, Register, Route, Rung
 from .transfer import move
-from .tree import checksum, flatten, unflatten
+from .tree import Flat, checksum, named
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +44,27 @@ class TorchKept(Kept):
     """What a process keeps.
 
     Attributes:
-        buffers: copies of what a forward pass may change.
+        buffers: copies of those that a forward pass may change.
         copies: of shards, in host memory.
         data_parallel: DDP objects.
-        modes: all modules, and whether each was in training when it was built.
+        attributes: the same of tensors that are attributes; these are each rank's own.
+        shares: some rank has seen a forward pass change a buffer.
+        modes: whether each module was in training when it was built, by name.
+        built: what was built, which must be the same on all ranks.
+        shapes: of the parameters that were built, by name.
         iteration: the one in which it was used last.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.buffers = Buffers()
+        self.buffers = Buffers(buffers_of, put_buffers)
+        self.attributes = Buffers(attributes_of, put_attributes)
         self.copies = Copies()
         self.data_parallel = DataParallel()
-        self.modes: list[tuple[torch.nn.Module, bool]] = []
+        self.shares = False
+        self.modes: dict[str, bool] = {}
+        self.built: checks.Outline = ()
+        self.shapes: dict[str, torch.Size] = {}
         self.iteration = -1
 
 
@@ -54,13 +73,11 @@ class Users:
     """What the user has passed.
 
     Args:
-        build: makes the objects; the form calls it.
         restore: loads a checkpoint and returns its step; None: there are none.
         update: turns gradients into the next state.
         seed: makes random numbers depend on its arguments; does nothing without a seed.
     """
 
-    build: Callable[[], Objects]
     restore: Callable[[Objects], int] | None
     update: Callable[..., object]
     seed: Callable[..., None]
@@ -74,26 +91,29 @@ class _About:
         node: where it runs.
         digest: of what it has built.
         votes_at: where it listens for votes.
+        shares: it knows that a forward pass changes buffers.
     """
 
     node: str
     digest: str
     votes_at: Address
+    shares: bool
 
 
 def default_update(objects: Objects, *_arguments: object) -> None:
-    """Steps all optimizers, through a ``GradScaler`` if there is one, then all schedulers.
+    """Steps optimizers that have gradients, through a ``GradScaler`` if there is one, then all schedulers.
 
     Args:
         objects: what ``build`` returned.
     """
     scaler = scaler_of(objects)
-    for _, optimizer in optimizers(objects):
+    steps = [optimizer for _, optimizer in optimizers(objects) if has_gradient(optimizer)]
+    for optimizer in steps:
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
-    if scaler is not None:
+    if scaler is not None and steps:
         scaler.update()
     for value in objects.values():
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
@@ -101,8 +121,9 @@ def default_update(objects: Objects, *_arguments: object) -> None:
 
 
 def scaler_of(objects: Objects) -> torch.amp.GradScaler | None:
-    """The ``GradScaler`` among the objects, if there is one."""
-    return next((value for value in objects.values() if isinstance(value, torch.amp.GradScaler)), None)
+    """The ``GradScaler`` among the objects, if there is one that is enabled."""
+    scalers = (value for value in objects.values() if isinstance(value, torch.amp.GradScaler))
+    return next((scaler for scaler in scalers if scaler.is_enabled()), None)
 
 
 class TorchPerformer(Performer):
@@ -141,33 +162,47 @@ class TorchPerformer(Performer):
 
     # ---- a step
 
-    def make_ready(self) -> None:
+    def make_ready(self) -> bool:
         """See `Performer`: before the step behind that of a copy, the copy is with the buddies.
 
-        Otherwise more steps than come between two copies could be lost.
+        Otherwise more steps than come between two copies could be lost. Buffers are shared once all know that
+        a forward pass changes some, which the vote tells them.
         """
         if self._buddies is not None:
             self._buddies.await_sent()
-        self._kept.buffers.share()
+        objects, buffers = self._kept.objects, self._kept.buffers
+        buffers.look(objects)
+        if len(self._nodes) > 1:
+            if self._kept.shares:
+                buffers.share(objects, self._group)
+            elif buffers.changed:
+                return False
         self._agree_on_infinities()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()  # what an abort ends early leaves garbage behind
+        return True
 
-    def vote(self, step: int) -> None:
+    def vote(self, step: int, is_ready: bool = True) -> bool:
         """See `Performer`."""
         stored = -1 if self._buddies is None else self._buddies.stored
-        low, high, stored = self._ballot.vote((step, -step, stored))
+        low, high, stored, all_ready = self._ballot.vote((step, -step, stored, int(is_ready)))
         if low != -high:
             raise RuntimeError(
                 f"the ranks do not do the same steps: one is at step {low}, another at {-high}"
             )
         self._kept.copies.drop_older(stored)
+        self._kept.shares |= not all_ready
+        return bool(all_ready)
 
     def update(self, step: int, arguments: tuple[Any, ...]) -> None:
         """See `Performer`."""
         self._users.seed("update", step)
         self._users.update(self._kept.objects, *arguments)
-        self._kept.buffers.keep()
+        self._keep()
+
+    def _keep(self) -> None:
+        self._kept.buffers.keep(self._kept.objects)
+        self._kept.attributes.keep(self._kept.objects)
 
     def committed(self, held: Held, rolled: bool) -> None:
         """See `Performer`."""
@@ -176,14 +211,16 @@ class TorchPerformer(Performer):
     def _agree_on_infinities(self) -> None:
         """With shards of gradients, a scaler that sees an overflow in one of them skips the step in all."""
         scaler = scaler_of(self._kept.objects)
-        if scaler is None or isinstance(self._form, Replicated) or not scaler.is_enabled():
+        if scaler is None or not self._form.is_sharded:
             return
         found: list[torch.Tensor] = []
         for _, optimizer in optimizers(self._kept.objects):
+            if not has_gradient(optimizer):
+                continue
             if not scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
                 scaler.unscale_(optimizer)
             found += scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        either = torch.stack([each.cpu() for each in found]).amax().reshape(1)
+        either = torch.stack([torch.zeros(1), *(each.cpu() for each in found)]).amax(0)
         dist.all_reduce(either, dist.ReduceOp.MAX, self._group)
         for each in found:
             each.fill_(either.item())
@@ -192,27 +229,31 @@ class TorchPerformer(Performer):
 
     def build(self) -> None:
         """See `Performer`."""
-        self._kept.objects = None
+        kept = self._kept
+        kept.objects = None
         self._users.seed("build")
         objects = self._form.build()
         try:
             checks.check_built(objects, self._form, has_update=self._users.update is not default_update)
         except (TypeError, ValueError) as error:
             raise JobAbort(f"LiveState: {error}") from error
-        self._kept.buffers.forget()
-        self._kept.buffers.watch(objects)
-        self._kept.modes = [(part, part.training) for _, one in modules(objects) for part in one.modules()]
-        self._kept.objects = objects
+        kept.buffers.forget()
+        kept.attributes.forget()
+        kept.modes = {name: part.training for name, part in parts(objects)}
+        kept.built = checks.outline(objects, self._form)
+        kept.shapes = {name: each.shape for name, each in self._form.parameters(objects)}
+        kept.objects = objects
 
     def gather(self, mine: Holding) -> tuple[list[Holding], Register]:
         """See `Performer`."""
-        outline = checks.outline(self._kept.objects, self._form, self._users.update, self._settings)
+        outline = checks.outline_of_arguments(self._users.update, self._settings) + self._kept.built
         register = self._read_register() if self.rank == 0 else Register()
-        about = _About(own_node(), checks.digest_of(outline), self._ballot.address)
+        about = _About(own_node(), checks.digest_of(outline), self._ballot.address, self._kept.shares)
         said: list[tuple[Holding, Register, _About]] = self._gather((mine, register, about))
         if len({its.digest for _, _, its in said}) > 1:
             difference = checks.first_difference(self._gather(outline))
             raise JobAbort(f"the ranks do not build the same state: {difference}")
+        self._kept.shares = any(its.shares for _, _, its in said)
         self._nodes = [its.node for _, _, its in said]
         self._ballot.open([its.votes_at for _, _, its in said])
         return [holding for holding, _, _ in said], said[0][1]
@@ -234,9 +275,14 @@ class TorchPerformer(Performer):
         scaler = scaler_of(objects)
         if scaler is not None:
             scaler._per_optimizer_states.clear()  # half an unscale
-        for part, is_training in self._kept.modes:
-            part.training = is_training
-        self._kept.buffers.put_back()
+        for name, part in parts(objects):
+            part.training = self._kept.modes.get(name, part.training)
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Undoes what a forward pass has changed since the last commit."""
+        self._kept.buffers.put_back(self._kept.objects)
+        self._kept.attributes.put_back(self._kept.objects)
 
     def move(self, plan: Plan) -> Any:
         """See `Performer`."""
@@ -246,34 +292,36 @@ class TorchPerformer(Performer):
         """See `Performer`: a move for each shard, since a rank may have copies of several."""
         copies, own = self._kept.copies, self._form.shard
         shards = dict(enumerate(self._gather(own)))
-        state = None
+        flat = None
         for shard in dict.fromkeys(shards.values()):
             routes = tuple(route for route in plan.routes if shards[route.receiver] == shard)
-            received = self._move(routes, functools.partial(copies.state, shard, plan.step))
-            state = received if shard == own else state
-        if state is None:  # the copy stays what it is, whatever the next update does
-            state = unflatten(pack(Copy(own, plan.step, frozenset()), copies.state(own, plan.step)).flat)
-        return state
+            received = self._move(routes, functools.partial(copies.flat, shard, plan.step))
+            flat = received if shard == own else flat
+        if flat is None:  # the copy stays what it is, whatever the next update does
+            flat = pack(Copy(own, plan.step, frozenset()), copies.flat(own, plan.step)).flat
+        return flat
 
-    def _move(self, routes: tuple[Route, ...], source: Callable[[], Any]) -> Any:
+    def _move(self, routes: tuple[Route, ...], source: Callable[[], Flat]) -> Flat | None:
         timeout = self._call.settings.soft_timeout / 2
         moved = move(routes, self.rank, source, self._gather, host=self._host, timeout=timeout)
         if moved.bytes:
-            event = "sent" if moved.state is None else "received"
+            event = "sent" if moved.flat is None else "received"
             self._emit(event, bytes=moved.bytes, seconds=moved.seconds)
-        return moved.state
+        return moved.flat
 
     def rebind(self) -> None:
         """See `Performer`."""
         self._kept.objects = self._form.rebind(self._kept.objects)
-        self._kept.buffers.watch(self._kept.objects)
 
     def adopt(self, received: Any) -> None:
         """See `Performer`."""
-        self._kept.buffers.forget()
         self._kept.objects = self._form.adopt(self._kept.objects, received)
-        self._kept.buffers.watch(self._kept.objects)
-        self._kept.buffers.keep()  # here, too: a survivor adopts another shard after it has finished
+        self._keep()  # here, too: a survivor adopts another shard after it has finished
+
+    def overwrite(self, received: Any) -> None:
+        """See `Performer`."""
+        self._form.fill(self._kept.objects, received)
+        self._keep()
 
     def restore(self) -> int:
         """See `Performer`."""
@@ -289,30 +337,33 @@ class TorchPerformer(Performer):
 
     def equalize(self) -> None:
         """See `Performer`: the first rank of each shard gives its state to the others, where they differ."""
-        shards = self._gather((self._form.shard, self._checksum()))
-        first: dict[Hashable, tuple[int, int]] = {}
-        routes = []
-        for rank, (shard, number) in enumerate(shards):
-            giver, its = first.setdefault(shard, (rank, number))
-            if number != its:
-                routes.append(Route(rank, (giver,)))
-        received = self._move(tuple(routes), lambda: self._form.export(self._kept.objects))
+        routes = checks.routes_to_equal(self._checksums(self._form.shard), None)
+        received = self._move(routes, lambda: self._form.export(self._kept.objects))
         if received is not None:
-            self.adopt(received)
+            self.overwrite(received)
 
-    def differing(self, shard: Hashable) -> frozenset[int]:
+    def differing(self, shard: Hashable, receivers: frozenset[int]) -> tuple[Route, ...]:
         """See `Performer`."""
-        said: list[tuple[Hashable, int]] = self._gather((shard, self._checksum()))
-        wrong = set()
-        for rank, (name, number) in enumerate(said):
-            numbers = [other for its, other in said if its == name]
-            if 2 * numbers.count(number) <= len(numbers) != 1:
-                wrong.add(rank)
-        return frozenset(wrong)
+        routes = checks.routes_to_equal(self._checksums(shard), receivers)
+        if routes:
+            numbers = {name: checksum([tensor]) for name, tensor in self._tensors()}
+            said: list[dict[str, int]] = self._gather(numbers)
+            if self.rank == 0:
+                log.error("%s", checks.describe_difference(routes, said, self._kept.newest))
+        return routes
+
+    def _checksums(self, shard: Hashable) -> list[tuple[Hashable, int]]:
+        return self._gather((shard, checksum(tensor for _, tensor in self._tensors())))
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What replicas have in common, as far as it is on this rank."""
+        with torch.no_grad():
+            for name, tensor in named(self._form.describe(self._kept.objects)):
+                yield name, self._form.local(tensor)[0]
 
     def finish(self, plan: Plan, number: int) -> None:
         """See `Performer`."""
-        self._kept.buffers.keep()
+        self._keep()
         if plan.rung is Rung.COPIES:
             self._kept.copies.label(plan, number)
 
@@ -354,9 +405,6 @@ class TorchPerformer(Performer):
         said: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(said, mine, self._group)
         return said
-
-    def _checksum(self) -> int:
-        return checksum(flatten(self._form.export(self._kept.objects)).tensors)
 
     def _emit(self, event: str, **fields: Any) -> None:
         self._call.own.member.emit(event, **fields)

@@ -69,12 +69,14 @@ class Holding:
         held: what it holds; None if that is nothing, or a part of an update or a transfer.
         copies: what it has in host memory.
         newest: the newest step that it knows to be committed.
+        gave_up: so many rungs have failed on this rank.
     """
 
     needs: Hashable
     held: Held | None = None
     copies: tuple[Copy, ...] = ()
     newest: int = 0
+    gave_up: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,8 @@ def make_plan(holdings: Sequence[Holding], register: Register) -> Plan:
     can reach it takes the newest that every holder can reach, so that no state is overwritten; without such a
     step, the newest.
 
+    A rung at which a recovery has failed by itself is left out, with those above it.
+
     Args:
         holdings: of all active ranks, in their order.
         register: as the store has it.
@@ -159,11 +163,14 @@ def make_plan(holdings: Sequence[Holding], register: Register) -> Plan:
 
     reach = {step for one in counts.values() for step in one.reach}
     steps = [step for step in reach if all(able(shard, step) for shard in needed)]
-    if not steps:
+    given_up = max(one.gave_up for one in holdings)
+    if not steps or given_up:
         missing = tuple(shard for shard in needed if all(one.shard != shard for one in counts.values()))
         sealed_origins = (one.origin for one in held.values() if one.history >= one.origin)
-        plan = _plan_of_copies(holdings, needed, max([register.origin, *sealed_origins]))
-        return dataclasses.replace(plan, void=frozenset(held), missing=missing or needed)
+        plan = _plan_of_copies(holdings, needed, max([register.origin, *sealed_origins]), given_up)
+        return dataclasses.replace(
+            plan, void=frozenset(held), missing=missing or (() if given_up else needed)
+        )
     step = max([step for step in steps if all(step in one.reach for one in counts.values())] or steps)
     stay = {rank for rank, one in counts.items() if one.shard == holdings[rank].needs and step in one.reach}
     some = next(iter(counts.values()))
@@ -189,7 +196,9 @@ def _some(holders: tuple[int, ...], receiver: int) -> tuple[int, ...]:
     return (holders * 2)[first : first + _MOST_HOLDERS] if len(holders) > _MOST_HOLDERS else holders
 
 
-def _plan_of_copies(holdings: Sequence[Holding], needed: Iterable[Hashable], origin: int) -> Plan:
+def _plan_of_copies(
+    holdings: Sequence[Holding], needed: Iterable[Hashable], origin: int, given_up: int
+) -> Plan:
     """Goes back to the newest step of which every shard's copy is left; a rank's own copy comes first."""
     have: dict[int, dict[Hashable, list[int]]] = {}
     for rank, one in enumerate(holdings):
@@ -197,7 +206,7 @@ def _plan_of_copies(holdings: Sequence[Holding], needed: Iterable[Hashable], ori
             if origin in copy.origins:
                 have.setdefault(copy.step, {}).setdefault(copy.shard, []).append(rank)
     whole = [step for step, shards in have.items() if all(shard in shards for shard in needed)]
-    if origin < 0 or not whole:
+    if origin < 0 or not whole or given_up > 1:
         return Plan(Rung.CHECKPOINT)
     step = max(whole)
     routes = [

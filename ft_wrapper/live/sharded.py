@@ -4,15 +4,17 @@ An FSDP2 module keeps its iteration's process groups in many places. So it is no
 the meta device, where that costs neither memory nor time for values, and takes the local tensors over.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.nn.modules.module import _IncompatibleKeys
 
 from ..torch_groups.forget import forget_old_ranks
-from .form import Form, Objects, modules, optimizers
+from .form import Form, Objects, filled, modules, parts
+from .tree import Flat, named
 
 # On the module, so that they go with it. It refers to them anyway, and they may refer to it.
 _CAPTURED = "_ft_wrapper_parameters"
@@ -32,20 +34,6 @@ class Layout(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Local(NamedTuple):
-    """A tensor as it is exported.
-
-    Args:
-        tensor: this rank's own memory.
-        device: the type of the device where it belongs; it may arrive on another one.
-        layout: of the DTensor that it was in; None if it was in none.
-    """
-
-    tensor: torch.Tensor
-    device: str
-    layout: Layout | None
-
-
 class Sharded(Form):
     """A shard of the state on each rank: FSDP2 on a mesh of one dimension, HSDP on one of two.
 
@@ -59,6 +47,8 @@ class Sharded(Form):
         TypeError: ``mesh`` is no DeviceMesh.
         ValueError: it has more than two dimensions, or this rank is not in it.
     """
+
+    is_sharded = True
 
     def __init__(self, build: Callable[[], Objects], mesh: DeviceMesh) -> None:
         super().__init__(build)
@@ -90,15 +80,9 @@ class Sharded(Form):
 
     def rebind(self, objects: Objects) -> Objects:
         """See `Form`. Gradients stay behind, with the old objects."""
-        return self.adopt(None, self.export(objects))
+        return self.adopt(objects, self.export(objects))
 
-    def export(self, objects: Objects) -> Any:
-        """See `Form`."""
-        names = {id(parameter): name for name, parameter in self.parameters(objects)}
-        with torch.no_grad():
-            return {name: self._export(value, names) for name, value in objects.items()}
-
-    def adopt(self, objects: Objects | None, state: Any) -> Objects:
+    def adopt(self, objects: Objects, flat: Flat) -> Objects:
         """See `Form`. The objects are always new ones: those that are given may be of an old mesh.
 
         Raises:
@@ -107,15 +91,8 @@ class Sharded(Form):
         # An update of old objects in this iteration has filled DTensor's caches with the old mesh again.
         forget_old_ranks()
         objects = self._build_on_meta()
-        for name, module in modules(objects):
-            self._fill_module(module, self._together(state[name]))
         self._capture(objects)
-        parameters = dict(self.parameters(objects))
-        for name, optimizer in optimizers(objects):
-            _fill_optimizer(optimizer, self._together(state[name]), parameters)
-        for name, value in objects.items():
-            if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
-                value.load_state_dict(self._together(state[name]))
+        self.fill(objects, flat)
         _check_not_on_meta(objects)
         return objects
 
@@ -126,8 +103,9 @@ class Sharded(Form):
                 yield f"{name}.{inner}", parameter
 
     def _capture(self, objects: Objects) -> None:
-        for _, module in modules(objects):
-            vars(module)[_CAPTURED] = dict(module.named_parameters())
+        for name, module in modules(objects):
+            found = dict(super().parameters({name: module}))
+            vars(module)[_CAPTURED] = {full[len(name) + 1 :]: parameter for full, parameter in found.items()}
         for name, parameter in self.parameters(objects):
             if not isinstance(parameter, DTensor):
                 raise ValueError(
@@ -140,29 +118,6 @@ class Sharded(Form):
                     "pass the same mesh, made in this iteration, to fully_shard and here"
                 )
 
-    # ---- taking apart
-
-    def _export(self, value: Any, names: dict[int, str]) -> Any:
-        if isinstance(value, torch.nn.Module):
-            return _apart(
-                {
-                    "parameters": vars(value)[_CAPTURED],
-                    "buffers": dict(value.named_buffers()),
-                    "attributes": dict(_attributes(value)),
-                    "extra": dict(_extra_states(value)),
-                }
-            )
-        if isinstance(value, torch.optim.Optimizer):
-            groups = [
-                {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
-                for group in value.param_groups
-            ]
-            state = {names.get(id(key), key): each for key, each in value.state.items()}
-            return _apart({"groups": groups, "state": state})
-        return _apart(value.state_dict())
-
-    # ---- putting together
-
     def _build_on_meta(self) -> Objects:
         try:
             with torch.device("meta"):
@@ -174,111 +129,51 @@ class Sharded(Form):
                 '(torch.tensor(1e-3, device="cpu")), and load checkpoints in restore='
             ) from error
 
-    def _together(self, value: Any) -> Any:
-        if isinstance(value, Local):
-            tensor = value.tensor
-            if tensor.device.type != value.device:
-                tensor = tensor.to(value.device)
-            if value.layout is None:
-                return tensor
-            placements, shape, stride = value.layout
-            return DTensor.from_local(
-                tensor, self._mesh, placements, run_check=False, shape=shape, stride=stride
-            )
-        return _in_containers(value, self._together)
+    def _fill_module(self, one: Objects, module: torch.nn.Module, state: dict[str, Any]) -> None:
+        """See `Form`. Parameters on the meta device are replaced by those of the state."""
+        values: dict[int, torch.nn.Parameter] = {}
+        for name, parameter in self.parameters(one):
+            if parameter.is_meta and name in state["parameters"]:
+                values[id(parameter)] = torch.nn.Parameter(state["parameters"][name], requires_grad=False)
+        for _, part in parts(one):
+            for leaf, old in part._parameters.items():
+                # One object under all its names, so that tied weights stay tied.
+                part._parameters[leaf] = values.get(id(old), old)
+        if values:
+            self._capture(one)
+            for part in module.modules():
+                for hook in part._load_state_dict_post_hooks.values():  # FSDP2 looks at its parameters again
+                    hook(part, _IncompatibleKeys([], []))
+        super()._fill_module(one, module, state)
 
-    def _fill_module(self, module: torch.nn.Module, state: dict[str, Any]) -> None:
-        values = dict(state["extra"])
-        for first, names in _names(module.named_parameters(remove_duplicate=False)):
-            # One object under all its names, so that tied weights stay tied.
-            values.update(
-                dict.fromkeys(names, torch.nn.Parameter(state["parameters"][first], requires_grad=False))
-            )
-        module.load_state_dict(values, strict=False, assign=True)
-        aliases = dict(_names(module.named_buffers(remove_duplicate=False)))
-        for first, buffer in state["buffers"].items():
-            for name in aliases.get(first, [first]):
-                owner, _, leaf = name.rpartition(".")
-                module.get_submodule(owner)._buffers[leaf] = buffer
-        for name, value in state["attributes"].items():
-            owner, _, leaf = name.rpartition(".")
-            vars(module.get_submodule(owner))[leaf] = value
+    def _fill_parameter(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+        if isinstance(parameter, DTensor) and isinstance(value, DTensor):
+            filled(parameter._local_tensor, value._local_tensor)
 
+    # ---- tensors
 
-def _apart(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        layout = Layout(tuple(value.placements), value.shape, value.stride())
-        local = value.to_local().detach()
-        return Local(local, local.device.type, layout)
-    if isinstance(value, torch.Tensor):
-        return Local(value.detach(), value.device.type, None)
-    return _in_containers(value, _apart)
+    def local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """See `Form`."""
+        if not isinstance(tensor, DTensor):
+            return tensor, None
+        layout = Layout(tuple(tensor.placements), tensor.shape, tensor.stride())
+        return tensor.to_local().detach(), layout
 
-
-def _in_containers(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The same containers, with the function's results in them; anything else as it is."""
-    if isinstance(value, dict):
-        return {key: function(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(function, value))
-    return value
-
-
-def _names(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """For each object its first name and all its names."""
-    found: dict[int, list[str]] = {}
-    for name, value in pairs:
-        found.setdefault(id(value), []).append(name)
-    return ((names[0], names) for names in found.values())
-
-
-def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are neither parameters nor buffers."""
-    for prefix, part in module.named_modules():
-        for name, value in vars(part).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{prefix}.{name}".removeprefix("."), value
-
-
-def _extra_states(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for prefix, part in module.named_modules():
-        if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
-            yield f"{prefix}._extra_state".removeprefix("."), part.get_extra_state()
-
-
-def _fill_optimizer(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], parameters: dict[str, torch.nn.Parameter]
-) -> None:
-    for group in state["groups"]:
-        group["params"] = [parameters[name] for name in group["params"]]
-    optimizer.param_groups[:] = state["groups"]
-    optimizer.state.clear()
-    optimizer.state.update((parameters.get(name, name), each) for name, each in state["state"].items())
+    def together(self, tensor: torch.Tensor, layout: Any) -> torch.Tensor:
+        """See `Form`."""
+        if layout is None:
+            return tensor
+        placements, shape, stride = layout
+        return DTensor.from_local(tensor, self._mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _check_not_on_meta(objects: Objects) -> None:
     for name, value in objects.items():
-        if isinstance(value, torch.nn.Module):
-            parts = [(f"{name}.{prefix}".rstrip("."), vars(part)) for prefix, part in value.named_modules()]
-        else:
-            parts = [(name, value.state_dict())]
-        for where, content in parts:
-            path = _path_on_meta(content)
-            if path is not None:
+        contents = {where: vars(part) for where, part in parts({name: value})} or {name: value.state_dict()}
+        for path, tensor in named(contents):
+            if tensor.is_meta:
                 raise RuntimeError(
-                    f"{where}{path} has stayed on the meta device, where build() is called for a state that "
+                    f"{path} has stayed on the meta device, where build() is called for a state that "
                     "is there already; make it a buffer, or give it a device= in build(), or let "
                     "load_state_dict() assign what it is given instead of copying it"
                 )
-
-
-def _path_on_meta(value: Any) -> str | None:
-    if isinstance(value, torch.Tensor):
-        return "" if value.is_meta else None
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, each in pairs:
-        if isinstance(each, (torch.Tensor, dict, list, tuple)):
-            path = _path_on_meta(each)
-            if path is not None:
-                return f".{key}{path}"
-    return None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .plan import Route
-from .tree import Flat, empty_like, extend, flatten, joined, layout, pieces, share, spread, unflatten
+from .tree import Flat, empty_like, extend, joined, layout, pieces, share, spread
 
 _NONCE_SIZE = 16
 _HELLO = struct.Struct(f"!{_NONCE_SIZE}sI")  # nonce, rank of the receiver
@@ -37,12 +37,12 @@ class Moved:
     """What a move did on this rank.
 
     Args:
-        state: what was received, in memory of its own; None if nothing was.
+        flat: what was received, in memory of its own; None if nothing was.
         bytes: how many were sent and received.
         seconds: how long it took.
     """
 
-    state: Any = None
+    flat: Flat | None = None
     bytes: int = 0
     seconds: float = 0.0
 
@@ -67,7 +67,7 @@ class _Offer:
 def move(
     routes: Sequence[Route],
     rank: int,
-    source: Callable[[], Any],
+    source: Callable[[], Flat],
     gather: Callable[[object], list[Any]],
     *,
     host: str,
@@ -92,13 +92,12 @@ def move(
         ConnectionError: a rank has closed its connection, or could not be reached.
         TimeoutError: ranks have stalled.
         RuntimeError: what a rank sent has another checksum.
-        TypeError: the state has a tensor that cannot be sent.
     """
     if not routes:
         return Moved()
     began = time.monotonic()
     sends = any(rank in route.holders for route in routes)
-    flat = flatten(source()) if sends else None
+    flat = source() if sends else None
     received: Flat | None = None
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listen(host)) if sends else None
@@ -118,8 +117,7 @@ def move(
                 elif holder == rank and flat is not None:
                     exchange.send(_Part(route.receiver, "taken", flat.tensors, index, len(holders)))
         exchange.run(server)
-    state = None if received is None else unflatten(received)
-    return Moved(state, exchange.bytes, time.monotonic() - began)
+    return Moved(received, exchange.bytes, time.monotonic() - began)
 
 
 def _listen(host: str) -> socket.socket:

@@ -5,7 +5,8 @@ import dataclasses
 import functools
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +35,14 @@ class Flat:
 # Taking apart and putting together -------------------------------------------------------------------------
 
 
-def flatten(tree: Any) -> Flat:
+def flatten(
+    tree: Any, local: Callable[[torch.Tensor], tuple[torch.Tensor, Any]] = lambda tensor: (tensor, None)
+) -> Flat:
     """Takes a state apart. Tensors that are the same view of the same memory are there once.
 
     Args:
         tree: dictionaries, lists, tuples and whatever else can be pickled, with tensors in it.
+        local: gives this rank's memory of a tensor, and what else `unflatten` needs to make it.
 
     Raises:
         TypeError: a tensor's contents are not plain memory (a DTensor, a sparse one); names it by its path.
@@ -47,23 +51,25 @@ def flatten(tree: Any) -> Flat:
     numbers: dict[tuple[Any, ...], int] = {}
 
     class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> int | None:
+        def persistent_id(self, value: Any) -> tuple[int, Any] | None:
             if not isinstance(value, torch.Tensor):
                 return None
-            if not _is_plain(value):
+            tensor, layout = local(value)
+            if not is_plain(tensor):
+                path = next((path for path, each in named(tree) if each is value), "a tensor of the state")
                 raise TypeError(
-                    f"{_path(tree, value) or 'a tensor of the state'} cannot be sent: it is a "
-                    f"{type(value).__name__} ({value.layout}, {value.device})"
+                    f"{path} cannot be sent: it is a {type(tensor).__name__} ({tensor.layout}, "
+                    f"{tensor.device}), and not plain memory"
                 )
-            key = _identity(value) if value.numel() else (len(tensors),)
+            key = _identity(tensor) if tensor.numel() else (len(tensors),)
             number = numbers.setdefault(key, len(tensors))
             if number == len(tensors):
-                tensors.append(value.detach())  # it keeps the memory, so its identity stays its own
-            return number
+                tensors.append(tensor.detach())  # it keeps the memory, so its identity stays its own
+            return number, layout
 
     out = io.BytesIO()
     Pickler(out, pickle.HIGHEST_PROTOCOL).dump(tree)
-    forms = [(tuple(t.shape), t.stride() if _is_dense(t) else None, t.dtype) for t in tensors]
+    forms = [(tuple(t.shape), t.stride() if is_dense(t) else None, t.dtype, t.device.type) for t in tensors]
     return Flat(pickle.dumps((forms, out.getvalue()), pickle.HIGHEST_PROTOCOL), tensors)
 
 
@@ -77,24 +83,45 @@ def empty_like(skeleton: bytes) -> Flat:
         torch.empty(shape, dtype=dtype, device="cpu")
         if stride is None
         else torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-        for shape, stride, dtype in forms
+        for shape, stride, dtype, _ in forms
     ]
     return Flat(skeleton, tensors)
 
 
-def unflatten(flat: Flat) -> Any:
-    """Puts a state together; its tensors are those of the list, not copies."""
+def unflatten(
+    flat: Flat, together: Callable[[torch.Tensor, Any], torch.Tensor] = lambda tensor, layout: tensor
+) -> Any:
+    """Puts a state together; its tensors are those of the list, on the kind of device where they were.
+
+    Args:
+        flat: what `flatten` returned, here or on another rank.
+        together: makes a tensor of what ``local`` gave.
+    """
+    forms, tree = pickle.loads(flat.skeleton)
+    there = [
+        tensor if tensor.device.type == device else tensor.to(device)
+        for tensor, (_, _, _, device) in zip(flat.tensors, forms, strict=True)
+    ]
 
     class Unpickler(pickle.Unpickler):
-        def persistent_load(self, number: Any) -> torch.Tensor:
-            tensor: torch.Tensor = flat.tensors[number]
-            return tensor
+        def persistent_load(self, one: Any) -> torch.Tensor:
+            number, layout = one
+            return together(there[number], layout)
 
-    _, tree = pickle.loads(flat.skeleton)
     return Unpickler(io.BytesIO(tree)).load()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def named(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in dictionaries, lists and tuples, with their paths: ``optimizer.state.3.exp_avg``."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from named(value, f"{path}.{key}" if path else str(key))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's contents are plain memory, which can be sent."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
@@ -108,7 +135,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, lazy)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements fill one range of memory, in whatever order."""
     following = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -119,29 +146,16 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _path(tree: Any, wanted: torch.Tensor) -> str | None:
-    """Where a tensor is, ``optimizer.state.3.exp_avg``; None if not in dictionaries, lists and tuples."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, dict):
-        items = tree.items()
-    elif isinstance(tree, (list, tuple)):
-        items = enumerate(tree)
-    for key, value in items:
-        if value is wanted:
-            return str(key)
-        inner = _path(value, wanted)
-        if inner is not None:
-            return f"{key}.{inner}"
-    return None
-
-
 # Bytes -----------------------------------------------------------------------------------------------------
 
 
 def layout(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """The number of bytes, and a number that is another one if the tensors' sizes or order are."""
-    sizes = [tensor.nbytes for tensor in tensors]
-    return sum(sizes), _chain(0, sizes)
+    """The number of bytes, and a number that is another one if the bytes of tensors are in another order."""
+    numbers: list[int] = []
+    for tensor in tensors:
+        is_in_order = tensor.is_contiguous() or not is_dense(tensor)
+        numbers += (tensor.nbytes, *(() if is_in_order else tensor.stride()))
+    return sum(tensor.nbytes for tensor in tensors), _chain(0, numbers)
 
 
 def share(tensors: Sequence[torch.Tensor], index: int, count: int) -> tuple[int, int]:
@@ -150,7 +164,7 @@ def share(tensors: Sequence[torch.Tensor], index: int, count: int) -> tuple[int,
     return size * index // count // _WORD * _WORD, size * (index + 1) // count // _WORD * _WORD
 
 
-def pieces(tensors: Sequence[torch.Tensor], begin: int, end: int) -> Iterator[list[memoryview]]:
+def pieces(tensors: Iterable[torch.Tensor], begin: int, end: int) -> Iterator[list[memoryview]]:
     """Cuts a part of all bytes into pieces of `PIECE` bytes at most.
 
     A piece is one view on a large tensor, or views on several small ones: so there is one call of the kernel
@@ -190,7 +204,7 @@ def _room(tensor: torch.Tensor) -> int:
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes, in the order that they have in memory; the view keeps the tensor."""
-    if not _is_dense(tensor):
+    if not is_dense(tensor):
         tensor = tensor.contiguous()
     tensor = tensor.resolve_conj().resolve_neg().cpu()
     block = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -201,10 +215,10 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 # Checksum --------------------------------------------------------------------------------------------------
 
 
-def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """A number for the contents of tensors, in their order."""
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """A number for the values of tensors, in their order; how they lie in memory does not count."""
     total = 0
-    for views in pieces(tensors, 0, sum(map(_room, tensors))):
+    for views in pieces((tensor.contiguous() for tensor in tensors), 0, sys.maxsize):
         total = extend(total, joined(views))
     return total
 

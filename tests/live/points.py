@@ -177,20 +177,22 @@ class Probed(performer.TorchPerformer):
 
     # ---- a step
 
-    def make_ready(self) -> None:
+    def make_ready(self) -> bool:
         """See `Performer`."""
-        super().make_ready()
+        is_ready = super().make_ready()
         current.check("before vote")
+        return is_ready
 
-    def vote(self, step: int) -> None:
+    def vote(self, step: int, is_ready: bool = True) -> bool:
         """See `Performer`: a step's, and the seal."""
         is_seal = current.recovering
         if is_seal:
             current.check("before seal")
-        super().vote(step)
+        is_through = super().vote(step, is_ready)
         if is_seal:
             current.say("sealed", step=step)
         current.check("after seal" if is_seal else "after vote")
+        return is_through
 
     def committed(self, *args: Any) -> None:
         """See `Performer`."""

@@ -180,7 +180,13 @@ class Iteration:
 
     def digests(self, objects: dict[str, Any]) -> Any:
         """By rank: its shard, and a digest of all that it has."""
-        return self.gather((self.form.shard, digest(self.form.export(objects))))
+        return self.gather((self.form.shard, digest(self.described(objects))))
+
+    def described(self, objects: dict[str, Any]) -> Any:
+        """The state, with what is a rank's own."""
+        from ft_wrapper.live.form import attributes_of
+
+        return {"common": self.form.describe(objects), "own": attributes_of(objects)}
 
     def end(self) -> None:
         dist.barrier()
@@ -188,11 +194,17 @@ class Iteration:
         forget_old_ranks()
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    here: torch.Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    return here
+
+
 def digest(tree: Any) -> str:
     total = hashlib.sha256()
 
     def walk(value: Any) -> None:
         if isinstance(value, torch.Tensor):
+            value = local(value)
             total.update(
                 bytes(value.contiguous().view(-1).view(torch.uint8).tolist()) if value.numel() else b""
             )
@@ -225,7 +237,7 @@ def trains(folder: Path, scenario: Scenario, rank: int) -> Any:
     second = Iteration(folder, scenario, 2, scenario.moves[rank] if scenario.moves else rank)
     if scenario.rolls:
         second.update(objects)
-    exported = second.form.export(objects)
+    exported, described = second.form.export(objects), second.described(objects)
     if scenario.exchanges:
         said = second.gather((first.form.shard, exported))
         objects = second.form.adopt(
@@ -234,7 +246,7 @@ def trains(folder: Path, scenario: Scenario, rank: int) -> Any:
     else:
         objects = second.form.rebind(objects)
         shards = scenario.shape[-1]
-        assert memory(exported, shards) == memory(second.form.export(objects), shards)
+        assert memory(described, shards) == memory(second.described(objects), shards)
     second.train(objects, BEFORE, BEFORE + AFTER)
     assert objects["net"].calls == BEFORE + AFTER
     assert objects["scheduler"].optimizer is objects["adam"]
@@ -247,22 +259,15 @@ def trains(folder: Path, scenario: Scenario, rank: int) -> Any:
     return wanted, got
 
 
-def memory(exported: Any, shards: int) -> dict[str, int]:
+def memory(described: Any, shards: int) -> dict[str, int]:
     """Where the tensors are, but for parameters whose shards FSDP2 pads."""
-    found = {}
+    from ft_wrapper.live.tree import named
 
-    def walk(path: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found[path] = value.data_ptr()
-        elif isinstance(value, dict):
-            for key, each in value.items():
-                walk(f"{path}.{key}", each)
-        elif hasattr(value, "layout"):
-            is_padded = value.layout is not None and value.layout.shape[0] % shards
-            if not (is_padded and path.startswith(".net.")):
-                walk(path, value.tensor)
-
-    walk("", exported)
+    found = {
+        path: local(tensor).data_ptr()
+        for path, tensor in named(described)
+        if not (".parameters." in path and tensor.shape[0] % shards)
+    }
     assert len(found) > 20
     return found
 

@@ -107,7 +107,7 @@ def assert_equal(a: Any, b: Any) -> None:
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert same(a, b)
-        if tree._is_dense(a):
+        if tree.is_dense(a):
             assert a.stride() == b.stride()
     elif isinstance(a, dict):
         assert list(a) == list(b)

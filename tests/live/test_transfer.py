@@ -24,6 +24,7 @@ import torch
 from ft_wrapper.live import transfer
 from ft_wrapper.live.plan import Route
 from ft_wrapper.live.transfer import Moved, move
+from ft_wrapper.live.tree import Flat, flatten, unflatten
 
 LIMIT = 60.0  # seconds for what takes well under one
 SHORT = 1.0  # seconds until a peer counts as stalled, where one is
@@ -67,6 +68,11 @@ def assert_equal(got: Any, state: Any) -> None:
         assert torch.equal(a, b)
 
 
+def state_in(moved: Moved) -> Any:
+    assert moved.flat is not None
+    return unflatten(moved.flat)
+
+
 def nothing(point: str) -> None:
     assert point == "transfer"
 
@@ -96,9 +102,9 @@ class Ranks:
         self.gathered: dict[int, Callable[[list[Any]], list[Any]]] = {}
 
     def move(self, rank: int, gather: Gather | None = None) -> Moved:
-        def source() -> Any:
+        def source() -> Flat:
             self.exported.append(rank)
-            return self.states[rank]
+            return flatten(self.states[rank])
 
         def with_threads(mine: object) -> list[Any]:
             self.said[rank] = pickle.dumps(mine)
@@ -159,18 +165,18 @@ def test_one_holder_and_one_receiver(host: str) -> None:
             pytest.skip(f"no IPv6 here: {error}")
     ranks = Ranks([Route(1, (0,))], [state_of(1), None, None], host)
     sent, received, idle = ranks.run()
-    assert_equal(received.state, state_of(1))
+    assert_equal(state_in(received), state_of(1))
     assert received.bytes == sent.bytes == (5 << 20) + sum(range(20)) * 4
-    assert sent.state is None and idle == dataclasses.replace(idle, state=None, bytes=0)
+    assert sent.flat is None and idle == dataclasses.replace(idle, flat=None, bytes=0)
     assert ranks.exported == [0]
     pointers = {t.data_ptr() for t in ranks.states[0]["model"]["small"]}
-    assert all(t.data_ptr() not in pointers for t in received.state["model"]["small"] if t.numel())
+    assert all(t.data_ptr() not in pointers for t in state_in(received)["model"]["small"] if t.numel())
 
 
 def test_holders_send_equal_parts() -> None:
     states = [state_of(1), None, state_of(1), state_of(1)]
     outcomes = Ranks([Route(1, (3, 0, 2))], states).run()
-    assert_equal(outcomes[1].state, states[0])
+    assert_equal(state_in(outcomes[1]), states[0])
     sent = [outcomes[rank].bytes for rank in (0, 2, 3)]
     assert sum(sent) == outcomes[1].bytes and max(sent) - min(sent) < 200
 
@@ -179,20 +185,20 @@ def test_two_holders_and_two_receivers() -> None:
     states = [None, state_of(2), state_of(2), None]
     outcomes = Ranks([Route(0, (1, 2)), Route(3, (1, 2))], states).run()
     for rank in (0, 3):
-        assert_equal(outcomes[rank].state, states[1])
+        assert_equal(state_in(outcomes[rank]), states[1])
 
 
 def test_ranks_that_send_and_receive() -> None:
     states = [state_of(rank, LARGE // 2 + rank) for rank in range(3)]
     outcomes = Ranks([Route((rank + 1) % 3, (rank,)) for rank in range(3)], states).run()
     for rank in range(3):
-        assert_equal(outcomes[(rank + 1) % 3].state, states[rank])
+        assert_equal(state_in(outcomes[(rank + 1) % 3]), states[rank])
 
 
 @pytest.mark.parametrize("state", [{}, None, {"step": 3}, {"empty": torch.zeros(0, 3)}, torch.tensor(True)])
 def test_states_of_next_to_nothing(state: Any) -> None:
     outcomes = Ranks([Route(2, (0, 1))], [state, state, None]).run()
-    got = outcomes[2].state
+    got = state_in(outcomes[2])
     assert str(got) == str(state)
     assert outcomes[2].bytes == (1 if isinstance(state, torch.Tensor) else 0)
 
@@ -205,14 +211,16 @@ def test_ten_thousand_small_tensors_are_one_piece() -> None:
         ranks.at[rank] = lambda _, rank=rank: counts.__setitem__(rank, counts[rank] + 1)  # type: ignore[misc]
     _, received = ranks.run()
     assert counts == [1, 1]
-    assert all(torch.equal(received.state[number], state[number]) for number in state)
+    got = state_in(received)
+    assert all(torch.equal(got[number], state[number]) for number in state)
 
 
 def test_a_holder_whose_bytes_are_laid_out_in_another_way_does_not_send() -> None:
     weight = torch.arange(100_000)
     tied, untied = {"a": weight, "b": weight}, {"a": weight, "b": weight.clone()}
     sent, other, received = Ranks([Route(2, (0, 1))], [tied, untied, None]).run()
-    assert received.state["a"] is received.state["b"] and torch.equal(received.state["a"], weight)
+    state = state_in(received)
+    assert state["a"] is state["b"] and torch.equal(state["a"], weight)
     assert (sent.bytes, other.bytes) == (800_000, 0)
 
 
@@ -243,7 +251,7 @@ def test_strangers_are_ignored() -> None:
 
         ranks.gathered[1] = intrude
         _, received = ranks.run()
-        assert_equal(received.state, ranks.states[0])
+        assert_equal(state_in(received), ranks.states[0])
         assert strangers[0].recv(1) == b"", "the silent one was not closed at the end"
 
 
@@ -401,7 +409,7 @@ def test_a_rank_that_was_stopped_itself_goes_on() -> None:
     behind = threading.Event()
     ranks.at[2] = at_piece(5, lambda: behind.wait(2 * SHORT))
     with ranks.others(here=2) as outcomes:
-        assert_equal(ranks.move(2).state, ranks.states[0])
+        assert_equal(state_in(ranks.move(2)), ranks.states[0])
     assert all(isinstance(outcomes[rank], Moved) for rank in (0, 1))
 
 

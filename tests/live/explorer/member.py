@@ -10,7 +10,7 @@ from typing import Any
 import greenlet
 
 from ft_wrapper.live.commit import Performer
-from ft_wrapper.live.plan import Copy, Holding, Plan, Register, Rung
+from ft_wrapper.live.plan import Copy, Holding, Plan, Register, Route, Rung
 
 from .job import State, Value
 from .world import Copied, Interrupted, Killed, Meeting, Process, UpdateFailed, Violation, World
@@ -62,6 +62,7 @@ class Member(Performer):
         has_read: what it has read of the register.
         writes: the register as it has read it, and what it writes.
         later: what it has received and puts in once all have theirs.
+        shares: it knows that a forward pass changes buffers.
     """
 
     def __init__(self, world: World, process: Process, rank: int) -> None:
@@ -75,6 +76,7 @@ class Member(Performer):
         self.heard: Any = None
         self.is_atomic = self.is_aborted = self.is_dead = self.has_left = False
         self.is_recovering = True
+        self.shares = False
         self.before: frozenset[Any] = frozenset()
         self.has_read = Register()
         self.writes: tuple[Register, Register] | None = None
@@ -173,26 +175,31 @@ class Member(Performer):
         self.meet("reduce")
         state.gradient += ("garbage" if self.is_aborted else (n, step, "second"),)
 
-    def make_ready(self) -> None:
-        """See `Performer`: all have the buffers of rank 0."""
+    def make_ready(self) -> bool:
+        """See `Performer`: all have the buffers of rank 0, once the vote has told that some have changed."""
         state = self.state
+        if not self.shares:
+            return False
         meeting = self.meet("share", state.buffers)
         if not self.is_aborted:
             _, step, _ = shared = meeting.values[0]
             self.hear(shared)
             state.buffers = step + 1 if isinstance(step, int) else shared
+        return True
 
-    def vote(self, step: int) -> None:
+    def vote(self, step: int, is_ready: bool = True) -> bool:
         """See `Performer`."""
-        self.cast(step, None)
+        return self.cast(step, None, is_ready)
 
-    def cast(self, step: int, group: frozenset[int] | None) -> None:
+    def cast(self, step: int, group: frozenset[int] | None, is_ready: bool = True) -> bool:
         """Votes in a group; None: all."""
-        meeting = self.meet("vote", step, group)
-        if len(set(meeting.values.values())) > 1:
+        meeting = self.meet("vote", (step, is_ready), group)
+        if len({step for step, _ in meeting.values.values()}) > 1:
             raise Violation(f"the ranks do not vote on the same step: {meeting.values}")
         if self.is_recovering:
             self.world.checker.sealed(self)
+        self.shares = not self.is_recovering
+        return all(is_ready for _, is_ready in meeting.values.values())
 
     def update(self, step: int, arguments: tuple[Any, ...]) -> None:
         """See `Performer`."""
@@ -373,14 +380,14 @@ class Member(Performer):
         if self.state.base[0] == "built by":
             self.state.base = ("of iteration", self.world.n)
 
-    def differing(self, shard: Hashable) -> frozenset[int]:
+    def differing(self, shard: Hashable, receivers: frozenset[int]) -> tuple[Route, ...]:
         """See `Performer`."""
         mine = self.state.shard, self.state.value()
         values = self.meet("compare", mine).values
         by_shard = dict(values.values())
-        wrong = frozenset(rank for rank, (shard, value) in values.items() if by_shard[shard] != value)
-        self.hear(wrong)
-        return wrong
+        if any(by_shard[shard] != value for shard, value in values.values()):
+            raise Violation(f"L2: replicas differ: {values}")
+        return ()
 
     def finish(self, plan: Plan, number: int) -> None:
         """See `Performer`."""

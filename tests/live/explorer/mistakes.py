@@ -58,30 +58,32 @@ def change_held(one: Holding, **changes: Any) -> Holding:
 class NoVote(Member):
     """Steps are applied without one."""
 
-    def vote(self, step: int) -> None:
+    def vote(self, step: int, is_ready: bool = True) -> bool:
         """See `Performer`."""
-        if self.is_recovering:
-            super().vote(step)
+        if self.is_recovering or not is_ready:
+            return super().vote(step, is_ready)
+        return True
 
 
 class VoteOfReplicas(Member):
     """Only the replicas of a shard vote on a step."""
 
-    def vote(self, step: int) -> None:
+    def vote(self, step: int, is_ready: bool = True) -> bool:
         """See `Performer`."""
         shards = self.world.job.shards
         same = frozenset(rank for rank, shard in enumerate(shards) if shard == shards[self.rank])
-        self.cast(step, None if self.is_recovering else same)
+        return self.cast(step, None if self.is_recovering else same, is_ready)
 
 
 class VoteInReplica(Member):
     """Only the ranks of a replica vote on a step, as HSDP's clipping does."""
 
-    def vote(self, step: int) -> None:
+    def vote(self, step: int, is_ready: bool = True) -> bool:
         """See `Performer`."""
         size = len(set(self.world.job.shards))
         first = self.rank - self.rank % size
-        self.cast(step, None if self.is_recovering else frozenset(range(first, first + size)))
+        same = frozenset(range(first, first + size))
+        return self.cast(step, None if self.is_recovering else same, is_ready)
 
 
 class PreparedAfterVote(Course):
@@ -90,8 +92,8 @@ class PreparedAfterVote(Course):
     def commit(self, arguments: tuple[Any, ...] = ()) -> None:
         """See `Course`."""
         held = self._held()
-        self.performer.make_ready()
-        self.performer.vote(held.step)
+        while not self.performer.vote(held.step, self.performer.make_ready()):
+            pass
         with self.performer.atomic():
             self.kept.arguments = arguments
             self.kept.held = dataclasses.replace(held, is_prepared=True)
@@ -103,16 +105,18 @@ class PreparedOutsideAtomic(Course):
 
     def commit(self, arguments: tuple[Any, ...] = ()) -> None:
         """See `Course`."""
-        held = self._held()
-        self.performer.make_ready()
-        member = self.performer
-        assert isinstance(member, Member)
-        was, member.is_aborted = member.is_aborted, False
-        with self.performer.atomic():
-            member.is_aborted = was
-            self.kept.arguments = arguments
-            self.kept.held = dataclasses.replace(held, is_prepared=True)
-        self.performer.vote(held.step)
+        held, is_through = self._held(), False
+        while not is_through:
+            self.kept.held = held
+            is_ready = self.performer.make_ready()
+            member = self.performer
+            assert isinstance(member, Member)
+            was, member.is_aborted = member.is_aborted, False
+            with self.performer.atomic():
+                member.is_aborted = was
+                self.kept.arguments = arguments
+                self.kept.held = dataclasses.replace(held, is_prepared=is_ready)
+            is_through = self.performer.vote(held.step, is_ready)
         self._apply()
 
 
@@ -193,12 +197,13 @@ class BuffersForgotten(Member):
 class OwnBuffers(Member):
     """Each rank has its own buffers."""
 
-    def make_ready(self) -> None:
+    def make_ready(self) -> bool:
         """See `Performer`."""
         buffers = self.state.buffers
-        super().make_ready()
+        is_ready = super().make_ready()
         if not self.is_aborted:
             self.state.buffers = buffers
+        return is_ready
 
 
 class GradientsLeft(Member):
@@ -315,10 +320,10 @@ class NoSeal(Course):
         """See `Course`."""
         vote = self.performer.vote
 
-        def no_vote(step: int) -> None:
+        def no_vote(step: int, is_ready: bool = True) -> bool:
             if self.kept.held is not None:
                 self.kept.held = dataclasses.replace(self.kept.held, history=self.number, ready=frozenset())
-            vote(step)
+            return vote(step, is_ready)
 
         self.performer.vote = no_vote  # type: ignore[method-assign]
         try:
