@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_wrapper import CallWrapper, LiveState, Wrapper
+from ft_wrapper import CallWrapper, LiveState, Wrapper, events
+
+SLOT = int(os.environ["RANK"])  # which the wrapper changes
 
 
 @Wrapper(use_global_iteration=True, active_world_size=2)
@@ -31,6 +33,7 @@ def train(call_wrapper: CallWrapper = None) -> None:
         is_over = torch.tensor(float(os.path.exists(sys.argv[1])))
         dist.all_reduce(is_over)
         live.commit()
+        events.emit("committed", slot=SLOT, step=live.step)
         if is_over:
             return
 

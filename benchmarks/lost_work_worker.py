@@ -404,7 +404,6 @@ class Price:
         timed(performer, "make_ready", "buffers, device")
         timed(performer, "vote", "vote")
         timed(performer, "update", "update, with the seed")
-        timed(performer, "committed", "event")
         timed(live, "_seed_by", "a step's seed")
 
 

@@ -6,14 +6,21 @@ from collections.abc import Iterable
 
 
 def done_again(records: Iterable[dict]) -> tuple[int, int]:
-    """Returns how many steps were committed, and how often one of them was done again.
+    """Returns how many steps were committed, and how many of them were done again.
 
-    A step that is rolled forward is applied by ranks that had its gradients already: it is not done again.
+    The event with which a rank ends an iteration says how many steps were committed. They are done again
+    where a later iteration begins with a lower one.
     """
-    done: dict[int, set[int]] = {}
+    begun: dict[int, int] = {}
+    reached: dict[int, int] = {}
     for record in records:
-        if record["event"] == "committed":
-            iterations = done.setdefault(record["step"], set())
-            if not record["rolled"]:
-                iterations.add(record["iteration"])
-    return len(done), sum(max(0, len(iterations) - 1) for iterations in done.values())
+        n = record.get("iteration")
+        if "began" in record:
+            begun[n] = min(begun.get(n, record["step"]), record["step"])
+        if "committed" in record:
+            reached[n] = max(reached.get(n, 0), record["committed"])
+    done = again = 0
+    for n in sorted(reached):
+        again += max(0, min(done, reached[n]) - begun.get(n, done))
+        done = max(done, reached[n])
+    return done, again

@@ -151,12 +151,14 @@ committed = load("committed")
 
 
 def test_steps_that_are_done_again_are_counted() -> None:
-    def commit(step: int, iteration: int, rolled: bool = False) -> dict[str, object]:
-        return {"event": "committed", "step": step, "iteration": iteration, "rolled": rolled}
+    def of(iteration: int, first: int, last: int, committed: int) -> list[dict[str, object]]:
+        steps = [{"event": "step", "iteration": iteration, "step": n, "began": 0.0} for n in (first, last)]
+        return [*steps, {"event": "left", "iteration": iteration, "committed": committed}, *steps[:1]]
 
-    once = [commit(1, 0), commit(1, 0), commit(2, 0), commit(2, 1, rolled=True), commit(3, 1)]
-    assert committed.done_again([{"event": "enter"}, *once]) == (3, 0)
-    assert committed.done_again([*once, commit(3, 2), commit(3, 4), commit(4, 4, rolled=True)]) == (4, 2)
+    rolled = {"event": "left", "iteration": 1, "committed": 3}  # and came to no step of its own
+    once = [*of(0, 0, 2, 2), rolled, *of(2, 3, 5, 5), *of(2, 3, 5, 6)]
+    assert committed.done_again([{"event": "enter"}, *once]) == (6, 0)
+    assert committed.done_again([*once, *of(3, 4, 4, 5), *of(4, 5, 8, 9)]) == (9, 2)
 
 
 def saved(folder: Path) -> list[str]:
@@ -497,11 +499,12 @@ def test_the_demo_fails_when_live_state_does_a_step_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [
-        {"event": "committed", "step": step, "iteration": 0, "rolled": False} for step in range(demo.STEPS)
+        {"event": "step", "iteration": 0, "step": 0, "began": 0.0},
+        {"event": "left", "iteration": 0, "step": demo.STEPS, "began": 9.0, "committed": demo.STEPS},
     ]
     monkeypatch.setattr(demo, "train", lambda *_: a_run(events=records))
     demo.train_live(tmp_path, (), a_run())
-    records.append({**records[7], "iteration": 1})
+    records.append({"event": "done", "iteration": 1, "step": 7, "began": 9.5, "committed": 8})
     with pytest.raises(SystemExit, match="none done again"):
         demo.train_live(tmp_path, (), a_run())
 

@@ -67,9 +67,6 @@ class Performer:
     def update(self, step: int, arguments: tuple[Any, ...]) -> None:
         """Does a step: turns gradients and state into the next state, whose buffers it copies; alone."""
 
-    def committed(self, held: Held, rolled: bool) -> None:
-        """A step was applied; ``rolled``: in a recovery."""
-
     # ---- a recovery
 
     def build(self) -> None:
@@ -156,7 +153,7 @@ class Course:
             is_through = self.performer.vote(held.step, is_ready)
         self._apply()
 
-    def _apply(self, *, rolled: bool = False) -> None:
+    def _apply(self) -> None:
         kept = self.kept
         with self.performer.atomic():
             held = self._held()
@@ -166,7 +163,6 @@ class Course:
             kept.arguments = ()
             kept.newest = max(kept.newest, held.step)
             kept.held = held
-            self.performer.committed(held, rolled)
 
     def _held(self) -> Held:
         if self.kept.held is None:
@@ -233,7 +229,7 @@ class Course:
         """Returns the shard that takes the place of another one, which is kept until all have theirs."""
         kept, rank = self.kept, self.performer.rank
         if rank in plan.rolls:
-            self._apply(rolled=True)
+            self._apply()
         if rank in plan.void:
             kept.held = None
         elif kept.held is not None:

@@ -33,7 +33,7 @@ from .form import (
     put_attributes,
     put_buffers,
 )
-from .plan import Copy, Held, Holding, Plan, Register, Route, Rung
+from .plan import Copy, Holding, Plan, Register, Route, Rung
 from .transfer import move
 from .tree import Flat, checksum, named
 
@@ -151,6 +151,7 @@ class TorchPerformer(Performer):
         self._group = _host_group()
         self._host = own_address(os.environ["MASTER_ADDR"])
         self._ballot = Ballot(self.rank, self._host, call.settings.hard_timeout)
+        call.helpers.callback(call.end_fields.clear)
         call.own.lines.append(self._ballot)
         self._nodes: list[str] = []
         self._register = ""  # as rank 0 has read it
@@ -199,14 +200,12 @@ class TorchPerformer(Performer):
         self._users.seed("update", step)
         self._users.update(self._kept.objects, *arguments)
         self._keep()
+        fields = self._call.end_fields  # shared with the other states of the call
+        fields["committed"] = max(step + 1, fields.get("committed", 0))
 
     def _keep(self) -> None:
         self._kept.buffers.keep(self._kept.objects)
         self._kept.attributes.keep(self._kept.objects)
-
-    def committed(self, held: Held, rolled: bool) -> None:
-        """See `Performer`."""
-        self._emit("committed", step=held.step, rolled=rolled)
 
     def _agree_on_infinities(self) -> None:
         """With shards of gradients, a scaler that sees an overflow in one of them skips the step in all."""

@@ -173,10 +173,10 @@ def _parts(
     committed: dict[str, int] = collections.defaultdict(int)
     complete: set[str] = set()
     for record in records:
-        if record["event"] == "committed":
-            committed[iteration_of(record)] = max(committed[iteration_of(record)], int(record["step"]))
-        elif record["event"] == "done":
-            complete.add(calls.get(iteration_of(record), ""))
+        n = iteration_of(record)
+        committed[n] = max(committed[n], int(record.get("committed", 0)))
+        if record["event"] == "done":
+            complete.add(calls.get(n, ""))
     parts: dict[Key, Part] = {}
     call, begun = "", None
     newest: tuple[Part, int] | None = None  # and the last step that has begun there

@@ -66,6 +66,7 @@ class Call(Performer):
         progressed: whether the function has made progress in this iteration, though its stamps are new.
         kept: what the function's helpers keep over iterations, by name.
         helpers: what they give back when the iteration ends.
+        end_fields: what they add to the event that ends the iteration on this rank, by field.
         group: the default process group, if it outlives iterations.
         made: what the function makes that is not to outlive its iteration.
 
@@ -82,6 +83,7 @@ class Call(Performer):
         self.progressed = False
         self.kept: dict[str, Any] = {}
         self.helpers = contextlib.ExitStack()
+        self.end_fields: dict[str, Any] = {}
         self.group = KeptGroup(settings.keep_groups)
         began_at = time.monotonic()
         self._stay = Stay()
@@ -289,7 +291,7 @@ class Call(Performer):
             self.own.progress.store_lost = watch.store_lost
             self._reporter.left(watch)
         self.own.memory.leave_iteration()
-        self.own.member.emit("left", **self.own.memory.told_step())
+        self.own.member.emit("left", **self.own.memory.told_step(), **self.end_fields)
         self.helpers.close()
         if self.settings.abort is not None or self.group.group is not None:
             release_process_groups(aborted=True, kept=self.group.group)
@@ -342,7 +344,7 @@ class Call(Performer):
         forget.forget_old_ranks()
 
     def complete(self) -> None:
-        self.own.member.emit("done", **self.own.memory.told_step())
+        self.own.member.emit("done", **self.own.memory.told_step(), **self.end_fields)
         self._stay.watch = None
         self.state.fn_exception = None
         if self.settings.completion is not None:

@@ -25,7 +25,7 @@ PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 LIVE = """
     import os, sys, time, torch
     import torch.distributed as dist
-    from ft_wrapper import CallWrapper, LiveState, Wrapper
+    from ft_wrapper import CallWrapper, LiveState, Wrapper, events
 
     folder, slot = sys.argv[1], os.environ["RANK"]  # which the wrapper changes
 
@@ -39,6 +39,8 @@ LIVE = """
             return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
         live = LiveState(call_wrapper, build)
+        if dist.get_rank() in live.plan.rolls:
+            events.emit("committed", slot=int(slot), step=live.step)
         for step in live.steps(10**9):
             time.sleep(0.02)  # a step's work, which leaves the CPUs to others
             live["optimizer"].zero_grad()
@@ -49,6 +51,7 @@ LIVE = """
             for parameter in live["model"].parameters():
                 dist.all_reduce(parameter.grad)
             live.commit()
+            events.emit("committed", slot=int(slot), step=live.step)
             open(f"{folder}/step.{call_wrapper.iteration}.{slot}", "w").close()
             if is_over.item():
                 return

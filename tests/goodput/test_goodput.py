@@ -287,12 +287,13 @@ def rank(records: list[Record], slot: int = 0, host: str = "a", skew: float = 0.
     return one
 
 
-def restart(ranks: list[Writer], at: float, name: str = "n") -> None:
-    """A restart that takes no time."""
+def restart(ranks: list[Writer], at: float, name: str = "n", **fields: Any) -> None:
+    """A restart that takes no time; ``fields``: of the event that ends the iteration on each rank."""
     for one in ranks:
         one.write("end", at)
-        for event in ("abort", "left", "arrive"):
-            one.write(event, at)
+        one.write("abort", at)
+        one.write("left", at, **fields)
+        one.write("arrive", at)
         one.move(one.n + 1, at, name)
         one.write("enter", at)
 
@@ -337,14 +338,13 @@ def test_a_step_that_was_committed_is_done_though_no_one_began_the_next_one() ->
     records: list[Record] = []
     one = rank(records)
     one.steps(2.0, 0, 5, 1.0)  # the last one from 7.0 on
-    one.write("committed", 7.9, step=6, rolled=False)
-    restart([one], 8.0)
+    restart([one], 8.0, committed=6)
     one.steps(8.0, 6, 8, 1.0)
     end([one], 11.0)
     found = make_goodput(records)
     assert (found.steps, found.steps_again) == (9, 0)
     assert found.buckets["useful_steps"] == pytest.approx(9.0) and "wasted_progress" not in found.buckets
-    without = [record for record in records if record["event"] != "committed"]
+    without = [{name: record[name] for name in record if name != "committed"} for record in records]
     assert make_goodput(without).steps == 9, "the next iteration goes on behind it, too"
 
 
@@ -352,8 +352,7 @@ def test_a_committed_step_that_a_copy_does_not_have_is_done_again() -> None:
     records: list[Record] = []
     one = rank(records)
     one.steps(2.0, 0, 5, 1.0)
-    one.write("committed", 7.9, step=6, rolled=False)
-    restart([one], 8.0)
+    restart([one], 8.0, committed=6)
     one.steps(8.0, 4, 8, 1.0)
     end([one], 13.0)
     found = make_goodput(records)

@@ -1,6 +1,6 @@
 """Faults at named points of steps and recoveries of a state, and what each process holds of it.
 
-`Probed` takes the place of the product's performer in a rank's process, which has no seams for this.
+`Probed` and `ProbedCourse` take the place of the product's in a rank's process, which has no seams for this.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from ft_wrapper import events
 from ft_wrapper.live import ballot, live_state, performer, transfer
+from ft_wrapper.live.commit import Course
 from ft_wrapper.live.plan import Holding, Plan, Register, Rung, make_plan
 from ft_wrapper.testing.inject_fault import Fault, inject_fault
 
@@ -194,12 +195,6 @@ class Probed(performer.TorchPerformer):
         current.check("after seal" if is_seal else "after vote")
         return is_through
 
-    def committed(self, *args: Any) -> None:
-        """See `Performer`."""
-        super().committed(*args)
-        if not current.recovering:
-            current.check("applied")
-
     # ---- a recovery
 
     def gather(self, mine: Holding) -> tuple[list[Holding], Register]:
@@ -245,6 +240,17 @@ class Probed(performer.TorchPerformer):
         current.recovering = False
 
 
+class ProbedCourse(Course):
+    """Says which steps this process applies, in the same block that is not interrupted."""
+
+    def _apply(self) -> None:
+        with self.performer.atomic():
+            super()._apply()
+            current.say("committed", step=self._held().step, rolled=current.recovering)
+            if not current.recovering:
+                current.check("applied")
+
+
 class TwoGroups(torch.optim.AdamW):
     """AdamW with a point between the updates of its groups."""
 
@@ -259,3 +265,4 @@ def install() -> None:
     ballot.Ballot._hear = _hear_half_way  # type: ignore[method-assign]
     performer.move = functools.partial(transfer.move, at=lambda point: current.check(point))  # type: ignore[attr-defined]
     live_state.TorchPerformer = Probed  # type: ignore[misc]
+    live_state.Course = ProbedCourse  # type: ignore[misc]

@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from rank_harness import SETTINGS, Job, Rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ft_wrapper import CallWrapper, LiveState, Wrapper
+from ft_wrapper import CallWrapper, LiveState, Wrapper, events
 from ft_wrapper.live.performer import TorchPerformer
 
 pytestmark = pytest.mark.tcp_only("a test starts two jobs, each of which begins with its store")
@@ -121,6 +122,32 @@ def test_a_new_rank_receives_the_state(job: Job) -> None:
     lived = [process.value for process in job.ranks.values() if process.code == 0]
     assert lived == [[clean[0], 3, "PEERS"]] * 2
     assert "0 steps lost; active rank 1 received" in "".join(process.log for process in job.ranks.values())
+
+
+def says_how_far(rank: Rank, path: str) -> int:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> int:
+        def at(step: int) -> None:
+            if (call_wrapper.iteration, step, rank.slot) == (0, 2, 1):
+                raise ValueError("in step 2")
+
+        if call_wrapper.iteration == 1:
+            raise ValueError("before the state")
+        trained(call_wrapper, at)
+        return call_wrapper.iteration
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(events.ENV, path)
+        return train()  # type: ignore[no-any-return]
+
+
+def test_the_event_that_ends_an_iteration_says_how_many_steps_are_committed(job: Job, tmp_path: Path) -> None:
+    path = str(tmp_path / "events")
+    job.start(2, says_how_far, path)
+    assert job.wait() == [2, 2]
+    ends = [record for record in events.read(path) if record["event"] in ("left", "done")]
+    said = sorted((record["iteration"], record["slot"], record.get("committed")) for record in ends)
+    assert said == [(n, slot, (2, None, STEPS)[n]) for n in range(3) for slot in range(2)]
 
 
 # ---- a step that is cut short

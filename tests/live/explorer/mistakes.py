@@ -138,7 +138,7 @@ class KeepsPrepared(Course):
 class NotTorn(Course):
     """What is held stays so while it is written."""
 
-    def _apply(self, *, rolled: bool = False) -> None:
+    def _apply(self) -> None:
         kept = self.kept
         with self.performer.atomic():
             held = self._held()
