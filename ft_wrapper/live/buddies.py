@@ -1,5 +1,6 @@
 """Copies of shards in host memory, a rank's own and those of other ranks: for states without replicas."""
 
+import collections
 import dataclasses
 import logging
 import os
@@ -87,11 +88,11 @@ def offsets(nodes: Sequence[str], buddies: int) -> list[int]:
         buddies: how many each rank has.
     """
     size = len(nodes)
-
-    def neighbours(offset: int) -> int:
-        return sum(nodes[rank] == nodes[(rank + offset) % size] for rank in range(size))
-
-    return sorted(range(1, size), key=neighbours)[:buddies]
+    ranks: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks.setdefault(node, []).append(rank)
+    pairs = collections.Counter((b - a) % size for each in ranks.values() for a in each for b in each)
+    return sorted(range(1, size), key=pairs.__getitem__)[:buddies]
 
 
 def own_node() -> str:

@@ -157,15 +157,15 @@ def make_plan(holdings: Sequence[Holding], register: Register) -> Plan:
     counts = {rank: one for rank, one in held.items() if newest >= 0 and newest in (one.history, *one.ready)}
     void = frozenset(held.keys() - counts.keys())
     needed = tuple(dict.fromkeys(one.needs for one in holdings))
-
-    def able(shard: Hashable, step: int) -> tuple[int, ...]:
-        return tuple(rank for rank, one in counts.items() if one.shard == shard and step in one.reach)
-
-    reach = {step for one in counts.values() for step in one.reach}
-    steps = [step for step in reach if all(able(shard, step) for shard in needed)]
+    able: dict[tuple[Hashable, int], list[int]] = {}  # ranks by shard and step
+    for rank, one in counts.items():
+        for step in one.reach:
+            able.setdefault((one.shard, step), []).append(rank)
+    steps = [step for step in {step for _, step in able} if all((shard, step) in able for shard in needed)]
     given_up = max(one.gave_up for one in holdings)
     if not steps or given_up:
-        missing = tuple(shard for shard in needed if all(one.shard != shard for one in counts.values()))
+        shards = {one.shard for one in counts.values()}
+        missing = tuple(shard for shard in needed if shard not in shards)
         sealed_origins = (one.origin for one in held.values() if one.history >= one.origin)
         plan = _plan_of_copies(holdings, needed, max([register.origin, *sealed_origins]), given_up)
         return dataclasses.replace(
@@ -182,7 +182,7 @@ def make_plan(holdings: Sequence[Holding], register: Register) -> Plan:
         frozenset[int]().union(*(one.ready for one in counts.values())),  # the same bits, so true of each
         rolls=frozenset(rank for rank, one in counts.items() if step in one.reach and step != one.step),
         routes=tuple(
-            Route(rank, _some(able(one.needs, step), rank))
+            Route(rank, _some(able[one.needs, step], rank))
             for rank, one in enumerate(holdings)
             if rank not in stay
         ),
@@ -190,10 +190,11 @@ def make_plan(holdings: Sequence[Holding], register: Register) -> Plan:
     )
 
 
-def _some(holders: tuple[int, ...], receiver: int) -> tuple[int, ...]:
+def _some(holders: Sequence[int], receiver: int) -> tuple[int, ...]:
     """Few of many holders, others for each receiver: a thousand connections cost more than they bring."""
-    first = _MOST_HOLDERS * receiver % len(holders)
-    return (holders * 2)[first : first + _MOST_HOLDERS] if len(holders) > _MOST_HOLDERS else holders
+    first = _MOST_HOLDERS * receiver if len(holders) > _MOST_HOLDERS else 0
+    places = range(first, first + min(_MOST_HOLDERS, len(holders)))
+    return tuple(holders[place % len(holders)] for place in places)
 
 
 def _plan_of_copies(
@@ -210,7 +211,7 @@ def _plan_of_copies(
         return Plan(Rung.CHECKPOINT)
     step = max(whole)
     routes = [
-        Route(rank, tuple(have[step][one.needs]))
+        Route(rank, _some(have[step][one.needs], rank))
         for rank, one in enumerate(holdings)
         if rank not in have[step][one.needs]
     ]

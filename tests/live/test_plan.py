@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ft_wrapper.live.plan import Copy, Held, Holding, Plan, Register, Route, Rung, make_plan
+from ft_wrapper.live.buddies import offsets
+from ft_wrapper.live.plan import (
+    Copy,
+    Held,
+    Holding,
+    Plan,
+    Register,
+    Route,
+    Rung,
+    _plan_of_copies,
+    make_plan,
+)
 
 SEALED = Register(sealed=3, origin=0)
 
@@ -116,3 +131,104 @@ def test_a_receiver_is_served_by_a_few_of_many_holders() -> None:
     plan = make_plan([of(held(8)) for _ in range(20)] + [of(None), of(None)], SEALED)
     first, second = (set(route.holders) for route in plan.routes)
     assert len(first) == len(second) == 8 and first != second and max(first | second) < 20
+
+
+# ---- the same as the plain way, which takes the square of the ranks
+
+
+def plain_plan(holdings: Sequence[Holding], register: Register) -> Plan:
+    held = {rank: one.held for rank, one in enumerate(holdings) if one.held is not None}
+    newest = max([register.sealed, *(one.history for one in held.values())])
+    counts = {rank: one for rank, one in held.items() if newest >= 0 and newest in (one.history, *one.ready)}
+    void = frozenset(held.keys() - counts.keys())
+    needed = tuple(dict.fromkeys(one.needs for one in holdings))
+
+    def able(shard: object, step: int) -> tuple[int, ...]:
+        return tuple(rank for rank, one in counts.items() if one.shard == shard and step in one.reach)
+
+    def some(holders: tuple[int, ...], receiver: int) -> tuple[int, ...]:
+        first = 8 * receiver % len(holders)
+        return (holders * 2)[first : first + 8] if len(holders) > 8 else holders
+
+    reach = {step for one in counts.values() for step in one.reach}
+    steps = [step for step in reach if all(able(shard, step) for shard in needed)]
+    if not steps:
+        missing = tuple(shard for shard in needed if all(one.shard != shard for one in counts.values()))
+        sealed_origins = (one.origin for one in held.values() if one.history >= one.origin)
+        plan = _plan_of_copies(holdings, needed, max([register.origin, *sealed_origins]))
+        return dataclasses.replace(plan, void=frozenset(held), missing=missing or needed)
+    step = max([step for step in steps if all(step in one.reach for one in counts.values())] or steps)
+    stay = {rank for rank, one in counts.items() if one.shard == holdings[rank].needs and step in one.reach}
+    first = next(iter(counts.values()))
+    return Plan(
+        Rung.PEERS,
+        step,
+        first.origin,
+        newest,
+        frozenset[int]().union(*(one.ready for one in counts.values())),
+        rolls=frozenset(rank for rank, one in counts.items() if step in one.reach and step != one.step),
+        routes=tuple(
+            Route(rank, some(able(one.needs, step), rank))
+            for rank, one in enumerate(holdings)
+            if rank not in stay
+        ),
+        void=void | {rank for rank, one in counts.items() if step not in one.reach},
+    )
+
+
+def plain_offsets(nodes: Sequence[str], buddies: int) -> list[int]:
+    size = len(nodes)
+
+    def neighbours(offset: int) -> int:
+        return sum(nodes[rank] == nodes[(rank + offset) % size] for rank in range(size))
+
+    return sorted(range(1, size), key=neighbours)[:buddies]
+
+
+@settings(max_examples=100)
+@given(choose=st.randoms(use_true_random=False), size=st.integers(1, 40), shards=st.integers(1, 4))
+def test_a_plan_is_that_of_the_plain_way(choose: random.Random, size: int, shards: int) -> None:
+    names, lost, apart = "ABCD"[:shards], choose.choice((0.1, 0.5, 0.9)), choose.choice((0.0, 0.3))
+
+    def holding(rank: int) -> Holding:
+        needs = names[rank % shards] if choose.random() >= apart else choose.choice(names)
+        step, history = choose.choice((7, 8)), 3 - (choose.random() < apart / 3)
+        shard = needs if choose.random() >= apart else choose.choice("ABCDE")
+        its = held(
+            step, shard, history=history, ready=(3,) * choose.randrange(2), prepared=choose.random() < 0.5
+        )
+        copies = [copy(name, step, 0, 3) for name in names for step in (4, 6) if choose.random() < 0.3]
+        return of(None if choose.random() < lost else its, needs, tuple(copies))
+
+    said = [holding(rank) for rank in range(size)]
+    assert make_plan(said, SEALED) == plain_plan(said, SEALED)
+
+
+@settings(max_examples=100)
+@given(choose=st.randoms(use_true_random=False), size=st.integers(1, 60), buddies=st.integers(1, 4))
+def test_the_buddies_are_those_of_the_plain_way(choose: random.Random, size: int, buddies: int) -> None:
+    a_node = choose.randint(1, 16)
+    nodes = [str(rank // a_node) for rank in range(size)]
+    for _ in range(choose.choice((0, 0, 1, size))):  # as ranks move when one is replaced
+        one, other = choose.randrange(size), choose.randrange(size)
+        nodes[one], nodes[other] = nodes[other], nodes[one]
+    assert offsets(nodes, buddies) == plain_offsets(nodes, buddies)
+
+
+def test_a_plan_and_the_buddies_take_no_square_of_the_ranks() -> None:
+    asked = 0
+
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal asked
+            asked += 1
+            return str.__eq__(self, other)  # type: ignore[no-any-return]
+
+    size = 1024
+    make_plan([of(held(7, Name(rank)), Name(rank)) for rank in range(size)], SEALED)
+    make_plan([of(held(7, Name("A")) if rank % 2 else None, Name("A")) for rank in range(size)], SEALED)
+    assert offsets([Name(rank // 8) for rank in range(size)], 1) == [8]
+    assert asked < 16 * size
