@@ -6,6 +6,7 @@ import logging
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -57,9 +58,10 @@ class LiveState:
         buddies: how many other ranks keep a copy of each shard in host memory, on other nodes if there are
             any; its own rank keeps one, too. If a shard has no living holder, all ranks go back to the newest
             step for which a copy of every shard survives.
-        every: steps between two copies.
+        copy_every: steps between two copies; by default 50.
         verify_every: compares the replicas' states after this many steps; None: only after transfers.
         name: distinguishes several states of a wrapped call.
+        every: the old name of ``copy_every``.
 
     Raises:
         JobAbort: an error that would come back in each iteration: a wrong argument, a wrong result of
@@ -77,9 +79,10 @@ class LiveState:
         seed: int | None = None,
         mesh: Any = None,
         buddies: int = 0,
-        every: int = 50,
+        copy_every: int | None = None,
         verify_every: int | None = None,
         name: str = "state",
+        every: int | None = None,
     ) -> None:
         began = time.monotonic()
         with _for_good():
@@ -87,7 +90,12 @@ class LiveState:
             self._seed_by = functools.partial(_seed_by, as_limit("seed", seed, at_least=0))
             self._verify_every = as_limit("verify_every", verify_every, at_least=1)
             self._buddies = as_int("buddies", buddies, at_least=0)
-            self._every = as_int("every", every, at_least=1)
+            if every is not None:
+                warnings.warn("LiveState: every= is copy_every= now", DeprecationWarning, stacklevel=2)
+                if copy_every is not None:
+                    raise TypeError(f"leave out every={every!r}, the old name of copy_every={copy_every!r}")
+                copy_every = every
+            self._copy_every = copy_every = as_limit("copy_every", copy_every, at_least=1) or 50
             self._form = form = _form(build, mesh)
         _check_group(call_wrapper)
         self._call_wrapper = call_wrapper
@@ -101,7 +109,7 @@ class LiveState:
             )
         self._kept.iteration = self._iteration
         users = Users(restore, default_update if update is None else update, self._seed_by)
-        settings = {"seed": seed, "buddies": buddies, "every": every, "verify_every": verify_every}
+        settings = {"seed": seed, "buddies": buddies, "copy_every": copy_every, "verify_every": verify_every}
         performer = TorchPerformer(call, name, self._kept, form, users, settings)
         self._performer = performer
         self._course = Course(self._kept, performer, self._iteration)
@@ -188,7 +196,7 @@ class LiveState:
             if self._open is not None:
                 raise JobAbort(f"step {step} ended without commit(); call it once in each step")
 
-    def commit(self, *arguments: Any) -> None:
+    def commit(self, *arguments: Any, **keywords: Any) -> None:
         """Applies the gradients, in place of ``optimizer.step()``: on all active ranks, or on none.
 
         Call it after everything that talks to other ranks, such as clipping. When it returns, the state is
@@ -197,6 +205,7 @@ class LiveState:
 
         Args:
             arguments: for ``update``, after the objects.
+            keywords: for ``update``, by name.
 
         Raises:
             JobAbort: there is nothing to commit (outside a step, twice in a step, or without a gradient), or
@@ -205,8 +214,8 @@ class LiveState:
         """
         self._check_commit()
         self._open = None
-        self._course.commit(arguments)
-        if self._buddies and self.step % self._every == 0:
+        self._course.commit((arguments, keywords))
+        if self._buddies and self.step % self._copy_every == 0:
             self._performer.send_copy()
         if self._verify_every and self.step % self._verify_every == 0:
             self._course.compare()

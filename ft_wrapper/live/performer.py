@@ -100,7 +100,7 @@ class _About:
     shares: bool
 
 
-def default_update(objects: Objects, *_arguments: object) -> None:
+def default_update(objects: Objects, *_arguments: object, **_keywords: object) -> None:
     """Steps optimizers that have gradients, through a ``GradScaler`` if there is one, then all schedulers.
 
     Args:
@@ -198,7 +198,8 @@ class TorchPerformer(Performer):
     def update(self, step: int, arguments: tuple[Any, ...]) -> None:
         """See `Performer`."""
         self._users.seed("update", step)
-        self._users.update(self._kept.objects, *arguments)
+        by_position, by_name = arguments
+        self._users.update(self._kept.objects, *by_position, **by_name)
         self._keep()
         fields = self._call.end_fields  # shared with the other states of the call
         fields["committed"] = max(step + 1, fields.get("committed", 0))

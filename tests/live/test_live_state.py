@@ -208,6 +208,45 @@ def test_a_step_is_done_by_all_or_by_none(job: Job, point: str, goes_on: int) ->
     assert {one[1] for one in results} <= {2, 3} and (goes_on == 2 or results[0][1] == 3)
 
 
+def rolls_with_arguments(rank: Rank) -> Any:
+    """Fails on slot 1 once it has seen the vote of step 2 end. Returns what the update was called with."""
+    from ft_wrapper.live import live_state
+
+    class Fails(TorchPerformer):
+        def vote(self, step: int) -> None:
+            super().vote(step)
+            if rank.slot == 1 and step == 2 and not fallen and self._kept.arguments:  # not the seal
+                fallen.append(step)
+                raise ValueError("after the vote")
+
+    fallen: list[int] = []
+    found: list[list[Any]] = []
+    live_state.TorchPerformer = Fails  # type: ignore[misc]
+
+    def update(objects: Objects, step: int, *, name: str) -> None:
+        found.append([step, name])
+        objects["optimizer"].step()
+        objects["scheduler"].step()
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[list[Any]]:
+        dist.init_process_group("gloo")
+        with pytest.warns(DeprecationWarning, match="copy_every"):
+            live = LiveState(call_wrapper, build, update=update, every=2)
+        for step in live.steps(STEPS):
+            live["optimizer"].zero_grad()
+            loss_of(live["model"], step).backward()
+            live.commit(step, name=f"step {step}")
+        return [*found, [call_wrapper.iteration, ""]]
+
+    return train()
+
+
+def test_the_update_has_the_arguments_of_commit_in_a_recovery_too(job: Job) -> None:
+    job.start(2, rolls_with_arguments)
+    assert job.wait() == [[*([step, f"step {step}"] for step in range(STEPS)), [1, ""]]] * 2
+
+
 def cut_short_in_a_thread(rank: Rank, point: str) -> Any:
     """The same, where no signal reaches the function."""
     with ThreadPoolExecutor(1) as threads:
@@ -266,7 +305,8 @@ def lonely(rank: Rank, what: str) -> Any:
         "build": lambda call: LiveState(call, {"model": 1}),  # type: ignore[arg-type]
         "call_wrapper": lambda call: LiveState(None, build),  # type: ignore[arg-type]
         "seed": lambda call: LiveState(call, build, seed=-1),
-        "every": lambda call: LiveState(call, build, buddies=1, every=0),
+        "copy_every": lambda call: LiveState(call, build, buddies=1, copy_every=0),
+        "every": lambda call: LiveState(call, build, buddies=1, copy_every=2, every=3),
         "mesh": lambda call: LiveState(call, build, mesh=3),
         "name": lambda call: LiveState(call, build, name="a/b"),
         "restore": lambda call: LiveState(call, build, restore=7),  # type: ignore[arg-type]
@@ -309,7 +349,8 @@ NIGHTLY = pytest.mark.nightly("others of their kind run always")
         ("build", "build={'model': 1} must be callable"),
         pytest.param("call_wrapper", "call_wrapper=None must be the CallWrapper", marks=NIGHTLY),
         pytest.param("seed", "seed=-1 is too small", marks=NIGHTLY),
-        pytest.param("every", "every=0 is too small", marks=NIGHTLY),
+        pytest.param("copy_every", "copy_every=0 is too small", marks=NIGHTLY),
+        pytest.param("every", "leave out every=3, the old name of copy_every=2", marks=NIGHTLY),
         ("mesh", "mesh=3"),
         pytest.param("name", "name='a/b'", marks=NIGHTLY),
         pytest.param("restore", "restore=7 must be callable", marks=NIGHTLY),
@@ -501,7 +542,7 @@ def has_buddies(rank: Rank, faults: dict[str, str]) -> Any:
             if faults.get(f"{call_wrapper.iteration}:{step}:{dist.get_rank()}"):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        return trained(call_wrapper, at, buddies=1, every=2)
+        return trained(call_wrapper, at, buddies=1, copy_every=2)
 
     return train()
 
@@ -544,7 +585,7 @@ def sends_slowly(rank: Rank) -> Any:
 
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> list[Any]:
-        trained(call_wrapper, buddies=1, every=2)
+        trained(call_wrapper, buddies=1, copy_every=2)
         commits.release()  # the last copy's
         return stored
 

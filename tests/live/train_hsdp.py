@@ -34,7 +34,7 @@ def train(run: Run, call_wrapper: CallWrapper = None) -> None:
     def restore(objects: dict[str, Any]) -> int:
         return run.restore(objects, rank % shards, shards, mesh)
 
-    below: dict[str, Any] = {"buddies": 1, "every": run.every} if run.every else {"restore": restore}
+    below: dict[str, Any] = {"buddies": 1, "copy_every": run.every} if run.every else {"restore": restore}
     live = LiveState(call_wrapper, build, seed=0, mesh=mesh, **below)
     run.recovered(live)
     model = live["model"]
