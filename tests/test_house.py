@@ -60,7 +60,7 @@ LINES = {
     "rendezvous": Budget(1670, 1863, CORE),
     "agent": Budget(3000, 4173, SHELL),
     "agent/torch_api": Budget(550),
-    "live": Budget(1650, 1728, SHELL),
+    "live": Budget(1722, 1800, SHELL),
     "checkpoints": Budget(370),
     "integrations": Budget(370),
     "check": Budget(210),
