@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..settings import as_int, as_limit, check_callable
 from ..wrapper import CallWrapper
 from . import checks
 from .commit import Course
+from .data import endless
 from .form import Form, Objects, has_gradient, optimizers
 from .performer import TorchKept, TorchPerformer, Users, default_update
 from .plan import Plan, Rung
@@ -185,16 +187,52 @@ class LiveState:
             JobAbort: a step ended without `commit`.
         """
         total = as_int("total", total, at_least=0)
+        return (step for step, _ in self._loop("steps()", total, None))
+
+    def batches(self, loader: Iterable[Any], steps: int | None = None) -> Iterator[tuple[int, Any]]:
+        """Iterates over the remaining steps, as `steps` does, each with its batch: the same after a fault.
+
+        Step ``s`` has batch ``s % len(loader)`` of epoch ``s // len(loader)``. All of the loader that has a
+        ``set_epoch`` is told the epoch: itself, its samplers, the dataset. Batches of earlier steps are not
+        loaded if it is a ``DataLoader`` of a dataset with indices; of an ``IterableDataset``, and of other
+        iterables that have a length, they are loaded again and dropped.
+
+        With ``seed=`` samplers draw by the seed and the epoch, the same on all ranks; a
+        ``DistributedSampler`` gives each rank its share. What a dataset and ``collate_fn`` draw from
+        ``random``, numpy and torch depends on the seed, the epoch and the sample's place in it, not on
+        workers. Without ``seed=`` nothing is seeded: a sampler without a seed of its own has another order
+        after a fault, so the rest of an epoch repeats some samples and leaves others out.
+
+        A ``DataLoader`` is not iterated itself, but a copy with workers of its own, which end with the loop.
+
+        Args:
+            loader: of this rank's batches.
+            steps: the total number of steps; None: there is no end.
+
+        Raises:
+            JobAbort: the loader has no length, an epoch has another number of batches, or a step ended without
+                `commit`.
+        """
+        return self._loop("batches()", as_limit("steps", steps, at_least=0), loader)
+
+    def _loop(self, what: str, total: int | None, loader: Iterable[Any] | None) -> Iterator[tuple[int, Any]]:
         self._performer.put_back()  # a warm-up pass since the recovery is no step
         self._marks.set(self._parameters())
-        while (step := self.step) < total:
-            self._check_iteration("steps()")
-            self._call_wrapper.ping(step)
-            self._seed_by(step, self._performer.rank)
-            self._open = step
-            yield step
-            if self._open is not None:
-                raise JobAbort(f"step {step} ended without commit(); call it once in each step")
+        seed, rank = self._seed_by.args[0], self._performer.rank
+        data: Generator[Any, None, None] = (None for _ in itertools.count())
+        if loader is not None:
+            data = endless(loader, seed, self.step, rank, dist.get_world_size())
+        with contextlib.closing(data):
+            while total is None or self.step < total:
+                step = self.step
+                self._check_iteration(what)
+                self._call_wrapper.ping(step)
+                batch = next(data)  # before the seed: what a loader draws does not move a step's numbers
+                self._seed_by(step, rank)
+                self._open = step
+                yield step, batch
+                if self._open is not None:
+                    raise JobAbort(f"step {step} ended without commit(); call it once in each step")
 
     def commit(self, *arguments: Any, **keywords: Any) -> None:
         """Applies the gradients, in place of ``optimizer.step()``: on all active ranks, or on none.
