@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import hashlib
 import itertools
+import multiprocessing
+import pickle
 import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,12 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    Subset,
     WeightedRandomSampler,
     get_worker_info,
 )
 
 from ft_wrapper.exception import JobAbort
-from ft_wrapper.live.data import endless
+from ft_wrapper.live.data import _copy, endless
 
 ROWS = 11
 
@@ -125,11 +125,22 @@ def of_rows(rows: Dataset[Any], sampler: str, **options: Any) -> Any:
     }
     chosen = ways[sampler]()
     if "batch_sampler" in chosen:
-        options = {name: value for name, value in options.items() if name in ("num_workers", "persistent_workers")}
+        options = {
+            name: value for name, value in options.items() if name in ("num_workers", "persistent_workers")
+        }
     return DataLoader(rows, **chosen, **options)
 
 
-SAMPLERS = ("in order", "shuffle", "generator", "distributed", "weighted", "own generator", "batches", "all along")
+SAMPLERS = (
+    "in order",
+    "shuffle",
+    "generator",
+    "distributed",
+    "weighted",
+    "own generator",
+    "batches",
+    "all along",
+)
 
 
 def plain(batch: Any) -> Any:
@@ -197,8 +208,203 @@ def test_any_step_is_found_with_workers(make: Callable[..., Any], begins: list[i
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_an_iterable_dataset_is_replayed(workers: int, batch_size: int | None) -> None:
     stay = workers > 0
-    check(lambda: DataLoader(Stream(), batch_size, num_workers=workers, persistent_workers=stay), [3, 4, 7, 14])
+    check(
+        lambda: DataLoader(Stream(), batch_size, num_workers=workers, persistent_workers=stay), [3, 4, 7, 14]
+    )
 
 
 def test_any_iterable_with_a_length_is_replayed() -> None:
     check(Own, [1, 5, 6, 8])
+
+
+def test_a_loader_of_torchdatas_is_found_as_one_of_torchs() -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    for workers in (0, 2):
+        options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "persistent_workers": workers > 0}
+        loader = functools.partial(stateful.StatefulDataLoader, Rows(), shuffle=True, **options)
+        assert check(loader, [3, 7, 10]) == check(lambda: of_rows(Rows(), "shuffle", batch_size=2), [])
+
+
+def test_batches_come_in_order_even_if_they_need_not() -> None:
+    loader = functools.partial(DataLoader, Slow(), batch_size=2, num_workers=2, in_order=False)
+    assert [plain(batch)[0][0] for batch in read(loader(), 1, 4, 4)] == [8, 10, 0, 2]
+
+
+class Slow(Rows):
+    """The second worker has its batch first."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        if index % 4 == 0:
+            list(range(1 << 20))
+        return super().__getitem__(index)
+
+
+# ---- what is drawn for a sample
+
+
+def test_a_sample_that_comes_again_is_augmented_in_another_way() -> None:
+    sampler = WeightedRandomSampler([1.0] * ROWS, 10 * ROWS)
+    samples = read(DataLoader(Rows(), None, sampler=sampler), 5, 0, 20 * ROWS)
+    assert len({tuple(sample) for sample in samples}) == len(samples)
+    on_other_rank = [next(endless(DataLoader(Rows(), None), 5, 0, rank, 3)) for rank in range(3)]
+    assert len({str(sample) for sample in on_other_rank}) == 3
+
+
+def test_a_sample_is_augmented_in_the_same_way_by_any_number_of_ranks() -> None:
+    found = []
+    for ranks in (1, 2, 3):
+        samples: dict[int, Any] = {}
+        for rank in range(ranks):
+            sampler: Any = DistributedSampler(Rows(), num_replicas=ranks, rank=rank)
+            loader = DataLoader(Rows(), 2, sampler=sampler)
+            with closing(endless(loader, 5, 0, rank, ranks)) as batches:
+                for batch in itertools.islice(batches, len(loader)):
+                    for sample in zip(*plain(batch), strict=True):
+                        samples.setdefault(sample[0], sample)  # the last ones fill up
+        found.append(samples)
+    assert found[0] == found[1] == found[2] and len(found[0]) == ROWS
+
+
+def test_collating_draws_the_same() -> None:
+    def collate(samples: list[Any]) -> list[Any]:
+        return [*samples, *drawn()]
+
+    check(lambda: DataLoader(Rows(), 2, shuffle=True, collate_fn=collate), [1, 4, 8])
+
+
+def test_without_a_seed_nothing_is_seeded() -> None:
+    class Quiet(Rows):
+        def __getitem__(self, index: int) -> list[float]:
+            return [index, self.epoch]
+
+    before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore
+    loader = DataLoader(Quiet(), None, generator=torch.Generator().manual_seed(3))
+    assert read(loader, None, 9, 3) == [[9, 0], [10, 0], [0, 1]]
+    assert before[0] == random.getstate() and torch.equal(before[1], torch.get_rng_state())
+    assert before[2] == np.random.get_state()[1].tolist()  # type: ignore
+    drawing = [read(of_rows(Rows(), "shuffle"), None, 3, 3) for _ in range(2)]
+    assert drawing[0] != drawing[1]
+
+
+# ---- what users expect
+
+
+def test_what_is_done_is_not_loaded() -> None:
+    loaded: list[int] = []
+
+    class Counts(Rows):
+        def __getitem__(self, index: int) -> int:
+            loaded.append(index)
+            return index
+
+    read(DataLoader(Counts(), 2), 5, 4, 2)
+    assert loaded == [8, 9, 10]
+
+
+def test_the_loader_is_left_as_it_is() -> None:
+    loader = of_rows(Rows(), "shuffle", batch_size=2)
+    before = dict(vars(loader))
+    read(loader, 5, 3, 7)
+    assert vars(loader) == before and loader.generator is None
+
+
+def begin(worker: int) -> None:
+    info: Any = get_worker_info()
+    assert type(info.dataset) is InWorkers
+    info.dataset.worker = worker
+
+
+class InWorkers(Rows):
+    worker = -1
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [self.worker, self.epoch, index]
+
+
+SPAWN = pytest.param("spawn", marks=pytest.mark.nightly("slow; what it pickles is pickled always"))
+
+
+@pytest.mark.parametrize("how", ["fork", SPAWN])
+def test_workers_know_their_dataset_and_epoch(how: str) -> None:
+    loader = DataLoader(
+        InWorkers(),
+        6,
+        num_workers=2,
+        worker_init_fn=begin,
+        persistent_workers=True,
+        multiprocessing_context=how,
+    )
+    batches = read(loader, 5, 3, 3)  # in the middle of an epoch
+    assert [(set(workers), set(epochs)) for workers, epochs, _ in batches] == [
+        ({0}, {1}),
+        ({0}, {2}),
+        ({1}, {2}),
+    ]
+    if how == "spawn":
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+def test_what_workers_are_given_can_be_pickled() -> None:
+    copied = _copy(DataLoader(InWorkers(), num_workers=2, worker_init_fn=begin), [], 5, 1)
+    samples, begins = pickle.loads(pickle.dumps((copied.dataset, copied.worker_init_fn)))
+    assert samples[3, 0, 7] == [-1, 3, 7] and callable(begins)
+
+
+def test_workers_end_with_the_loop() -> None:
+    for stay in (False, True):
+        batches = endless(DataLoader(Rows(), 2, num_workers=2, persistent_workers=stay), 5, 0)
+        next(batches)
+        assert len(multiprocessing.active_children()) == 2
+        batches.close()
+        assert not multiprocessing.active_children()
+
+
+def test_a_way_of_its_own_through_an_epoch_stays() -> None:
+    class Doubles(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (2 * batch[0] for batch in super().__iter__())
+
+    check(lambda: Doubles(Rows(), 2, shuffle=True), [1, 4, 8])
+    assert read(Doubles(Rows(), 2), 5, 4, 2) == [[16, 18], [20]]
+
+
+class HasNoLength(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Lies(Own):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        ((n for n in range(3)), "generator has no len"),
+        (DataLoader(HasNoLength()), "DataLoader has no len"),
+        ([], "list has no len(), or is empty"),
+        (Lies(7), "len(loader) is 7, and epoch 0 has 6 batches"),
+        (Lies(5), "len(loader) is 5, and epoch 0 has more batches"),
+        (DataLoader(Rows(), batch_sampler=itertools.repeat([1])), "DataLoader has no len"),  # type: ignore
+    ],
+)
+def test_a_loader_without_positions_is_refused(loader: Any, text: str) -> None:
+    with pytest.raises(JobAbort) as caught:
+        read(loader, 5, 0, 20)
+    assert text in str(caught.value)
+
+
+class Endless(DrawsAllAlong):
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield [1]
+
+
+def test_a_sampler_that_does_not_end_is_refused() -> None:
+    with pytest.raises(JobAbort, match=r"len\(loader\) is 70, and epoch 0 has more"):
+        read(DataLoader(Rows(), batch_sampler=Endless()), 5, 0, 71)
