@@ -52,12 +52,12 @@ def endless(
     source, iterator = _copy(loader, keys, seed, ranks), None
     try:
         while True:
-            _enter(epoch, _seed(seed, "epoch", epoch), loader, source)
+            _enter(epoch, _seed(seed, "epoch", epoch), loader)
             if isinstance(getattr(source, "dataset", None), _Samples):
                 keys[:] = itertools.islice(_draw(loader, epoch, rank, ranks), done, length + 1)
             iterator = iter(source)
             for n in itertools.count(done if keys else 0):
-                _seed(seed, "batch", epoch, n)
+                _seed(seed, "batch", epoch, n)  # an iterable may draw all along, and steps do between
                 batch = next(iterator, _END)
                 if (batch is _END) != (n == length):
                     raise JobAbort(
@@ -79,8 +79,6 @@ def _copy(loader: Any, keys: list[_Key], seed: int | None, ranks: int) -> Any:
     if not isinstance(loader, DataLoader) or not type(loader).__iter__.__module__.startswith("torch"):
         return loader
     changes: dict[str, Any] = {"_iterator": None, "in_order": True}
-    if seed is not None:
-        changes["generator"] = torch.Generator()  # of the workers' seeds
     if isinstance(loader.dataset, IterableDataset):
         changes["persistent_workers"] = False  # only with new ones an epoch can be replayed
     else:

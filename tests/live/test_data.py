@@ -151,8 +151,15 @@ def plain(batch: Any) -> Any:
 
 
 def read(loader: Any, seed: int | None, step: int, count: int) -> list[Any]:
+    found = []
     with closing(endless(loader, seed, step, rank=1, ranks=2)) as batches:
-        return [plain(batch) for batch in itertools.islice(batches, count)]
+        for at, batch in enumerate(itertools.islice(batches, count), step):
+            found.append(plain(batch))
+            if seed is not None:  # as a step does
+                random.seed(at)
+                np.random.seed(at)
+                torch.manual_seed(at)
+    return found
 
 
 def check(make: Callable[[], Any], begins: list[int]) -> list[Any]:
@@ -307,6 +314,15 @@ def test_the_loader_is_left_as_it_is() -> None:
     assert vars(loader) == before and loader.generator is None
 
 
+def test_a_loader_that_is_in_use_stays_in_use() -> None:
+    loader = of_rows(Rows(), "in order", batch_size=2, num_workers=2, persistent_workers=True)
+    theirs = iter(loader)
+    assert plain(next(theirs))[0] == [0, 1]
+    assert plain(read(loader, 5, 3, 1)[0])[0] == [6, 7]
+    assert plain(next(theirs))[0] == [2, 3]
+    theirs._shutdown_workers()
+
+
 def begin(worker: int) -> None:
     info: Any = get_worker_info()
     assert type(info.dataset) is InWorkers
@@ -358,13 +374,44 @@ def test_workers_end_with_the_loop() -> None:
         assert not multiprocessing.active_children()
 
 
-def test_a_way_of_its_own_through_an_epoch_stays() -> None:
-    class Doubles(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            return (2 * batch[0] for batch in super().__iter__())
+class Fails(Rows):
+    def __getitem__(self, index: int) -> list[float]:
+        if index == 8:
+            raise ValueError
+        return super().__getitem__(index)
 
-    check(lambda: Doubles(Rows(), 2, shuffle=True), [1, 4, 8])
-    assert read(Doubles(Rows(), 2), 5, 4, 2) == [[16, 18], [20]]
+
+def test_workers_end_while_somebody_holds_the_error() -> None:
+    with pytest.raises(ValueError) as caught:
+        read(DataLoader(Fails(), 2, num_workers=2), 5, 3, 3)
+    assert not multiprocessing.active_children() and caught.tb
+
+
+class Adapter:
+    """Is a DataLoader by name only, as Accelerate's are, and adds to what another one gives."""
+
+    def __init__(self, base: DataLoader[Any]) -> None:
+        self.base = base
+
+    @property
+    def __class__(self) -> Any:
+        return DataLoader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base":
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (2 * batch[0] for batch in self.base)
+
+
+def test_a_way_of_its_own_through_an_epoch_stays() -> None:
+    check(lambda: Adapter(of_rows(Rows(), "shuffle", batch_size=2)), [1, 4, 8])
+    assert read(Adapter(of_rows(Rows(), "in order", batch_size=2)), 5, 4, 2) == [[16, 18], [20]]
 
 
 class HasNoLength(IterableDataset[Any]):

@@ -208,3 +208,49 @@ def test_the_same_losses_as_without_faults(
     assert found[0] == found[1]
     killed = sum(process.code == -signal.SIGKILL for process in job.ranks.values())
     assert killed == [*faults.values()].count("kill")
+
+
+def draws(rank: Rank) -> list[Any]:
+    """What a step draws, with a loader that draws and without one."""
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        dist.init_process_group("gloo")
+        found = []
+        for name in ("with", "without"):
+            live = LiveState(call_wrapper, build_images, seed=3, name=name)
+            pairs = live.batches(DataLoader(Images(), 9, shuffle=True)) if name == "with" else None
+            numbers = []
+            for step in live.steps(6) if pairs is None else (step for step, _ in pairs):
+                numbers.append([step, random.random(), torch.rand(()).item()])
+                if step == 5:
+                    break
+                live["model"](torch.ones(2, 3, 8, 8)).sum().backward()
+                live.commit()
+            found.append(numbers)
+        return found
+
+    return train()
+
+
+def test_what_a_loader_draws_does_not_move_a_steps_random_numbers(job: Job) -> None:
+    job.start(1, draws)
+    ((with_loader, without),) = job.wait()
+    assert with_loader == without and len(without) == 6
+
+
+def refused(rank: Rank) -> None:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> None:
+        dist.init_process_group("gloo")
+        live = LiveState(call_wrapper, build_images, seed=3)
+        for _ in live.batches(x for x in range(3)):  # type: ignore[arg-type]
+            live.commit()
+
+    train()
+
+
+def test_a_loader_without_a_length_ends_the_call_at_once(job: Job) -> None:
+    job.start(1, refused)
+    job.wait_for_end()
+    assert job[0].error == "JobAbort" and "generator has no len()" in job[0].text
