@@ -103,6 +103,13 @@ KINDS = {
         ("accelerate",),
         way="accelerate",
     ),
+    "accelerate-live": Kind(
+        "Accelerate with `LiveState`, random crops, two workers",
+        "train_huggingface.py",
+        ("accelerate",),
+        way="live",
+        saves=("step",),  # it saves nothing: one more kill
+    ),
     "lightning": Kind(
         "Lightning Trainer, evaluation, `StatefulDataLoader` with two workers",
         "train_lightning.py",

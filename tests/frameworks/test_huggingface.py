@@ -56,6 +56,13 @@ def test_a_trainer_killed_in_mid_save_is_back_in_one_restart(tmp_path: Path) -> 
     assert not again, "more than one restart:\n" + "\n".join(again)
 
 
+@pytest.mark.usefixtures("warm_process")
+def test_accelerate_with_a_live_state_and_random_crops_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """After two kills in the middle of an epoch, whose length is 9."""
+    verdicts = run_job(KINDS["accelerate-live"], tmp_path / "job", ["sigkill:step:5:0,sigkill:step:13:1"])
+    assert [verdict.wrong for verdict in verdicts] == [[], []]
+
+
 # ---- the Trainer's callback, in a Trainer on one process
 
 

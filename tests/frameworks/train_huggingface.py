@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import Any
 
+import numpy
 import safetensors.torch
 import torch
 import transformers.modeling_utils
@@ -12,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 from framework_job import EVERY, Run, cut, main
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -22,7 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ft_wrapper import CallWrapper
+from ft_wrapper import CallWrapper, LiveState
 from ft_wrapper.checkpoints import Checkpoints
 from ft_wrapper.integrations.accelerate import ForgetAccelerate, begin_step, load_newest, save_state
 from ft_wrapper.integrations.transformers import FT
@@ -31,7 +33,8 @@ from ft_wrapper.integrations.transformers import FT
 def train(run: Run, call_wrapper: CallWrapper = None) -> None:
     """One run."""
     run.begin(call_wrapper)
-    {"trainer": with_trainer, "accelerate": with_accelerate}[run.way](run, call_wrapper)
+    ways = {"trainer": with_trainer, "accelerate": with_accelerate, "live": with_live_state}
+    ways[run.way](run, call_wrapper)
 
 
 # The Trainer ---------------------------------------------------------------------------------------------
@@ -120,6 +123,48 @@ def with_accelerate(run: Run, call: CallWrapper) -> None:
             if step % EVERY == 0:
                 save_state(accelerator, checkpoints, step)
     run.end({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
+
+
+class Pictures(Dataset[Any]):
+    """As the computer vision example has them: random crops and flips."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Any:
+        picture = torch.randn(3, 10, 10, generator=torch.Generator().manual_seed(index))
+        top, left = random.randrange(3), numpy.random.randint(3)
+        picture = picture[:, top : top + 8, left : left + 8]
+        return picture.flip(-1) if torch.rand(()) < 0.5 else picture, index % 4
+
+
+def build() -> dict[str, Any]:
+    """A network with batch norm and dropout, and its training."""
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(8, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=100)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def with_live_state(run: Run, call: CallWrapper) -> None:
+    """The computer vision example with a live state: no checkpoints, two workers that stay."""
+    accelerator = Accelerator(cpu=True)
+    live = LiveState(call, build, seed=0)
+    model = live.data_parallel(find_unused_parameters=True)
+    data = Pictures()
+    loader = DataLoader(
+        data, batch_size=2, sampler=DistributedSampler(data), num_workers=2, persistent_workers=True
+    )
+    for step, (pictures, labels) in live.batches(loader, run.steps):
+        run.at(step)
+        live["optimizer"].zero_grad()
+        with accelerator.autocast():
+            loss = nn.functional.cross_entropy(model(pictures), labels)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        live.commit()
+    run.end({name: live[name].state_dict() for name in ("model", "optimizer")})
 
 
 # Files that are not written by torch.save ----------------------------------------------------------------
