@@ -76,7 +76,9 @@ def endless(
 
 def _copy(loader: Any, keys: list[_Key], seed: int | None, ranks: int) -> Any:
     # A class with a way of its own through an epoch, such as Accelerate's, is left as it is.
-    if not isinstance(loader, DataLoader) or not type(loader).__iter__.__module__.startswith("torch"):
+    if not isinstance(loader, DataLoader) or not type(loader).__iter__.__module__.startswith(
+        ("torch.", "torchdata.")
+    ):
         return loader
     changes: dict[str, Any] = {"_iterator": None, "in_order": True}
     if isinstance(loader.dataset, IterableDataset):
