@@ -210,8 +210,8 @@ class LiveState:
             steps: the total number of steps; None: there is no end.
 
         Raises:
-            JobAbort: the loader has no length, an epoch has another number of batches, or a step ended without
-                `commit`.
+            JobAbort: the loader has no length, an epoch has another number of batches, or a step ended
+                without `commit`.
         """
         return self._loop("batches()", as_limit("steps", steps, at_least=0), loader)
 
