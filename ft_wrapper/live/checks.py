@@ -1,16 +1,18 @@
 """What users forget, told before it costs a step: in what ``build`` returns, and at each commit."""
 
 import hashlib
+import itertools
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .form import Form, Objects, buffers_of, optimizers
+from .form import Form, Objects, optimizers
 from .plan import Route
+from .tree import named
 
 Outline = tuple[tuple[str, str], ...]
 """What must be the same on all ranks: what it is about, and what it is."""
@@ -35,21 +37,18 @@ def check_built(objects: object, form: Form, *, has_update: bool) -> None:
         )
     for name, value in objects.items():
         _check_object(name, value)
-    for name, parameter in form.parameters(dict(objects)):
+    objects = dict(objects)
+    parameters = form.parameters(objects)
+    for name, parameter in parameters.items():
         if torch.nn.parameter.is_lazy(parameter):
             raise ValueError(
-                f"build(): the parameter {name!r} has no shape yet; call its lazy module once in build(), on "
-                "any input of the right shape"
+                f"build(): {name!r} has no shape yet; call its lazy module on any batch in build(), once"
             )
-    known = {id(parameter) for _, parameter in form.parameters(dict(objects))}
+    lost = strangers(objects, parameters)
+    if lost:
+        raise ValueError(f"build(): {lost}")
     schedulers = [each for each in objects.values() if isinstance(each, torch.optim.lr_scheduler.LRScheduler)]
-    for name, optimizer in optimizers(dict(objects)):
-        lost = sum(id(each) not in known for group in optimizer.param_groups for each in group["params"])
-        if lost:
-            raise ValueError(
-                f"build(): {name!r} updates {lost} parameters of no module that build() returned; return "
-                "their module, too, or they are lost with this process"
-            )
+    for name, optimizer in optimizers(objects):
         is_scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
         if is_scheduled and not any(each.optimizer is optimizer for each in schedulers):
             raise ValueError(f"build(): {name!r} has a scheduler that build() did not return; return it, too")
@@ -59,7 +58,7 @@ def check_built(objects: object, form: Form, *, has_update: bool) -> None:
                 "build() returned a ReduceLROnPlateau, whose step() takes a metric; pass update= to "
                 "LiveState, and the metric to commit()"
             )
-    form.export(dict(objects))  # says what cannot be sent
+    form.export(objects)  # raises if there is something that cannot be sent
 
 
 def _check_object(name: object, value: object) -> None:
@@ -104,80 +103,68 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def untrained(objects: Objects, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[str]:
+def strangers(objects: Objects, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
+    """Says which optimizer updates parameters that are in no module; None: none does."""
+    known = set(parameters.values())
+    for name, optimizer in optimizers(objects):
+        lost = sum(each not in known for group in optimizer.param_groups for each in group["params"])
+        if lost:
+            return (
+                f"{name!r} updates {lost} parameters of no module that build() returned; return their "
+                "module, too, or they are lost with this process"
+            )
+    return None
+
+
+def untrained(objects: Objects, parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
     """Names the parameters that require a gradient, and that no optimizer updates."""
-    updated = {
-        id(each) for _, one in optimizers(objects) for group in one.param_groups for each in group["params"]
-    }
-    return [name for name, each in parameters if each.requires_grad and id(each) not in updated]
+    groups = [group for _, optimizer in optimizers(objects) for group in optimizer.param_groups]
+    updated = {each for group in groups for each in group["params"]}
+    return [name for name, each in parameters.items() if each.requires_grad and each not in updated]
+
+
+def outline(objects: Objects, form: Form) -> Outline:
+    """Says what must be the same on all ranks of what ``build`` returned: names, shapes and order.
+
+    Args:
+        objects: that is it.
+        form: takes them apart.
+    """
+    described = form.describe(objects)
+    kinds = ", ".join(f"{name}: {type(each).__name__}" for name, each in objects.items())
+    return (
+        ("what build() returned", kinds),
+        *((path, f"{tuple(each.shape)} {each.dtype}") for path, each in named(described)),
+        # Parameters from a set() come in another order in each process, and so do their updates.
+        *(
+            (f"parameters of group {number} of {name}", ", ".join(group["params"]))
+            for name, each in described["optimizers"].items()
+            for number, group in enumerate(each["groups"])
+        ),
+    )
 
 
 def outline_of_arguments(update: Callable[..., object], settings: Mapping[str, Any]) -> Outline:
-    """Says what must be the same on all ranks of what the user passes: the update's code, and values.
+    """The same of what the user passes: the update's code, and values.
 
     Args:
         update: as the user passed it, or the default.
         settings: further values, by the name of the argument.
     """
-    return (
-        *((f"argument {name}", repr(value)) for name, value in settings.items()),
-        ("update", _code_of(update)),
-    )
+    code = getattr(getattr(update, "__func__", update), "__code__", type(update))
+    arguments = ((f"argument {name}", repr(value)) for name, value in settings.items())
+    name = getattr(update, "__name__", type(update).__name__)
+    return (*arguments, ("update", f"{name} {digest_of(_plain(code))[:16]}"))
 
 
-def outline(objects: Objects, form: Form) -> Outline:
-    """The same of what ``build`` returned: names, shapes, types and order.
-
-    Args:
-        objects: that is it.
-        form: how its parameters are found.
-    """
-    return tuple(_outline(objects, form))
+def _plain(constant: Any) -> Any:
+    """What is the same in all processes: of code its parts, of a set, whose order is not, a list."""
+    if isinstance(constant, types.CodeType):
+        return constant.co_name, constant.co_code, constant.co_names, [*map(_plain, constant.co_consts)]
+    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
 
 
-def _outline(objects: Objects, form: Form) -> Iterator[tuple[str, str]]:
-    types = (f"{name}: {type(each).__name__}" for name, each in objects.items())
-    yield "what build() returned", ", ".join(types)
-    names = {}
-    for name, parameter in form.parameters(objects):
-        names[id(parameter)] = name
-        yield _of_parameter(name, parameter)
-    for name, buffer in buffers_of(objects).items():
-        yield f"buffer {name}", "None" if buffer is None else f"{tuple(buffer.shape)} {buffer.dtype}"
-    for name, optimizer in optimizers(objects):
-        # Parameters from a set() come in another order in each process, and so do their updates.
-        for number, group in enumerate(optimizer.param_groups):
-            yield (
-                f"parameters of group {number} of {name}",
-                ", ".join(names.get(id(each), "?") for each in group["params"]),
-            )
-
-
-def _of_parameter(name: str, parameter: torch.nn.Parameter) -> tuple[str, str]:
-    return f"parameter {name}", f"{tuple(parameter.shape)} {parameter.dtype}"
-
-
-def _code_of(function: Any) -> str:
-    """The compiled code of a function, with that of the functions in it; its name if there is no code."""
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return repr(type(function))
-    digest, todo = hashlib.sha256(), [code]
-    while todo:
-        one = todo.pop()
-        digest.update(one.co_code + repr(one.co_names).encode())
-        for constant in one.co_consts:
-            if isinstance(constant, types.CodeType):
-                todo.append(constant)
-            else:
-                # A set's order differs between processes.
-                is_set = isinstance(constant, frozenset)
-                digest.update(repr(sorted(map(repr, constant)) if is_set else constant).encode())
-    return f"{code.co_name} {digest.hexdigest()[:16]}"
-
-
-def digest_of(one: Outline) -> str:
+def digest_of(one: object) -> str:
     """A short text that differs where outlines do."""
     return hashlib.sha256(repr(one).encode()).hexdigest()[:32]
 
@@ -188,16 +175,13 @@ def first_difference(outlines: list[Outline]) -> str:
     Args:
         outlines: by active rank; they do differ.
     """
-    ranks = range(len(outlines))
-    for position in range(max(map(len, outlines))):
-        there = [one[position] if position < len(one) else ("the end", "nothing more") for one in outlines]
-        if len(set(there)) > 1:
-            usual = max(there, key=there.count)
-            odd = next(rank for rank in ranks if there[rank] != usual)
-            other = next(rank for rank in ranks if there[rank] == usual)
+    for there in itertools.zip_longest(*outlines, fillvalue=("the end", "nothing more")):
+        usual = max(there, key=there.count)
+        odd = next((rank for rank, one in enumerate(there) if one != usual), None)
+        if odd is not None:
             return (
-                f"active rank {odd} has {there[odd][0]} = {there[odd][1]}, and active rank {other} has "
-                f"{usual[0]} = {usual[1]}"
+                f"active rank {odd} has {there[odd][0]} = {there[odd][1]}, and active rank "
+                f"{there.index(usual)} has {usual[0]} = {usual[1]}"
             )
     return "nowhere"
 
@@ -209,44 +193,32 @@ class Marks:
         built: shapes of those that ``build`` made, by name.
     """
 
-    def __init__(self, built: Mapping[str, torch.Size]) -> None:
+    def __init__(self, built: Mapping[str, tuple[int, ...]]) -> None:
         self._built = built
-        self._seen: dict[str, tuple[torch.nn.Parameter, int]] = {}
+        self._seen: dict[torch.nn.Parameter, int] = {}
 
     def set(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Notes how the parameters are behind a commit."""
-        self._seen = {name: (each, each._version) for name, each in parameters.items()}
+        self._seen = {each: each._version for each in parameters.values()}
 
     def changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
         """Says what has changed since, and may change only in the update or in ``build``; None: nothing."""
-        for name in self._built.keys() | parameters.keys():
-            built, now = self._built.get(name), parameters[name].shape if name in parameters else None
-            if built != now:
+        shapes = {name: tuple(each.shape) for name, each in parameters.items()}
+        for name in self._built.keys() | shapes.keys():
+            now, built = shapes.get(name, "gone"), self._built.get(name, "nothing")
+            if now != built:
                 return (
-                    f"parameter {name!r} is {_shape(now)}, and build() made {_shape(built)}: a new process "
-                    "could not take it over. Make this change in build()"
+                    f"parameter {name!r} is {now}, and build() made {built}: a new process could not take it "
+                    "over. Make this change in build()"
                 )
         for name, each in parameters.items():
-            if self._seen.get(name) not in (None, (each, each._version)):
+            if self._seen.get(each) != each._version:
                 return (
                     f"parameter {name!r} was changed outside of commit(), since the last one or before the "
                     "first step; commit() takes the place of optimizer.step(), and other changes belong into "
                     "update="
                 )
         return None
-
-
-def _shape(shape: torch.Size | None) -> str:
-    return "not there" if shape is None else f"of shape {tuple(shape)}"
-
-
-def unknown(objects: Objects, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
-    """Names an optimizer that has got a parameter of no module; None: there is none."""
-    known = set(map(id, parameters.values()))
-    for name, optimizer in optimizers(objects):
-        if any(id(each) not in known for group in optimizer.param_groups for each in group["params"]):
-            return name
-    return None
 
 
 # Replicas --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ There is one description of it, for transfers, copies and checks alike. Each par
 is cast and no layout changed, as ``Optimizer.load_state_dict`` would do.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -43,53 +43,34 @@ class Form:
         """Makes objects that were built in an earlier iteration fit for this one, with the same state."""
         return objects
 
-    def parameters(self, objects: Objects) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def parameters(self, objects: Objects) -> dict[str, torch.nn.Parameter]:
         """The parameters of all modules, each once, with its module's name before its own."""
-        found = set()
+        names: dict[torch.nn.Parameter, str] = {}
         for name, part in parts(objects):
             for leaf, parameter in part._parameters.items():
-                if parameter is not None and id(parameter) not in found:
-                    found.add(id(parameter))
-                    yield f"{name}.{leaf}", parameter
-
-    # ---- taking apart
+                if parameter is not None:
+                    names.setdefault(parameter, f"{name}.{leaf}")
+        return {name: parameter for parameter, name in names.items()}
 
     def describe(self, objects: Objects) -> dict[str, Any]:
         """All of the state that replicas have in common.
 
         Returns:
-            Containers of tensors and plain values, by name. The tensors are the objects' own, not copies.
+            Containers of tensors and plain values. The tensors are the objects' own, not copies.
         """
-        names = {id(parameter): name for name, parameter in self.parameters(objects)}
-        return {name: self._describe({name: value}, value, names) for name, value in objects.items()}
-
-    def _describe(self, one: Objects, value: Any, names: dict[int, str]) -> Any:
-        if isinstance(value, torch.nn.Module):
-            parameters = dict(self.parameters(one))
-            return {
-                "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
-                "trained": [name for name, parameter in parameters.items() if parameter.requires_grad],
-                "buffers": buffers_of(one),
-                "transient": [
-                    f"{name}.{leaf}" for name, part in parts(one) for leaf in part._non_persistent_buffers_set
-                ],
-                "extra": {name: part.get_extra_state() for name, part in parts(one) if _has_extra(part)},
-            }
-        if isinstance(value, torch.optim.Optimizer):
-            is_extended = type(value).state_dict is not torch.optim.Optimizer.state_dict
-            return {
-                "groups": [
-                    {**group, "params": [names[id(each)] for each in group["params"]]}
-                    for group in value.param_groups
-                ],
-                "state": {names.get(id(key), key): each for key, each in value.state.items()},
-                "own": {
-                    key: each
-                    for key, each in (value.state_dict() if is_extended else {}).items()
-                    if key not in ("state", "param_groups")
-                },
-            }
-        return value.state_dict()
+        parameters = self.parameters(objects)
+        names = {parameter: name for name, parameter in parameters.items()}
+        return {
+            "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
+            "trained": [name for name, parameter in parameters.items() if parameter.requires_grad],
+            "buffers": buffers_of(objects),
+            "transient": [
+                f"{name}.{leaf}" for name, part in parts(objects) for leaf in part._non_persistent_buffers_set
+            ],
+            "extra": {name: part.get_extra_state() for name, part in parts(objects) if _has_extra(part)},
+            "optimizers": {name: _describe_optimizer(each, names) for name, each in optimizers(objects)},
+            "others": {name: each.state_dict() for name, each in _others(objects)},
+        }
 
     def export(self, objects: Objects) -> Flat:
         """Takes the state apart, with what is a rank's own; nothing is copied.
@@ -98,9 +79,7 @@ class Form:
             TypeError: a tensor cannot be sent; names it.
         """
         with torch.no_grad():
-            return flatten({"common": self.describe(objects), "own": attributes_of(objects)}, self.local)
-
-    # ---- putting together
+            return flatten({**self.describe(objects), "own": attributes_of(objects)}, self.local)
 
     def adopt(self, objects: Objects, flat: Flat) -> Objects:
         """Puts an exported state into the objects, or into new ones.
@@ -118,36 +97,30 @@ class Form:
         Raises:
             RuntimeError: the state has other parameters.
         """
-        tree = unflatten(flat, self.together)
-        state = tree["common"]
-        with torch.no_grad():
-            for name, module in modules(objects):
-                self._fill_module({name: module}, module, state[name])
-            put_attributes(objects, tree["own"])
-            parameters = dict(self.parameters(objects))
-            for name, optimizer in optimizers(objects):
-                _fill_optimizer(optimizer, state[name], parameters)
-            for name, value in objects.items():
-                if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
-                    value.load_state_dict(state[name])
-
-    def _fill_module(self, one: Objects, module: torch.nn.Module, state: dict[str, Any]) -> None:
-        own = dict(self.parameters(one))
-        odd = sorted(own.keys() ^ state["parameters"].keys())
+        state = unflatten(flat, self.together)
+        odd = sorted(self.parameters(objects).keys() ^ state["parameters"].keys())
         if odd:
             raise RuntimeError(f"the state that this rank receives and the one it has differ in {odd[0]!r}")
-        for name, parameter in own.items():
-            self._fill_parameter(parameter, state["parameters"][name])
+        with torch.no_grad():
+            self._fill_parameters(objects, state["parameters"])
+            put_buffers(objects, state["buffers"])
+            put_attributes(objects, state["own"])
+        parameters = self.parameters(objects)
+        for name, parameter in parameters.items():
             parameter.requires_grad_(name in state["trained"])
-        put_buffers(one, state["buffers"], state["transient"])
-        for name, part in parts(one):
+        for name, part in parts(objects):
+            new = (leaf for leaf in part._buffers if f"{name}.{leaf}" in state["transient"])
+            part._non_persistent_buffers_set.update(new)
             if name in state["extra"]:
                 part.set_extra_state(state["extra"][name])
+        for name, optimizer in optimizers(objects):
+            _fill_optimizer(optimizer, state["optimizers"][name], parameters)
+        for name, value in _others(objects):
+            value.load_state_dict(state["others"][name])
 
-    def _fill_parameter(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
-        parameter.data = filled(parameter.data, value)
-
-    # ---- tensors
+    def _fill_parameters(self, objects: Objects, values: Tensors) -> None:
+        for name, parameter in self.parameters(objects).items():
+            parameter.data = filled(parameter.data, values[name])
 
     def local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """What there is of a tensor on this rank, and how it lies in the whole."""
@@ -156,11 +129,6 @@ class Form:
     def together(self, tensor: torch.Tensor, layout: Any) -> torch.Tensor:
         """What `local` has taken apart."""
         return tensor
-
-
-def modules(objects: Objects) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules among the objects."""
-    return ((name, value) for name, value in objects.items() if isinstance(value, torch.nn.Module))
 
 
 def optimizers(objects: Objects) -> Iterator[tuple[str, torch.optim.Optimizer]]:
@@ -173,11 +141,16 @@ def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
     return any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
 
 
+def _others(objects: Objects) -> Iterator[tuple[str, Any]]:
+    known = torch.nn.Module, torch.optim.Optimizer
+    return ((name, value) for name, value in objects.items() if not isinstance(value, known))
+
+
 def parts(objects: Objects) -> Iterator[tuple[str, torch.nn.Module]]:
-    """All modules in the modules, each once."""
-    for name, module in modules(objects):
-        for inner, part in module.named_modules():
-            yield f"{name}.{inner}" if inner else name, part
+    """All modules, and the modules in them, each once."""
+    for name, value in objects.items():
+        if isinstance(value, torch.nn.Module):
+            yield from value.named_modules(prefix=name)
 
 
 def filled(old: torch.Tensor | None, new: torch.Tensor | None) -> Any:
@@ -191,20 +164,9 @@ def filled(old: torch.Tensor | None, new: torch.Tensor | None) -> Any:
     return new.to(old.device)
 
 
-# Buffers, and tensors that are attributes ------------------------------------------------------------------
-
-
 def buffers_of(objects: Objects) -> Tensors:
     """All buffers, as they are registered now."""
     return {f"{name}.{leaf}": each for name, part in parts(objects) for leaf, each in part._buffers.items()}
-
-
-def put_buffers(objects: Objects, values: Tensors, transient: Collection[str] = ()) -> None:
-    """Makes these the modules' buffers, and no others."""
-    _put(objects, buffers_of(objects), values, lambda part: part._buffers)
-    for name, part in parts(objects):
-        new = (leaf for leaf in part._buffers if f"{name}.{leaf}" in transient)
-        part._non_persistent_buffers_set.update(new)
 
 
 def attributes_of(objects: Objects) -> Tensors:
@@ -219,6 +181,11 @@ def attributes_of(objects: Objects) -> Tensors:
         for leaf, value in vars(part).items()
         if isinstance(value, torch.Tensor) and value.grad_fn is None and is_plain(value)
     }
+
+
+def put_buffers(objects: Objects, values: Tensors) -> None:
+    """Makes these the modules' buffers, and no others."""
+    _put(objects, buffers_of(objects), values, lambda part: part._buffers)
 
 
 def put_attributes(objects: Objects, values: Tensors) -> None:
@@ -243,6 +210,17 @@ def _has_extra(part: torch.nn.Module) -> bool:
     return type(part).get_extra_state is not torch.nn.Module.get_extra_state
 
 
+def _describe_optimizer(optimizer: torch.optim.Optimizer, names: dict[Any, str]) -> Any:
+    own = {} if type(optimizer).state_dict is torch.optim.Optimizer.state_dict else optimizer.state_dict()
+    return {
+        "groups": [
+            {**group, "params": [names[each] for each in group["params"]]} for group in optimizer.param_groups
+        ],
+        "state": {names.get(key, key): each for key, each in optimizer.state.items()},
+        "own": {key: each for key, each in own.items() if key not in ("state", "param_groups")},
+    }
+
+
 def _fill_optimizer(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], parameters: dict[str, torch.nn.Parameter]
 ) -> None:
@@ -253,18 +231,11 @@ def _fill_optimizer(
     optimizer.param_groups[:] = state["groups"]
     optimizer.state.clear()
     for name, values in state["state"].items():
-        parameter = parameters.get(name)
-        optimizer.state[name if parameter is None else parameter] = _beside(parameter, values)
-
-
-def _beside(parameter: torch.nn.Parameter | None, values: Any) -> Any:
-    """What comes from the device of another number belongs on the parameter's."""
-    if parameter is None or not isinstance(values, dict):
-        return values
-    device = parameter.device
-    return {
-        key: value.to(device)
-        if isinstance(value, torch.Tensor) and value.device.type == device.type
-        else value
-        for key, value in values.items()
-    }
+        if name not in parameters:
+            optimizer.state[name] = values
+            continue
+        device = parameters[name].device
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.device.type == device.type:
+                values[key] = value.to(device)  # it has come to the first device of the kind
+        optimizer.state[parameters[name]] = values

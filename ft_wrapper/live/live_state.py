@@ -127,7 +127,7 @@ class LiveState:
         if performer.rank == 0:
             _report(self.plan, time.monotonic() - began)
             if is_first:
-                _tell_untrained(checks.untrained(self._objects, list(form.parameters(self._objects))))
+                _tell_untrained(checks.untrained(self._objects, form.parameters(self._objects)))
 
     def __getitem__(self, name: str) -> Any:
         """An object that ``build`` returned.
@@ -217,7 +217,7 @@ class LiveState:
 
     def _loop(self, what: str, total: int | None, loader: Iterable[Any] | None) -> Iterator[tuple[int, Any]]:
         self._performer.put_back()  # a warm-up pass since the recovery is no step
-        self._marks.set(self._parameters())
+        self._marks.set(self._form.parameters(self._objects))
         seed, rank = self._seed_by.args[0], self._performer.rank
         data: Generator[Any, None, None] = (None for _ in itertools.count())
         if loader is not None:
@@ -257,25 +257,16 @@ class LiveState:
             self._performer.send_copy()
         if self._verify_every and self.step % self._verify_every == 0:
             self._course.compare()
-        self._marks.set(self._parameters())
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._form.parameters(self._objects))
+        self._marks.set(self._form.parameters(self._objects))
 
     def _check_commit(self) -> None:
         self._check_iteration("commit()")
         if self._open is None:
             raise JobAbort("commit() belongs into a step of `for step in live.steps(n)`, once in each")
-        parameters = self._parameters()
-        changed = self._marks.changed(parameters)
-        if changed is not None:
-            raise JobAbort(f"step {self._open}: {changed}")
-        name = checks.unknown(self._objects, parameters)
-        if name is not None:
-            raise JobAbort(
-                f"step {self._open}: {name!r} updates a parameter of no module that build() returned; add it "
-                "in build(), or it is lost with this process"
-            )
+        parameters = self._form.parameters(self._objects)
+        wrong = self._marks.changed(parameters) or checks.strangers(self._objects, parameters)
+        if wrong:
+            raise JobAbort(f"step {self._open}: {wrong}")
         steps = [optimizer for _, optimizer in optimizers(self._objects)]
         if self._has_default_update and steps and not any(map(has_gradient, steps)):
             raise JobAbort(
@@ -299,8 +290,8 @@ def _seed_by(seed: int | None, *parts: object) -> None:
     number = random.Random(repr((seed, *parts))).getrandbits(63)
     random.seed(number)
     _seed_torch(number)
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(number % 2**32)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number % 2**32)
 
 
 def _seed_torch(number: int) -> None:

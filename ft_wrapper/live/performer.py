@@ -21,18 +21,7 @@ from .buddies import Buddies, Copies, own_node, pack
 from .buffers import Buffers
 from .commit import Kept, Performer
 from .data_parallel import DataParallel
-from .form import (
-    Form,
-    Objects,
-    attributes_of,
-    buffers_of,
-    has_gradient,
-    modules,
-    optimizers,
-    parts,
-    put_attributes,
-    put_buffers,
-)
+from .form import Form, Objects, has_gradient, optimizers, parts
 from .plan import Copy, Holding, Plan, Register, Route, Rung
 from .transfer import move
 from .tree import Flat, checksum, named
@@ -47,7 +36,6 @@ class TorchKept(Kept):
         buffers: copies of those that a forward pass may change.
         copies: of shards, in host memory.
         data_parallel: DDP objects.
-        attributes: the same of tensors that are attributes; these are each rank's own.
         shares: some rank has seen a forward pass change a buffer.
         modes: whether each module was in training when it was built, by name.
         built: what was built, which must be the same on all ranks.
@@ -57,14 +45,13 @@ class TorchKept(Kept):
 
     def __init__(self) -> None:
         super().__init__()
-        self.buffers = Buffers(buffers_of, put_buffers)
-        self.attributes = Buffers(attributes_of, put_attributes)
+        self.buffers = Buffers()
         self.copies = Copies()
         self.data_parallel = DataParallel()
         self.shares = False
         self.modes: dict[str, bool] = {}
         self.built: checks.Outline = ()
-        self.shapes: dict[str, torch.Size] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.iteration = -1
 
 
@@ -176,7 +163,7 @@ class TorchPerformer(Performer):
         if len(self._nodes) > 1:
             if self._kept.shares:
                 buffers.share(objects, self._group)
-            elif buffers.changed:
+            elif buffers.have_changed:
                 return False
         self._agree_on_infinities()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -200,13 +187,9 @@ class TorchPerformer(Performer):
         self._users.seed("update", step)
         by_position, by_name = arguments
         self._users.update(self._kept.objects, *by_position, **by_name)
-        self._keep()
+        self._kept.buffers.keep(self._kept.objects)
         fields = self._call.end_fields  # shared with the other states of the call
         fields["committed"] = max(step + 1, fields.get("committed", 0))
-
-    def _keep(self) -> None:
-        self._kept.buffers.keep(self._kept.objects)
-        self._kept.attributes.keep(self._kept.objects)
 
     def _agree_on_infinities(self) -> None:
         """With shards of gradients, a scaler that sees an overflow in one of them skips the step in all."""
@@ -238,10 +221,9 @@ class TorchPerformer(Performer):
         except (TypeError, ValueError) as error:
             raise JobAbort(f"LiveState: {error}") from error
         kept.buffers.forget()
-        kept.attributes.forget()
         kept.modes = {name: part.training for name, part in parts(objects)}
         kept.built = checks.outline(objects, self._form)
-        kept.shapes = {name: each.shape for name, each in self._form.parameters(objects)}
+        kept.shapes = {name: tuple(each.shape) for name, each in self._form.parameters(objects).items()}
         kept.objects = objects
 
     def gather(self, mine: Holding) -> tuple[list[Holding], Register]:
@@ -265,13 +247,11 @@ class TorchPerformer(Performer):
     def drop_step(self) -> None:
         """See `Performer`."""
         objects = self._kept.objects
-        for _, module in modules(objects):
-            for parameter in module.parameters():
-                parameter.grad = None
-        for _, parameter in self._form.parameters(objects):
+        for value in objects.values():
+            if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+                value.zero_grad()
+        for parameter in self._form.parameters(objects).values():
             parameter.grad = None
-        for _, optimizer in optimizers(objects):
-            optimizer.zero_grad()
         scaler = scaler_of(objects)
         if scaler is not None:
             scaler._per_optimizer_states.clear()  # half an unscale
@@ -282,7 +262,6 @@ class TorchPerformer(Performer):
     def put_back(self) -> None:
         """Undoes what a forward pass has changed since the last commit."""
         self._kept.buffers.put_back(self._kept.objects)
-        self._kept.attributes.put_back(self._kept.objects)
 
     def move(self, plan: Plan) -> Any:
         """See `Performer`."""
@@ -316,12 +295,14 @@ class TorchPerformer(Performer):
     def adopt(self, received: Any) -> None:
         """See `Performer`."""
         self._kept.objects = self._form.adopt(self._kept.objects, received)
-        self._keep()  # here, too: a survivor adopts another shard after it has finished
+        self._kept.buffers.keep(
+            self._kept.objects
+        )  # here, too: a survivor adopts another shard after it has finished
 
     def overwrite(self, received: Any) -> None:
         """See `Performer`."""
         self._form.fill(self._kept.objects, received)
-        self._keep()
+        self._kept.buffers.keep(self._kept.objects)
 
     def restore(self) -> int:
         """See `Performer`."""
@@ -363,7 +344,7 @@ class TorchPerformer(Performer):
 
     def finish(self, plan: Plan, number: int) -> None:
         """See `Performer`."""
-        self._keep()
+        self._kept.buffers.keep(self._kept.objects)
         if plan.rung is Rung.COPIES:
             self._kept.copies.label(plan, number)
 

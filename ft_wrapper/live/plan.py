@@ -198,7 +198,7 @@ def _some(holders: Sequence[int], receiver: int) -> tuple[int, ...]:
 
 
 def _plan_of_copies(
-    holdings: Sequence[Holding], needed: Iterable[Hashable], origin: int, given_up: int
+    holdings: Sequence[Holding], needed: Iterable[Hashable], origin: int, given_up: int = 0
 ) -> Plan:
     """Goes back to the newest step of which every shard's copy is left; a rank's own copy comes first."""
     have: dict[int, dict[Hashable, list[int]]] = {}

@@ -4,7 +4,7 @@ An FSDP2 module keeps its iteration's process groups in many places. So it is no
 the meta device, where that costs neither memory nor time for values, and takes the local tensors over.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ..torch_groups.forget import forget_old_ranks
-from .form import Form, Objects, filled, modules, parts
+from .form import Form, Objects, Tensors, filled, parts
 from .tree import Flat, named
 
 # On the module, so that they go with it. It refers to them anyway, and they may refer to it.
@@ -96,17 +96,20 @@ class Sharded(Form):
         _check_not_on_meta(objects)
         return objects
 
-    def parameters(self, objects: Objects) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def parameters(self, objects: Objects) -> dict[str, torch.nn.Parameter]:
         """See `Form`. Between forward and backward a module itself may name the unsharded ones instead."""
-        for name, module in modules(objects):
-            for inner, parameter in vars(module)[_CAPTURED].items():
-                yield f"{name}.{inner}", parameter
+        return {
+            f"{name}.{inner}": parameter
+            for name, value in objects.items()
+            for inner, parameter in getattr(value, _CAPTURED, {}).items()
+        }
 
     def _capture(self, objects: Objects) -> None:
-        for name, module in modules(objects):
-            found = dict(super().parameters({name: module}))
-            vars(module)[_CAPTURED] = {full[len(name) + 1 :]: parameter for full, parameter in found.items()}
-        for name, parameter in self.parameters(objects):
+        for name, value in objects.items():
+            if isinstance(value, torch.nn.Module):
+                found = super().parameters({name: value})
+                vars(value)[_CAPTURED] = {key.removeprefix(f"{name}."): each for key, each in found.items()}
+        for name, parameter in self.parameters(objects).items():
             if not isinstance(parameter, DTensor):
                 raise ValueError(
                     f"build(): the parameter {name!r} is not sharded; apply fully_shard(module, mesh=mesh) "
@@ -129,26 +132,24 @@ class Sharded(Form):
                 '(torch.tensor(1e-3, device="cpu")), and load checkpoints in restore='
             ) from error
 
-    def _fill_module(self, one: Objects, module: torch.nn.Module, state: dict[str, Any]) -> None:
-        """See `Form`. Parameters on the meta device are replaced by those of the state."""
-        values: dict[int, torch.nn.Parameter] = {}
-        for name, parameter in self.parameters(one):
-            if parameter.is_meta and name in state["parameters"]:
-                values[id(parameter)] = torch.nn.Parameter(state["parameters"][name], requires_grad=False)
-        for _, part in parts(one):
-            for leaf, old in part._parameters.items():
-                # One object under all its names, so that tied weights stay tied.
-                part._parameters[leaf] = values.get(id(old), old)
-        if values:
-            self._capture(one)
-            for part in module.modules():
-                for hook in part._load_state_dict_post_hooks.values():  # FSDP2 looks at its parameters again
-                    hook(part, _IncompatibleKeys([], []))
-        super()._fill_module(one, module, state)
-
-    def _fill_parameter(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
-        if isinstance(parameter, DTensor) and isinstance(value, DTensor):
-            filled(parameter._local_tensor, value._local_tensor)
+    def _fill_parameters(self, objects: Objects, values: Tensors) -> None:
+        """See `Form`. Those on the meta device are replaced."""
+        new: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        old: Any
+        for name, old in self.parameters(objects).items():
+            value: Any = values[name]
+            if old.is_meta:
+                new[old] = torch.nn.Parameter(value, requires_grad=False)
+            else:
+                filled(old._local_tensor, value._local_tensor)
+        for _, part in parts(objects):
+            for leaf, parameter in part._parameters.items():
+                if parameter in new:  # one object under all its names, so that tied weights stay tied
+                    part._parameters[leaf] = new[parameter]
+        self._capture(objects)
+        for _, part in parts(objects):
+            for hook in part._load_state_dict_post_hooks.values():  # FSDP2 looks at its parameters again
+                hook(part, _IncompatibleKeys([], []))
 
     # ---- tensors
 

@@ -121,6 +121,17 @@ def test_copies_of_a_history_that_was_given_up_do_not_count() -> None:
     assert (plan.rung, plan.step) == (Rung.COPIES, 10)
 
 
+@pytest.mark.parametrize(
+    ("failed", "rung"), [(0, Rung.PEERS), (1, Rung.COPIES), (2, Rung.CHECKPOINT), (3, Rung.CHECKPOINT)]
+)
+def test_a_rung_that_failed_by_itself_is_left_out(failed: int, rung: Rung) -> None:
+    said = [of(held(8), copies=(copy("A", 6),)), of(None)]
+    said[1] = dataclasses.replace(said[1], gave_up=failed)
+    plan = make_plan(said, SEALED)
+    assert (plan.rung, plan.missing) == (rung, ())
+    assert plan.void == ({0} if failed else frozenset())
+
+
 @pytest.mark.parametrize("field", ["step", "history"])
 def test_a_plan_does_not_depend_on_who_makes_it(field: str) -> None:
     said = [of(held(8)), of(held(7, prepared=True)), of(None)]

@@ -153,8 +153,8 @@ class Iteration:
         x = torch.randint(11, (8,))
         loss = F.cross_entropy(objects["net"](x), x.roll(1))
         # The unsharded parameters are in their places now.
-        parameters: Iterator[tuple[str, Any]] = self.form.parameters(objects)
-        assert all(value.device_mesh is self.mesh for _, value in parameters)
+        parameters: dict[str, Any] = self.form.parameters(objects)
+        assert all(value.device_mesh is self.mesh for value in parameters.values())
         loss.backward()  # type: ignore[no-untyped-call]
         for buffer in objects["net"].buffers():
             dist.broadcast(buffer, 0)
@@ -162,7 +162,7 @@ class Iteration:
     def update(self, objects: dict[str, Any]) -> None:
         for name in ("adam", "sgd", "scheduler"):
             objects[name].step()
-        named = {name.removeprefix("net."): value for name, value in self.form.parameters(objects)}
+        named = {name.removeprefix("net."): value for name, value in self.form.parameters(objects).items()}
         objects["average"].update(named)
         objects["adam"].zero_grad()
         objects["sgd"].zero_grad()
@@ -266,7 +266,7 @@ def memory(described: Any, shards: int) -> dict[str, int]:
     found = {
         path: local(tensor).data_ptr()
         for path, tensor in named(described)
-        if not (".parameters." in path and tensor.shape[0] % shards)
+        if not ("common.parameters." in path and tensor.shape[0] % shards)
     }
     assert len(found) > 20
     return found
@@ -276,7 +276,7 @@ def check_mesh(iteration: Iteration, objects: dict[str, Any]) -> None:
     """DTensors are on this iteration's mesh, and so is what is made of them."""
     from torch.distributed.tensor import DTensor
 
-    for name, value in iteration.form.parameters(objects):
+    for name, value in iteration.form.parameters(objects).items():
         assert isinstance(value, DTensor), name
         assert value.device_mesh is iteration.mesh, name
         made: Any = torch.zeros_like(value)
