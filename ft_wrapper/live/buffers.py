@@ -114,11 +114,11 @@ class Buffers:
         return (live.keys() ^ seen.keys()) | {
             name
             for name in live.keys() & seen.keys()
-            if live[name] is not seen[name][0] or _version(live[name]) != seen[name][1]
+            if live[name] is not seen[name][0] or _version_of(live[name]) != seen[name][1]
         }
 
     def _note(self, live: Tensors) -> None:
-        self._seen = {name: (tensor, _version(tensor)) for name, tensor in live.items()}
+        self._seen = {name: (tensor, _version_of(tensor)) for name, tensor in live.items()}
 
 
 def _find(objects: Objects) -> Tensors:
@@ -140,5 +140,5 @@ def _form_of(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
-def _version(tensor: torch.Tensor | None) -> int:
+def _version_of(tensor: torch.Tensor | None) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version

@@ -10,7 +10,7 @@ write of an update or a transfer until after the last.
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from typing import Any
 
 from .plan import Copy, Held, Holding, Plan, Register, Route, Rung, make_plan
@@ -102,15 +102,13 @@ class Performer:
         """Loads a checkpoint, if there is one, into the objects as they were built; returns its step."""
         return 0
 
-    def equalize(self) -> None:
-        """Makes replicas equal whose state was built or loaded on each rank."""
-
-    def differing(self, shard: Hashable, receivers: frozenset[int]) -> tuple[Route, ...]:
+    def differing(self, shard: Hashable, receivers: Collection[int] | None) -> tuple[Route, ...]:
         """Compares the states of all active ranks; returns what makes replicas equal.
 
         Args:
             shard: that this rank holds.
-            receivers: the ranks that have just received theirs from others.
+            receivers: the ranks that have just received theirs from others; None: all have built or loaded
+                theirs, and the first of a shard's ranks gives it to the others.
         """
         return ()
 
@@ -169,11 +167,11 @@ class Course:
             raise RuntimeError("the state is not whole any more: an update has failed in this iteration")
         return self.kept.held
 
-    def compare(self, receivers: frozenset[int] = frozenset()) -> None:
+    def compare(self, receivers: Collection[int] | None = ()) -> None:
         """Compares the state with that of the replicas, and makes them equal where they differ.
 
         Args:
-            receivers: the ranks that have just received theirs.
+            receivers: see `Performer.differing`.
         """
         held = self._held()
         routes = self.performer.differing(held.shard, receivers)
@@ -210,7 +208,7 @@ class Course:
             plan = dataclasses.replace(plan, step=self._load(needs, was_built))
         origin = plan.origin if plan.rung is Rung.PEERS else n
         if plan.routes:
-            self.compare(frozenset(route.receiver for route in plan.routes))
+            self.compare({route.receiver for route in plan.routes})
         kept.held = dataclasses.replace(self._held(), ready=self._held().ready | {n})
         performer.finish(plan, n)
         performer.vote(plan.step)
@@ -272,6 +270,6 @@ class Course:
         if not was_built:
             self.performer.build()
         step = self.performer.restore()
-        self.performer.equalize()
         self.kept.held = Held(needs, step, origin=self.number)
+        self.compare(None)
         return step

@@ -216,7 +216,7 @@ class LiveState:
         return self._loop("batches()", as_limit("steps", steps, at_least=0), loader)
 
     def _loop(self, what: str, total: int | None, loader: Iterable[Any] | None) -> Iterator[tuple[int, Any]]:
-        self._performer.put_back()  # a warm-up pass since the recovery is no step
+        self._kept.buffers.put_back(self._objects)  # a warm-up pass since the recovery is no step
         self._marks.set(self._form.parameters(self._objects))
         seed, rank = self._seed_by.args[0], self._performer.rank
         data: Generator[Any, None, None] = (None for _ in itertools.count())

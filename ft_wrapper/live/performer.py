@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
@@ -257,11 +257,7 @@ class TorchPerformer(Performer):
             scaler._per_optimizer_states.clear()  # half an unscale
         for name, part in parts(objects):
             part.training = self._kept.modes.get(name, part.training)
-        self.put_back()
-
-    def put_back(self) -> None:
-        """Undoes what a forward pass has changed since the last commit."""
-        self._kept.buffers.put_back(self._kept.objects)
+        self._kept.buffers.put_back(objects)
 
     def move(self, plan: Plan) -> Any:
         """See `Performer`."""
@@ -295,9 +291,8 @@ class TorchPerformer(Performer):
     def adopt(self, received: Any) -> None:
         """See `Performer`."""
         self._kept.objects = self._form.adopt(self._kept.objects, received)
-        self._kept.buffers.keep(
-            self._kept.objects
-        )  # here, too: a survivor adopts another shard after it has finished
+        # Here, too: a survivor adopts another shard after it has finished.
+        self._kept.buffers.keep(self._kept.objects)
 
     def overwrite(self, received: Any) -> None:
         """See `Performer`."""
@@ -316,31 +311,18 @@ class TorchPerformer(Performer):
             raise JobAbort(f"restore() returned different steps: {steps}; load the same checkpoint on all")
         return step
 
-    def equalize(self) -> None:
-        """See `Performer`: the first rank of each shard gives its state to the others, where they differ."""
-        routes = checks.routes_to_equal(self._checksums(self._form.shard), None)
-        received = self._move(routes, lambda: self._form.export(self._kept.objects))
-        if received is not None:
-            self.overwrite(received)
-
-    def differing(self, shard: Hashable, receivers: frozenset[int]) -> tuple[Route, ...]:
+    def differing(self, shard: Hashable, receivers: Collection[int] | None) -> tuple[Route, ...]:
         """See `Performer`."""
-        routes = checks.routes_to_equal(self._checksums(shard), receivers)
-        if routes:
-            numbers = {name: checksum([tensor]) for name, tensor in self._tensors()}
+        with torch.no_grad():
+            described = named(self._form.describe(self._kept.objects))
+            tensors = {name: self._form.local(tensor)[0] for name, tensor in described}
+        routes = checks.routes_to_equal(self._gather((shard, checksum(tensors.values()))), receivers)
+        if routes and receivers is not None:
+            numbers = {name: checksum([tensor]) for name, tensor in tensors.items()}
             said: list[dict[str, int]] = self._gather(numbers)
             if self.rank == 0:
                 log.error("%s", checks.describe_difference(routes, said, self._kept.newest))
         return routes
-
-    def _checksums(self, shard: Hashable) -> list[tuple[Hashable, int]]:
-        return self._gather((shard, checksum(tensor for _, tensor in self._tensors())))
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What replicas have in common, as far as it is on this rank."""
-        with torch.no_grad():
-            for name, tensor in named(self._form.describe(self._kept.objects)):
-                yield name, self._form.local(tensor)[0]
 
     def finish(self, plan: Plan, number: int) -> None:
         """See `Performer`."""

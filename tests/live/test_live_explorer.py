@@ -11,7 +11,7 @@ from explorer.mistakes import MISTAKES, Mistake
 from explorer.search import at_random, exhaustively
 
 SCHEDULES = 500
-FINDS_WITHIN = 1500
+FINDS_WITHIN = 6000
 SMALL = dataclasses.replace(JOBS["ddp"], shards=("A", "A"), steps=1, faults=1, demotions=0)
 
 

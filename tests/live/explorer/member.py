@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import greenlet
@@ -374,14 +374,13 @@ class Member(Performer):
             raise Violation("the ranks load different checkpoints")
         return step
 
-    def equalize(self) -> None:
+    def differing(self, shard: Hashable, receivers: Collection[int] | None) -> tuple[Route, ...]:
         """See `Performer`."""
-        self.meet("equalize")
-        if self.state.base[0] == "built by":
-            self.state.base = ("of iteration", self.world.n)
-
-    def differing(self, shard: Hashable, receivers: frozenset[int]) -> tuple[Route, ...]:
-        """See `Performer`."""
+        if receivers is None:
+            self.meet("equalize")
+            if self.state.base[0] == "built by":
+                self.state.base = ("of iteration", self.world.n)
+            return ()
         mine = self.state.shard, self.state.value()
         values = self.meet("compare", mine).values
         by_shard = dict(values.values())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 from ft_wrapper.live import commit
 from ft_wrapper.live.commit import Course
-from ft_wrapper.live.plan import Held, Holding, Plan, Register, Rung, make_plan
+from ft_wrapper.live.plan import Held, Holding, Plan, Register, Route, Rung, make_plan
 
 from .member import Member, Received
 
@@ -176,8 +176,9 @@ class AdoptsAtOnce(Course):
 class NoEqualize(Member):
     """What each rank has built stays as it is."""
 
-    def equalize(self) -> None:
+    def differing(self, shard: Hashable, receivers: Collection[int] | None) -> tuple[Route, ...]:
         """See `Performer`."""
+        return () if receivers is None else super().differing(shard, receivers)
 
 
 class BuffersNotPutBack(Member):
