@@ -7,7 +7,6 @@ augmented differently each time.
 """
 
 import copy
-import functools
 import itertools
 import operator
 import random
@@ -20,13 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..exception import JobAbort
 
-_END = object()
-_Key = tuple[int, int, Any]  # epoch, place in it, index or batch of indices
 
-
-def endless(
-    loader: Any, seed: int | None, step: int, rank: int = 0, ranks: int = 1
-) -> Generator[Any, None, None]:
+def endless(loader: Any, seed: int | None, step: int, rank: int = 0, ranks: int = 1) -> Generator[Any]:
     """Iterates over the batches of one epoch after another, from that of a step on.
 
     Close it to end the workers.
@@ -41,117 +35,82 @@ def endless(
     Raises:
         JobAbort: the loader has no length, or an epoch has more or fewer batches.
     """
-    length = operator.length_hint(loader)
-    if not length:
-        raise JobAbort(
-            f"batches(loader): {type(loader).__name__} has no len(), or is empty, so the batch of a step "
-            "cannot be found; give it a len(), or load the batch by the step of `for step in live.steps(n)`"
-        )
-    epoch, done = divmod(step, length)
-    keys = list[_Key]()  # of the epoch: an iterator with workers that stay asks the same sampler in each
-    source, iterator = _copy(loader, keys, seed, ranks), None
+    if not (length := operator.length_hint(loader)):
+        raise JobAbort(f"batches(): {type(loader).__name__} has no len(), or is empty; use live.steps(n)")
+    keys = list[Any]()  # of the epoch: an iterator with workers that stay asks the same sampler in each
+    source, iterator = _copy(loader, keys, seed), None
     try:
-        while True:
-            _enter(epoch, _seed(seed, "epoch", epoch), loader)
+        for epoch in itertools.count(step // length):
+            done = max(0, step - epoch * length)
+            _begin(seed, epoch, "epoch", [loader])
             if isinstance(getattr(source, "dataset", None), _Samples):
-                keys[:] = itertools.islice(_draw(loader, epoch, rank, ranks), done, length + 1)
+                keys[:] = itertools.islice(_keys(loader, epoch, rank, ranks), done, length + 1)
             iterator = iter(source)
-            for n in itertools.count(done if keys else 0):
-                _seed(seed, "batch", epoch, n)  # an iterable may draw all along, and steps do between
-                batch = next(iterator, _END)
-                if (batch is _END) != (n == length):
-                    raise JobAbort(
-                        f"batches(loader): len(loader) is {length}, and epoch {epoch} has "
-                        f"{'more' if n == length else n} batches; let len() be the number in each epoch"
-                    )
-                if n == length:
-                    break
+            for n in range(done if keys else 0, length + 1):
+                _begin(seed, epoch, f"batch {n}", [])  # an iterable may draw all along, and steps do between
+                found = [*itertools.islice(iterator, 1)]  # none at the end of the epoch
+                if bool(found) == (n == length):
+                    raise JobAbort(f"batches(): epoch {epoch} must have len(loader)={length} batches")
                 if n >= done:
-                    yield batch
-            epoch, done = epoch + 1, 0
+                    yield from found
     finally:
-        for name in ("_shutdown_workers", "close"):
-            getattr(iterator, name, lambda: None)()
+        getattr(iterator, "_shutdown_workers", lambda: None)()  # also while somebody holds an error of theirs
 
 
-def _copy(loader: Any, keys: list[_Key], seed: int | None, ranks: int) -> Any:
+def _copy(loader: Any, keys: list[Any], seed: int | None) -> Any:
     # A class with a way of its own through an epoch, such as Accelerate's, is left as it is.
-    if not isinstance(loader, DataLoader) or not type(loader).__iter__.__module__.startswith(
-        ("torch.", "torchdata.")
-    ):
+    way = isinstance(loader, DataLoader) and type(loader).__iter__.__module__.split(".")[0]
+    if way not in ("torch", "torchdata"):
         return loader
-    changes: dict[str, Any] = {"_iterator": None, "in_order": True}
-    if isinstance(loader.dataset, IterableDataset):
-        changes["persistent_workers"] = False  # only with new ones an epoch can be replayed
-    else:
-        changes["dataset"] = _Samples(loader.dataset, seed, ranks)
-        changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = keys
-        changes["worker_init_fn"] = functools.partial(_begin_worker, loader.worker_init_fn)
     copied = copy.copy(loader)
-    vars(copied).update(changes)  # it refuses to have some of them set
+    vars(copied).update(_iterator=None, in_order=True)  # it refuses to have some fields set
+    if isinstance(loader.dataset, IterableDataset):
+        vars(copied).update(persistent_workers=False)  # only with new ones an epoch can be replayed
+    else:
+        samples = _Samples(loader.dataset, seed, loader.worker_init_fn)
+        vars(copied).update(dataset=samples, worker_init_fn=samples.begin_worker)
+        vars(copied)["sampler" if loader.batch_sampler is None else "batch_sampler"] = keys
     return copied
 
 
-def _draw(loader: DataLoader[Any], epoch: int, place: int, ranks: int) -> Iterator[_Key]:
-    is_batched = loader.batch_sampler is not None
-    for indices in loader.batch_sampler or loader.sampler:
-        yield epoch, place, indices
-        place += ranks * (len(indices) if is_batched else 1)
+def _keys(loader: DataLoader[Any], epoch: int, rank: int, ranks: int) -> Iterator[Any]:
+    places, epochs = itertools.count(rank, ranks), itertools.repeat(epoch)
+    if loader.batch_sampler is None:
+        return zip(loader.sampler, places, epochs, strict=False)
+    return (list(zip(indices, places, epochs, strict=False)) for indices in loader.batch_sampler)
 
 
 class _Samples:
     """A dataset that draws the same for a sample in any worker, whatever was loaded before."""
 
-    def __init__(self, dataset: Any, seed: int | None, ranks: int) -> None:
-        self.dataset = dataset
-        self._seed, self._ranks = seed, ranks
-        self._epoch = -1
+    def __init__(self, dataset: Any, seed: int | None, worker_init_fn: Any) -> None:
+        self.dataset, self.seed, self.worker_init_fn = dataset, seed, worker_init_fn
+        self.epoch = -1
 
-    def __getitem__(self, key: _Key) -> Any:
-        self._begin(*key)
-        return self.dataset[key[-1]]
+    def __getitem__(self, key: tuple[Any, int, int]) -> Any:
+        index, place, epoch = key
+        if epoch != self.epoch:  # a worker that stays does not see what is set in the main process
+            _begin(self.seed, epoch, "epoch", [self.dataset])
+            self.epoch = epoch
+        _begin(self.seed, epoch, f"sample {place}", [])
+        return self.dataset[index]
 
-    def __getitems__(self, key: _Key) -> Any:
-        epoch, place, indices = key
-        many = getattr(self.dataset, "__getitems__", None)
-        if not callable(many):
-            return [self[epoch, place + n * self._ranks, index] for n, index in enumerate(indices)]
-        self._begin(*key)
-        return many(indices)
-
-    def _begin(self, epoch: int, place: int, _index: object) -> None:
-        if epoch != self._epoch:  # a worker that stays does not see what is set in the main process
-            _enter(epoch, _seed(self._seed, "epoch", epoch), self.dataset)
-            self._epoch = epoch
-        _seed(self._seed, "sample", epoch, place)
+    def begin_worker(self, worker: int) -> None:
+        object.__setattr__(get_worker_info(), "dataset", self.dataset)  # as the user's function expects it
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
 
 
-def _begin_worker(users: Any, worker: int) -> None:
-    info: Any = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # as the user's function expects it
-    if users is not None:
-        users(worker)
-
-
-def _enter(epoch: int, number: int | None, *parts: Any) -> None:
-    """Sets the epoch, and seeds the generators, of loaders or datasets and of all that they draw from."""
-    found = list(parts)
-    for part in found:
-        if callable(set_epoch := getattr(part, "set_epoch", None)):
-            set_epoch(epoch)
-        if number is not None and isinstance(generator := getattr(part, "generator", None), torch.Generator):
-            generator.manual_seed(number)
+def _begin(seed: int | None, epoch: int, what: str, parts: list[Any]) -> None:
+    """Seeds this process, and begins an epoch in parts of a loader; what they draw from is added to them."""
+    if seed is not None:
+        random.seed(repr((seed, epoch, what)))
+        torch.default_generator.manual_seed(random.getrandbits(63))  # a forked worker must not touch CUDA
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(random.getrandbits(32))
+    for part in parts:
+        getattr(part, "set_epoch", lambda epoch: None)(epoch)
+        if seed is not None and isinstance(getattr(part, "generator", None), torch.Generator):
+            part.generator.manual_seed(torch.initial_seed())
         inner = [getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset")]
-        found += [each for each in inner if each is not None and all(each is not other for other in found)]
-
-
-def _seed(seed: int | None, *parts: object) -> int | None:
-    """Seeds what runs on the CPU: a forked worker must not touch CUDA."""
-    if seed is None:
-        return None
-    random.seed(repr((seed, *parts)))
-    number = random.getrandbits(63)
-    torch.default_generator.manual_seed(number)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number % 2**32)
-    return number
+        parts += [each for each in inner if all(each is not other for other in parts)]

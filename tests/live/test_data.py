@@ -66,10 +66,10 @@ class Rows(Dataset[Any]):
 
 
 class Many(Rows):
-    """Loads whole batches."""
+    """Loads whole batches, which would draw by the batch."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
+        raise AssertionError
 
 
 class Stream(IterableDataset[Any]):
@@ -360,9 +360,9 @@ def test_workers_know_their_dataset_and_epoch(how: str) -> None:
 
 
 def test_what_workers_are_given_can_be_pickled() -> None:
-    copied = _copy(DataLoader(InWorkers(), num_workers=2, worker_init_fn=begin), [], 5, 1)
+    copied = _copy(DataLoader(InWorkers(), num_workers=2, worker_init_fn=begin), [], 5)
     samples, begins = pickle.loads(pickle.dumps((copied.dataset, copied.worker_init_fn)))
-    assert samples[3, 0, 7] == [-1, 3, 7] and callable(begins)
+    assert samples[7, 0, 3] == [-1, 3, 7] and callable(begins)
 
 
 def test_workers_end_with_the_loop() -> None:
@@ -372,6 +372,14 @@ def test_workers_end_with_the_loop() -> None:
         assert len(multiprocessing.active_children()) == 2
         batches.close()
         assert not multiprocessing.active_children()
+
+
+def test_workers_of_another_loader_end_with_the_loop() -> None:
+    batches = endless(Adapter(DataLoader(Rows(), 2, num_workers=2)), 5, 0)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    batches.close()
+    assert not multiprocessing.active_children()
 
 
 class Fails(Rows):
@@ -434,8 +442,8 @@ class Lies(Own):
         ((n for n in range(3)), "generator has no len"),
         (DataLoader(HasNoLength()), "DataLoader has no len"),
         ([], "list has no len(), or is empty"),
-        (Lies(7), "len(loader) is 7, and epoch 0 has 6 batches"),
-        (Lies(5), "len(loader) is 5, and epoch 0 has more batches"),
+        (Lies(7), "epoch 0 must have len(loader)=7 batches"),
+        (Lies(5), "epoch 0 must have len(loader)=5 batches"),
         (DataLoader(Rows(), batch_sampler=itertools.repeat([1])), "DataLoader has no len"),  # type: ignore
     ],
 )
@@ -452,5 +460,5 @@ class Endless(DrawsAllAlong):
 
 
 def test_a_sampler_that_does_not_end_is_refused() -> None:
-    with pytest.raises(JobAbort, match=r"len\(loader\) is 70, and epoch 0 has more"):
+    with pytest.raises(JobAbort, match=r"epoch 0 must have len\(loader\)=70 batches"):
         read(DataLoader(Rows(), batch_sampler=Endless()), 5, 0, 71)
