@@ -221,7 +221,8 @@ def test_an_iterable_dataset_is_replayed(workers: int, batch_size: int | None) -
 
 
 def test_any_iterable_with_a_length_is_replayed() -> None:
-    check(Own, [1, 5, 6, 8])
+    whole = check(Own, [1, 5, 6, 8])
+    assert len({str(numbers) for _, *numbers in whole}) == len(whole)
 
 
 def test_a_loader_of_torchdatas_is_found_as_one_of_torchs() -> None:
