@@ -89,7 +89,8 @@ class LiveState:
         began = time.monotonic()
         with _for_good():
             _check_arguments(call_wrapper, build, restore, update, name)
-            self._seed_by = functools.partial(_seed_by, as_limit("seed", seed, at_least=0))
+            self._seed = as_limit("seed", seed, at_least=0)
+            self._seed_by = functools.partial(_seed_by, self._seed)
             self._verify_every = as_limit("verify_every", verify_every, at_least=1)
             self._buddies = as_int("buddies", buddies, at_least=0)
             if every is not None:
@@ -218,10 +219,10 @@ class LiveState:
     def _loop(self, what: str, total: int | None, loader: Iterable[Any] | None) -> Iterator[tuple[int, Any]]:
         self._kept.buffers.put_back(self._objects)  # a warm-up pass since the recovery is no step
         self._marks.set(self._form.parameters(self._objects))
-        seed, rank = self._seed_by.args[0], self._performer.rank
+        rank = self._performer.rank
         data: Generator[Any, None, None] = (None for _ in itertools.count())
         if loader is not None:
-            data = endless(loader, seed, self.step, rank, dist.get_world_size())
+            data = endless(loader, self._seed, self.step, rank, dist.get_world_size())
         with contextlib.closing(data):
             while total is None or self.step < total:
                 step = self.step
