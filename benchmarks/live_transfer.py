@@ -26,7 +26,7 @@ from figures import median, table
 
 from ft_wrapper.live.plan import Route
 from ft_wrapper.live.transfer import move
-from ft_wrapper.live.tree import PIECE, pieces
+from ft_wrapper.live.tree import PIECE, flatten, pieces, unflatten
 
 HOST = "127.0.0.1"
 LIMIT = 120.0  # seconds for one transfer
@@ -118,7 +118,7 @@ def ours(state: State, holders: int) -> float:
             said: list[Any] = heard(line)
             return said
 
-        move(routes, rank, lambda: state, gather, host=HOST, timeout=LIMIT)
+        move(routes, rank, lambda: flatten(state), gather, host=HOST, timeout=LIMIT)
 
     with children(send, holders) as lines:
 
@@ -131,9 +131,11 @@ def ours(state: State, holders: int) -> float:
         began = time.perf_counter()
         for line in lines:
             line.send("go")
-        moved = move(routes, holders, dict, gather, host=HOST, timeout=LIMIT)
+        moved = move(routes, holders, lambda: flatten(state), gather, host=HOST, timeout=LIMIT)
+        assert moved.flat is not None
+        received = unflatten(moved.flat)
         took = time.perf_counter() - began
-    check(moved.state, state)
+    check(received, state)
     return took
 
 
