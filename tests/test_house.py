@@ -72,7 +72,7 @@ LINES = {
 # Names that stand for two things, by the change that tells them apart.
 CLASSES_TWICE = {
     CORE: {"Heart", "Line", "Performer", "Place", "Record", "Register", "Settings"}
-    | {"Span", "State", "Verdict", "Watch", "_Callback", "_Fault", "_Part"},
+    | {"Span", "State", "Verdict", "Watch", "_Callback", "_Fault"},
     SHELL: {"Entry", "FT", "Fault", "Job", "Policy"},
 }
 FUNCTIONS_TWICE = {

@@ -16,7 +16,7 @@ from ..protocol import keys
 from ..restart.call import Call
 from ..store.address import own_address
 from . import checks
-from .ballot import Address, Ballot
+from .ballot import Ballot
 from .buddies import Buddies, Copies, own_node, pack
 from .buffers import Buffers
 from .commit import Kept, Performer
@@ -25,6 +25,7 @@ from .form import Form, Objects, has_gradient, optimizers, parts
 from .plan import Copy, Holding, Plan, Register, Route, Rung
 from .transfer import move
 from .tree import Flat, checksum, named
+from .wire import Address
 
 log = logging.getLogger(__name__)
 

@@ -162,7 +162,7 @@ def cut_short(rank: Rank, point: str) -> Any:
             if fails and point == "before the vote":
                 raise ValueError(point)
             if fails and point == "in the vote":
-                self._ballot._rounds[0].to.sendall(struct.pack("!qqqq", step, -step, -1, 1))
+                next(iter(self._ballot.to.values())).sendall(struct.pack("!qqqq", step, -step, -1, 1))
                 raise ValueError(point)
             is_through = super().vote(step, is_ready)
             if fails and point == "after the vote":

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_wrapper.live import transfer
+from ft_wrapper.live import transfer, wire
 from ft_wrapper.live.plan import Route
 from ft_wrapper.live.transfer import Moved, move
 from ft_wrapper.live.tree import Flat, flatten, unflatten
@@ -237,14 +237,14 @@ def test_strangers_are_ignored() -> None:
         strangers = []
 
         def intrude(said: list[Any]) -> list[Any]:
-            _, address = said[0].address
+            _, address, nonce = said[0][0]
             connect(address).close()
             strangers.append(connect(address))  # says nothing
-            for hello in (bytes(16), said[0].nonce):
+            for hello in (bytes(16), nonce):
                 strangers.append(connect(address))
                 strangers[-1].sendall(hello + (1 if hello == bytes(16) else 7).to_bytes(4, "big"))
             strangers.append(connect(address))
-            strangers[-1].sendall(said[0].nonce[:7])  # stops in the middle
+            strangers[-1].sendall(nonce[:7])  # stops in the middle
             for stranger in strangers[1:3]:
                 assert stranger.recv(1) == b"", "a stranger was answered"
             return said
@@ -289,9 +289,9 @@ def test_damaged_bytes_are_noticed(place: int) -> None:
     with contextlib.ExitStack() as stack:
 
         def detour(said: list[Any]) -> list[Any]:
-            family, address = said[0].address
-            through = stack.enter_context(damaging(address, place % size, size))
-            return [dataclasses.replace(said[0], address=(family, through)), *said[1:]]
+            address, *rest = said[0]
+            through = stack.enter_context(damaging(address.name, place % size, size))
+            return [(address._replace(name=through), *rest), *said[1:]]
 
         ranks.gathered[1] = detour
         sent, received = ranks.run()
@@ -307,13 +307,14 @@ def test_a_holder_that_nobody_listens_for() -> None:
     with socket.socket() as bound:
         bound.bind((HOST, 0))  # and does not listen
         ranks.gathered[1] = lambda said: [
-            dataclasses.replace(said[0], address=(socket.AF_INET, bound.getsockname())),
+            (said[0][0]._replace(name=bound.getsockname()), *said[0][1:]),
             *said[1:],
         ]
         sent, received = ranks.run()
     assert isinstance(received, ConnectionError)
-    assert str(received) == "rank 0 is gone: it had sent 0.0 of 5.2 MB"
-    assert isinstance(sent, TimeoutError) and "rank 1 (it had taken 0.0 of 5.2 MB)" in str(sent)
+    assert "active rank 0 is gone: no connection for a transfer ([Errno 111]" in str(received)
+    assert isinstance(sent, TimeoutError)
+    assert str(sent) == "active rank 1 has not come to a transfer within 1 s"
 
 
 def test_an_error_of_the_seam_is_the_movers_and_the_peer_names_the_rank() -> None:
@@ -458,23 +459,24 @@ def test_the_main_thread_is_interrupted_while_it_waits(here: int, interruptible:
 def connect_and_leave(ranks: Ranks) -> None:
     """Has the holder, which may wait for its receiver, see that it is gone."""
     with contextlib.suppress(OSError, TypeError):  # it has ended, or has not said where it is
-        offer = pickle.loads(ranks.said[0])
-        with socket.create_connection(offer.address[1], LIMIT) as line:
-            line.sendall(offer.nonce + (1).to_bytes(4, "big"))
+        _, name, nonce = pickle.loads(ranks.said[0])[0]
+        with socket.create_connection(name, LIMIT) as line:
+            line.sendall(nonce + (1).to_bytes(4, "big"))
 
 
 @pytest.mark.parametrize("here", [0, 1], ids=["holder", "receiver"])
 def test_the_main_thread_is_interrupted_anywhere(here: int) -> None:
-    """At each line of the module, one after the other, the first time that it comes to it."""
+    """At each line of the modules, one after the other, the first time that it comes to it."""
     ranks = Ranks([Route(1, (0,))], [state_of(1, 3 << 20), None])
-    seen: set[int] = set()
+    seen: set[tuple[str, int]] = set()
     lines = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != transfer.__file__:
+        if frame.f_code.co_filename not in (transfer.__file__, wire.__file__):
             return None
-        if event == "line" and frame.f_lineno not in seen:
-            seen.add(frame.f_lineno)
+        place = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and place not in seen:
+            seen.add(place)
             raise Interrupt
         return trace
 
