@@ -36,10 +36,8 @@ class Ballot(Lines):
             ConnectionError: a rank is gone.
             TimeoutError: a rank did not come.
         """
-        size = len(addresses)
-        steps = [1 << number for number in range((size - 1).bit_length())]
-        self._rounds = [((self._rank + step) % size, (self._rank - step) % size) for step in steps]
-        self.connect(addresses, [to for to, _ in self._rounds], [since for _, since in self._rounds])
+        steps = [1 << number for number in range((len(addresses) - 1).bit_length())]
+        self._rounds = self.connect_around(addresses, steps)
 
     def vote(self, values: Values) -> Values:
         """Returns once all ranks have called it.

@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from .plan import Copy, Plan
+from .transfer import Stream, Tensors, exchange
 from .tree import Flat, empty_like
+from .wire import Address, Lines
 
 log = logging.getLogger(__name__)
 
@@ -100,22 +101,22 @@ def own_node() -> str:
     return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
 
 
-class Buddies:
+class Buddies(Lines):
     """Sends this rank's copies to its buddies and receives theirs, in a thread, for one iteration.
 
-    Over a group of its own, so that it meets no collective of the training, and an abort ends it.
+    Over connections of its own, so that it meets no collective of the training, and an abort ends it.
 
     Args:
         copies: of the process.
-        nodes: of all active ranks, by rank.
-        buddies: how many each rank has.
+        rank: the caller's active rank.
+        host: address to listen on, at which the other ranks reach this one.
+        timeout: seconds to wait for another rank.
     """
 
-    def __init__(self, copies: Copies, nodes: Sequence[str], buddies: int) -> None:
+    def __init__(self, copies: Copies, rank: int, host: str, timeout: float) -> None:
+        super().__init__(rank, host, timeout)
         self._copies = copies
-        self._rank, self._size = dist.get_rank(), len(nodes)
-        self._offsets = offsets(nodes, buddies)
-        self._group = dist.new_group(backend="gloo")
+        self._pairs: list[tuple[int, int]] = []
         self._todo: queue.SimpleQueue[Packed | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._free.put(None)
@@ -124,6 +125,20 @@ class Buddies:
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ft_wrapper-buddies", daemon=True)
         self._thread.start()
+
+    def open(self, addresses: Sequence[Address], nodes: Sequence[str], buddies: int) -> None:
+        """Connects; all active ranks call it.
+
+        Args:
+            addresses: of all active ranks, by rank.
+            nodes: the same.
+            buddies: how many each rank has.
+
+        Raises:
+            ConnectionError: a rank is gone.
+            TimeoutError: a rank did not come.
+        """
+        self._pairs = self.connect_around(addresses, offsets(nodes, buddies))
 
     def send(self, packed: Packed) -> None:
         """Puts a copy in, and sends it in the background.
@@ -149,48 +164,41 @@ class Buddies:
         if self._error is not None:
             raise RuntimeError("copies could not be exchanged with the buddies") from self._error
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Ends the thread; what is on its way arrives, or was aborted."""
         self._todo.put(None)
         self._thread.join(_JOIN_PATIENCE)
         if self._thread.is_alive():
-            log.warning("the thread that exchanges copies is still in a transfer; it ends with its group")
+            log.warning(
+                "the thread that exchanges copies is still in a transfer; it ends with its connections"
+            )
 
     def _run(self) -> None:
         try:
             while (packed := self._todo.get()) is not None:
-                for offset in self._offsets:
-                    self._copies.add(self._exchange(packed, offset))
+                for to, since in self._pairs:
+                    self._copies.add(self._exchange(packed, to, since))
                 self.stored = packed.copy.step
                 self._free.put(None)
-        except Exception as error:  # mostly the iteration is over, and its groups are aborted
+        except Exception as error:  # mostly the iteration is over, and its connections are aborted
             self._error = error
             self._free.put(None)
 
-    def _exchange(self, packed: Packed, offset: int) -> Packed:
-        said = bytearray(pickle.dumps((packed.copy, packed.flat.skeleton)))
-        head = torch.frombuffer(said, dtype=torch.uint8)
+    def _exchange(self, packed: Packed, to: int, since: int) -> Packed:
+        """Sends a copy to a buddy, and receives that of a rank whose buddy this one is."""
+
+        def swap(mine: Tensors, theirs: Tensors) -> None:
+            streams = Stream(self, to, True, mine), Stream(self, since, False, theirs)
+            exchange(streams, self._timeout)
+
+        head = torch.frombuffer(
+            bytearray(pickle.dumps((packed.copy, packed.flat.skeleton))), dtype=torch.uint8
+        )
         size = torch.empty(1, dtype=torch.int64)
-        self._swap([torch.tensor([len(head)])], [size], offset)
+        swap([torch.tensor([len(head)])], [size])
         text = torch.empty(int(size), dtype=torch.uint8)
-        self._swap([head], [text], offset)
+        swap([head], [text])
         copy, skeleton = pickle.loads(bytes(text.tolist()))
         flat = empty_like(skeleton)
-        self._swap(packed.flat.tensors, flat.tensors, offset)
+        swap(packed.flat.tensors, flat.tensors)
         return Packed(copy, flat)
-
-    def _swap(self, mine: list[torch.Tensor], theirs: list[torch.Tensor], offset: int) -> None:
-        """Sends tensors to the buddy, and receives those of the rank whose buddy this one is."""
-        to, since = (self._rank + offset) % self._size, (self._rank - offset) % self._size
-        works = [dist.isend(_bytes(one), to, self._group, tag) for tag, one in enumerate(mine) if one.numel()]
-        works += [
-            dist.irecv(_bytes(one), since, self._group, tag) for tag, one in enumerate(theirs) if one.numel()
-        ]
-        for work in works:
-            if work is not None:
-                work.wait()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's memory as bytes, in the order that it has there."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

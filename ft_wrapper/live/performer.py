@@ -349,8 +349,11 @@ class TorchPerformer(Performer):
             buddies: how many ranks have a copy of each shard.
         """
         if len(self._nodes) > 1:
-            self._buddies = Buddies(self._kept.copies, self._nodes, buddies)
-            self._call.helpers.callback(self._buddies.close)
+            timeout = self._call.settings.hard_timeout
+            self._buddies = Buddies(self._kept.copies, self.rank, self._host, timeout)
+            self._call.own.lines.append(self._buddies)
+            self._call.helpers.callback(self._buddies.end)
+            self._buddies.open(self._gather(self._buddies.address), self._nodes, buddies)
 
     def send_copy(self) -> None:
         """Copies the shard, and sends it to the buddies in the background."""

@@ -96,6 +96,17 @@ class Lines:
         except OSError as error:
             raise self._failure(rank, error) from error
 
+    def connect_around(self, addresses: Sequence[Address], steps: Iterable[int]) -> list[tuple[int, int]]:
+        """As `connect`, to each rank that is one of the steps further, from each that is one before.
+
+        Returns:
+            The two ranks of each step.
+        """
+        size = len(addresses)
+        pairs = [((self._rank + step) % size, (self._rank - step) % size) for step in steps]
+        self.connect(addresses, [to for to, _ in pairs], [since for _, since in pairs])
+        return pairs
+
     def _welcome(
         self, selector: selectors.BaseSelector, line: socket.socket, expected: dict[bytes, int]
     ) -> None:
