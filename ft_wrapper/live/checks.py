@@ -64,19 +64,14 @@ def check_built(objects: object, form: Form, *, has_update: bool) -> None:
 def _check_object(name: object, value: object) -> None:
     if not isinstance(name, str):
         raise TypeError(f"build() returned the key {name!r}; keys must be strings")
-    if isinstance(value, torch.nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            f"build(): {name!r} is a DistributedDataParallel, which belongs to one iteration's process "
-            f"group; return its module, and wrap that: DistributedDataParallel(live[{name!r}])"
-        )
+    inner = value.modules() if isinstance(value, torch.nn.Module) else (value,)
+    for base in {base.__name__ for each in inner for base in type(each).__mro__} & _ELSEWHERE.keys():
+        raise TypeError(f"build(): {name!r} is a {base}, {_ELSEWHERE[base]}")
     if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
         raise TypeError(
             f"build(): {name!r} is {type(value).__name__}, which has no state_dict and load_state_dict; "
             "give it both, or leave it out if it has no state"
         )
-    inner = value.modules() if isinstance(value, torch.nn.Module) else (value,)
-    for base in {base.__name__ for each in inner for base in type(each).__mro__} & _ELSEWHERE.keys():
-        raise TypeError(f"build(): {name!r} is a {base}, of which each rank has a part; {_ELSEWHERE[base]}")
     if not isinstance(value, torch.nn.Module):
         try:
             with _NoCollectives():  # type: ignore[no-untyped-call]
@@ -88,10 +83,12 @@ def _check_object(name: object, value: object) -> None:
 
 
 _ELSEWHERE = {
-    "ZeroRedundancyOptimizer": "use its optimizer_class itself, or fully_shard and mesh=",
-    "FullyShardedDataParallel": "use fully_shard, and pass mesh=",
+    "DistributedDataParallel": "which belongs to one iteration's process group; return its module, and wrap "
+    "that: DistributedDataParallel(live[...])",
+    "FullyShardedDataParallel": "of which no rank has all; use fully_shard, and pass mesh=",
+    "ZeroRedundancyOptimizer": "of which no rank has all; use its optimizer_class, or fully_shard and mesh=",
 }
-"""What cannot be in a state, and what to use in its place."""
+"""What cannot belong to a state, why, and what to use in its place."""
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -101,13 +101,18 @@ class _Samples:
             self.worker_init_fn(worker)
 
 
-def _begin(seed: int | None, epoch: int, what: str, parts: list[Any]) -> None:
-    """Seeds this process, and begins an epoch in parts of a loader; what they draw from is added to them."""
+def seed_host(seed: int | None, *parts: object) -> None:
+    """Makes what is drawn on the host depend on these alone; a forked worker must not touch CUDA."""
     if seed is not None:
-        random.seed(repr((seed, epoch, what)))
-        torch.default_generator.manual_seed(random.getrandbits(63))  # a forked worker must not touch CUDA
+        random.seed(repr((seed, *parts)))
+        torch.default_generator.manual_seed(random.getrandbits(63))
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(random.getrandbits(32))
+
+
+def _begin(seed: int | None, epoch: int, what: str, parts: list[Any]) -> None:
+    """Seeds this process, and begins an epoch in parts of a loader; what they draw from is added to them."""
+    seed_host(seed, epoch, what)
     for part in parts:
         getattr(part, "set_epoch", lambda epoch: None)(epoch)
         if seed is not None and isinstance(getattr(part, "generator", None), torch.Generator):

@@ -4,8 +4,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import random
-import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
@@ -22,7 +20,7 @@ from ..settings import as_int, as_limit, check_callable
 from ..wrapper import CallWrapper
 from . import checks
 from .commit import Course
-from .data import endless
+from .data import endless, seed_host
 from .form import Form, Objects, has_gradient, optimizers
 from .performer import TorchKept, TorchPerformer, Users, default_update
 from .plan import Plan, Rung
@@ -286,21 +284,10 @@ class LiveState:
 
 def _seed_by(seed: int | None, *parts: object) -> None:
     """Makes all random numbers that follow depend on the seed and these parts alone."""
-    if seed is None:
-        return
-    number = random.Random(repr((seed, *parts))).getrandbits(63)
-    random.seed(number)
-    _seed_torch(number)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number % 2**32)
-
-
-def _seed_torch(number: int) -> None:
-    """As ``torch.manual_seed``, which formats the stack for each kind of device not in use: too slow here."""
-    torch.default_generator.manual_seed(number)
-    if torch.accelerator.is_available():
+    seed_host(seed, *parts)
+    if seed is not None and torch.accelerator.is_available():
         module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
-        (getattr(module, "manual_seed_all", None) or module.manual_seed)(number)
+        (getattr(module, "manual_seed_all", None) or module.manual_seed)(torch.initial_seed())
 
 
 @contextlib.contextmanager
@@ -330,16 +317,11 @@ def _check_arguments(
 
 
 def _check_group(call_wrapper: CallWrapper) -> None:
-    state = call_wrapper.state
-    if not dist.is_initialized():
+    size, active = dist.is_initialized() and dist.get_world_size(), call_wrapper.state.active_world_size
+    if size != active:
         raise JobAbort(
-            "LiveState needs the process group: call torch.distributed.init_process_group() before it, in "
-            "the wrapped function"
-        )
-    if dist.get_world_size() != state.active_world_size:
-        raise JobAbort(
-            f"LiveState needs a default process group of all active ranks: it has {dist.get_world_size()}, "
-            f"and {state.active_world_size} are active"
+            f"LiveState needs a default process group of all {active} active ranks, and it has {size or 'none'}: "
+            "call torch.distributed.init_process_group() before it, in the wrapped function"
         )
 
 
@@ -348,8 +330,7 @@ def _form(build: Callable[[], Objects], mesh: Any) -> Form:
         return Form(build)
     from .sharded import Sharded  # imports DTensor, which takes its time
 
-    form: Form = Sharded(build, mesh)
-    return form
+    return Sharded(build, mesh)
 
 
 def _report(plan: Plan, seconds: float) -> None:

@@ -5,11 +5,11 @@ the meta device, where that costs neither memory nor time for values, and takes 
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ..torch_groups.forget import forget_old_ranks
@@ -18,20 +18,6 @@ from .tree import Flat, named
 
 # On the module, so that they go with it. It refers to them anyway, and they may refer to it.
 _CAPTURED = "_ft_wrapper_parameters"
-
-
-class Layout(NamedTuple):
-    """How a local tensor lies in a DTensor.
-
-    Args:
-        placements: by dimension of the mesh.
-        shape: of the whole.
-        stride: of the whole.
-    """
-
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
 
 
 class Sharded(Form):
@@ -157,8 +143,7 @@ class Sharded(Form):
         """See `Form`."""
         if not isinstance(tensor, DTensor):
             return tensor, None
-        layout = Layout(tuple(tensor.placements), tensor.shape, tensor.stride())
-        return tensor.to_local().detach(), layout
+        return tensor.to_local().detach(), (tuple(tensor.placements), tensor.shape, tensor.stride())
 
     def together(self, tensor: torch.Tensor, layout: Any) -> torch.Tensor:
         """See `Form`."""

@@ -137,13 +137,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements fill one range of memory, in whatever order."""
-    following = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != following:
-                return tensor.numel() == 0
-            following *= size
-    return True
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 # Bytes -----------------------------------------------------------------------------------------------------
