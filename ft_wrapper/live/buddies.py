@@ -118,11 +118,10 @@ class Buddies(Lines):
         self._copies = copies
         self._pairs: list[tuple[int, int]] = []
         self._todo: queue.SimpleQueue[Packed | None] = queue.SimpleQueue()
-        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._free.put(None)
+        self._sent: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # empty while one is on its way
+        self._sent.put(None)
         self.stored = -1
         """The newest step of which this rank's buddies have its copy, and it has theirs."""
-        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ft_wrapper-buddies", daemon=True)
         self._thread.start()
 
@@ -146,7 +145,8 @@ class Buddies(Lines):
         Raises:
             RuntimeError: the one before could not be sent.
         """
-        self._take_turn()
+        self.await_sent()
+        self._sent.get()
         self._copies.add(packed)
         self._todo.put(packed)
 
@@ -156,13 +156,10 @@ class Buddies(Lines):
         Raises:
             RuntimeError: it could not be sent.
         """
-        self._take_turn()
-        self._free.put(None)
-
-    def _take_turn(self) -> None:
-        self._free.get()  # the thread says so, also when it fails
-        if self._error is not None:
-            raise RuntimeError("copies could not be exchanged with the buddies") from self._error
+        error = self._sent.get()
+        self._sent.put(error)
+        if error is not None:
+            raise RuntimeError("copies could not be exchanged with the buddies") from error
 
     def end(self) -> None:
         """Ends the thread; what is on its way arrives, or was aborted."""
@@ -179,10 +176,9 @@ class Buddies(Lines):
                 for to, since in self._pairs:
                     self._copies.add(self._exchange(packed, to, since))
                 self.stored = packed.copy.step
-                self._free.put(None)
+                self._sent.put(None)
         except Exception as error:  # mostly the iteration is over, and its connections are aborted
-            self._error = error
-            self._free.put(None)
+            self._sent.put(error)
 
     def _exchange(self, packed: Packed, to: int, since: int) -> Packed:
         """Sends a copy to a buddy, and receives that of a rank whose buddy this one is."""

@@ -157,8 +157,6 @@ class Stream:
                 count = self.line.send(self._rest)
             if not count:
                 raise ConnectionError("closed by the peer")
-        except BlockingIOError:
-            return
         except OSError as error:
             raise ConnectionError(f"rank {self.rank} is gone: {self.progress}") from error
         self.heard = time.monotonic()
@@ -192,7 +190,6 @@ def exchange(streams: Iterable[Stream], timeout: float) -> None:
     """
     with selectors.DefaultSelector() as selector:
         for stream in streams:
-            stream.line.setblocking(False)
             selector.register(stream.line, stream.event, stream)
         while left := [key.data for key in selector.get_map().values()]:
             # Taken before it reads: if this process was stopped, the others' bytes are there by now.
