@@ -23,6 +23,7 @@ from .wire import Lines
 
 _CHECKSUM = struct.Struct("!Q")
 _CONFIRMED = b"\1"
+_END = _CHECKSUM.size + len(_CONFIRMED)
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_READ | selectors.EVENT_WRITE
 
 Seam = Callable[[str], None]
@@ -86,8 +87,7 @@ def move(
     flat = source() if any(rank in route.holders for route in routes) else Flat(b"", [])
     is_first = any(route.holders[0] == rank for route in routes)
     received = Flat(b"", [])
-    going: dict[int, _Part] = {}
-    coming: dict[int, _Part] = {}
+    going, coming = dict[int, _Part](), dict[int, _Part]()
     with contextlib.closing(Lines(rank, host, timeout)) as lines:
         offer = lines.address, layout(flat.tensors), flat.skeleton if is_first else b""
         addresses, layouts, skeletons = zip(*gather(offer), strict=True)
@@ -104,7 +104,7 @@ def move(
         streams = [Stream(lines, to, True, flat.tensors, part, at) for to, part in going.items()]
         streams += [Stream(lines, of, False, received.tensors, part, at) for of, part in coming.items()]
         exchange(streams, timeout)
-    total = sum(stream.bytes for stream in streams)
+    total = sum(stream.done - _END for stream in streams)
     return Moved(received if coming else None, total, time.monotonic() - began)
 
 
@@ -124,6 +124,7 @@ class Stream:
         line: the connection.
         event: what it waits for; 0 once it is through.
         heard: when its last byte came or went.
+        done: bytes that are through, with the end's.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Stream:
         begin, end = share(tensors, *part)
         through = pieces(tensors, begin, end)
         self.rank, self.line, self.heard = rank, (lines.to if sends else lines.since)[rank], time.monotonic()
-        self._verb, self._done, self._size = "taken" if sends else "sent", 0, end - begin
+        self._verb, self.done, self._size = "taken" if sends else "sent", 0, end - begin
         self._steps = _send(through, at) if sends else _receive(rank, through, at)
         self._advance()
 
@@ -160,20 +161,15 @@ class Stream:
         except OSError as error:
             raise ConnectionError(f"rank {self.rank} is gone: {self.progress}") from error
         self.heard = time.monotonic()
-        self._done += count
+        self.done += count
         self._rest = self._rest[count:]
         if not self._rest:
             self._advance()
 
     @property
-    def bytes(self) -> int:
-        """Of the state, once it is through."""
-        return self._done - _CHECKSUM.size - len(_CONFIRMED)
-
-    @property
     def progress(self) -> str:
         """How far it has come."""
-        return f"it had {self._verb} {self._done / 1e6:.1f} of {self._size / 1e6:.1f} MB"
+        return f"it had {self._verb} {self.done / 1e6:.1f} of {self._size / 1e6:.1f} MB"
 
 
 def exchange(streams: Iterable[Stream], timeout: float) -> None:

@@ -132,9 +132,7 @@ class Lines:
     def _failure(self, rank: int, error: OSError) -> OSError:
         """Names the rank at the other end of a connection that has failed."""
         if isinstance(error, TimeoutError):
-            return TimeoutError(
-                f"active rank {rank} has not come to a {self.purpose} within {self._timeout:g} s"
-            )
+            return TimeoutError(f"active rank {rank} has not come to a {self.purpose} in {self._timeout:g} s")
         return ConnectionError(f"active rank {rank} is gone: no connection for a {self.purpose} ({error})")
 
     def abort(self) -> None:

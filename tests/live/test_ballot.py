@@ -74,7 +74,7 @@ def test_who_is_gone_is_named() -> None:
 def test_who_does_not_vote_is_named() -> None:
     with (
         opened(3, timeout=0.1) as (ballots, _),
-        pytest.raises(TimeoutError, match=r"active rank 2 has not come to a vote within 0\.1 s"),
+        pytest.raises(TimeoutError, match=r"active rank 2 has not come to a vote in 0\.1 s"),
     ):
         ballots[0].vote((0, 0, 0, 0))
 
@@ -82,7 +82,7 @@ def test_who_does_not_vote_is_named() -> None:
 def test_who_does_not_open_is_named() -> None:
     ballots = [Ballot(rank, HOST, 0.1) for rank in range(2)]
     try:
-        with pytest.raises(TimeoutError, match=r"active rank 1 has not come to a vote within 0\.1 s"):
+        with pytest.raises(TimeoutError, match=r"active rank 1 has not come to a vote in 0\.1 s"):
             ballots[0].open([one.address for one in ballots])
     finally:
         for one in ballots:

@@ -314,7 +314,7 @@ def test_a_holder_that_nobody_listens_for() -> None:
     assert isinstance(received, ConnectionError)
     assert "active rank 0 is gone: no connection for a transfer ([Errno 111]" in str(received)
     assert isinstance(sent, TimeoutError)
-    assert str(sent) == "active rank 1 has not come to a transfer within 1 s"
+    assert str(sent) == "active rank 1 has not come to a transfer in 1 s"
 
 
 def test_an_error_of_the_seam_is_the_movers_and_the_peer_names_the_rank() -> None:

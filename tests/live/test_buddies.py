@@ -1,0 +1,90 @@
+"""Copies on their way to buddies, over connections of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ft_wrapper.live.buddies import Buddies, Copies, pack
+from ft_wrapper.live.plan import Copy
+from ft_wrapper.live.transfer import Stream, exchange
+from ft_wrapper.live.tree import flatten
+
+LARGE = 64 << 20  # bytes: more than the sockets take, which may be 36 MB
+
+
+@contextlib.contextmanager
+def opened(size: int, buddies: int) -> Iterator[tuple[list[Buddies], list[Copies]]]:
+    """Those of so many ranks, each on a node of its own."""
+    with contextlib.ExitStack() as stack:
+        copies = [Copies() for _ in range(size)]
+        ranks = [Buddies(copies[rank], rank, "127.0.0.1", 60.0) for rank in range(size)]
+        for one in ranks:
+            stack.callback(one.close)
+            stack.callback(one.end)
+        addresses, nodes = [one.address for one in ranks], [str(rank) for rank in range(size)]
+        with ThreadPoolExecutor(size) as threads:
+            for done in [threads.submit(one.open, addresses, nodes, buddies) for one in ranks]:
+                done.result(60)
+        yield ranks, copies
+
+
+def send(one: Buddies, rank: int, step: int) -> None:
+    """Sends a copy that says whose it is."""
+    state = {"weight": torch.full((1000,), rank, dtype=torch.uint8), "step": step, "empty": torch.zeros(0)}
+    one.send(pack(Copy(f"shard {rank}", step, frozenset()), flatten(state)))
+
+
+@pytest.mark.parametrize(("size", "buddies"), [(2, 1), (3, 2), (5, 2)])
+def test_each_rank_gets_the_copies_of_those_whose_buddy_it_is(size: int, buddies: int) -> None:
+    with opened(size, buddies) as (ranks, copies):
+        for step in (2, 4):
+            for rank, one in enumerate(ranks):
+                send(one, rank, step)
+        for one in ranks:
+            one.await_sent()
+        assert [one.stored for one in ranks] == [4] * size
+        for each in copies:
+            assert len(each.known()) == (buddies + 1) * 2
+            for copy in each.known():
+                weight = each.flat(copy.shard, copy.step).tensors[0]
+                assert f"shard {int(weight[0])}" == copy.shard and torch.equal(
+                    weight, weight[:1].expand(1000)
+                )
+
+
+def test_an_abort_ends_what_is_on_its_way_and_no_other_rank_notices() -> None:
+    with opened(2, 1) as (ranks, _):
+        send(ranks[0], 0, 2)  # and the other one does not
+        ranks[0].abort()
+        with pytest.raises(RuntimeError, match="could not be exchanged with the buddies") as caught:
+            ranks[0].await_sent()
+        assert "rank 1 is gone" in str(caught.value.__cause__)
+        ranks[0].end()
+        assert not ranks[0]._thread.is_alive()
+        ranks[1].await_sent()
+
+
+def test_an_abort_ends_what_sends_to_a_rank_that_does_not_read() -> None:
+    with opened(2, 1) as (ranks, _), ThreadPoolExecutor(1) as threads:
+        stream = Stream(ranks[0], 1, True, [torch.zeros(LARGE, dtype=torch.uint8)])
+        sends = threads.submit(exchange, [stream], 10.0)
+        while not sends.done():
+            ranks[0].abort()
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                sends.result(0.01)
+        with pytest.raises(ConnectionError, match=r"rank 1 is gone: it had taken \d+\.\d of 67\.1 MB"):
+            sends.result(0)
+
+
+def test_a_rank_that_is_gone_is_named() -> None:
+    with opened(2, 1) as (ranks, _):
+        send(ranks[0], 0, 2)
+        ranks[1].close()
+        with pytest.raises(RuntimeError) as caught:
+            ranks[0].await_sent()
+        assert "rank 1 is gone" in str(caught.value.__cause__)
