@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._text import plural
 from .form import Form, Objects, optimizers
 from .plan import Route
 from .tree import named
@@ -111,13 +112,6 @@ def strangers(objects: Objects, parameters: Mapping[str, torch.nn.Parameter]) ->
                 "module, too, or they are lost with this process"
             )
     return None
-
-
-def untrained(objects: Objects, parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
-    """Names the parameters that require a gradient, and that no optimizer updates."""
-    groups = [group for _, optimizer in optimizers(objects) for group in optimizer.param_groups]
-    updated = {each for group in groups for each in group["params"]}
-    return [name for name, each in parameters.items() if each.requires_grad and each not in updated]
 
 
 def outline(objects: Objects, form: Form) -> Outline:
@@ -257,8 +251,7 @@ def describe_difference(routes: Sequence[Route], said: Sequence[Mapping[str, int
     mine, its = said[receiver], said[giver]
     name = next((name for name in its if mine.get(name) != its[name]), "what it consists of")
     return (
-        f"live state: replicas differ at step {step}: active rank {receiver} has another {name} than active "
-        f"rank {giver}, and takes its state"
-        + (f", as {len(routes) - 1} more do" if len(routes) > 1 else "")
-        + "; is something random without a seed, or changed outside of update?"
+        f"replicas differ at step {step}: active rank {receiver} has another {name} than active rank {giver};"
+        f" {len(routes)} {plural(len(routes), 'rank')} took over another's state. Is something random without"
+        " a seed, or changed outside of update?"
     )

@@ -116,7 +116,6 @@ class LiveState:
         self._course = Course(self._kept, performer, self._iteration)
         self._open: int | None = None  # the step that was begun
         self._has_default_update = update is None
-        is_first = self._kept.objects is None
         self.plan = self._course.recover(form.shard)
         if self._buddies:
             performer.start_buddies(self._buddies)
@@ -125,8 +124,6 @@ class LiveState:
         self._marks = checks.Marks(self._kept.shapes)
         if performer.rank == 0:
             _report(self.plan, time.monotonic() - began)
-            if is_first:
-                _tell_untrained(checks.untrained(self._objects, form.parameters(self._objects)))
 
     def __getitem__(self, name: str) -> Any:
         """An object that ``build`` returned.
@@ -320,7 +317,7 @@ def _check_group(call_wrapper: CallWrapper) -> None:
     size, active = dist.is_initialized() and dist.get_world_size(), call_wrapper.state.active_world_size
     if size != active:
         raise JobAbort(
-            f"LiveState needs a default process group of all {active} active ranks, and it has {size or 'none'}: "
+            f"LiveState needs a default process group of all {active} active ranks, and it has {size or 0}: "
             "call torch.distributed.init_process_group() before it, in the wrapped function"
         )
 
@@ -351,13 +348,3 @@ def _report(plan: Plan, seconds: float) -> None:
 
 def _ranks(ranks: Collection[int]) -> str:
     return f"active {plural(len(ranks), 'rank')} {', '.join(map(str, sorted(ranks)))}"
-
-
-def _tell_untrained(names: list[str]) -> None:
-    if names:
-        log.warning(
-            "live state: no optimizer that build() returned updates %s%s; freeze them by "
-            "requires_grad_(False), or return their optimizer, too",
-            ", ".join(names[:3]),
-            "" if len(names) <= 3 else f" and {len(names) - 3} more parameters",
-        )

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from .form import Form, Objects, has_gradient, optimizers, parts
 from .plan import Copy, Holding, Plan, Register, Route, Rung
 from .transfer import move
 from .tree import Flat, checksum, named
-from .wire import Address
 
 log = logging.getLogger(__name__)
 
@@ -69,23 +68,6 @@ class Users:
     restore: Callable[[Objects], int] | None
     update: Callable[..., object]
     seed: Callable[..., None]
-
-
-@dataclasses.dataclass(frozen=True)
-class _About:
-    """What a rank says of itself, beside what it holds.
-
-    Args:
-        node: where it runs.
-        digest: of what it has built.
-        votes_at: where it listens for votes.
-        shares: it knows that a forward pass changes buffers.
-    """
-
-    node: str
-    digest: str
-    votes_at: Address
-    shares: bool
 
 
 def default_update(objects: Objects, *_arguments: object, **_keywords: object) -> None:
@@ -141,7 +123,7 @@ class TorchPerformer(Performer):
         self._ballot = Ballot(self.rank, self._host, call.settings.hard_timeout)
         call.helpers.callback(call.end_fields.clear)
         call.own.lines.append(self._ballot)
-        self._nodes: list[str] = []
+        self._nodes: Sequence[str] = ()
         self._register = ""  # as rank 0 has read it
         self._buddies: Buddies | None = None
 
@@ -231,15 +213,15 @@ class TorchPerformer(Performer):
         """See `Performer`."""
         outline = checks.outline_of_arguments(self._users.update, self._settings) + self._kept.built
         register = self._read_register() if self.rank == 0 else Register()
-        about = _About(own_node(), checks.digest_of(outline), self._ballot.address, self._kept.shares)
-        said: list[tuple[Holding, Register, _About]] = self._gather((mine, register, about))
-        if len({its.digest for _, _, its in said}) > 1:
+        about = own_node(), self._ballot.address, checks.digest_of(outline), self._kept.shares
+        holdings, registers, *others = zip(*self._gather((mine, register, *about)), strict=True)
+        self._nodes, addresses, digests, shares = others
+        if len({*digests}) > 1:
             difference = checks.first_difference(self._gather(outline))
             raise JobAbort(f"the ranks do not build the same state: {difference}")
-        self._kept.shares = any(its.shares for _, _, its in said)
-        self._nodes = [its.node for _, _, its in said]
-        self._ballot.open([its.votes_at for _, _, its in said])
-        return [holding for holding, _, _ in said], said[0][1]
+        self._kept.shares = any(shares)
+        self._ballot.open(addresses)
+        return [*holdings], registers[0]
 
     def copies(self) -> tuple[Copy, ...]:
         """See `Performer`."""
@@ -322,7 +304,7 @@ class TorchPerformer(Performer):
             numbers = {name: checksum([tensor]) for name, tensor in tensors.items()}
             said: list[dict[str, int]] = self._gather(numbers)
             if self.rank == 0:
-                log.error("%s", checks.describe_difference(routes, said, self._kept.newest))
+                log.error("live state: %s", checks.describe_difference(routes, said, self._kept.newest))
         return routes
 
     def finish(self, plan: Plan, number: int) -> None:
