@@ -186,7 +186,7 @@ class TorchPerformer(Performer):
             if not scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
                 scaler.unscale_(optimizer)
             found += scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        either = torch.stack([torch.zeros(1), *(each.cpu() for each in found)]).amax(0)
+        either = torch.tensor(max((each.item() for each in found), default=0.0))
         dist.all_reduce(either, dist.ReduceOp.MAX, self._group)
         for each in found:
             each.fill_(either.item())

@@ -155,8 +155,12 @@ class Sharded(Form):
 
 def _check_not_on_meta(objects: Objects) -> None:
     for name, value in objects.items():
-        contents = {where: vars(part) for where, part in parts({name: value})} or {name: value.state_dict()}
-        for path, tensor in named(contents):
+        # A tensor that is an attribute and was not filled is one that forward passes compute.
+        contents = {
+            where: {leaf: each for leaf, each in vars(part).items() if not isinstance(each, torch.Tensor)}
+            for where, part in parts({name: value})
+        }
+        for path, tensor in named(contents or {name: value.state_dict()}):
             if tensor.is_meta:
                 raise RuntimeError(
                     f"{path} has stayed on the meta device, where build() is called for a state that "
