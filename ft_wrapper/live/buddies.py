@@ -9,6 +9,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +23,7 @@ log = logging.getLogger(__name__)
 _JOIN_PATIENCE = 5.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """A copy with its contents.
 
     Args:
@@ -59,14 +59,12 @@ class Copies:
 
     def label(self, plan: Plan, number: int) -> None:
         """Says that copies belong to the history, too, that begins with the recovery ``number``."""
-        self._packed = {
-            key: dataclasses.replace(
-                one, copy=dataclasses.replace(one.copy, origins=one.copy.origins | {number})
-            )
-            if plan.origin in one.copy.origins and one.copy.step <= plan.step
-            else one
+        labelled = {
+            key: Packed(dataclasses.replace(one.copy, origins=one.copy.origins | {number}), one.flat)
             for key, one in self._packed.items()
+            if plan.origin in one.copy.origins and one.copy.step <= plan.step
         }
+        self._packed = {**self._packed, **labelled}
 
     def drop_given_up(self, origin: int, step: int) -> None:
         """Drops the copies of other histories, and of steps that this one has not come to."""
