@@ -164,9 +164,7 @@ class Buddies(Lines):
         self._todo.put(None)
         self._thread.join(_JOIN_PATIENCE)
         if self._thread.is_alive():
-            log.warning(
-                "the thread that exchanges copies is still in a transfer; it ends with its connections"
-            )
+            log.warning("the thread that exchanges copies has not ended; it does with its connections")
 
     def _run(self) -> None:
         try:

@@ -1,22 +1,33 @@
 """What users forget, told before it costs a step: in what ``build`` returns, and at each commit."""
 
+import contextlib
 import hashlib
 import itertools
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._text import plural
+from ..exception import JobAbort
 from .form import Form, Objects, optimizers
 from .plan import Route
 from .tree import named
 
 Outline = tuple[tuple[str, str], ...]
 """What must be the same on all ranks: what it is about, and what it is."""
+
+
+@contextlib.contextmanager
+def certain() -> Iterator[None]:
+    """Ends the call where an error would come again in each iteration."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise JobAbort(f"LiveState: {error}") from error
 
 
 def check_built(objects: object, form: Form, *, has_update: bool) -> None:
@@ -32,19 +43,14 @@ def check_built(objects: object, form: Form, *, has_update: bool) -> None:
         ValueError: an optimizer, a scheduler and what they work on are not all there.
     """
     if not isinstance(objects, Mapping) or not objects:
-        raise TypeError(
-            f"build() returned {objects!r}; it must return a dict such as "
-            '{"model": model, "optimizer": optimizer}'
-        )
+        raise TypeError(f"build() returned {objects!r}; it must return a dict such as {{'model': model}}")
     for name, value in objects.items():
         _check_object(name, value)
     objects = dict(objects)
     parameters = form.parameters(objects)
     for name, parameter in parameters.items():
         if torch.nn.parameter.is_lazy(parameter):
-            raise ValueError(
-                f"build(): {name!r} has no shape yet; call its lazy module on any batch in build(), once"
-            )
+            raise ValueError(f"build(): {name!r} has no shape yet; call its lazy module once in build()")
     lost = strangers(objects, parameters)
     if lost:
         raise ValueError(f"build(): {lost}")
@@ -55,10 +61,7 @@ def check_built(objects: object, form: Form, *, has_update: bool) -> None:
             raise ValueError(f"build(): {name!r} has a scheduler that build() did not return; return it, too")
     for each in schedulers:
         if isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) and not has_update:
-            raise ValueError(
-                "build() returned a ReduceLROnPlateau, whose step() takes a metric; pass update= to "
-                "LiveState, and the metric to commit()"
-            )
+            raise ValueError("a ReduceLROnPlateau, whose step() takes a metric: pass update= to LiveState")
     form.export(objects)  # raises if there is something that cannot be sent
 
 
@@ -70,17 +73,14 @@ def _check_object(name: object, value: object) -> None:
         raise TypeError(f"build(): {name!r} is a {base}, {_ELSEWHERE[base]}")
     if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
         raise TypeError(
-            f"build(): {name!r} is {type(value).__name__}, which has no state_dict and load_state_dict; "
-            "give it both, or leave it out if it has no state"
+            f"build(): {name!r} is {type(value).__name__}, which has no state_dict and load_state_dict"
         )
     if not isinstance(value, torch.nn.Module):
         try:
             with _NoCollectives():  # type: ignore[no-untyped-call]
                 value.state_dict()
         except Exception as error:
-            raise TypeError(
-                f"build(): {name!r}.state_dict() fails: {error}. It is called on single ranks, at any time"
-            ) from error
+            raise TypeError(f"build(): {name!r}.state_dict() fails: {error}, on a single rank") from error
 
 
 _ELSEWHERE = {
@@ -107,10 +107,7 @@ def strangers(objects: Objects, parameters: Mapping[str, torch.nn.Parameter]) ->
     for name, optimizer in optimizers(objects):
         lost = sum(each not in known for group in optimizer.param_groups for each in group["params"])
         if lost:
-            return (
-                f"{name!r} updates {lost} parameters of no module that build() returned; return their "
-                "module, too, or they are lost with this process"
-            )
+            return f"{name!r} updates {lost} parameters of no module that build() returned; return it, too"
     return None
 
 
@@ -198,17 +195,10 @@ class Marks:
         for name in self._built.keys() | shapes.keys():
             now, built = shapes.get(name, "gone"), self._built.get(name, "nothing")
             if now != built:
-                return (
-                    f"parameter {name!r} is {now}, and build() made {built}: a new process could not take it "
-                    "over. Make this change in build()"
-                )
+                return f"parameter {name!r} is {now}, and build() made {built}; make this change in build()"
         for name, each in parameters.items():
             if self._seen.get(each) != each._version:
-                return (
-                    f"parameter {name!r} was changed outside of commit(), since the last one or before the "
-                    "first step; commit() takes the place of optimizer.step(), and other changes belong into "
-                    "update="
-                )
+                return f"parameter {name!r} was changed outside of commit(); do this in update="
         return None
 
 

@@ -85,7 +85,7 @@ class LiveState:
         every: int | None = None,
     ) -> None:
         began = time.monotonic()
-        with _for_good():
+        with checks.certain():
             _check_arguments(call_wrapper, build, restore, update, name)
             self._seed = as_limit("seed", seed, at_least=0)
             self._seed_by = functools.partial(_seed_by, self._seed)
@@ -104,10 +104,7 @@ class LiveState:
         self._iteration = call.own.member.view.n
         self._kept: TorchKept = call.made.spare(call.kept.setdefault(name, TorchKept()))
         if self._kept.iteration == self._iteration:
-            raise JobAbort(
-                f"name={name!r}: there is a LiveState of this name in this iteration already; give one of "
-                "them another name"
-            )
+            raise JobAbort(f"name={name!r}: there is a LiveState of this name already; use another one")
         self._kept.iteration = self._iteration
         users = Users(restore, default_update if update is None else update, self._seed_by)
         settings = {"seed": seed, "buddies": buddies, "copy_every": copy_every, "verify_every": verify_every}
@@ -131,9 +128,9 @@ class LiveState:
         Raises:
             KeyError: it returned none of this name.
         """
-        if name not in self._objects:
-            raise KeyError(f"{name!r}: build() returned {', '.join(map(repr, self._objects))}")
-        return self._objects[name]
+        if name not in self._kept.objects:
+            raise KeyError(f"{name!r}: build() returned {', '.join(map(repr, self._kept.objects))}")
+        return self._kept.objects[name]
 
     def data_parallel(self, name: str = "model", **options: Any) -> DistributedDataParallel:
         """A module of the state in ``DistributedDataParallel``, over the default process group.
@@ -153,17 +150,9 @@ class LiveState:
         """
         module = self[name]
         if not isinstance(module, nn.Module) or self._form.is_sharded:
-            kind = type(module).__name__
-            raise TypeError(
-                f"data_parallel({name!r}): it takes a module of a state without mesh=, and this is {kind}"
-                + ("" if not self._form.is_sharded else " in shards; call it as it is")
-            )
+            kind = f"{type(module).__name__}{' in shards' * self._form.is_sharded}"
+            raise TypeError(f"data_parallel({name!r}) takes a module of a state without mesh=, not {kind}")
         return self._kept.data_parallel.over(name, module, options, self._call_wrapper._call.group.group)
-
-    @property
-    def _objects(self) -> Objects:
-        objects: Objects = self._kept.objects
-        return objects
 
     @property
     def step(self) -> int:
@@ -212,8 +201,8 @@ class LiveState:
         return self._loop("batches()", as_limit("steps", steps, at_least=0), loader)
 
     def _loop(self, what: str, total: int | None, loader: Iterable[Any] | None) -> Iterator[tuple[int, Any]]:
-        self._kept.buffers.put_back(self._objects)  # a warm-up pass since the recovery is no step
-        self._marks.set(self._form.parameters(self._objects))
+        self._kept.buffers.put_back(self._kept.objects)  # a warm-up pass since the recovery is no step
+        self._marks.set(self._form.parameters(self._kept.objects))
         rank = self._performer.rank
         data: Generator[Any, None, None] = (None for _ in itertools.count())
         if loader is not None:
@@ -253,29 +242,25 @@ class LiveState:
             self._performer.send_copy()
         if self._verify_every and self.step % self._verify_every == 0:
             self._course.compare()
-        self._marks.set(self._form.parameters(self._objects))
+        self._marks.set(self._form.parameters(self._kept.objects))
 
     def _check_commit(self) -> None:
         self._check_iteration("commit()")
         if self._open is None:
             raise JobAbort("commit() belongs into a step of `for step in live.steps(n)`, once in each")
-        parameters = self._form.parameters(self._objects)
-        wrong = self._marks.changed(parameters) or checks.strangers(self._objects, parameters)
+        parameters = self._form.parameters(self._kept.objects)
+        wrong = self._marks.changed(parameters) or checks.strangers(self._kept.objects, parameters)
         if wrong:
             raise JobAbort(f"step {self._open}: {wrong}")
-        steps = [optimizer for _, optimizer in optimizers(self._objects)]
+        steps = [optimizer for _, optimizer in optimizers(self._kept.objects)]
         if self._has_default_update and steps and not any(map(has_gradient, steps)):
-            raise JobAbort(
-                f"commit() of step {self._open}: no parameter of any optimizer has a gradient; call "
-                "backward() before it, and zero_grad() after it or before the forward pass"
-            )
+            raise JobAbort(f"step {self._open}: no parameter of any optimizer has a gradient in commit()")
 
     def _check_iteration(self, what: str) -> None:
         own = self._call_wrapper._call.own
         if not own.interrupter.is_running or own.member.view.n != self._iteration:
             raise RuntimeError(
-                f"{what} of a LiveState of another iteration, or outside of the wrapped function: make a "
-                "LiveState in the function, in each iteration"
+                f"{what} of a LiveState of another iteration, or outside of the function: make another"
             )
 
 
@@ -287,23 +272,11 @@ def _seed_by(seed: int | None, *parts: object) -> None:
         (getattr(module, "manual_seed_all", None) or module.manual_seed)(torch.initial_seed())
 
 
-@contextlib.contextmanager
-def _for_good() -> Iterator[None]:
-    """Ends the call where an error would come again in each iteration."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise JobAbort(f"LiveState: {error}") from error
-
-
 def _check_arguments(
     call_wrapper: object, build: object, restore: object, update: object, name: object
 ) -> None:
     if not isinstance(call_wrapper, CallWrapper):
-        raise TypeError(
-            f"call_wrapper={call_wrapper!r} must be the CallWrapper that the wrapped function is given: "
-            "def train(call_wrapper: CallWrapper = None)"
-        )
+        raise TypeError(f"call_wrapper={call_wrapper!r} must be the CallWrapper that the function is given")
     check_callable("build", build, 'lambda: {"model": model, "optimizer": optimizer}')
     if restore is not None:
         check_callable("restore", restore, "def restore(objects): ...; return step")
@@ -317,8 +290,7 @@ def _check_group(call_wrapper: CallWrapper) -> None:
     size, active = dist.is_initialized() and dist.get_world_size(), call_wrapper.state.active_world_size
     if size != active:
         raise JobAbort(
-            f"LiveState needs a default process group of all {active} active ranks, and it has {size or 0}: "
-            "call torch.distributed.init_process_group() before it, in the wrapped function"
+            f"LiveState needs init_process_group() of all {active} active ranks before it, not of {size or 0}"
         )
 
 

@@ -158,9 +158,7 @@ class TorchPerformer(Performer):
         stored = -1 if self._buddies is None else self._buddies.stored
         low, high, stored, all_ready = self._ballot.vote((step, -step, stored, int(is_ready)))
         if low != -high:
-            raise RuntimeError(
-                f"the ranks do not do the same steps: one is at step {low}, another at {-high}"
-            )
+            raise RuntimeError(f"the ranks do not do the same steps: one is at {low}, another at {-high}")
         self._kept.copies.drop_older(stored)
         self._kept.shares |= not all_ready
         return bool(all_ready)
@@ -199,10 +197,8 @@ class TorchPerformer(Performer):
         kept.objects = None
         self._users.seed("build")
         objects = self._form.build()
-        try:
+        with checks.certain():
             checks.check_built(objects, self._form, has_update=self._users.update is not default_update)
-        except (TypeError, ValueError) as error:
-            raise JobAbort(f"LiveState: {error}") from error
         kept.buffers.forget()
         kept.modes = {name: part.training for name, part in parts(objects)}
         kept.built = checks.outline(objects, self._form)
@@ -285,13 +281,12 @@ class TorchPerformer(Performer):
     def restore(self) -> int:
         """See `Performer`."""
         step = 0 if self._users.restore is None else self._users.restore(self._kept.objects)
-        is_step = isinstance(step, int) and not isinstance(step, bool) and step >= 0
-        said = self._gather(step if is_step else repr(step))
-        if not is_step:
-            raise JobAbort(f"restore() returned {step!r}; it must return the checkpoint's step, 0 for none")
-        if len(set(said)) > 1:
-            steps = ", ".join(f"{one} on active rank {rank}" for rank, one in enumerate(said))
-            raise JobAbort(f"restore() returned different steps: {steps}; load the same checkpoint on all")
+        said = self._gather(repr(step))
+        if type(step) is not int or step < 0 or len({*said}) > 1:
+            steps = ", ".join(dict.fromkeys(said))
+            raise JobAbort(
+                f"restore() returned {steps}; it must be the checkpoint's step, the same on all ranks"
+            )
         return step
 
     def differing(self, shard: Hashable, receivers: Collection[int] | None) -> tuple[Route, ...]:

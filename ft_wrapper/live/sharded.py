@@ -39,14 +39,10 @@ class Sharded(Form):
     def __init__(self, build: Callable[[], Objects], mesh: DeviceMesh) -> None:
         super().__init__(build)
         if not isinstance(mesh, DeviceMesh):
-            raise TypeError(
-                f"mesh={mesh!r} must be a DeviceMesh, not {type(mesh).__name__}; pass this iteration's, from "
-                "torch.distributed.device_mesh.init_device_mesh"
-            )
+            raise TypeError(f"mesh={mesh!r} must be a DeviceMesh; pass this iteration's init_device_mesh(…)")
         if mesh.ndim > 2:
             raise ValueError(
-                f"mesh={mesh} has {mesh.ndim} dimensions; pass one of one dimension (FSDP2) or two (HSDP: "
-                "replicas, shards). Tensor or pipeline parallelism is not supported beside them"
+                f"mesh={mesh} has {mesh.ndim} dimensions; pass one of one dimension (FSDP2) or two (HSDP)"
             )
         place = mesh.get_coordinate()
         if place is None:
@@ -98,13 +94,11 @@ class Sharded(Form):
         for name, parameter in self.parameters(objects).items():
             if not isinstance(parameter, DTensor):
                 raise ValueError(
-                    f"build(): the parameter {name!r} is not sharded; apply fully_shard(module, mesh=mesh) "
-                    "to all modules that build() returns, or leave out mesh= if each rank has the whole state"
+                    f"build(): {name!r} is not sharded; apply fully_shard(module, mesh=mesh), or no mesh="
                 )
             if parameter.device_mesh != self._mesh:
                 raise ValueError(
-                    f"build(): the parameter {name!r} is on {parameter.device_mesh}, and mesh={self._mesh}; "
-                    "pass the same mesh, made in this iteration, to fully_shard and here"
+                    f"build(): {name!r} is on {parameter.device_mesh}, and mesh={self._mesh}; pass the same"
                 )
 
     def _build_on_meta(self) -> Objects:
@@ -113,9 +107,8 @@ class Sharded(Form):
                 return self._build()
         except Exception as error:
             raise RuntimeError(
-                "build() failed on the meta device, where it is called for a state that is there already: "
-                f"{error}. Tensors have no values there. Give those whose values build() reads a device "
-                '(torch.tensor(1e-3, device="cpu")), and load checkpoints in restore='
+                f"build() failed on the meta device, where tensors have no values: {error}. Give those "
+                'that it reads a device (torch.tensor(1e-3, device="cpu")), and load checkpoints in restore='
             ) from error
 
     def _fill_parameters(self, objects: Objects, values: Tensors) -> None:
@@ -163,7 +156,6 @@ def _check_not_on_meta(objects: Objects) -> None:
         for path, tensor in named(contents or {name: value.state_dict()}):
             if tensor.is_meta:
                 raise RuntimeError(
-                    f"{path} has stayed on the meta device, where build() is called for a state that "
-                    "is there already; make it a buffer, or give it a device= in build(), or let "
-                    "load_state_dict() assign what it is given instead of copying it"
+                    f"{path} has stayed on the meta device; make it a buffer, give it a device= in build(), "
+                    "or let load_state_dict() assign what it is given"
                 )
