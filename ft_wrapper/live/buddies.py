@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .plan import Copy, Plan
-from .transfer import Stream, Tensors, exchange
+from .transfer import Stream, Tensors, carry
 from .tree import Flat, empty_like
 from .wire import Address, Lines
 
@@ -181,7 +181,7 @@ class Buddies(Lines):
 
         def swap(mine: Tensors, theirs: Tensors) -> None:
             streams = Stream(self, to, True, mine), Stream(self, since, False, theirs)
-            exchange(streams, self._timeout)
+            carry(streams, self._timeout)
 
         head = torch.frombuffer(
             bytearray(pickle.dumps((packed.copy, packed.flat.skeleton))), dtype=torch.uint8

@@ -103,7 +103,7 @@ def move(
         lines.connect(addresses, going, coming)
         streams = [Stream(lines, to, True, flat.tensors, part, at) for to, part in going.items()]
         streams += [Stream(lines, of, False, received.tensors, part, at) for of, part in coming.items()]
-        exchange(streams, timeout)
+        carry(streams, timeout)
     total = sum(stream.done - _END for stream in streams)
     return Moved(received if coming else None, total, time.monotonic() - began)
 
@@ -172,7 +172,7 @@ class Stream:
         return f"it had {self._verb} {self.done / 1e6:.1f} of {self._size / 1e6:.1f} MB"
 
 
-def exchange(streams: Iterable[Stream], timeout: float) -> None:
+def carry(streams: Iterable[Stream], timeout: float) -> None:
     """Sends and receives until all streams are through.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 
 from ft_wrapper.live.buddies import Buddies, Copies, pack
 from ft_wrapper.live.plan import Copy
-from ft_wrapper.live.transfer import Stream, exchange
+from ft_wrapper.live.transfer import Stream, carry
 from ft_wrapper.live.tree import flatten
 
 LARGE = 64 << 20  # bytes: more than the sockets take, which may be 36 MB
@@ -72,7 +72,7 @@ def test_an_abort_ends_what_is_on_its_way_and_no_other_rank_notices() -> None:
 def test_an_abort_ends_what_sends_to_a_rank_that_does_not_read() -> None:
     with opened(2, 1) as (ranks, _), ThreadPoolExecutor(1) as threads:
         stream = Stream(ranks[0], 1, True, [torch.zeros(LARGE, dtype=torch.uint8)])
-        sends = threads.submit(exchange, [stream], 10.0)
+        sends = threads.submit(carry, [stream], 10.0)
         while not sends.done():
             ranks[0].abort()
             with contextlib.suppress(TimeoutError, ConnectionError):
