@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import logging
 import os
 import pickle
 import queue
@@ -17,8 +16,6 @@ from .plan import Copy, Plan
 from .transfer import Stream, Tensors, carry
 from .tree import Flat, empty_like
 from .wire import Address, Lines
-
-log = logging.getLogger(__name__)
 
 _JOIN_PATIENCE = 5.0
 
@@ -114,7 +111,6 @@ class Buddies(Lines):
     def __init__(self, copies: Copies, rank: int, host: str, timeout: float) -> None:
         super().__init__(rank, host, timeout)
         self._copies = copies
-        self._pairs: list[tuple[int, int]] = []
         self._todo: queue.SimpleQueue[Packed | None] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # empty while one is on its way
         self._sent.put(None)
@@ -160,11 +156,11 @@ class Buddies(Lines):
             raise RuntimeError("copies could not be exchanged with the buddies") from error
 
     def end(self) -> None:
-        """Ends the thread; what is on its way arrives, or was aborted."""
+        """Ends the thread; what is on its way arrives, unless that takes long or was aborted."""
         self._todo.put(None)
         self._thread.join(_JOIN_PATIENCE)
-        if self._thread.is_alive():
-            log.warning("the thread that exchanges copies has not ended; it does with its connections")
+        self.abort()  # what has not arrived by now does not arrive
+        self._thread.join(_JOIN_PATIENCE)
 
     def _run(self) -> None:
         try:

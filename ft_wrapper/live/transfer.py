@@ -8,12 +8,11 @@ and the receiver confirms with one byte.
 """
 
 import contextlib
-import dataclasses
 import selectors
 import struct
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +36,7 @@ def _idle(point: str) -> None:
     """Stands where tests make faults happen."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Moved:
+class Moved(NamedTuple):
     """What a move did on this rank.
 
     Args:

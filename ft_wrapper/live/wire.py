@@ -73,7 +73,7 @@ class Lines:
             TimeoutError: a rank did not come.
         """
         hellos = [_HELLO.pack(addresses[0].nonce, rank) for rank in range(len(addresses))]
-        expected = {hellos[rank]: rank for rank in to}
+        due = {hellos[rank]: rank for rank in to}
         deadline = time.monotonic() + self._timeout
         rank = self._rank
         try:
@@ -84,13 +84,13 @@ class Lines:
                 self.since[rank] = line
             with selectors.DefaultSelector() as selector:
                 selector.register(self._server, selectors.EVENT_READ, self._server)
-                while expected:
-                    rank = min(expected.values())
+                while due:
+                    rank = min(due.values())
                     ready = selector.select(max(deadline - time.monotonic(), 0))
                     if not ready:
                         raise TimeoutError
                     for key, _ in ready:
-                        self._welcome(selector, key.data, expected)
+                        self._welcome(selector, key.data, due)
                 for key in selector.get_map().values():
                     key.data.close()  # strangers that say nothing, and where they would come
         except OSError as error:
@@ -107,9 +107,7 @@ class Lines:
         self.connect(addresses, [to for to, _ in pairs], [since for _, since in pairs])
         return pairs
 
-    def _welcome(
-        self, selector: selectors.BaseSelector, line: socket.socket, expected: dict[bytes, int]
-    ) -> None:
+    def _welcome(self, selector: selectors.BaseSelector, line: socket.socket, due: dict[bytes, int]) -> None:
         if line is self._server:
             with contextlib.suppress(BlockingIOError, ConnectionError):  # it is gone already
                 line = self._own(line.accept()[0])
@@ -119,8 +117,8 @@ class Lines:
         hello = b""
         with contextlib.suppress(ConnectionError):
             hello = line.recv(_HELLO.size)  # all of it: so few bytes are one packet
-        if hello in expected:
-            self.to[expected.pop(hello)] = line
+        if hello in due:
+            self.to[due.pop(hello)] = line
         else:
             line.close()  # a stranger's, or of another iteration
 

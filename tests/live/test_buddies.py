@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from ft_wrapper.live import buddies
 from ft_wrapper.live.buddies import Buddies, Copies, pack
 from ft_wrapper.live.plan import Copy
 from ft_wrapper.live.transfer import Stream, carry
@@ -18,7 +19,7 @@ LARGE = 64 << 20  # bytes: more than the sockets take, which may be 36 MB
 
 
 @contextlib.contextmanager
-def opened(size: int, buddies: int) -> Iterator[tuple[list[Buddies], list[Copies]]]:
+def opened(size: int, count: int) -> Iterator[tuple[list[Buddies], list[Copies]]]:
     """Those of so many ranks, each on a node of its own."""
     with contextlib.ExitStack() as stack:
         copies = [Copies() for _ in range(size)]
@@ -28,7 +29,7 @@ def opened(size: int, buddies: int) -> Iterator[tuple[list[Buddies], list[Copies
             stack.callback(one.end)
         addresses, nodes = [one.address for one in ranks], [str(rank) for rank in range(size)]
         with ThreadPoolExecutor(size) as threads:
-            for done in [threads.submit(one.open, addresses, nodes, buddies) for one in ranks]:
+            for done in [threads.submit(one.open, addresses, nodes, count) for one in ranks]:
                 done.result(60)
         yield ranks, copies
 
@@ -39,9 +40,9 @@ def send(one: Buddies, rank: int, step: int) -> None:
     one.send(pack(Copy(f"shard {rank}", step, frozenset()), flatten(state)))
 
 
-@pytest.mark.parametrize(("size", "buddies"), [(2, 1), (3, 2), (5, 2)])
-def test_each_rank_gets_the_copies_of_those_whose_buddy_it_is(size: int, buddies: int) -> None:
-    with opened(size, buddies) as (ranks, copies):
+@pytest.mark.parametrize(("size", "count"), [(2, 1), (3, 2), (5, 2)])
+def test_each_rank_gets_the_copies_of_those_whose_buddy_it_is(size: int, count: int) -> None:
+    with opened(size, count) as (ranks, copies):
         for step in (2, 4):
             for rank, one in enumerate(ranks):
                 send(one, rank, step)
@@ -49,7 +50,7 @@ def test_each_rank_gets_the_copies_of_those_whose_buddy_it_is(size: int, buddies
             one.await_sent()
         assert [one.stored for one in ranks] == [4] * size
         for each in copies:
-            assert len(each.known()) == (buddies + 1) * 2
+            assert len(each.known()) == (count + 1) * 2
             for copy in each.known():
                 weight = each.flat(copy.shard, copy.step).tensors[0]
                 assert f"shard {int(weight[0])}" == copy.shard and torch.equal(
@@ -79,6 +80,16 @@ def test_an_abort_ends_what_sends_to_a_rank_that_does_not_read() -> None:
                 sends.result(0.01)
         with pytest.raises(ConnectionError, match=r"rank 1 is gone: it had taken \d+\.\d of 67\.1 MB"):
             sends.result(0)
+
+
+def test_the_end_does_not_wait_for_a_rank_that_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(2, 1) as (ranks, _):
+        send(ranks[0], 0, 2)  # and the other one does not
+        monkeypatch.setattr(buddies, "_JOIN_PATIENCE", 0.1)
+        ranks[0].end()
+        monkeypatch.undo()
+        ranks[0]._thread.join(60)
+        assert not ranks[0]._thread.is_alive()
 
 
 def test_a_rank_that_is_gone_is_named() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import multiprocessing
 import os
@@ -167,7 +166,7 @@ def test_one_holder_and_one_receiver(host: str) -> None:
     sent, received, idle = ranks.run()
     assert_equal(state_in(received), state_of(1))
     assert received.bytes == sent.bytes == (5 << 20) + sum(range(20)) * 4
-    assert sent.flat is None and idle == dataclasses.replace(idle, flat=None, bytes=0)
+    assert sent.flat is None and idle == idle._replace(flat=None, bytes=0)
     assert ranks.exported == [0]
     pointers = {t.data_ptr() for t in ranks.states[0]["model"]["small"]}
     assert all(t.data_ptr() not in pointers for t in state_in(received)["model"]["small"] if t.numel())
