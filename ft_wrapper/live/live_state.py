@@ -128,9 +128,9 @@ class LiveState:
         Raises:
             KeyError: it returned none of this name.
         """
-        if name not in self._kept.objects:
-            raise KeyError(f"{name!r}: build() returned {', '.join(map(repr, self._kept.objects))}")
-        return self._kept.objects[name]
+        if name not in self._objects:
+            raise KeyError(f"{name!r}: build() returned {', '.join(map(repr, self._objects))}")
+        return self._objects[name]
 
     def data_parallel(self, name: str = "model", **options: Any) -> DistributedDataParallel:
         """A module of the state in ``DistributedDataParallel``, over the default process group.
@@ -153,6 +153,11 @@ class LiveState:
             kind = f"{type(module).__name__}{' in shards' * self._form.is_sharded}"
             raise TypeError(f"data_parallel({name!r}) takes a module of a state without mesh=, not {kind}")
         return self._kept.data_parallel.over(name, module, options, self._call_wrapper._call.group.group)
+
+    @property
+    def _objects(self) -> Objects:
+        objects: Objects = self._kept.objects
+        return objects
 
     @property
     def step(self) -> int:
@@ -201,8 +206,8 @@ class LiveState:
         return self._loop("batches()", as_limit("steps", steps, at_least=0), loader)
 
     def _loop(self, what: str, total: int | None, loader: Iterable[Any] | None) -> Iterator[tuple[int, Any]]:
-        self._kept.buffers.put_back(self._kept.objects)  # a warm-up pass since the recovery is no step
-        self._marks.set(self._form.parameters(self._kept.objects))
+        self._kept.buffers.put_back(self._objects)  # a warm-up pass since the recovery is no step
+        self._marks.set(self._form.parameters(self._objects))
         rank = self._performer.rank
         data: Generator[Any, None, None] = (None for _ in itertools.count())
         if loader is not None:
@@ -242,17 +247,17 @@ class LiveState:
             self._performer.send_copy()
         if self._verify_every and self.step % self._verify_every == 0:
             self._course.compare()
-        self._marks.set(self._form.parameters(self._kept.objects))
+        self._marks.set(self._form.parameters(self._objects))
 
     def _check_commit(self) -> None:
         self._check_iteration("commit()")
         if self._open is None:
             raise JobAbort("commit() belongs into a step of `for step in live.steps(n)`, once in each")
-        parameters = self._form.parameters(self._kept.objects)
-        wrong = self._marks.changed(parameters) or checks.strangers(self._kept.objects, parameters)
+        parameters = self._form.parameters(self._objects)
+        wrong = self._marks.changed(parameters) or checks.strangers(self._objects, parameters)
         if wrong:
             raise JobAbort(f"step {self._open}: {wrong}")
-        steps = [optimizer for _, optimizer in optimizers(self._kept.objects)]
+        steps = [optimizer for _, optimizer in optimizers(self._objects)]
         if self._has_default_update and steps and not any(map(has_gradient, steps)):
             raise JobAbort(f"step {self._open}: no parameter of any optimizer has a gradient in commit()")
 
@@ -260,7 +265,7 @@ class LiveState:
         own = self._call_wrapper._call.own
         if not own.interrupter.is_running or own.member.view.n != self._iteration:
             raise RuntimeError(
-                f"{what} of a LiveState of another iteration, or outside of the function: make another"
+                f"{what} of a LiveState of another iteration, or outside of the wrapped function: make one"
             )
 
 

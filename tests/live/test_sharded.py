@@ -435,11 +435,11 @@ def test_the_same_bits_as_without_a_restart(scenario: Scenario, tmp_path: Path) 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     [said] = run(mistakes, 1, tmp_path)
     expected = {
-        "no mesh": r"TypeError: mesh='cpu' must be a DeviceMesh, not str; pass .*init_device_mesh",
+        "no mesh": r"TypeError: mesh='cpu' must be a DeviceMesh; pass .*init_device_mesh",
         "tensor parallel": r"ValueError: mesh=.* has 3 dimensions; pass one of one dimension .* or two",
         "not sharded": r"ValueError: .*'net.scale' is not sharded; apply fully_shard\(module, mesh=mesh\)",
         "in part": r"ValueError: .*'head.weight' is not sharded",
-        "another mesh": r"ValueError: .*'net.scale' is on .*, and mesh=.*; pass the same mesh",
+        "another mesh": r"ValueError: 'net.scale' is on .*, and mesh=.*; pass the same mesh",
         "reads": r"RuntimeError: build\(\) failed on the meta device.*device=\"cpu\"",
         "copies": r"RuntimeError: average.shadow.scale has stayed on the meta device.*assign",
         "hides": r"RuntimeError: net.tables.0 has stayed on the meta device.*make it a buffer",
