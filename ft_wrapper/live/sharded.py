@@ -98,7 +98,7 @@ class Sharded(Form):
                 )
             if parameter.device_mesh != self._mesh:
                 raise ValueError(
-                    f"{name!r} is on {parameter.device_mesh}, and mesh={self._mesh}; pass the same mesh to both"
+                    f"{name!r} is on {parameter.device_mesh}, and mesh={self._mesh}; pass the same mesh"
                 )
 
     def _build_on_meta(self) -> Objects:
