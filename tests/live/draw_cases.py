@@ -1,0 +1,281 @@
+"""What a drawn training is made of, and the draw itself; see draws.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import random
+from typing import Any
+
+import torch
+
+STEPS = 7
+LATER = 3
+"""The step from which on a change of the structure is there."""
+OVERFLOW = 2
+"""The step whose loss is infinite, if there is a GradScaler."""
+REST = 3
+"""A second optimizer has work in each so-manieth step only."""
+
+OWN_OPTIMIZERS = ("Bf16Moments", "Fp32Masters", "OddState")
+OPTIMIZERS = (
+    *sorted(
+        name
+        for name, one in vars(torch.optim).items()
+        if inspect.isclass(one)
+        and issubclass(one, torch.optim.Optimizer)
+        and one is not torch.optim.Optimizer
+    ),
+    *OWN_OPTIMIZERS,
+)
+# Left out: `differentiable`, whose steps would be part of the graph of the next one.
+SWITCHES = (
+    *("amsgrad", "capturable", "centered", "decoupled_weight_decay", "foreach", "fused", "maximize"),
+    "nesterov",
+)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+BODIES = ("linear", "conv", "embedding", "sparse embedding")
+WRAPS = (
+    *("tied", "same module twice", "weight_norm", "old weight_norm", "orthogonal", "spectral_norm"),
+    *("old spectral_norm", "checkpoint_wrapper", "pruned", "adapter", "compiled", "parameter list"),
+)
+BUFFERS = (
+    *(
+        "batch norm",
+        "cumulative batch norm",
+        "in place",
+        "not persistent",
+        "by .data",
+        ".data set",
+        "assigned",
+    ),
+    *("grown", "grown, not persistent", "registered in forward", "None at first", "dropped", "codebook"),
+    *("codebook in place", "attribute assigned", "attribute in place", "extra state", "two names", "view"),
+    *("expanded", "whole numbers", "other memory order", "from another module", "resized"),
+)
+SCHEDULERS = (
+    *sorted(
+        name
+        for name, one in vars(torch.optim.lr_scheduler).items()
+        if inspect.isclass(one)
+        and issubclass(one, torch.optim.lr_scheduler.LRScheduler)
+        and not name.endswith("LRScheduler")
+    ),
+    *("LambdaLR of an object", "SWALR"),
+)
+AVERAGES = ("AveragedModel", "AveragedModel, buffers", "AveragedModel, many", "own", "copy", "lookahead")
+WRONG = ("lazy module", "ZeroRedundancyOptimizer", "sparse buffer", "collective state_dict")
+"""What LiveState may refuse."""
+
+POINTS = ("step", "forward", "micro", "backward", "before commit", "after commit", "entry")
+TORN = "in update"
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A fault that is to happen once.
+
+    Args:
+        kind: ``exception`` or ``sigkill``.
+        point: of the step.
+        step: in which it happens; ``entry``: in the first entry behind it.
+        rank: the active rank.
+    """
+
+    kind: str
+    point: str
+    step: int
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training and its faults.
+
+    Args:
+        name: seed and attempt, by which it is drawn again.
+        form: ``ddp``, ``fsdp`` or ``hsdp``.
+        ranks: that train.
+        spares: beside them.
+        optimizer: a class of torch.optim, or one of our own.
+        options: for it.
+        tensor_lr: its learning rate is a tensor.
+        dtype: of the weights.
+        body: what the first layer is.
+        wrap: what is done with the middle one.
+        buffer: which one the model has.
+        layout: where the model gets channels_last: "", ``build`` or ``entry``.
+        second: who lets a second optimizer rest: "", ``default`` update or ``update``.
+        later: what changes in the structure: "", ``group``, ``thaw``, ``thaw, group``, ``freeze``.
+        later_in: ``loop`` or ``update``.
+        scheduler: which one; "": none.
+        scaler: "", ``on`` or ``off``.
+        average: of the weights; "": none.
+        counter: there is an object with plain values.
+        clip: gradients are clipped.
+        micro: gradients of two batches are accumulated.
+        zero_after: gradients are zeroed behind the step.
+        broadcast: DDP broadcasts buffers.
+        parts: with shards: the middle layer is a group of its own.
+        buddies: with shards: copies in memory.
+        verify_every: see `LiveState`.
+        wrong: what LiveState may refuse; "": nothing.
+        faults: what happens.
+    """
+
+    name: str
+    form: str
+    ranks: int
+    spares: int
+    optimizer: str
+    options: tuple[tuple[str, Any], ...]
+    tensor_lr: bool
+    dtype: str
+    body: str
+    wrap: str
+    buffer: str
+    layout: str
+    second: str
+    later: str
+    later_in: str
+    scheduler: str
+    scaler: str
+    average: str
+    counter: bool
+    clip: bool
+    micro: bool
+    zero_after: bool
+    broadcast: bool
+    parts: bool
+    buddies: int
+    verify_every: int | None
+    wrong: str
+    faults: tuple[Planned, ...]
+
+    def __str__(self) -> str:
+        """All of it that is there."""
+        said = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "faults":
+                value = [f"{one.kind} {one.point} {one.step} of rank {one.rank}" for one in value]
+            elif field.name == "options":
+                value = dict(value)
+            if value or field.name == "spares":
+                said.append(f"{field.name}={value}")
+        return ", ".join(said)
+
+    @property
+    def has_update(self) -> bool:
+        """Whether the default update does not do."""
+        return bool(
+            self.average
+            or self.counter
+            or self.second == "update"
+            or (self.later and self.later_in == "update")
+            or self.optimizer == "LBFGS"
+            or self.scheduler == "ReduceLROnPlateau"
+            or self.buffer.startswith(("attribute", "extra"))
+        )
+
+    @property
+    def may_go_back(self) -> bool:
+        """Whether a shard may lose its last holder: then copies have it."""
+        return self.form == "fsdp" and any(one.kind == "sigkill" or one.point == TORN for one in self.faults)
+
+
+def draw(seed: int, attempt: int = 0) -> Case:
+    """Draws a case. Whether torch can compute it is for `draws.drawn` to find out.
+
+    Args:
+        seed: of the case; says the optimizer, too.
+        attempt: the first ones were not computable.
+    """
+    optimizer = OPTIMIZERS[random.Random(f"optimizer {seed}").randrange(len(OPTIMIZERS))]
+    choose = random.Random(f"{seed}.{attempt}")
+
+    def some(of: tuple[str, ...], share: float) -> str:
+        return choose.choice(of) if choose.random() < share else ""
+
+    def yes(share: float) -> bool:
+        return choose.random() < share
+
+    form = choose.choice(("ddp",) * 5 + ("fsdp", "fsdp", "hsdp"))
+    ranks = choose.choice((2, 4)) if form == "hsdp" else choose.choice((2, 2, 3, 3, 4))
+    spares = int(ranks < 4 and form == "ddp" and yes(0.5))
+    body = choose.choice(("linear", "linear", "linear", "conv", "embedding"))
+    if optimizer == "SparseAdam":
+        form, body = "ddp", "sparse embedding"
+    if optimizer == "LBFGS":
+        form = "ddp"  # its closure needs a forward pass, which has collectives where shards are gathered
+    second = some(("default", "update"), 0.2)
+    later = "" if second else some(("group", "thaw", "thaw, group", "freeze"), 0.2)
+    wrong = some(WRONG, 0.04)
+    dtype = "bfloat16" if optimizer == "Fp32Masters" else choose.choice(("float32", *DTYPES))
+    case = Case(
+        name=f"{seed}.{attempt}" if attempt else f"{seed}",
+        form=form,
+        ranks=ranks,
+        spares=spares,
+        optimizer=optimizer,
+        options=_options(optimizer, choose),
+        tensor_lr=yes(0.15),
+        dtype=dtype,
+        body=body,
+        wrap=some(WRAPS, 0.4),
+        buffer=some(BUFFERS, 0.75),
+        layout=some(("build", "entry"), 0.7) if body == "conv" else "",
+        second=second,
+        later=later,
+        later_in=choose.choice(("loop", "update")),
+        scheduler=some(SCHEDULERS, 0.5),
+        scaler=some(("on", "off"), 0.4),
+        average=some(AVERAGES if form == "ddp" else ("own",), 0.35),
+        counter=yes(0.15),
+        clip=yes(0.3),
+        micro=yes(0.3),
+        zero_after=yes(0.3),
+        broadcast=yes(0.5),
+        parts=yes(0.5),
+        buddies=0,
+        verify_every=choose.choice((None, None, 1, 3)),
+        wrong=wrong,
+        faults=_faults(choose, form, ranks),
+    )
+    # DDP would write into one.
+    broadcast = case.broadcast and case.buffer != "expanded"
+    return dataclasses.replace(case, buddies=int(case.may_go_back), broadcast=broadcast)
+
+
+def _options(optimizer: str, choose: random.Random) -> tuple[tuple[str, Any], ...]:
+    options: dict[str, Any] = {}
+    one = getattr(torch.optim, optimizer, None)
+    if one is not None:
+        known = inspect.signature(one).parameters
+        shares = {name: 0.05 if name == "capturable" else 0.25 for name in SWITCHES}  # the CPU refuses it
+        options = {name: True for name in SWITCHES if name in known and choose.random() < shares[name]}
+        if "foreach" in known and choose.random() < 0.3:
+            options["foreach"] = False
+        if "momentum" in known and choose.random() < 0.6:
+            options["momentum"] = 0.9
+        if "weight_decay" in known and choose.random() < 0.5:
+            options["weight_decay"] = 0.01
+        if "line_search_fn" in known and choose.random() < 0.5:
+            options["line_search_fn"] = "strong_wolfe"
+    return tuple(sorted(options.items()))
+
+
+def _faults(choose: random.Random, form: str, ranks: int) -> tuple[Planned, ...]:
+    """One to three, so far apart that what the first one killed is whole again by the second one."""
+    planned: list[Planned] = []
+    can_lose = form != "fsdp" or choose.random() < 0.5  # without replicas: with copies, or nothing is lost
+    # The first copies are with the buddies when the first step is done.
+    first = choose.randrange(form == "fsdp", 3)
+    for step in list(range(first, STEPS, 2))[: choose.randint(1, 3)]:
+        kind = choose.choice(("exception", "sigkill")) if can_lose else "exception"
+        points = (*POINTS, TORN) if can_lose else POINTS
+        point = choose.choice([each for each in points if planned or each != "entry"])
+        if point == "entry" and form == "fsdp":
+            kind = "exception"  # the new copies are not with the buddies yet
+        planned.append(Planned(kind, point, step, choose.randrange(ranks)))
+    return tuple(planned)

@@ -1,0 +1,208 @@
+"""The ranks of drawn trainings, started by draws.py.
+
+A case is two wrapped calls: without faults, and with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import signal
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from draw_cases import TORN, Case, draw
+from draw_parts import build, described, is_finite, train, update
+from torch.distributed.device_mesh import init_device_mesh
+
+from ft_wrapper import CallWrapper, Compose, LiveState, Wrapper
+from ft_wrapper.exception import JobAbort, RestartAbort
+from ft_wrapper.rank_assignment import FillGaps, MaxActiveWorldSize, RankAssignment, ReplicaGroups
+
+SETTINGS: dict[str, Any] = {
+    "soft_timeout": 8.0,
+    "hard_timeout": 12.0,
+    "heartbeat_timeout": 15.0,
+    "barrier_timeout": 60.0,
+    "completion_timeout": 30.0,
+    "heartbeat_interval": 0.2,
+    "monitor_thread_interval": 0.1,
+    "monitor_process_interval": 0.1,
+    "progress_watchdog_interval": 0.1,
+    "termination_grace_time": 0.3,
+    "join_window": 0.1,
+    "rejoin_wait": 20.0,
+    "use_global_iteration": True,
+    "max_same_faults": 4,  # ours may be two in a row without progress
+}
+EVERY = 2
+
+
+class Injected(RuntimeError):
+    """An exception of ours."""
+
+
+class Points:
+    """What happens in one entry of a case.
+
+    Args:
+        case: says what is to happen.
+        folder: the case's.
+        mode: ``clean`` or ``faulty``.
+        place: of this entry, for what is noted.
+    """
+
+    def __init__(self, case: Case, folder: Path, mode: str, **place: Any) -> None:
+        self.case, self.folder, self.mode, self.place = case, folder, mode, place
+        self.step: int | None = None
+
+    def say(self, what: str, **fields: Any) -> None:
+        """Notes something, in a line that is written in one piece."""
+        record = {"what": what, "mode": self.mode, "pid": os.getpid(), **self.place, **fields}
+        line = os.open(self.folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(line, (json.dumps(record) + "\n").encode())
+        os.close(line)
+
+    def iterations(self) -> set[int]:
+        """Of this mode, so far."""
+        said = map(json.loads, (self.folder / "said").read_text().splitlines())
+        return {one["iteration"] for one in said if one["mode"] == self.mode}
+
+    def before(self, point: str, step: int | None = None) -> None:
+        """Has a fault happen that belongs here, unless it has happened."""
+        if point not in (TORN, "entry"):
+            self.step = step
+        for index, fault in enumerate(self.case.faults if self.mode == "faulty" else ()):
+            if fault.rank != self.place["rank"] or fault.point != point:
+                continue
+            at = fault.step - 1 if point == "entry" else fault.step
+            if point == "entry":
+                # After the fault before it, which may have gone back.
+                if index == 0 or not (self.folder / f"fired-{index - 1}").exists():
+                    continue
+            elif at != self.step:
+                continue
+            with contextlib.suppress(FileExistsError):
+                (self.folder / f"fired-{index}").touch(exist_ok=False)
+                self.say("fault", kind=fault.kind, point=point, index=index, step=self.step)
+                if fault.kind == "sigkill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise Injected(f"{point} of step {self.step}")
+
+
+def run(case: Case, folder: Path, mode: str, call_wrapper: CallWrapper = None) -> None:
+    """One entry of one call, unless the case was refused."""
+    if mode == "faulty" and (folder / "refused").exists():
+        return
+    call_wrapper.process_group("gloo")
+    points = Points(case, folder, mode, iteration=call_wrapper.iteration, rank=dist.get_rank())
+    try:
+        _run(case, points, call_wrapper)
+    except Injected:
+        raise
+    except (Exception, JobAbort) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno})"
+        points.say("error", text=text[:600])
+        raise
+
+
+def _run(case: Case, points: Points, call_wrapper: CallWrapper) -> None:
+    folder, mode, rank = points.folder, points.mode, points.place["rank"]
+    points.say("called")
+    if len(points.iterations()) > len(case.faults) + 2:
+        raise JobAbort("there were more entries than faults")
+    mesh: Any = None
+    options: dict[str, Any] = {}
+    if case.form == "hsdp":
+        mesh = init_device_mesh("cpu", (2, case.ranks // 2), mesh_dim_names=("replicate", "shard"))
+    elif case.form == "fsdp":
+        mesh = init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("shard",))
+        options = {"buddies": case.buddies, "every": EVERY} if case.buddies else {}
+
+    def updated(objects: Any, step: int, loss: float, works: bool) -> None:
+        update(case, objects, step, loss, works=works)
+
+    try:
+        live = LiveState(
+            call_wrapper,
+            lambda: build(case, mesh, lambda point: points_of_now[-1].before(point)),
+            update=updated if case.has_update else None,
+            seed=int(case.name.partition(".")[0]),
+            mesh=mesh,
+            verify_every=case.verify_every,
+            **options,
+        )
+    except JobAbort as error:
+        if mode == "clean":
+            points.say("refused", why=str(error))
+            (folder / "refused").touch()
+            call_wrapper.store.set(f"refused {rank}", "")
+            with contextlib.suppress(dist.DistStoreError):
+                every = [f"refused {other}" for other in range(case.ranks)]
+                call_wrapper.store.wait(every, timedelta(seconds=5))
+                return  # all ranks have refused: the next case can have them
+        raise
+    points_of_now[:] = [points]
+    points.say("entered", rung=live.plan.rung.name, lost=live.plan.lost, step=live.step)
+    points.before("entry")
+    names = list(live._objects)
+    wrapped: Any = lambda module: module  # noqa: E731
+    if mesh is None:
+        options = {"find_unused_parameters": True, "broadcast_buffers": case.broadcast}
+        wrapped = lambda module: live.data_parallel("model", **options)  # noqa: E731
+    train(case, live, names, wrapped, points.before)
+    objects = {name: live[name] for name in names}
+    for name in ("optimizer", "rest", "second"):
+        if name in objects:
+            objects[name].zero_grad()
+    values = described(objects)
+    end = {"values": values, "finite": is_finite(objects), "steps": live.step}
+    unfinished = folder / f"{mode}-{rank}.{os.getpid()}"
+    unfinished.write_text(json.dumps(end))
+    os.replace(unfinished, folder / f"{mode}-{rank}.json")
+    points.say("ended")
+
+
+points_of_now: list[Points] = []
+"""Those of the iteration that is on; an optimizer may have been built in an earlier one."""
+
+
+def places(case: Case) -> RankAssignment:
+    """Who trains."""
+    most = MaxActiveWorldSize(case.ranks)
+    return Compose(most, ReplicaGroups(case.ranks // 2) if case.form == "hsdp" else FillGaps())
+
+
+def main() -> None:
+    """Runs the cases."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--names", required=True, help="of the cases, with commas")
+    args = parser.parse_args()
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    for name in args.names.split(","):
+        seed, _, attempt = name.partition(".")
+        case = draw(int(seed), int(attempt or 0))
+        folder = args.folder / name
+        for mode in ("clean", "faulty"):
+            wrapped = Wrapper(**SETTINGS, rank_assignment=places(case), min_world_size=case.ranks)(run)
+            try:
+                wrapped(case, folder, mode)
+            except (Exception, RestartAbort):
+                traceback.print_exc()
+                return  # and is not started again: the cases behind this one come in another job
+    print("all cases are through", flush=True)
+
+
+if __name__ == "__main__":
+    main()
