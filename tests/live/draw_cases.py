@@ -29,10 +29,7 @@ OPTIMIZERS = (
     *OWN_OPTIMIZERS,
 )
 # Left out: `differentiable`, whose steps would be part of the graph of the next one.
-SWITCHES = (
-    *("amsgrad", "capturable", "centered", "decoupled_weight_decay", "foreach", "fused", "maximize"),
-    "nesterov",
-)
+SWITCHES = ("amsgrad", "capturable", "centered", "decoupled_weight_decay", "maximize", "nesterov")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 BODIES = ("linear", "conv", "embedding", "sparse embedding")
 WRAPS = (
@@ -64,7 +61,10 @@ SCHEDULERS = (
     *("LambdaLR of an object", "SWALR"),
 )
 AVERAGES = ("AveragedModel", "AveragedModel, buffers", "AveragedModel, many", "own", "copy", "lookahead")
-WRONG = ("lazy module", "ZeroRedundancyOptimizer", "sparse buffer", "collective state_dict")
+WRONG = (
+    *("lazy module", "ZeroRedundancyOptimizer", "FSDP1", "sparse buffer", "collective state_dict"),
+    "shards without mesh=",
+)
 """What LiveState may refuse."""
 
 POINTS = ("step", "forward", "micro", "backward", "before commit", "after commit", "entry")
@@ -117,7 +117,7 @@ class Case:
         zero_after: gradients are zeroed behind the step.
         broadcast: DDP broadcasts buffers.
         parts: with shards: the middle layer is a group of its own.
-        buddies: with shards: copies in memory.
+        buddies: copies in memory; a shard that may lose its last holder has them.
         verify_every: see `LiveState`.
         wrong: what LiveState may refuse; "": nothing.
         faults: what happens.
@@ -210,7 +210,9 @@ def draw(seed: int, attempt: int = 0) -> Case:
         form = "ddp"  # its closure needs a forward pass, which has collectives where shards are gathered
     second = some(("default", "update"), 0.2)
     later = "" if second else some(("group", "thaw", "thaw, group", "freeze"), 0.2)
-    wrong = some(WRONG, 0.04)
+    wrong = some(WRONG, 0.05) if optimizer != "SparseAdam" else ""
+    if wrong in ("FSDP1", "shards without mesh=", "ZeroRedundancyOptimizer"):
+        form = "ddp"
     dtype = "bfloat16" if optimizer == "Fp32Masters" else choose.choice(("float32", *DTYPES))
     case = Case(
         name=f"{seed}.{attempt}" if attempt else f"{seed}",
@@ -237,14 +239,17 @@ def draw(seed: int, attempt: int = 0) -> Case:
         zero_after=yes(0.3),
         broadcast=yes(0.5),
         parts=yes(0.5),
-        buddies=0,
+        buddies=int(yes(0.15)),
         verify_every=choose.choice((None, None, 1, 3)),
         wrong=wrong,
         faults=_faults(choose, form, ranks),
     )
-    # DDP would write into one.
-    broadcast = case.broadcast and case.buffer != "expanded"
-    return dataclasses.replace(case, buddies=int(case.may_go_back), broadcast=broadcast)
+    if wrong:  # alone, so that torch does not refuse the rest first
+        case = dataclasses.replace(case, wrap="", average="", second="", later="", layout="")
+    # DDP would write into the one, and fails without the other.
+    broadcast = case.broadcast and case.buffer not in ("expanded", "dropped")
+    buddies = int(case.may_go_back) if form == "fsdp" else case.buddies
+    return dataclasses.replace(case, buddies=buddies, broadcast=broadcast)
 
 
 def _options(optimizer: str, choose: random.Random) -> tuple[tuple[str, Any], ...]:
@@ -254,9 +259,11 @@ def _options(optimizer: str, choose: random.Random) -> tuple[tuple[str, Any], ..
         known = inspect.signature(one).parameters
         shares = {name: 0.05 if name == "capturable" else 0.25 for name in SWITCHES}  # the CPU refuses it
         options = {name: True for name in SWITCHES if name in known and choose.random() < shares[name]}
-        if "foreach" in known and choose.random() < 0.3:
-            options["foreach"] = False
-        if "momentum" in known and choose.random() < 0.6:
+        ways = [("foreach", True), ("foreach", False), ("fused", True), ("fused", False)]
+        options.update(
+            [choose.choice([way for way in ways if way[0] in known])] if "foreach" in known else []
+        )
+        if "momentum" in known and (choose.random() < 0.6 or "nesterov" in options):
             options["momentum"] = 0.9
         if "weight_decay" in known and choose.random() < 0.5:
             options["weight_decay"] = 0.01

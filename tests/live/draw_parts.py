@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.utils.prune
 from draw_cases import LATER, OVERFLOW, REST, STEPS, Case
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 WIDTH = 8
@@ -510,6 +511,10 @@ def build(case: Case, mesh: Any, before: Callable[[str], None]) -> Objects:
         if case.parts:
             fully_shard(model.middle, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    if case.wrong == "shards without mesh=":
+        fully_shard(model, mesh=init_device_mesh("cpu", (case.ranks,)))
+    elif case.wrong == "FSDP1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     if case.wrap == "compiled":
         model.middle = torch.compile(model.middle, backend="eager")
     objects: Objects = {"model": model}

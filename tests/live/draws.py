@@ -44,7 +44,7 @@ for place in (str(HERE), str(HERE.parent)):
         sys.path.insert(0, place)
 
 from draw_cases import STEPS, Case, draw  # noqa: E402
-from fault_runs import ENVIRONMENT, _end_left  # noqa: E402
+from fault_runs import ENVIRONMENT, end_left  # noqa: E402
 from support import warm_ftrun  # noqa: E402
 
 from ft_wrapper import events  # noqa: E402
@@ -129,6 +129,7 @@ def why_not(case: Case) -> Exception | None:
     Such ranks do not go with DDP: the module is called as it is.
     """
     import draw_parts
+    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -143,6 +144,9 @@ def why_not(case: Case) -> Exception | None:
             mesh = init_device_mesh("cpu", (2, case.ranks // 2), mesh_dim_names=("replicate", "shard"))
         elif case.form == "fsdp":
             mesh = init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("shard",))
+        if mesh is not None:  # docs/live.md says so
+            with torch.device("meta"):
+                draw_parts.build(case, mesh, lambda point: None)
         objects = draw_parts.build(case, mesh, lambda point: None)
         live = Alone(case, objects)
         draw_parts.train(case, live, list(objects), lambda module: module, lambda point, step: None)
@@ -312,7 +316,7 @@ def _run_job(cases: list[Case], folder: Path) -> str:
     finally:
         ftrun.kill()
         ftrun.wait()
-    left = _end_left(folder)
+    left = end_left(folder)
     return trouble or (f"a process was left: {left[0]}" if left else "")
 
 

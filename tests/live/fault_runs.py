@@ -311,12 +311,12 @@ def run_ftrun(
     finally:
         ftrun.kill()
         ftrun.wait()
-    trouble += [f"a process was left: {command}" for command in _end_left(folder)]
+    trouble += [f"a process was left: {command}" for command in end_left(folder)]
     path = folder / "events"
     return by_run(events.read(str(path)) if path.exists() else []), trouble
 
 
-def _end_left(folder: Path) -> list[str]:
+def end_left(folder: Path) -> list[str]:
     """Ends what a job has left, and what comes at its end anyway; returns what did not end by itself."""
     mine = [
         each for each in psutil.process_iter() if _environment(each).get(events.ENV) == str(folder / "events")

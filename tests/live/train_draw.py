@@ -120,12 +120,11 @@ def _run(case: Case, points: Points, call_wrapper: CallWrapper) -> None:
     if len(points.iterations()) > len(case.faults) + 2:
         raise JobAbort("there were more entries than faults")
     mesh: Any = None
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"buddies": case.buddies, "every": EVERY} if case.buddies else {}
     if case.form == "hsdp":
         mesh = init_device_mesh("cpu", (2, case.ranks // 2), mesh_dim_names=("replicate", "shard"))
     elif case.form == "fsdp":
         mesh = init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("shard",))
-        options = {"buddies": case.buddies, "every": EVERY} if case.buddies else {}
 
     def updated(objects: Any, step: int, loss: float, works: bool) -> None:
         update(case, objects, step, loss, works=works)
@@ -155,7 +154,7 @@ def _run(case: Case, points: Points, call_wrapper: CallWrapper) -> None:
     points.before("entry")
     names = list(live._objects)
     wrapped: Any = lambda module: module  # noqa: E731
-    if mesh is None:
+    if mesh is None and case.wrong not in ("FSDP1", "shards without mesh="):
         options = {"find_unused_parameters": True, "broadcast_buffers": case.broadcast}
         wrapped = lambda module: live.data_parallel("model", **options)  # noqa: E731
     train(case, live, names, wrapped, points.before)
