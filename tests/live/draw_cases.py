@@ -117,6 +117,7 @@ class Case:
         zero_after: gradients are zeroed behind the step.
         broadcast: DDP broadcasts buffers.
         parts: with shards: the middle layer is a group of its own.
+        deferred: with shards: they are made on the meta device, and then given memory and values.
         buddies: copies in memory; a shard that may lose its last holder has them.
         verify_every: see `LiveState`.
         wrong: what LiveState may refuse; "": nothing.
@@ -147,6 +148,7 @@ class Case:
     zero_after: bool
     broadcast: bool
     parts: bool
+    deferred: bool
     buddies: int
     verify_every: int | None
     wrong: str
@@ -238,14 +240,16 @@ def draw(seed: int, attempt: int = 0) -> Case:
         micro=yes(0.3),
         zero_after=yes(0.3),
         broadcast=yes(0.5),
-        parts=yes(0.5),
+        parts=form != "ddp" and yes(0.5),
+        deferred=form != "ddp" and yes(0.3),
         buddies=int(yes(0.15)),
         verify_every=choose.choice((None, None, 1, 3)),
         wrong=wrong,
-        faults=_faults(choose, form, ranks),
+        faults=(),
     )
     if wrong:  # alone, so that torch does not refuse the rest first
         case = dataclasses.replace(case, wrap="", average="", second="", later="", layout="")
+    case = dataclasses.replace(case, faults=_faults(choose, case))
     # DDP would write into the one, and fails without the other.
     broadcast = case.broadcast and case.buffer not in ("expanded", "dropped")
     buddies = int(case.may_go_back) if form == "fsdp" else case.buddies
@@ -272,17 +276,22 @@ def _options(optimizer: str, choose: random.Random) -> tuple[tuple[str, Any], ..
     return tuple(sorted(options.items()))
 
 
-def _faults(choose: random.Random, form: str, ranks: int) -> tuple[Planned, ...]:
+def _faults(choose: random.Random, case: Case) -> tuple[Planned, ...]:
     """One to three, so far apart that what the first one killed is whole again by the second one."""
     planned: list[Planned] = []
-    can_lose = form != "fsdp" or choose.random() < 0.5  # without replicas: with copies, or nothing is lost
+    is_whole = case.form != "fsdp"
+    can_lose = is_whole or choose.random() < 0.5  # without replicas: with copies, or nothing is lost
     # The first copies are with the buddies when the first step is done.
-    first = choose.randrange(form == "fsdp", 3)
+    first = choose.randrange(not is_whole, 3)
     for step in list(range(first, STEPS, 2))[: choose.randint(1, 3)]:
         kind = choose.choice(("exception", "sigkill")) if can_lose else "exception"
-        points = (*POINTS, TORN) if can_lose else POINTS
-        point = choose.choice([each for each in points if planned or each != "entry"])
-        if point == "entry" and form == "fsdp":
+        absent = {
+            "micro": not case.micro,
+            "entry": not planned,
+            TORN: not can_lose or (case.scaler == "on" and step == OVERFLOW),
+        }
+        point = choose.choice([each for each in (*POINTS, TORN) if not absent.get(each)])
+        if point == "entry" and not is_whole:
             kind = "exception"  # the new copies are not with the buddies yet
-        planned.append(Planned(kind, point, step, choose.randrange(ranks)))
+        planned.append(Planned(kind, point, step, choose.randrange(case.ranks)))
     return tuple(planned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -502,7 +503,8 @@ def build(case: Case, mesh: Any, before: Callable[[str], None]) -> Objects:
         mesh: with shards.
         before: called in an update, between its parts.
     """
-    model: Any = Model(case).to(getattr(torch, case.dtype))
+    with torch.device("meta") if case.deferred else contextlib.nullcontext():
+        model: Any = Model(case).to(getattr(torch, case.dtype))
     if case.layout == "build":
         model = model.to(memory_format=torch.channels_last)
     if "thaw" in case.later:
@@ -511,6 +513,8 @@ def build(case: Case, mesh: Any, before: Callable[[str], None]) -> Objects:
         if case.parts:
             fully_shard(model.middle, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    if case.deferred:
+        _fill(model)
     if case.wrong == "shards without mesh=":
         fully_shard(model, mesh=init_device_mesh("cpu", (case.ranks,)))
     elif case.wrong == "FSDP1":
@@ -560,6 +564,15 @@ def build(case: Case, mesh: Any, before: Callable[[str], None]) -> Objects:
     if case.wrong == "collective state_dict":
         objects["counter"] = Collective()
     return objects
+
+
+@torch.no_grad()
+def _fill(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+    for one in model.parameters():
+        (one.to_local() if isinstance(one, DTensor) else one).normal_(0, 0.3)
+    for name, one in model.named_buffers():
+        one.fill_(float(name.endswith("running_var")))
 
 
 def _modified(case: Case, model: Any, optimizer: Any) -> None:

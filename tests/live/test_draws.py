@@ -85,7 +85,9 @@ class Notes:
         self.folder = folder
         # Two ranks under DDP.
         self.case: Case = next(
-            case for case in map(draw, range(100)) if (case.form, case.ranks, case.buddies) == ("ddp", 2, 0)
+            case
+            for case in map(draw, range(100))
+            if (case.form, case.ranks, len(case.faults)) == ("ddp", 2, 1) and not case.may_go_back
         )
         self.enters("clean", 0, rung="CHECKPOINT")
         self.ends("clean")
@@ -98,7 +100,7 @@ class Notes:
 
     def enters(self, mode: str, iteration: int, rung: str = "PEERS", lost: int = 0) -> None:
         for rank in range(2):
-            self.say("entered", mode, iteration, rank, rung=rung, lost=lost)
+            self.say("entered", mode, iteration, rank, rung=rung, lost=lost, step=3)
 
     def fault(self, iteration: int) -> None:
         self.say("fault", "faulty", iteration, 1, kind="sigkill", point="step")
@@ -142,6 +144,7 @@ def test_nothing_is_wrong_where_all_is_well(notes: Notes) -> None:
     ],
 )
 def test_other_bits_are_seen(notes: Notes, values: tuple[str, str], wrong: str) -> None:
+    notes.fault(1)
     notes.ends("faulty", values)
     assert notes.wrong() == wrong
 
@@ -153,6 +156,7 @@ def test_replicas_that_differ_without_faults_are_seen(notes: Notes) -> None:
 
 
 def test_an_end_after_too_few_steps_is_seen(notes: Notes) -> None:
+    notes.fault(1)
     notes.ends("faulty", steps=STEPS - 1)
     assert notes.wrong() == f"ended after steps [{STEPS - 1}, {STEPS}]"
 
@@ -165,8 +169,14 @@ def test_lost_steps_are_seen(notes: Notes, rung: str, lost: int) -> None:
     assert notes.wrong() == f"faulty run, iteration 1: {lost} steps lost, from {rung}"
 
 
+def test_a_fault_that_did_not_happen_is_seen(notes: Notes) -> None:
+    notes.ends("faulty")
+    assert notes.wrong() == "1 faults did not happen"
+
+
 def test_an_entry_without_a_fault_is_seen(notes: Notes) -> None:
     notes.enters("faulty", 2)
+    notes.fault(2)
     notes.ends("faulty")
     assert notes.wrong() == "faulty run: iteration 0 ended without a fault of ours"
 
