@@ -292,7 +292,7 @@ def batch(case: Case) -> torch.Tensor:
     if "embedding" in case.body:
         return torch.randint(0, 20, (BATCH, 3))
     shape = (BATCH, 3, 6, 6) if case.body == "conv" else (BATCH, 6)
-    x = torch.randn(shape).to(getattr(torch, case.dtype))
+    x = (torch.randn(shape) * (1 + random.random() / 4)).to(getattr(torch, case.dtype))
     return x.contiguous(memory_format=torch.channels_last) if case.layout else x
 
 
@@ -336,7 +336,7 @@ class Fp32Masters(torch.optim.Optimizer):
 
 
 class OddState(torch.optim.Optimizer):
-    """State of all kinds: numbers, None, lists that grow, another shape, keys that are no parameters."""
+    """State of all kinds: numbers, None, lists that grow, tensors of another shape; and random numbers."""
 
     def __init__(self, parameters: Any, lr: Any = 0.1) -> None:
         super().__init__(parameters, {"lr": lr, "seen": torch.zeros(1, device="cpu")})
@@ -357,6 +357,8 @@ class OddState(torch.optim.Optimizer):
                 state["inner"]["row"] += 1.0
                 last = 0.0 if state["last"] is None else state["last"]
                 each.sub_(group["lr"] * (each.grad + 0.5 * last) / state["count"])
+                if not isinstance(each, DTensor):
+                    each.add_(torch.randn_like(each), alpha=1e-3)
                 state["last"] = each.grad.clone()
 
 
@@ -636,6 +638,7 @@ def _again(case: Case, model: Any, optimizer: Any, step: int) -> torch.Tensor:
     with torch.enable_grad():
         model.eval()
         torch.manual_seed(step)
+        random.seed(step)
         loss: torch.Tensor = model(batch(case), step, has_extra=True).float().square().mean()
         loss.backward()
         model.train()
