@@ -250,8 +250,9 @@ def draw(seed: int, attempt: int = 0) -> Case:
     if wrong:  # alone, so that torch does not refuse the rest first
         case = dataclasses.replace(case, wrap="", average="", second="", later="", layout="")
     case = dataclasses.replace(case, faults=_faults(choose, case))
-    # DDP would write into the one, and fails without the other.
-    broadcast = case.broadcast and case.buffer not in ("expanded", "dropped")
+    # DDP would write into the first one, and looks once whether there are any: when it is made, in any step.
+    unfit = ("expanded", "dropped", "registered in forward", "None at first")
+    broadcast = case.broadcast and case.buffer not in unfit
     buddies = int(case.may_go_back) if form == "fsdp" else case.buddies
     return dataclasses.replace(case, buddies=buddies, broadcast=broadcast)
 

@@ -55,11 +55,11 @@ SILENCE = 45.0
 """Seconds without a word from any case, after which a job counts as blocked."""
 PER_JOB = 20
 REFUSALS = (
-    "lazy",
-    "ZeroRedundancyOptimizer",
-    "cannot be sent",
-    "collective",
-    "no torch.nn.Parameter",
+    "has no shape yet; call its lazy module once in build()",
+    "is a ZeroRedundancyOptimizer, of which each rank has a part",
+    "is a FullyShardedDataParallel, of which each rank has a part",
+    "cannot be sent: it is a",
+    "state_dict() fails: it calls the collective",
 )
 """What messages of a refusal contain."""
 
