@@ -211,6 +211,8 @@ def draw(seed: int, attempt: int = 0) -> Case:
     if optimizer == "LBFGS":
         form = "ddp"  # its closure needs a forward pass, which has collectives where shards are gathered
     second = some(("default", "update"), 0.2)
+    if optimizer == "LBFGS":
+        second = ""  # DDP takes what its closure uses for used in the next step
     later = "" if second else some(("group", "thaw", "thaw, group", "freeze"), 0.2)
     wrong = some(WRONG, 0.05) if optimizer != "SparseAdam" else ""
     if wrong in ("FSDP1", "shards without mesh=", "ZeroRedundancyOptimizer"):

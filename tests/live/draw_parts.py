@@ -606,7 +606,7 @@ def update(case: Case, objects: Objects, step: int, loss: float, *, works: bool)
         if not isinstance(one, torch.optim.Optimizer) or (case.second == "update" and name in idle):
             continue
         if case.optimizer == "LBFGS" and one is first:
-            one.step(functools.partial(_again, case, model, first, step, works))
+            one.step(functools.partial(_again, case, model, first, step))
         elif scaler is None:
             one.step()
         elif name not in idle:
@@ -632,18 +632,15 @@ def update(case: Case, objects: Objects, step: int, loss: float, *, works: bool)
         _modified(case, model, first)
 
 
-def _again(case: Case, model: Any, optimizer: Any, step: int, works: bool) -> torch.Tensor:
-    """LBFGS computes the loss as often as it wants: alone, on a batch that is the same on all ranks.
-
-    With the same parameters as DDP, which would take others for used in the next step.
-    """
+def _again(case: Case, model: Any, optimizer: Any, step: int) -> torch.Tensor:
+    """LBFGS computes the loss as often as it wants: alone, on a batch that is the same on all ranks."""
     optimizer.zero_grad()
     with torch.enable_grad():
         model.eval()
         torch.manual_seed(step)
         random.seed(step)
         loss: torch.Tensor = (
-            model(batch(case), step, has_extra=works and _has_extra(case, step)).float().square().mean()
+            model(batch(case), step, has_extra=_has_extra(case, step)).float().square().mean()
         )
         loss.backward()
         model.train()
