@@ -195,8 +195,12 @@ def test_a_case_that_did_not_end_is_seen(notes: Notes) -> None:
 @pytest.mark.parametrize(
     ("ranks", "why", "wrong"),
     [
-        (2, "build(): it is a ZeroRedundancyOptimizer", ""),
-        (1, "build(): it is a ZeroRedundancyOptimizer", "refused on 1 of 2 ranks"),
+        (2, "build(): it is a ZeroRedundancyOptimizer, of which each rank has a part", ""),
+        (
+            1,
+            "build(): it is a ZeroRedundancyOptimizer, of which each rank has a part",
+            "refused on 1 of 2 ranks",
+        ),
         (2, "no reason", "refused in words that are not known: no reason"),
     ],
 )
