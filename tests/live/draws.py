@@ -56,8 +56,8 @@ SILENCE = 45.0
 PER_JOB = 20
 REFUSALS = (
     "has no shape yet; call its lazy module once in build()",
-    "is a ZeroRedundancyOptimizer, of which each rank has a part",
-    "is a FullyShardedDataParallel, of which each rank has a part",
+    "is a ZeroRedundancyOptimizer, of which no rank has all",
+    "is a FullyShardedDataParallel, of which no rank has all",
     "cannot be sent: it is a",
     "state_dict() fails: it calls the collective",
 )

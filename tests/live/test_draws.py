@@ -195,10 +195,10 @@ def test_a_case_that_did_not_end_is_seen(notes: Notes) -> None:
 @pytest.mark.parametrize(
     ("ranks", "why", "wrong"),
     [
-        (2, "build(): it is a ZeroRedundancyOptimizer, of which each rank has a part", ""),
+        (2, "build(): it is a ZeroRedundancyOptimizer, of which no rank has all", ""),
         (
             1,
-            "build(): it is a ZeroRedundancyOptimizer, of which each rank has a part",
+            "build(): it is a ZeroRedundancyOptimizer, of which no rank has all",
             "refused on 1 of 2 ranks",
         ),
         (2, "no reason", "refused in words that are not known: no reason"),
