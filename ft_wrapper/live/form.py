@@ -157,11 +157,9 @@ def filled(old: torch.Tensor | None, new: torch.Tensor | None) -> Any:
     """The new values, in the old tensor's memory where they fit, since others may refer to it."""
     if old is None or new is None or old.is_meta:
         return new
-    if new.numel() and old.data_ptr() == new.data_ptr():
-        return old
-    if (old.shape, old.stride(), old.dtype) == (new.shape, new.stride(), new.dtype) and is_dense(old):
-        return old.copy_(new)
-    return new.to(old.device)
+    if (old.shape, old.stride(), old.dtype) != (new.shape, new.stride(), new.dtype) or not is_dense(old):
+        return new.to(old.device)
+    return old if old.data_ptr() == new.data_ptr() else old.copy_(new)
 
 
 def buffers_of(objects: Objects) -> Tensors:
