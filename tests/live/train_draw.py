@@ -129,10 +129,15 @@ def _run(case: Case, points: Points, call_wrapper: CallWrapper) -> None:
     def updated(objects: Any, step: int, loss: float, works: bool) -> None:
         update(case, objects, step, loss, works=works)
 
+    def built() -> dict[str, Any]:
+        objects = build(case, mesh, lambda point: points_of_now[-1].before(point))
+        names[:] = objects
+        return objects
+
     try:
         live = LiveState(
             call_wrapper,
-            lambda: build(case, mesh, lambda point: points_of_now[-1].before(point)),
+            built,
             update=updated if case.has_update else None,
             seed=int(case.name.partition(".")[0]),
             mesh=mesh,
@@ -152,7 +157,6 @@ def _run(case: Case, points: Points, call_wrapper: CallWrapper) -> None:
     points_of_now[:] = [points]
     points.say("entered", rung=live.plan.rung.name, lost=live.plan.lost, step=live.step)
     points.before("entry")
-    names = list(live._objects)
     wrapped: Any = lambda module: module  # noqa: E731
     if mesh is None and case.wrong not in ("FSDP1", "shards without mesh="):
         options = {"find_unused_parameters": True, "broadcast_buffers": case.broadcast}
@@ -169,6 +173,9 @@ def _run(case: Case, points: Points, call_wrapper: CallWrapper) -> None:
     os.replace(unfinished, folder / f"{mode}-{rank}.json")
     points.say("ended")
 
+
+names: list[str] = []
+"""Of the objects that were built in this process last."""
 
 points_of_now: list[Points] = []
 """Those of the iteration that is on; an optimizer may have been built in an earlier one."""
