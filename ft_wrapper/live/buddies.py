@@ -37,6 +37,12 @@ class Copies:
 
     def __init__(self) -> None:
         self._packed: dict[tuple[Hashable, int], Packed] = {}
+        self._stored = -1
+
+    @property
+    def stored(self) -> int:
+        """The step of the newest copies that are where they belong, on all ranks; -1: there are none."""
+        return self._stored if any(step == self._stored for _, step in self._packed) else -1
 
     def known(self) -> tuple[Copy, ...]:
         """What there is."""
@@ -52,6 +58,7 @@ class Copies:
 
     def drop_older(self, step: int) -> None:
         """Drops the copies from before a step, of which all ranks' copies are there."""
+        self._stored = max(step, self.stored)
         self._keep(lambda copy: copy.step >= step)
 
     def label(self, plan: Plan, number: int) -> None:

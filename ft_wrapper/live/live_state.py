@@ -115,9 +115,7 @@ class LiveState:
         self._has_default_update = update is None
         self.plan = self._course.recover(form.shard)
         if self._buddies:
-            performer.start_buddies(self._buddies)
-            if self.plan.rung is not Rung.PEERS or self.plan.routes:
-                performer.send_copy()  # a new process has none
+            performer.start_buddies(self._buddies, copy_every)
         self._marks = checks.Marks(self._kept.shapes)
         if performer.rank == 0:
             _report(self.plan, time.monotonic() - began)

@@ -319,18 +319,23 @@ class TorchPerformer(Performer):
 
     # ---- copies in host memory
 
-    def start_buddies(self, buddies: int) -> None:
+    def start_buddies(self, buddies: int, copy_every: int) -> None:
         """Begins to exchange copies; collective. It ends with the iteration.
 
         Args:
             buddies: how many ranks have a copy of each shard.
+            copy_every: copies are sent at once if those that arrived are older than so many steps, or a
+                process is new; a fault may have come while some were on their way.
         """
         if len(self._nodes) > 1:
-            timeout = self._call.settings.hard_timeout
-            self._buddies = Buddies(self._kept.copies, self.rank, self._host, timeout)
+            copies, timeout = self._kept.copies, self._call.settings.hard_timeout
+            self._buddies = Buddies(copies, self.rank, self._host, timeout)
             self._call.own.lines.append(self._buddies)
             self._call.helpers.callback(self._buddies.end)
-            self._buddies.open(self._gather(self._buddies.address), self._nodes, buddies)
+            addresses, stored = zip(*self._gather((self._buddies.address, copies.stored)), strict=True)
+            self._buddies.open(addresses, self._nodes, buddies)
+            if min(stored) < max(0, self._kept.newest - copy_every + 1):
+                self.send_copy()
 
     def send_copy(self) -> None:
         """Copies the shard, and sends it to the buddies in the background."""

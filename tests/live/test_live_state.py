@@ -605,9 +605,9 @@ def test_a_recovery_that_fails_by_itself_is_tried_twice_and_then_goes_down_the_l
 # ---- copies in memory
 
 
-def has_buddies(rank: Rank, faults: dict[str, str]) -> Any:
-    """All ranks hold a shard of their own: none has a replica."""
-    from ft_wrapper.live import live_state
+def has_buddies(rank: Rank, faults: dict[str, str], fails: int = -1) -> Any:
+    """All ranks hold a shard of their own: none has a replica. The copies of a step do not arrive, once."""
+    from ft_wrapper.live import buddies, live_state
     from ft_wrapper.live.form import Form
 
     class Alone(Form):
@@ -616,6 +616,16 @@ def has_buddies(rank: Rank, faults: dict[str, str]) -> Any:
             self.shard = f"shard {dist.get_rank()}"
 
     live_state._form = lambda build, mesh: Alone(build)  # type: ignore[assignment]
+    exchange = buddies.Buddies._exchange
+
+    def exchanges(self: buddies.Buddies, packed: buddies.Packed, *pair: Any) -> buddies.Packed:
+        nonlocal fails
+        if packed.copy.step == fails and rank.slot < 3:  # not on the spare that steps in
+            fails = -1
+            raise ConnectionError("cut short")
+        return exchange(self, packed, *pair)
+
+    buddies.Buddies._exchange = exchanges  # type: ignore[method-assign]
 
     @Wrapper(**SETTINGS, active_world_size=3)
     def train(call_wrapper: CallWrapper) -> list[Any]:
@@ -635,6 +645,13 @@ def test_without_a_living_holder_all_go_back_to_the_copies(job: Job) -> None:
     job.wait_for_end()
     lived = [process.value for process in job.ranks.values() if process.code == 0]
     assert {one[0] for one in lived} == clean
+    assert [one[1:] for one in lived] == [[4, "COPIES"]] * 3
+
+
+def test_copies_that_did_not_arrive_are_sent_again_after_the_restart(job: Job) -> None:
+    job.start(4, has_buddies, {"1:5:2": "kill"}, 4)
+    job.wait_for_end()
+    lived = [process.value for process in job.ranks.values() if process.code == 0]
     assert [one[1:] for one in lived] == [[4, "COPIES"]] * 3
 
 

@@ -72,7 +72,9 @@ class Points:
 
     def iterations(self) -> set[int]:
         """Of this mode, so far."""
-        said = map(json.loads, (self.folder / "said").read_text().splitlines())
+        text = (self.folder / "said").read_text()
+        whole = text[: text.rfind("\n") + 1]  # another rank may be in the middle of a line
+        said = map(json.loads, whole.splitlines())
         return {one["iteration"] for one in said if one["mode"] == self.mode}
 
     def before(self, point: str, step: int | None = None) -> None:
