@@ -59,7 +59,7 @@ def flatten(
                 path = next((path for path, each in named(tree) if each is value), "a tensor of the state")
                 raise TypeError(
                     f"{path} cannot be sent: it is a {type(tensor).__name__} ({tensor.layout}, "
-                    f"{tensor.device}), and not plain memory"
+                    f"{tensor.device}), and not plain memory; DTensors need mesh="
                 )
             key = _identity(tensor) if tensor.numel() else (len(tensors),)
             number = numbers.setdefault(key, len(tensors))
