@@ -1,8 +1,8 @@
 """What a forward pass may change in modules: kept as it was when the last step was committed.
 
-It is looked up anew each time, since a forward pass may also assign or register it. What has changed is
-found by identity and version, and by value: batch norm's kernels write without a trace in a tensor's version,
-and so does everything that writes through ``.data``.
+Each use looks the tensors up again, since a forward pass may also assign or register them. Identity, version
+and value tell which have changed: batch norm's kernels leave no trace in a tensor's version, nor does anything
+that writes through ``.data``.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ class Buffers:
         self._kept = None
 
     def keep(self, objects: Objects) -> None:
-        """Copies them."""
+        """Copies all of them."""
         live, kept = _find(objects), self._kept or {}
         touched = self._touched(live) | self._changed
         self._kept, self._common, self._changed = {}, set(buffers_of(objects)), set()
@@ -56,7 +56,7 @@ class Buffers:
         self._note(live)
 
     def look(self, objects: Objects) -> None:
-        """Finds those that have changed since they were copied."""
+        """Finds out which tensors have changed since they were copied."""
         live, kept = _find(objects), self._kept or {}
         changed = self._touched(live)
         for name in [name for name in changed if name.endswith(_COUNTER)]:
@@ -70,7 +70,7 @@ class Buffers:
         self.have_changed = not changed.isdisjoint(self._common | buffers_of(objects).keys())
 
     def put_back(self, objects: Objects) -> None:
-        """Gives them the values that were kept; those that there were not are gone again."""
+        """Restores the values that were copied, and removes tensors that are new since."""
         if self._kept is None:
             return
         self.look(objects)
@@ -84,7 +84,7 @@ class Buffers:
         self._note(_find(objects))
 
     def share(self, objects: Objects, group: Any) -> None:
-        """Gives all active ranks rank 0's of those that have changed on any of them; collective.
+        """Gives all active ranks rank 0's values of the buffers that changed on any rank; collective.
 
         ``DistributedDataParallel`` does so before the next forward pass, which is too late if rank 0 is lost.
 
@@ -109,7 +109,7 @@ class Buffers:
                 _broadcast_coalesced(where, there, _BUCKET, 0)
 
     def _touched(self, live: Tensors) -> set[str]:
-        """Those that were written to, assigned, registered or deleted."""
+        """Names the tensors that were written to, assigned, registered or deleted."""
         seen = self._seen
         return (live.keys() ^ seen.keys()) | {
             name

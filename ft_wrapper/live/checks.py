@@ -186,7 +186,7 @@ class Marks:
         self._seen: dict[torch.nn.Parameter, int] = {}
 
     def set(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Notes how the parameters are behind a commit."""
+        """Notes how the parameters are after a commit."""
         self._seen = {each: each._version for each in parameters.values()}
 
     def changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
@@ -212,8 +212,8 @@ def routes_to_equal(
 
     Args:
         said: shard and checksum of all active ranks, by rank.
-        receivers: those that have just received theirs, and so prove nothing. What most of the others hold
-            counts, and without a majority what the lowest of them holds. None: the first rank's counts.
+        receivers: ranks that have just received their state, and so prove nothing. The state of most others
+            wins, or without a majority that of the lowest of them. None: the first rank's wins.
     """
     ranks: dict[Hashable, list[int]] = {}
     for rank, (shard, _) in enumerate(said):

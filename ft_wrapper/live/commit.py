@@ -26,7 +26,7 @@ class Kept:
         held: what the objects are; None if that is not the state after any step.
         arguments: what the update of a prepared step is called with.
         newest: the newest step known to be committed, whatever is held.
-        failures: of recoveries here by themselves since the last one that was sealed.
+        failures: how often a recovery has failed on this rank by itself since the last sealed one.
     """
 
     def __init__(self) -> None:
@@ -258,7 +258,7 @@ class Course:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """What fails in it does so without another rank's doing, so it would fail again."""
+        """Counts errors that no other rank has caused: they would come back."""
         try:
             yield
         except Exception:
