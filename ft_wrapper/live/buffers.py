@@ -1,8 +1,8 @@
 """What a forward pass may change in modules: kept as it was when the last step was committed.
 
-Each use looks the tensors up again, since a forward pass may also assign or register them. Identity, version
-and value tell which have changed: batch norm's kernels leave no trace in a tensor's version, nor does anything
-that writes through ``.data``.
+Each use looks the tensors up again, since a forward pass may also assign or register them. Identity,
+version and value tell which have changed: batch norm's kernels leave no trace in a tensor's version, nor does
+anything that writes through ``.data``.
 """
 
 from typing import Any

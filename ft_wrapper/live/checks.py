@@ -22,7 +22,7 @@ Outline = tuple[tuple[str, str], ...]
 
 
 @contextlib.contextmanager
-def certain() -> Iterator[None]:
+def ending_the_call() -> Iterator[None]:
     """Ends the call where an error would come again in each iteration."""
     try:
         yield

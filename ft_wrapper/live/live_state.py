@@ -85,7 +85,7 @@ class LiveState:
         every: int | None = None,
     ) -> None:
         began = time.monotonic()
-        with checks.certain():
+        with checks.ending_the_call():
             _check_arguments(call_wrapper, build, restore, update, name)
             self._seed = as_limit("seed", seed, at_least=0)
             self._seed_by = functools.partial(_seed_by, self._seed)

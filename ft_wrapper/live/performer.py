@@ -197,7 +197,7 @@ class TorchPerformer(Performer):
         kept.objects = None
         self._users.seed("build")
         objects = self._form.build()
-        with checks.certain():
+        with checks.ending_the_call():
             checks.check_built(objects, self._form, has_update=self._users.update is not default_update)
         kept.buffers.forget()
         kept.modes = {name: part.training for name, part in parts(objects)}
