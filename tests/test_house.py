@@ -103,6 +103,7 @@ NOT_OURS = frozenset(
         "_C",
         "_cache",
         "_get_sequence_number_for_group",
+        "_modules",
         "_parameters",
         "_replace",
         "_sampler",

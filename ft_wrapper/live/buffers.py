@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _broadcast_coalesced
 
-from .form import Objects, Tensors, attributes_of, buffers_of, put_attributes, put_buffers
+from .form import Objects, Tensors, attributes_of, buffers_of, parts, put_attributes, put_buffers
 from .tree import Flat, flatten, unflatten
 
 _SMALL = 1 << 18  # elements; these are copied at each commit, others where they have changed
@@ -39,9 +39,9 @@ class Buffers:
 
     def keep(self, objects: Objects) -> None:
         """Copies all of them."""
-        live, kept = _find(objects), self._kept or {}
+        (buffers, live), kept = _find(objects), self._kept or {}
         touched = self._touched(live) | self._changed
-        self._kept, self._common, self._changed = {}, set(buffers_of(objects)), set()
+        self._kept, self._common, self._changed = {}, {*buffers}, set()
         targets, sources = [], []
         for name, tensor in live.items():
             old = kept.get(name)
@@ -57,7 +57,7 @@ class Buffers:
 
     def look(self, objects: Objects) -> None:
         """Finds out which tensors have changed since they were copied."""
-        live, kept = _find(objects), self._kept or {}
+        (buffers, live), kept = _find(objects), self._kept or {}
         changed = self._touched(live)
         for name in [name for name in changed if name.endswith(_COUNTER)]:
             prefix = name.removesuffix(_COUNTER)
@@ -67,21 +67,21 @@ class Buffers:
             if tensor is not None and (old is None or not torch.equal(tensor, old)):
                 changed.add(name)
         self._changed = changed
-        self.have_changed = not changed.isdisjoint(self._common | buffers_of(objects).keys())
+        self.have_changed = not changed.isdisjoint(self._common | buffers.keys())
 
     def put_back(self, objects: Objects) -> None:
         """Restores the values that were copied, and removes tensors that are new since."""
         if self._kept is None:
             return
         self.look(objects)
-        live = _find(objects)
+        _, live = _find(objects)
         values = {
             name: live[name] if name not in self._changed else None if old is None else old.clone()
             for name, old in self._kept.items()
         }
         put_buffers(objects, {name: values[name] for name in self._common})
         put_attributes(objects, {name: values[name] for name in values.keys() - self._common})
-        self._note(_find(objects))
+        self._note(_find(objects)[1])
 
     def share(self, objects: Objects, group: Any) -> None:
         """Gives all active ranks rank 0's values of the buffers that changed on any rank; collective.
@@ -92,7 +92,7 @@ class Buffers:
             objects: whose they are.
             group: of all active ranks, for host memory.
         """
-        live, kept, names = buffers_of(objects), self._kept or {}, sorted(self._common)
+        live, kept, names = buffers_of(parts(objects)), self._kept or {}, sorted(self._common)
         is_other = live.keys() != self._common or any(
             _form_of(live[name]) != _form_of(kept[name]) for name in names
         )
@@ -121,8 +121,11 @@ class Buffers:
         self._seen = {name: (tensor, _version_of(tensor)) for name, tensor in live.items()}
 
 
-def _find(objects: Objects) -> Tensors:
-    return {**buffers_of(objects), **attributes_of(objects)}
+def _find(objects: Objects) -> tuple[Tensors, Tensors]:
+    """The buffers; and all tensors that are watched."""
+    modules = parts(objects)
+    buffers = buffers_of(modules)
+    return buffers, {**buffers, **attributes_of(modules)}
 
 
 def _take_rank_0s(objects: Objects, live: Tensors, group: Any) -> None:

@@ -51,8 +51,7 @@ def check_built(objects: object, form: Form, *, has_update: bool) -> None:
     for name, parameter in parameters.items():
         if torch.nn.parameter.is_lazy(parameter):
             raise ValueError(f"build(): {name!r} has no shape yet; call its lazy module once in build()")
-    lost = strangers(objects, parameters)
-    if lost:
+    if lost := strangers(objects, parameters):
         raise ValueError(f"build(): {lost}")
     schedulers = [each for each in objects.values() if isinstance(each, torch.optim.lr_scheduler.LRScheduler)]
     for name, optimizer in optimizers(objects):
@@ -83,13 +82,13 @@ def _check_object(name: object, value: object) -> None:
             raise TypeError(f"build(): {name!r}.state_dict() fails: {error}, on a single rank") from error
 
 
+# What cannot belong to a state, why, and what to use in its place.
 _ELSEWHERE = {
     "DistributedDataParallel": "which belongs to one iteration's process group; return its module, and wrap "
     "that: DistributedDataParallel(live[...])",
     "FullyShardedDataParallel": "of which no rank has all; use fully_shard, and pass mesh=",
     "ZeroRedundancyOptimizer": "of which no rank has all; use its optimizer_class, or fully_shard and mesh=",
 }
-"""What cannot belong to a state, why, and what to use in its place."""
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -103,9 +102,9 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def strangers(objects: Objects, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
     """Says which optimizer updates parameters that are in no module; None: none does."""
-    known = set(parameters.values())
+    known = set(map(id, parameters.values()))
     for name, optimizer in optimizers(objects):
-        lost = sum(each not in known for group in optimizer.param_groups for each in group["params"])
+        lost = sum(id(each) not in known for group in optimizer.param_groups for each in group["params"])
         if lost:
             return f"{name!r} updates {lost} parameters of no module that build() returned; return it, too"
     return None
@@ -183,11 +182,11 @@ class Marks:
 
     def __init__(self, built: Mapping[str, tuple[int, ...]]) -> None:
         self._built = built
-        self._seen: dict[torch.nn.Parameter, int] = {}
+        self._seen: dict[str, tuple[torch.nn.Parameter, int]] = {}
 
     def set(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Notes how the parameters are after a commit."""
-        self._seen = {each: each._version for each in parameters.values()}
+        self._seen = {name: (each, each._version) for name, each in parameters.items()}
 
     def changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
         """Says what has changed since, and may change only in the update or in ``build``; None: nothing."""
@@ -197,7 +196,8 @@ class Marks:
             if now != built:
                 return f"parameter {name!r} is {now}, and build() made {built}; make this change in build()"
         for name, each in parameters.items():
-            if self._seen.get(each) != each._version:
+            seen, version = self._seen.get(name, (None, 0))
+            if seen is not each or version != each._version:
                 return f"parameter {name!r} was changed outside of commit(); do this in update="
         return None
 

@@ -11,11 +11,12 @@ import torch
 
 from .tree import Flat, flatten, is_dense, is_plain, unflatten
 
+# What a user's ``build`` returns: objects with ``state_dict`` and ``load_state_dict``, by name.
 Objects = dict[str, Any]
-"""What a user's ``build`` returns: objects with ``state_dict`` and ``load_state_dict``, by name."""
-
+# Modules, each with its object's name before its own.
+Parts = list[tuple[str, torch.nn.Module]]
+# By name: that of the module as in `Parts`, and the tensor's own.
 Tensors = dict[str, torch.Tensor | None]
-"""By name: that of the object, of the module in it, and its own."""
 
 
 class Form:
@@ -45,12 +46,12 @@ class Form:
 
     def parameters(self, objects: Objects) -> dict[str, torch.nn.Parameter]:
         """The parameters of all modules, each once, with its module's name before its own."""
-        names: dict[torch.nn.Parameter, str] = {}
+        found: dict[int, tuple[str, torch.nn.Parameter]] = {}
         for name, part in parts(objects):
             for leaf, parameter in part._parameters.items():
                 if parameter is not None:
-                    names.setdefault(parameter, f"{name}.{leaf}")
-        return {name: parameter for parameter, name in names.items()}
+                    found.setdefault(id(parameter), (f"{name}.{leaf}", parameter))
+        return dict(found.values())
 
     def describe(self, objects: Objects) -> dict[str, Any]:
         """All of the state that replicas have in common.
@@ -63,7 +64,7 @@ class Form:
         return {
             "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
             "trained": [name for name, parameter in parameters.items() if parameter.requires_grad],
-            "buffers": buffers_of(objects),
+            "buffers": buffers_of(parts(objects)),
             "transient": [
                 f"{name}.{leaf}" for name, part in parts(objects) for leaf in part._non_persistent_buffers_set
             ],
@@ -79,7 +80,7 @@ class Form:
             TypeError: a tensor cannot be sent; names it.
         """
         with torch.no_grad():
-            return flatten({**self.describe(objects), "own": attributes_of(objects)}, self.local)
+            return flatten({**self.describe(objects), "own": attributes_of(parts(objects))}, self.local)
 
     def adopt(self, objects: Objects, flat: Flat) -> Objects:
         """Puts an exported state into the objects, or into new ones.
@@ -118,7 +119,7 @@ class Form:
         for name, value in _others(objects):
             value.load_state_dict(state["others"][name])
 
-    def _fill_parameters(self, objects: Objects, values: Tensors) -> None:
+    def _fill_parameters(self, objects: Objects, values: dict[str, Any]) -> None:
         for name, parameter in self.parameters(objects).items():
             parameter.data = filled(parameter.data, values[name])
 
@@ -146,11 +147,16 @@ def _others(objects: Objects) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in objects.items() if not isinstance(value, known))
 
 
-def parts(objects: Objects) -> Iterator[tuple[str, torch.nn.Module]]:
-    """All modules, and the modules in them, each once."""
-    for name, value in objects.items():
-        if isinstance(value, torch.nn.Module):
-            yield from value.named_modules(prefix=name)
+def parts(objects: Objects) -> Parts:
+    """All modules, and the modules in them, each once; ``named_modules`` is too slow for each step."""
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+    todo = [one for one in reversed(objects.items()) if isinstance(one[1], torch.nn.Module)]
+    while todo:
+        name, part = todo.pop()
+        if part is not None and id(part) not in found:
+            found[id(part)] = name, part
+            todo += [(f"{name}.{leaf}", child) for leaf, child in reversed(part._modules.items())]
+    return [*found.values()]
 
 
 def filled(old: torch.Tensor | None, new: torch.Tensor | None) -> Any:
@@ -162,19 +168,19 @@ def filled(old: torch.Tensor | None, new: torch.Tensor | None) -> Any:
     return old if old.data_ptr() == new.data_ptr() else old.copy_(new)
 
 
-def buffers_of(objects: Objects) -> Tensors:
+def buffers_of(modules: Parts) -> Tensors:
     """All buffers, as they are registered now."""
-    return {f"{name}.{leaf}": each for name, part in parts(objects) for leaf, each in part._buffers.items()}
+    return {f"{name}.{leaf}": each for name, part in modules for leaf, each in part._buffers.items()}
 
 
-def attributes_of(objects: Objects) -> Tensors:
+def attributes_of(modules: Parts) -> Tensors:
     """Tensors that are neither parameters nor buffers: a rank's own, as its forward passes leave them.
 
     Not those that a forward pass computes from parameters, nor those that cannot be sent.
     """
     return {
         f"{name}.{leaf}": value
-        for name, part in parts(objects)
+        for name, part in modules
         if not type(part).__module__.startswith("torch.nn.modules.")
         for leaf, value in vars(part).items()
         if isinstance(value, torch.Tensor) and value.grad_fn is None and is_plain(value)
@@ -183,19 +189,19 @@ def attributes_of(objects: Objects) -> Tensors:
 
 def put_buffers(objects: Objects, values: Tensors) -> None:
     """Makes these the modules' buffers, and no others."""
-    _put(objects, buffers_of(objects), values, lambda part: part._buffers)
+    _put(parts(objects), buffers_of, values, lambda part: part._buffers)
 
 
 def put_attributes(objects: Objects, values: Tensors) -> None:
     """Makes these the modules' tensors that are attributes, and no others."""
-    _put(objects, attributes_of(objects), values, vars)
+    _put(parts(objects), attributes_of, values, vars)
 
 
 def _put(
-    objects: Objects, before: Tensors, values: Tensors, table: Callable[[torch.nn.Module], dict[str, Any]]
+    modules: Parts, find: Callable[[Parts], Tensors], values: Tensors, table: Callable[[Any], dict[str, Any]]
 ) -> None:
-    owners = dict(parts(objects))
-    for name in before.keys() | values.keys():
+    owners = dict(modules)
+    for name in find(modules).keys() | values.keys():
         owner, _, leaf = name.rpartition(".")
         tensors = table(owners[owner])
         if name in values:

@@ -252,8 +252,7 @@ class LiveState:
         if self._open is None:
             raise JobAbort("commit() belongs into a step of `for step in live.steps(n)`, once in each")
         parameters = self._form.parameters(self._objects)
-        wrong = self._marks.changed(parameters) or checks.strangers(self._objects, parameters)
-        if wrong:
+        if wrong := self._marks.changed(parameters) or checks.strangers(self._objects, parameters):
             raise JobAbort(f"step {self._open}: {wrong}")
         steps = [optimizer for _, optimizer in optimizers(self._objects)]
         if self._has_default_update and steps and not any(map(has_gradient, steps)):

@@ -169,8 +169,8 @@ class TorchPerformer(Performer):
         by_position, by_name = arguments
         self._users.update(self._kept.objects, *by_position, **by_name)
         self._kept.buffers.keep(self._kept.objects)
-        fields = self._call.end_fields  # shared with the other states of the call
-        fields["committed"] = max(step + 1, fields.get("committed", 0))
+        # Shared with the other states of the call.
+        self._call.end_fields["committed"] = max(step + 1, self._call.end_fields.get("committed", 0))
 
     def _agree_on_infinities(self) -> None:
         """With shards of gradients, a scaler that sees an overflow in one of them skips the step in all."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ..torch_groups.forget import forget_old_ranks
-from .form import Form, Objects, Tensors, filled, parts
+from .form import Form, Objects, filled, parts
 from .tree import Flat, named
 
 # On the module, so that they go with it. It refers to them anyway, and they may refer to it.
@@ -111,16 +111,14 @@ class Sharded(Form):
                 'that it reads a device (torch.tensor(1e-3, device="cpu")), and load checkpoints in restore='
             ) from error
 
-    def _fill_parameters(self, objects: Objects, values: Tensors) -> None:
+    def _fill_parameters(self, objects: Objects, values: dict[str, Any]) -> None:
         """See `Form`. Those on the meta device are replaced."""
         new: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        old: Any
-        for name, old in self.parameters(objects).items():
-            value: Any = values[name]
+        for name, old in dict[str, Any](self.parameters(objects)).items():
             if old.is_meta:
-                new[old] = torch.nn.Parameter(value, requires_grad=False)
+                new[old] = torch.nn.Parameter(values[name], requires_grad=False)
             else:
-                filled(old._local_tensor, value._local_tensor)
+                filled(old._local_tensor, values[name]._local_tensor)
         for _, part in parts(objects):
             for leaf, parameter in part._parameters.items():
                 if parameter in new:  # one object under all its names, so that tied weights stay tied

@@ -28,8 +28,8 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_READ | selectors.EVENT_WRI
 Seam = Callable[[str], None]
 Tensors = list[torch.Tensor]
 _Part = tuple[int, int]
+# What goes through a connection: yields memory that is to be filled (`_READ`) or sent (`_WRITE`).
 _Steps = Generator[tuple[int, memoryview | bytearray | bytes], None, None]
-"""What goes through a connection: yields memory that is to be filled (`_READ`) or sent (`_WRITE`)."""
 
 
 def _idle(point: str) -> None:

@@ -184,9 +184,9 @@ class Iteration:
 
     def described(self, objects: dict[str, Any]) -> Any:
         """The state, with what is a rank's own."""
-        from ft_wrapper.live.form import attributes_of
+        from ft_wrapper.live.form import attributes_of, parts
 
-        return {"common": self.form.describe(objects), "own": attributes_of(objects)}
+        return {"common": self.form.describe(objects), "own": attributes_of(parts(objects))}
 
     def end(self) -> None:
         dist.barrier()
