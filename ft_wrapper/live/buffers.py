@@ -5,6 +5,7 @@ version and value tell which have changed: batch norm's kernels leave no trace i
 anything that writes through ``.data``.
 """
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -69,18 +70,23 @@ class Buffers:
         self._changed = changed
         self.have_changed = not changed.isdisjoint(self._common | buffers.keys())
 
-    def put_back(self, objects: Objects) -> None:
-        """Restores the values that were copied, and removes tensors that are new since."""
+    def put_back(self, objects: Objects, owners: Container[str] = ()) -> None:
+        """Restores the values that were copied.
+
+        Args:
+            objects: whose they are.
+            owners: names of modules; what has been registered in them since is removed.
+        """
         if self._kept is None:
             return
         self.look(objects)
-        _, live = _find(objects)
-        values = {
-            name: live[name] if name not in self._changed else None if old is None else old.clone()
-            for name, old in self._kept.items()
-        }
-        put_buffers(objects, {name: values[name] for name in self._common})
-        put_attributes(objects, {name: values[name] for name in values.keys() - self._common})
+        buffers, live = _find(objects)
+        values = {name: each for name, each in live.items() if name.rpartition(".")[0] not in owners}
+        for name, old in self._kept.items():
+            values[name] = live[name] if name not in self._changed else None if old is None else old.clone()
+        common = self._common | (values.keys() & buffers.keys() - self._kept.keys())
+        put_buffers(objects, {name: values[name] for name in common})
+        put_attributes(objects, {name: values[name] for name in values.keys() - common})
         self._note(_find(objects)[1])
 
     def share(self, objects: Objects, group: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._text import plural
 from ..exception import JobAbort
 from .form import Form, Objects, optimizers
 from .plan import Route
@@ -241,7 +240,6 @@ def describe_difference(routes: Sequence[Route], said: Sequence[Mapping[str, int
     mine, its = said[receiver], said[giver]
     name = next((name for name in its if mine.get(name) != its[name]), "what it consists of")
     return (
-        f"replicas differ at step {step}: active rank {receiver} has another {name} than active rank {giver};"
-        f" {len(routes)} {plural(len(routes), 'rank')} took over another's state. Is something random without"
-        " a seed, or changed outside of update?"
+        f"replicas differ at step {step}: active rank {receiver} has another {name} than active rank {giver},"
+        " and takes over its state: is something random without a seed, or changed outside of update?"
     )

@@ -203,7 +203,7 @@ def _put(
     owners = dict(modules)
     for name in find(modules).keys() | values.keys():
         owner, _, leaf = name.rpartition(".")
-        tensors = table(owners[owner])
+        tensors = table(owners[owner]) if owner in owners else {}  # a module that the loop has added
         if name in values:
             tensors[leaf] = filled(tensors.get(leaf), values[name])
         else:

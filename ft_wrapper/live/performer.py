@@ -236,7 +236,7 @@ class TorchPerformer(Performer):
             scaler._per_optimizer_states.clear()  # half an unscale
         for name, part in parts(objects):
             part.training = self._kept.modes.get(name, part.training)
-        self._kept.buffers.put_back(objects)
+        self._kept.buffers.put_back(objects, self._kept.modes)
 
     def move(self, plan: Plan) -> Any:
         """See `Performer`."""
