@@ -25,10 +25,12 @@ class Buffers:
 
     Attributes:
         have_changed: whether a forward pass has changed buffers since they were copied, as `look` has found.
+        new: names of buffers that were registered since then.
     """
 
     def __init__(self) -> None:
         self.have_changed = False
+        self.new: set[str] = set()
         self._changed: set[str] = set()
         self._kept: Tensors | None = None
         self._common: set[str] = set()  # names of the buffers among them
@@ -68,6 +70,7 @@ class Buffers:
             if tensor is not None and (old is None or not torch.equal(tensor, old)):
                 changed.add(name)
         self._changed = changed
+        self.new = buffers.keys() - self._common
         self.have_changed = not changed.isdisjoint(self._common | buffers.keys())
 
     def put_back(self, objects: Objects, owners: Container[str] = ()) -> None:

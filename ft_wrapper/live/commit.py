@@ -175,8 +175,7 @@ class Course:
         """
         held = self._held()
         routes = self.performer.differing(held.shard, receivers)
-        received = self.performer.move(Plan(Rung.PEERS, routes=routes)) if routes else None
-        if received is not None:
+        if routes and (received := self.performer.move(Plan(Rung.PEERS, routes=routes))) is not None:
             self.kept.held = None
             self.performer.overwrite(received)
             self.kept.held = held

@@ -274,9 +274,7 @@ def _seed_by(seed: int | None, *parts: object) -> None:
         (getattr(module, "manual_seed_all", None) or module.manual_seed)(torch.initial_seed())
 
 
-def _check_arguments(
-    call_wrapper: object, build: object, restore: object, update: object, name: object
-) -> None:
+def _check_arguments(call_wrapper: Any, build: Any, restore: Any, update: Any, name: Any) -> None:
     if not isinstance(call_wrapper, CallWrapper):
         raise TypeError(f"call_wrapper={call_wrapper!r} must be the CallWrapper that the function is given")
     check_callable("build", build, 'lambda: {"model": model, "optimizer": optimizer}')

@@ -143,6 +143,9 @@ class TorchPerformer(Performer):
             self._buddies.await_sent()
         objects, buffers = self._kept.objects, self._kept.buffers
         buffers.look(objects)
+        for name in buffers.new:
+            if name.rpartition(".")[0] not in self._kept.modes:
+                raise JobAbort(f"buffer {name!r} is in a module that build() did not make; make it there")
         if len(self._nodes) > 1:
             if self._kept.shares:
                 buffers.share(objects, self._group)
@@ -231,8 +234,7 @@ class TorchPerformer(Performer):
                 value.zero_grad()
         for parameter in self._form.parameters(objects).values():
             parameter.grad = None
-        scaler = scaler_of(objects)
-        if scaler is not None:
+        if scaler := scaler_of(objects):
             scaler._per_optimizer_states.clear()  # half an unscale
         for name, part in parts(objects):
             part.training = self._kept.modes.get(name, part.training)

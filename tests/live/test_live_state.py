@@ -474,11 +474,13 @@ def misused(rank: Rank, what: str) -> Any:
             if what == "no commit":
                 continue
             if what != "no gradient":
-                loss_of(live["model"], step).backward()
+                loss_of(live["model"][:4], step).backward()
             if what == "update outside":
                 live["optimizer"].step()
             if what == "another head":
                 live["model"][3] = nn.Linear(8, 2)
+            if what == "another module":
+                live["model"].add_module("meter", nn.BatchNorm1d(2, affine=False))
             if what == "another parameter":
                 live["optimizer"].add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
             live.commit()
@@ -507,6 +509,7 @@ def misused(rank: Rank, what: str) -> Any:
         ("update outside", "step 0: parameter 'model.0.weight' was changed outside of commit()"),
         ("clips", "step 1: parameter 'model.0.weight' was changed outside of commit()"),
         ("another head", "step 0: parameter 'model.3."),
+        ("another module", "buffer 'model.meter."),
         ("another parameter", "step 0: 'optimizer' updates 1 parameters of no module"),
     ],
 )
@@ -562,35 +565,6 @@ def test_replicas_that_differ_take_the_state_of_the_most_or_of_the_lowest_rank(
     giver = 1 if slots == [0] else 0
     line = f"active rank {slots[0]} has another parameters.model.0.weight than active rank {giver},"
     assert f"replicas differ at step 2: {line} and takes over its state" in job[0].log
-
-
-def adds_a_module(rank: Rank, kills: bool) -> Any:
-    """The function adds a module without parameters in each entry, which a new rank does not have yet."""
-
-    @Wrapper(**SETTINGS, active_world_size=2)
-    def train(call_wrapper: CallWrapper) -> list[Any]:
-        dist.init_process_group("gloo")
-        live = LiveState(call_wrapper, build, seed=3)
-        if not hasattr(live["model"], "meter"):
-            meter = nn.BatchNorm1d(2, affine=False)
-            vars(meter)["last"] = torch.zeros(1)
-            live["model"].add_module("meter", meter)
-        first = live.step
-        for step in live.steps(STEPS):
-            live["optimizer"].zero_grad()
-            loss_of(live["model"][:4], step).backward()
-            if kills and call_wrapper.iteration == 0 and step == 2 and rank.slot == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            live.commit()
-        return [first, live.plan.rung.name]
-
-    return train()
-
-
-def test_a_module_that_the_function_adds_does_not_end_a_recovery(job: Job) -> None:
-    job.start(3, adds_a_module, True)
-    job.wait_for_end()
-    assert [process.value for process in job.ranks.values() if process.code == 0] == [[2, "PEERS"]] * 2
 
 
 # ---- a recovery that fails by itself
