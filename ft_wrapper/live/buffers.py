@@ -30,7 +30,6 @@ class Buffers:
 
     def __init__(self) -> None:
         self.have_changed = False
-        self.new: set[str] = set()
         self._changed: set[str] = set()
         self._kept: Tensors | None = None
         self._common: set[str] = set()  # names of the buffers among them
@@ -67,7 +66,7 @@ class Buffers:
             changed |= {f"{prefix}running_mean", f"{prefix}running_var"} & live.keys()
         for name in live.keys() - changed:
             tensor, old = live[name], kept.get(name)
-            if tensor is not None and (old is None or not torch.equal(tensor, old)):
+            if tensor is not None and (old is None or not _equal(tensor, old)):
                 changed.add(name)
         self._changed = changed
         self.new = buffers.keys() - self._common
@@ -146,6 +145,13 @@ def _take_rank_0s(objects: Objects, live: Tensors, group: Any) -> None:
     dist.broadcast_object_list(said, 0, group, torch.device("cpu"))
     if dist.get_rank() != 0 and said[0] is not None:
         put_buffers(objects, unflatten(said[0]))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compares words where they are in order: for a mask of bool that is eight times as fast."""
+    if all(each.is_contiguous() and each.nbytes % 8 == each.storage_offset() == 0 for each in (one, other)):
+        one, other = (each.detach().view(-1).view(torch.int64) for each in (one, other))
+    return torch.equal(one, other)
 
 
 def _form_of(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:

@@ -169,8 +169,7 @@ class TorchPerformer(Performer):
     def update(self, step: int, arguments: tuple[Any, ...]) -> None:
         """See `Performer`."""
         self._users.seed("update", step)
-        by_position, by_name = arguments
-        self._users.update(self._kept.objects, *by_position, **by_name)
+        self._users.update(self._kept.objects, *arguments[0], **arguments[1])
         self._kept.buffers.keep(self._kept.objects)
         # Shared with the other states of the call.
         self._call.end_fields["committed"] = max(step + 1, self._call.end_fields.get("committed", 0))
@@ -262,7 +261,7 @@ class TorchPerformer(Performer):
         moved = move(routes, self.rank, source, self._gather, host=self._host, timeout=timeout)
         if moved.bytes:
             event = "sent" if moved.flat is None else "received"
-            self._emit(event, bytes=moved.bytes, seconds=moved.seconds)
+            self._call.own.member.emit(event, bytes=moved.bytes, seconds=moved.seconds)
         return moved.flat
 
     def rebind(self) -> None:
@@ -356,9 +355,6 @@ class TorchPerformer(Performer):
         said: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(said, mine, self._group)
         return said
-
-    def _emit(self, event: str, **fields: Any) -> None:
-        self._call.own.member.emit(event, **fields)
 
 
 def _host_group() -> Any:
