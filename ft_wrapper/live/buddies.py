@@ -166,7 +166,7 @@ class Buddies(Lines):
         """Ends the thread; what is on its way arrives, unless that takes long or was aborted."""
         self._todo.put(None)
         self._thread.join(_JOIN_PATIENCE)
-        self.abort()  # what has not arrived by now does not arrive
+        self.abort()  # gives up what has not arrived
         self._thread.join(_JOIN_PATIENCE)
 
     def _run(self) -> None:

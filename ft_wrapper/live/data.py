@@ -37,7 +37,7 @@ def endless(loader: Any, seed: int | None, step: int, rank: int = 0, ranks: int 
     """
     if not (length := operator.length_hint(loader)):
         raise JobAbort(f"batches(): {type(loader).__name__} has no len(), or is empty; use live.steps(n)")
-    keys = list[Any]()  # of the epoch: an iterator with workers that stay asks the same sampler in each
+    keys = list[Any]()  # of the epoch; persistent workers keep their sampler
     source, iterator = _copy(loader, keys, seed), None
     try:
         for epoch in itertools.count(step // length):
@@ -47,18 +47,18 @@ def endless(loader: Any, seed: int | None, step: int, rank: int = 0, ranks: int 
                 keys[:] = itertools.islice(_keys(loader, epoch, rank, ranks), done, length + 1)
             iterator = iter(source)
             for n in range(done if keys else 0, length + 1):
-                _begin(seed, epoch, f"batch {n}", [])  # an iterable may draw all along, and steps do between
+                _begin(seed, epoch, f"batch {n}", [])  # iterables draw at any time, and so do steps
                 found = [*itertools.islice(iterator, 1)]  # none at the end of the epoch
                 if bool(found) == (n == length):
                     raise JobAbort(f"batches(): epoch {epoch} must have len(loader)={length} batches")
                 if n >= done:
                     yield from found
     finally:
-        getattr(iterator, "_shutdown_workers", lambda: None)()  # also while somebody holds an error of theirs
+        getattr(iterator, "_shutdown_workers", lambda: None)()  # even if a worker's error is still referenced
 
 
 def _copy(loader: Any, keys: list[Any], seed: int | None) -> Any:
-    # A class with a way of its own through an epoch, such as Accelerate's, is left as it is.
+    # Classes with an __iter__ of their own, such as Accelerate's, are left alone.
     way = isinstance(loader, DataLoader) and type(loader).__iter__.__module__.split(".")[0]
     if way not in ("torch", "torchdata"):
         return loader
@@ -89,7 +89,7 @@ class _Samples:
 
     def __getitem__(self, key: tuple[Any, int, int]) -> Any:
         index, place, epoch = key
-        if epoch != self.epoch:  # a worker that stays does not see what is set in the main process
+        if epoch != self.epoch:  # a persistent worker does not see the main process's set_epoch()
             _begin(self.seed, epoch, "epoch", [self.dataset])
             self.epoch = epoch
         _begin(self.seed, epoch, f"sample {place}", [])
@@ -111,7 +111,7 @@ def seed_host(seed: int | None, *parts: object) -> None:
 
 
 def _begin(seed: int | None, epoch: int, what: str, parts: list[Any]) -> None:
-    """Seeds this process, and begins an epoch in parts of a loader; what they draw from is added to them."""
+    """Seeds this process, and begins an epoch in the parts of a loader and in their inner parts."""
     seed_host(seed, epoch, what)
     for part in parts:
         getattr(part, "set_epoch", lambda epoch: None)(epoch)

@@ -33,7 +33,7 @@ _Steps = Generator[tuple[int, memoryview | bytearray | bytes], None, None]
 
 
 def _idle(point: str) -> None:
-    """Stands where tests make faults happen."""
+    """Does nothing; tests inject faults here."""
 
 
 class Moved(NamedTuple):

@@ -61,7 +61,7 @@ class Lines:
         self.address = Address(int(family), self._server.getsockname(), secrets.token_bytes(16))
 
     def connect(self, addresses: Sequence[Address], to: Iterable[int], since: Iterable[int]) -> None:
-        """Connects; all these ranks call it. Strangers that come meanwhile hold nobody up.
+        """Connects to these ranks; collective. Unknown clients do not delay it.
 
         Args:
             addresses: of all active ranks, by rank.
@@ -92,12 +92,12 @@ class Lines:
                     for key, _ in ready:
                         self._welcome(selector, key.data, due)
                 for key in selector.get_map().values():
-                    key.data.close()  # strangers that say nothing, and where they would come
+                    key.data.close()  # silent clients, and the server
         except OSError as error:
             raise self._failure(rank, error) from error
 
     def connect_around(self, addresses: Sequence[Address], steps: Iterable[int]) -> list[tuple[int, int]]:
-        """As `connect`, to each rank that is one of the steps further, from each that is one before.
+        """Connects to the ranks so many steps further, and from those so many steps before.
 
         Returns:
             The two ranks of each step.

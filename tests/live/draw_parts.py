@@ -171,7 +171,7 @@ class Statistics(nn.Module):
 
 
 class Norm(nn.BatchNorm1d):
-    """Batch norm, called as the others are."""
+    """Batch norm with the signature of the others."""
 
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:  # type: ignore[override]
         """See `BatchNorm1d`."""

@@ -6,7 +6,7 @@ A case is drawn from its seed: optimizer and options, type of the weights, buffe
 that rest, groups added later, schedulers, scaler, averages, wrapped layers, ways to train in parallel, ranks,
 and one to three faults. ``--seed 123 --cases 1`` runs one again. What torch cannot compute is drawn again:
 each case is tried here first, alone, without LiveState. A job is one ftrun for many cases, since starting
-costs most; a case that ends or blocks its job is named, and the others go on in another one.
+costs most. A case that ends or blocks its job is reported, and the rest run in a new job.
 
 A case is right if all ranks end with the bits of the run without faults (parameters, all buffers, the
 optimizers' states with their types and shapes, everything else), no step was lost, and no entry is without a
@@ -251,7 +251,7 @@ def _wrong_entries(case: Case, said: list[dict[str, Any]]) -> list[str]:
         for one in entered:
             again = one["iteration"] != iterations[0]
             most = EVERY if case.may_go_back else 0
-            # Nobody may know yet that the first recovery was sealed.
+            # The seal of the first recovery may still be unknown.
             is_right = one["rung"] == "CHECKPOINT" if not again or one["step"] == 0 else False
             is_right = is_right or (again and one["rung"] in ("PEERS", "COPIES" if case.may_go_back else ""))
             if not is_right or one["lost"] > most:

@@ -176,7 +176,7 @@ class Member(Performer):
         state.gradient += ("garbage" if self.is_aborted else (n, step, "second"),)
 
     def make_ready(self) -> bool:
-        """See `Performer`: all have the buffers of rank 0, once the vote has told that some have changed."""
+        """See `Performer`: shares rank 0's buffers once a vote has shown that some changed."""
         state = self.state
         if not self.shares:
             return False
