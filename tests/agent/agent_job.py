@@ -96,7 +96,8 @@ class FtRun:
         try:
             while not path.exists():
                 ended = select.select([pidfd], [], [], 0.02)[0]
-                assert not ended and time.monotonic() < deadline, f"there is no {path.name}:\n{self.said}"
+                if ended or time.monotonic() >= deadline:  # the file may have come just before the end
+                    assert path.exists(), f"there is no {path.name}:\n{self.said}"
         finally:
             os.close(pidfd)
 
