@@ -5,15 +5,15 @@ thread on the way at each rank. Here a vote takes log2 of the number of ranks me
 all in the caller's thread, and ends at once when the rank is interrupted.
 """
 
-import socket
 import struct
 from collections.abc import Sequence
 
 from .wire import Address, Lines
 
-Values = tuple[int, int, int, int]
+Values = tuple[int, int, int]
 
-_VALUES = struct.Struct("!qqqq")
+_VALUES = struct.Struct("!qqq")
+_SIZE = struct.Struct("!Q")
 
 
 class Ballot(Lines):
@@ -53,23 +53,47 @@ class Ballot(Lines):
             TimeoutError: a rank did not come.
         """
         for to, since in self._rounds:
-            rank = to
-            try:
-                self.to[to].sendall(_VALUES.pack(*values))
-                rank = since
-                heard = self._hear(self.since[since])
-            except OSError as error:
-                raise self._failure(rank, error) from error
-            one, two, three, four = map(min, values, heard)
-            values = one, two, three, four
+            self._say(to, _VALUES.pack(*values))
+            one, two, three = map(min, values, _VALUES.unpack(self._hear(since, _VALUES.size)))
+            values = one, two, three
         return values
 
-    def _hear(self, line: socket.socket) -> Values:
-        said = b""
-        while len(said) < _VALUES.size:
-            more = line.recv(_VALUES.size - len(said))
-            if not more:
-                raise ConnectionError("closed by the peer")
-            said += more
-        heard: Values = _VALUES.unpack(said)
-        return heard
+    def tell(self, said: bytes) -> bytes:
+        """Gives all ranks what rank 0 says; all call it, and rank 0 waits for none.
+
+        It goes along a binomial tree of the connections that votes use.
+
+        Args:
+            said: by rank 0; by others it is ignored.
+
+        Raises:
+            ConnectionError: a rank is gone.
+            TimeoutError: a rank did not come.
+        """
+        depth = self._rank.bit_length()
+        if self._rank:
+            _, since = self._rounds[depth - 1]
+            (size,) = _SIZE.unpack(self._hear(since, _SIZE.size))
+            said = self._hear(since, size)
+        for to, _ in self._rounds[depth:]:
+            if to > self._rank:  # the others are beyond the last rank
+                self._say(to, _SIZE.pack(len(said)) + said)
+        return said
+
+    def _say(self, to: int, said: bytes) -> None:
+        try:
+            self.to[to].sendall(said)
+        except OSError as error:
+            raise self._failure(to, error) from error
+
+    def _hear(self, since: int, size: int) -> bytes:
+        said = bytearray()
+        try:
+            while len(said) < size:
+                more = self.since[since].recv(size - len(said))
+                if not more:
+                    raise ConnectionError("closed by the peer")
+                said += more
+        except OSError as error:
+            raise self._failure(since, error) from error
+        return bytes(said)

@@ -5,7 +5,9 @@ version and value tell which have changed: batch norm's kernels leave no trace i
 anything that writes through ``.data``.
 """
 
-from collections.abc import Container
+import ctypes
+import pickle
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -13,34 +15,41 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _broadcast_coalesced
 
 from .form import Objects, Tensors, attributes_of, buffers_of, parts, put_attributes, put_buffers
-from .tree import Flat, flatten, unflatten
+from .tree import Flat, flatten, is_plain, unflatten
 
-_SMALL = 1 << 18  # elements; these are copied at each commit, others where they have changed
 _BUCKET = 1 << 20  # bytes in one broadcast
 _COUNTER = "num_batches_tracked"
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
+# Names, tensors, which are compared by identity, and their versions.
+_Versions = set[tuple[str, torch.Tensor | None, int]]
 
 
 class Buffers:
     """Copies of all buffers, and of tensors that are attributes: those are each rank's own.
 
     Attributes:
-        have_changed: whether a forward pass has changed buffers since they were copied, as `look` has found.
-        new: names of buffers that were registered since then.
+        new: names of buffers that were registered since they were copied, as `look` has found.
     """
 
     def __init__(self) -> None:
-        self.have_changed = False
         self._changed: set[str] = set()
         self._kept: Tensors | None = None
         self._common: set[str] = set()  # names of the buffers among them
-        self._seen: dict[str, tuple[torch.Tensor | None, int]] = {}
+        self._seen: _Versions = set()
 
     def forget(self) -> None:
         """Forgets the copies: the state that they belong to is replaced."""
         self._kept = None
 
-    def keep(self, objects: Objects) -> None:
-        """Copies all of them."""
+    def keep(self, objects: Objects, *, is_quiet: bool = False) -> None:
+        """Copies all of them.
+
+        Args:
+            objects: whose they are.
+            is_quiet: nothing has written to them since `look` without a trace.
+        """
         (buffers, live), kept = _find(objects), self._kept or {}
         touched = self._touched(live) | self._changed
         self._kept, self._common, self._changed = {}, {*buffers}, set()
@@ -49,13 +58,13 @@ class Buffers:
             old = kept.get(name)
             if tensor is None or old is None or _form_of(tensor) != _form_of(old):
                 old = None if tensor is None else tensor.detach().clone()
-            elif tensor.numel() <= _SMALL or name in touched:
-                targets.append(old)
+            elif name in touched or not tensor.is_cpu or not (is_quiet or _equal(tensor, old)):
+                targets.append(old)  # on a device without a comparison, for which the host would wait
                 sources.append(tensor.detach())
             self._kept[name] = old
         if targets:
             torch._foreach_copy_(targets, sources)
-        self._note(live)
+        self._seen = _versions(live)
 
     def look(self, objects: Objects) -> None:
         """Finds out which tensors have changed since they were copied."""
@@ -68,9 +77,7 @@ class Buffers:
             tensor, old = live[name], kept.get(name)
             if tensor is not None and (old is None or not _equal(tensor, old)):
                 changed.add(name)
-        self._changed = changed
-        self.new = buffers.keys() - self._common
-        self.have_changed = not changed.isdisjoint(self._common | buffers.keys())
+        self._changed, self.new = changed, buffers.keys() - self._common
 
     def put_back(self, objects: Objects, owners: Container[str] = ()) -> None:
         """Restores the values that were copied.
@@ -84,49 +91,50 @@ class Buffers:
         self.look(objects)
         buffers, live = _find(objects)
         values = {name: each for name, each in live.items() if name.rpartition(".")[0] not in owners}
-        for name, old in self._kept.items():
-            values[name] = live[name] if name not in self._changed else None if old is None else old.clone()
+        values.update({name: self._before(name, live) for name in self._kept})
         common = self._common | (values.keys() & buffers.keys() - self._kept.keys())
         put_buffers(objects, {name: values[name] for name in common})
         put_attributes(objects, {name: values[name] for name in values.keys() - common})
-        self._note(_find(objects)[1])
+        self._seen = _versions(_find(objects)[1])
 
-    def share(self, objects: Objects, group: Any) -> None:
-        """Gives all active ranks rank 0's values of the buffers that changed on any rank; collective.
+    def share(self, objects: Objects, tell: Callable[[bytes], bytes], group: Any) -> None:
+        """Gives all active ranks the buffers of rank 0; collective, after `look`.
 
+        What rank 0 has not changed the others take back, so only what it has changed is sent.
         ``DistributedDataParallel`` does so before the next forward pass, which is too late if rank 0 is lost.
 
         Args:
             objects: whose they are.
+            tell: gives all ranks what rank 0 passes.
             group: of all active ranks, for host memory.
         """
-        live, kept, names = buffers_of(parts(objects)), self._kept or {}, sorted(self._common)
-        is_other = live.keys() != self._common or any(
-            _form_of(live[name]) != _form_of(kept[name]) for name in names
-        )
-        mask = torch.tensor([*(name in self._changed for name in names), is_other], dtype=torch.uint8)
-        dist.all_reduce(mask, dist.ReduceOp.MAX, group)
-        if mask[-1]:
-            _take_rank_0s(objects, live, group)
+        live, kept, is_first = buffers_of(parts(objects)), self._kept or {}, dist.get_rank() == 0
+        changed = self._changed & (live.keys() | self._common)
+        has_others = any(_form_of(live.get(name)) != _form_of(kept.get(name)) for name in changed)
+        flat = flatten(live) if is_first and has_others else None
+        whole = flat and Flat(flat.skeleton, [tensor.cpu() for tensor in flat.tensors])
+        said = tell(pickle.dumps((sorted(changed), whole)) if changed else b"")
+        names, whole = pickle.loads(said) if said else ((), None)
+        if whole is not None:
+            put_buffers(objects, unflatten(whole))
             return
-        chosen = [live[name] for name, bit in zip(names, mask.tolist(), strict=False) if bit]
+        if not is_first and (has_others or not changed.issubset(names)):
+            put_buffers(objects, {name: self._before(name, live) for name in self._common})
+            live = buffers_of(parts(objects))
+        chosen = [each.detach() for each in map(live.get, names) if each is not None]
         world: Any = dist.group.WORLD
         for where, is_host in ((group, True), (world, False)):
-            there = [each.detach() for each in chosen if each is not None and each.is_cpu == is_host]
-            if there:
+            if there := [each for each in chosen if each.is_cpu == is_host]:
                 _broadcast_coalesced(where, there, _BUCKET, 0)
+
+    def _before(self, name: str, live: Tensors) -> torch.Tensor | None:
+        """What a tensor was like when it was copied, in memory of its own."""
+        old = (self._kept or {})[name]
+        return live[name] if name not in self._changed else None if old is None else old.clone()
 
     def _touched(self, live: Tensors) -> set[str]:
         """Names the tensors that were written to, assigned, registered or deleted."""
-        seen = self._seen
-        return (live.keys() ^ seen.keys()) | {
-            name
-            for name in live.keys() & seen.keys()
-            if live[name] is not seen[name][0] or _version_of(live[name]) != seen[name][1]
-        }
-
-    def _note(self, live: Tensors) -> None:
-        self._seen = {name: (tensor, _version_of(tensor)) for name, tensor in live.items()}
+        return {name for name, _, _ in _versions(live) ^ self._seen}
 
 
 def _find(objects: Objects) -> tuple[Tensors, Tensors]:
@@ -136,21 +144,12 @@ def _find(objects: Objects) -> tuple[Tensors, Tensors]:
     return buffers, {**buffers, **attributes_of(modules)}
 
 
-def _take_rank_0s(objects: Objects, live: Tensors, group: Any) -> None:
-    """Shares where a forward pass has made new buffers, or some of another shape."""
-    said: list[Flat | None] = [None]
-    if dist.get_rank() == 0:
-        flat = flatten(live)
-        said = [Flat(flat.skeleton, [tensor.cpu() for tensor in flat.tensors])]
-    dist.broadcast_object_list(said, 0, group, torch.device("cpu"))
-    if dist.get_rank() != 0 and said[0] is not None:
-        put_buffers(objects, unflatten(said[0]))
-
-
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compares words where they are in order: for a mask of bool that is eight times as fast."""
-    if all(each.is_contiguous() and each.nbytes % 8 == each.storage_offset() == 0 for each in (one, other)):
-        one, other = (each.detach().view(-1).view(torch.int64) for each in (one, other))
+    """Compares memory on the host: for small ones seven times as fast as ``torch.equal``."""
+    if _form_of(one) != _form_of(other):
+        return False
+    if one.is_cpu and one.is_contiguous() and other.is_contiguous() and is_plain(one):
+        return not _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes)
     return torch.equal(one, other)
 
 
@@ -158,5 +157,8 @@ def _form_of(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
-def _version_of(tensor: torch.Tensor | None) -> int:
-    return -1 if tensor is None or tensor.is_inference() else tensor._version
+def _versions(live: Tensors) -> _Versions:
+    return {
+        (name, each, -1 if each is None or each.is_inference() else each._version)
+        for name, each in live.items()
+    }

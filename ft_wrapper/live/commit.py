@@ -52,17 +52,11 @@ class Performer:
 
     # ---- a step
 
-    def make_ready(self) -> bool:
-        """Does all of a step that needs other ranks, and waits for what a device still does.
+    def make_ready(self) -> None:
+        """Does all of a step that needs other ranks, and waits for what a device still does."""
 
-        Returns:
-            Whether that is all; False: something is to be made equal on all ranks, and they do not know it.
-        """
-        return True
-
-    def vote(self, step: int, is_ready: bool = True) -> bool:
-        """Returns once all active ranks have called it, with the same step: whether all are ready."""
-        return is_ready
+    def vote(self, step: int) -> None:
+        """Returns once all active ranks have called it, with the same step."""
 
     def update(self, step: int, arguments: tuple[Any, ...]) -> None:
         """Does a step: turns gradients and state into the next state, whose buffers it copies; alone."""
@@ -141,14 +135,12 @@ class Course:
         A rank that applies them has seen the vote end. So all had entered it, and were prepared before. One
         that does not see it end can follow in the recovery, without talking to the others.
         """
-        held, is_through = self._held(), False
-        while not is_through:
-            self.kept.held = held  # not prepared: what makes it ready changes buffers
-            is_ready = self.performer.make_ready()
-            with self.performer.atomic():
-                self.kept.arguments = arguments
-                self.kept.held = dataclasses.replace(held, is_prepared=is_ready)
-            is_through = self.performer.vote(held.step, is_ready)
+        held = self._held()
+        self.performer.make_ready()
+        with self.performer.atomic():
+            self.kept.arguments = arguments
+            self.kept.held = dataclasses.replace(held, is_prepared=True)
+        self.performer.vote(held.step)
         self._apply()
 
     def _apply(self) -> None:

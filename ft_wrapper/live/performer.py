@@ -36,7 +36,6 @@ class TorchKept(Kept):
         buffers: copies of those that a forward pass may change.
         copies: of shards, in host memory.
         data_parallel: DDP objects.
-        shares: some rank has seen a forward pass change a buffer.
         modes: whether each module was in training when it was built, by name.
         built: what was built, which must be the same on all ranks.
         shapes: of the parameters that were built, by name.
@@ -48,7 +47,6 @@ class TorchKept(Kept):
         self.buffers = Buffers()
         self.copies = Copies()
         self.data_parallel = DataParallel()
-        self.shares = False
         self.modes: dict[str, bool] = {}
         self.built: checks.Outline = ()
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -133,44 +131,36 @@ class TorchPerformer(Performer):
 
     # ---- a step
 
-    def make_ready(self) -> bool:
+    def make_ready(self) -> None:
         """See `Performer`: before the step behind that of a copy, the copy is with the buddies.
 
-        Otherwise more steps than come between two copies could be lost. Buffers are shared once all know that
-        a forward pass changes some, which the vote tells them.
+        Otherwise more steps than come between two copies could be lost.
         """
         if self._buddies is not None:
             self._buddies.await_sent()
         objects, buffers = self._kept.objects, self._kept.buffers
         buffers.look(objects)
-        for name in buffers.new:
-            if name.rpartition(".")[0] not in self._kept.modes:
-                raise JobAbort(f"buffer {name!r} is in a module that build() did not make; make it there")
+        if odd := [name for name in buffers.new if name.rpartition(".")[0] not in self._kept.modes]:
+            raise JobAbort(f"buffer {odd[0]!r} is in a module that build() did not make; make it there")
         if len(self._nodes) > 1:
-            if self._kept.shares:
-                buffers.share(objects, self._group)
-            elif buffers.have_changed:
-                return False
+            buffers.share(objects, self._ballot.tell, self._group)
         self._agree_on_infinities()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()  # what an abort ends early leaves garbage behind
-        return True
 
-    def vote(self, step: int, is_ready: bool = True) -> bool:
+    def vote(self, step: int) -> None:
         """See `Performer`."""
         stored = -1 if self._buddies is None else self._buddies.stored
-        low, high, stored, all_ready = self._ballot.vote((step, -step, stored, int(is_ready)))
+        low, high, stored = self._ballot.vote((step, -step, stored))
         if low != -high:
             raise RuntimeError(f"the ranks do not do the same steps: one is at {low}, another at {-high}")
         self._kept.copies.drop_older(stored)
-        self._kept.shares |= not all_ready
-        return bool(all_ready)
 
     def update(self, step: int, arguments: tuple[Any, ...]) -> None:
         """See `Performer`."""
         self._users.seed("update", step)
         self._users.update(self._kept.objects, *arguments[0], **arguments[1])
-        self._kept.buffers.keep(self._kept.objects)
+        self._kept.buffers.keep(self._kept.objects, is_quiet=self._users.update is default_update)
         # Shared with the other states of the call.
         self._call.end_fields["committed"] = max(step + 1, self._call.end_fields.get("committed", 0))
 
@@ -211,13 +201,12 @@ class TorchPerformer(Performer):
         """See `Performer`."""
         outline = checks.outline_of_arguments(self._users.update, self._settings) + self._kept.built
         register = self._read_register() if self.rank == 0 else Register()
-        about = own_node(), self._ballot.address, checks.digest_of(outline), self._kept.shares
+        about = own_node(), self._ballot.address, checks.digest_of(outline)
         holdings, registers, *others = zip(*self._gather((mine, register, *about)), strict=True)
-        self._nodes, addresses, digests, shares = others
+        self._nodes, addresses, digests = others
         if len({*digests}) > 1:
             difference = checks.first_difference(self._gather(outline))
             raise JobAbort(f"the ranks do not build the same state: {difference}")
-        self._kept.shares = any(shares)
         self._ballot.open(addresses)
         return [*holdings], registers[0]
 
@@ -293,7 +282,8 @@ class TorchPerformer(Performer):
     def differing(self, shard: Hashable, receivers: Collection[int] | None) -> tuple[Route, ...]:
         """See `Performer`."""
         with torch.no_grad():
-            described = named(self._form.describe(self._kept.objects))
+            # By name: a receiver may have registered buffers in another order.
+            described = sorted(named(self._form.describe(self._kept.objects)), key=lambda one: one[0])
             tensors = {name: self._form.local(tensor)[0] for name, tensor in described}
         routes = checks.routes_to_equal(self._gather((shard, checksum(tensors.values()))), receivers)
         if routes and receivers is not None:
@@ -330,9 +320,10 @@ class TorchPerformer(Performer):
         """
         if len(self._nodes) > 1:
             copies, timeout = self._kept.copies, self._call.settings.hard_timeout
-            self._buddies = Buddies(copies, self.rank, self._host, timeout)
-            self._call.own.lines.append(self._buddies)
-            self._call.helpers.callback(self._buddies.end)
+            with self.atomic():  # its thread has an owner at once
+                self._buddies = Buddies(copies, self.rank, self._host, timeout)
+                self._call.own.lines.append(self._buddies)
+                self._call.helpers.callback(self._buddies.end)
             addresses, stored = zip(*self._gather((self._buddies.address, copies.stored)), strict=True)
             self._buddies.open(addresses, self._nodes, buddies)
             if min(stored) < max(0, self._kept.newest - copy_every + 1):

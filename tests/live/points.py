@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -160,10 +159,10 @@ current = Points([], Path())
 _hear = ballot.Ballot._hear
 
 
-def _hear_half_way(self: ballot.Ballot, line: socket.socket) -> ballot.Values:
-    """Stops between the begin and the end of a vote."""
+def _hear_half_way(self: ballot.Ballot, since: int, size: int) -> bytes:
+    """Stops between the begin and the end of a vote, or where rank 0 says which buffers have changed."""
     current.check("in seal" if current.recovering else "in vote")
-    return _hear(self, line)
+    return _hear(self, since, size)
 
 
 class Probed(performer.TorchPerformer):
@@ -178,22 +177,20 @@ class Probed(performer.TorchPerformer):
 
     # ---- a step
 
-    def make_ready(self) -> bool:
+    def make_ready(self) -> None:
         """See `Performer`."""
-        is_ready = super().make_ready()
+        super().make_ready()
         current.check("before vote")
-        return is_ready
 
-    def vote(self, step: int, is_ready: bool = True) -> bool:
+    def vote(self, step: int) -> None:
         """See `Performer`: a step's, and the seal."""
         is_seal = current.recovering
         if is_seal:
             current.check("before seal")
-        is_through = super().vote(step, is_ready)
+        super().vote(step)
         if is_seal:
             current.say("sealed", step=step)
         current.check("after seal" if is_seal else "after vote")
-        return is_through
 
     # ---- a recovery
 

@@ -34,7 +34,7 @@ def opened(
 
 
 def vote(threads: ThreadPoolExecutor, one: Ballot, *values: int) -> Future[ballot.Values]:
-    return threads.submit(one.vote, (values[0], values[1], values[2], values[3]))
+    return threads.submit(one.vote, (values[0], values[1], values[2]))
 
 
 @pytest.mark.parametrize("size", range(1, 12))
@@ -42,17 +42,41 @@ def test_the_least_of_each_value(size: int) -> None:
     choose = random.Random(size)
     with opened(size) as (ballots, threads):
         for _ in range(50):
-            said = [[choose.randint(-(1 << 62), 1 << 62) for _ in range(4)] for _ in ballots]
+            said = [[choose.randint(-(1 << 62), 1 << 62) for _ in range(3)] for _ in ballots]
             votes = [vote(threads, one, *values) for one, values in zip(ballots, said, strict=True)]
             least = tuple(min(values) for values in zip(*said, strict=True))
             assert [one.result(30) for one in votes] == [least] * size
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_all_hear_what_rank_0_tells(size: int) -> None:
+    choose = random.Random(size)
+    said = [choose.randbytes(choose.choice([0, 1, 4096, 3 << 20])) for _ in range(8)]
+    votes = [choose.random() < 0.5 for _ in said]  # both go through the same connections
+
+    def take_part(one: Ballot, rank: int) -> list[bytes]:
+        heard = []
+        for number, (each, has_vote) in enumerate(zip(said, votes, strict=True)):
+            heard.append(one.tell(b"not mine" if rank else each))
+            assert not has_vote or one.vote((number, rank, -rank)) == (number, 0, 1 - size)
+        return heard
+
+    with opened(size) as (ballots, threads):
+        heard = [threads.submit(take_part, one, rank) for rank, one in enumerate(ballots)]
+        assert all(each.result(30) == said for each in heard)
+
+
+def test_rank_0_waits_for_none() -> None:
+    with opened(3) as (ballots, _):
+        assert ballots[0].tell(b"says it") == b"says it"
+        assert ballots[2].tell(b"") == b"says it"
 
 
 @pytest.mark.parametrize("size", range(2, 9))
 def test_a_vote_ends_nowhere_without_one(size: int) -> None:
     def votes_and_leaves(one: Ballot) -> None:
         with contextlib.closing(one):
-            one.vote((0, 0, 0, 0))
+            one.vote((0, 0, 0))
 
     for silent in range(size):
         with opened(size) as (ballots, threads):
@@ -65,7 +89,7 @@ def test_a_vote_ends_nowhere_without_one(size: int) -> None:
 
 def test_who_is_gone_is_named() -> None:
     with opened(2) as (ballots, threads):
-        waits = vote(threads, ballots[0], 0, 0, 0, 0)
+        waits = vote(threads, ballots[0], 0, 0, 0)
         ballots[1].close()
         with pytest.raises(ConnectionError, match="active rank 1 is gone: no connection for a vote"):
             waits.result(30)
@@ -76,7 +100,7 @@ def test_who_does_not_vote_is_named() -> None:
         opened(3, timeout=0.1) as (ballots, _),
         pytest.raises(TimeoutError, match=r"active rank 2 has not come to a vote in 0\.1 s"),
     ):
-        ballots[0].vote((0, 0, 0, 0))
+        ballots[0].vote((0, 0, 0))
 
 
 def test_who_does_not_open_is_named() -> None:
@@ -109,17 +133,17 @@ def test_strangers_are_sent_away() -> None:
             stack.enter_context(socket.create_connection(ballots[0].address.name)).close()
 
         with opened(2, before=come) as (ballots, threads):
-            votes = [vote(threads, one, rank, -rank, 5, 1) for rank, one in enumerate(ballots)]
-            assert [one.result(30) for one in votes] == [(0, -1, 5, 1)] * 2
+            votes = [vote(threads, one, rank, -rank, 5) for rank, one in enumerate(ballots)]
+            assert [one.result(30) for one in votes] == [(0, -1, 5)] * 2
 
 
 def test_an_abort_frees_this_rank_and_no_other() -> None:
     with opened(2) as (ballots, threads):
-        first = vote(threads, ballots[0], 0, 0, 0, 0)
+        first = vote(threads, ballots[0], 0, 0, 0)
         ballots[0].abort()
         with pytest.raises(ConnectionError, match="active rank 1 is gone"):
             first.result(30)
-        assert ballots[1].vote((3, 3, 3, 3)) == (0, 0, 0, 0)  # rank 0 had said its own
+        assert ballots[1].vote((3, 3, 3)) == (0, 0, 0)  # rank 0 had said its own
         for _ in range(3):
             ballots[1].to[0].sendall(b"nor does it later")
 
@@ -143,7 +167,7 @@ def test_an_abort_frees_who_waits_for_a_connection() -> None:
 def test_nothing_stays_open() -> None:
     before = open_sockets()
     with opened(5) as (ballots, threads):
-        for one in [vote(threads, one, 0, 0, 0, 0) for one in ballots]:
+        for one in [vote(threads, one, 0, 0, 0) for one in ballots]:
             one.result(30)
         assert open_sockets() == before + 5 * 2 * 3
     assert open_sockets() == before

@@ -52,7 +52,7 @@ def test_a_search_through_all_finds_a_mistake() -> None:
 @pytest.mark.parametrize("compares", [False, True])
 def test_a_late_write_of_the_register(compares: bool) -> None:
     """By a rank that was left out meanwhile: a plain write brings a history back that was given up."""
-    job = dataclasses.replace(JOBS["ddp-spare"], faults=8, demotions=6, late_writes=True, compares=compares)
+    job = dataclasses.replace(JOBS["ddp-spare"], faults=12, demotions=9, late_writes=True, compares=compares)
     failure = at_random(job, range(3000)).failure
     assert (failure is None) == compares, failure
 

@@ -157,17 +157,16 @@ def cut_short(rank: Rank, point: str) -> Any:
     """Fails on slot 1 at a point of step 2, once."""
 
     class Fails(TorchPerformer):
-        def vote(self, step: int, is_ready: bool = True) -> bool:
-            fails = is_ready and LIVE["iteration"] == 0 and step == 2 and rank.slot == 1 and LIVE["commits"]
+        def vote(self, step: int) -> None:
+            fails = LIVE["iteration"] == 0 and step == 2 and rank.slot == 1 and LIVE["commits"]
             if fails and point == "before the vote":
                 raise ValueError(point)
             if fails and point == "in the vote":
-                next(iter(self._ballot.to.values())).sendall(struct.pack("!qqqq", step, -step, -1, 1))
+                next(iter(self._ballot.to.values())).sendall(struct.pack("!qqq", step, -step, -1))
                 raise ValueError(point)
-            is_through = super().vote(step, is_ready)
+            super().vote(step)
             if fails and point == "after the vote":
                 raise ValueError(point)
-            return is_through
 
         def update(self, step: int, arguments: tuple[Any, ...]) -> None:
             if LIVE["iteration"] == 0 and step == 2 and rank.slot == 1 and point == "in the update":
@@ -213,12 +212,11 @@ def rolls_with_arguments(rank: Rank) -> Any:
     from ft_wrapper.live import live_state
 
     class Fails(TorchPerformer):
-        def vote(self, step: int, is_ready: bool = True) -> bool:
-            is_through = super().vote(step, is_ready)
+        def vote(self, step: int) -> None:
+            super().vote(step)
             if rank.slot == 1 and step == 2 and not fallen and self._kept.arguments:  # not the seal
                 fallen.append(step)
                 raise ValueError("after the vote")
-            return is_through
 
     fallen: list[int] = []
     found: list[list[Any]] = []
@@ -671,15 +669,15 @@ def sends_slowly(rank: Rank) -> Any:
         return exchange(self, *arguments)
 
     class Notes(TorchPerformer):
-        def make_ready(self) -> bool:
+        def make_ready(self) -> None:
             if self._kept.newest % 2 == 0:
                 commits.release()
-            return super().make_ready()
+            super().make_ready()
 
-        def vote(self, step: int, is_ready: bool = True) -> bool:
-            if self._buddies is not None and is_ready:  # not the seal
+        def vote(self, step: int) -> None:
+            if self._buddies is not None:  # not the seal
                 stored.append([step, self._buddies.stored])
-            return super().vote(step, is_ready)
+            super().vote(step)
 
     buddies.Buddies._exchange = late  # type: ignore[method-assign]
     live_state.TorchPerformer = Notes  # type: ignore[misc]

@@ -62,7 +62,6 @@ class Member(Performer):
         has_read: what it has read of the register.
         writes: the register as it has read it, and what it writes.
         later: what it has received and puts in once all have theirs.
-        shares: it knows that a forward pass changes buffers.
     """
 
     def __init__(self, world: World, process: Process, rank: int) -> None:
@@ -76,7 +75,6 @@ class Member(Performer):
         self.heard: Any = None
         self.is_atomic = self.is_aborted = self.is_dead = self.has_left = False
         self.is_recovering = True
-        self.shares = False
         self.before: frozenset[Any] = frozenset()
         self.has_read = Register()
         self.writes: tuple[Register, Register] | None = None
@@ -141,17 +139,19 @@ class Member(Performer):
         """Notes what it was told."""
         self.heard = hash((self.heard, what))
 
-    def meet(self, what: str, value: Any = None, group: frozenset[int] | None = None) -> Meeting:
-        """Takes part in a collective."""
+    def meet(
+        self, what: str, value: Any = None, group: frozenset[int] | None = None, root: int | None = None
+    ) -> Meeting:
+        """Takes part in a collective; with a root each rank waits for that one alone."""
         self.point(what)
         if self.is_aborted:
             raise Interrupted
         meeting = self.world.meeting(self, what, group)
         meeting.values[self.rank] = value
-        if meeting.is_complete:
+        if meeting.is_complete or self.rank == root:
             self.world.wake()
         else:
-            self.wait(f"in {what}", lambda: meeting.is_complete)
+            self.wait(f"in {what}", lambda: meeting.is_complete or root in meeting.values)
         return meeting
 
     def atomic(self, what: str = "atomic") -> contextlib.AbstractContextManager[Any]:
@@ -175,31 +175,26 @@ class Member(Performer):
         self.meet("reduce")
         state.gradient += ("garbage" if self.is_aborted else (n, step, "second"),)
 
-    def make_ready(self) -> bool:
-        """See `Performer`: shares rank 0's buffers once a vote has shown that some changed."""
+    def make_ready(self) -> None:
+        """See `Performer`: all have the buffers of rank 0, who waits for none."""
         state = self.state
-        if not self.shares:
-            return False
-        meeting = self.meet("share", state.buffers)
+        meeting = self.meet("share", state.buffers, root=0)
         if not self.is_aborted:
             _, step, _ = shared = meeting.values[0]
             self.hear(shared)
             state.buffers = step + 1 if isinstance(step, int) else shared
-        return True
 
-    def vote(self, step: int, is_ready: bool = True) -> bool:
+    def vote(self, step: int) -> None:
         """See `Performer`."""
-        return self.cast(step, None, is_ready)
+        self.cast(step, None)
 
-    def cast(self, step: int, group: frozenset[int] | None, is_ready: bool = True) -> bool:
+    def cast(self, step: int, group: frozenset[int] | None) -> None:
         """Votes in a group; None: all."""
-        meeting = self.meet("vote", (step, is_ready), group)
-        if len({step for step, _ in meeting.values.values()}) > 1:
+        meeting = self.meet("vote", step, group)
+        if len(set(meeting.values.values())) > 1:
             raise Violation(f"the ranks do not vote on the same step: {meeting.values}")
         if self.is_recovering:
             self.world.checker.sealed(self)
-        self.shares = not self.is_recovering
-        return all(is_ready for _, is_ready in meeting.values.values())
 
     def update(self, step: int, arguments: tuple[Any, ...]) -> None:
         """See `Performer`."""

@@ -58,32 +58,31 @@ def change_held(one: Holding, **changes: Any) -> Holding:
 class NoVote(Member):
     """Steps are applied without one."""
 
-    def vote(self, step: int, is_ready: bool = True) -> bool:
+    def vote(self, step: int) -> None:
         """See `Performer`."""
-        if self.is_recovering or not is_ready:
-            return super().vote(step, is_ready)
-        return True
+        if self.is_recovering:
+            super().vote(step)
 
 
 class VoteOfReplicas(Member):
     """Only the replicas of a shard vote on a step."""
 
-    def vote(self, step: int, is_ready: bool = True) -> bool:
+    def vote(self, step: int) -> None:
         """See `Performer`."""
         shards = self.world.job.shards
         same = frozenset(rank for rank, shard in enumerate(shards) if shard == shards[self.rank])
-        return self.cast(step, None if self.is_recovering else same, is_ready)
+        self.cast(step, None if self.is_recovering else same)
 
 
 class VoteInReplica(Member):
     """Only the ranks of a replica vote on a step, as HSDP's clipping does."""
 
-    def vote(self, step: int, is_ready: bool = True) -> bool:
+    def vote(self, step: int) -> None:
         """See `Performer`."""
         size = len(set(self.world.job.shards))
         first = self.rank - self.rank % size
         same = frozenset(range(first, first + size))
-        return self.cast(step, None if self.is_recovering else same, is_ready)
+        self.cast(step, None if self.is_recovering else same)
 
 
 class PreparedAfterVote(Course):
@@ -92,8 +91,8 @@ class PreparedAfterVote(Course):
     def commit(self, arguments: tuple[Any, ...] = ()) -> None:
         """See `Course`."""
         held = self._held()
-        while not self.performer.vote(held.step, self.performer.make_ready()):
-            pass
+        self.performer.make_ready()
+        self.performer.vote(held.step)
         with self.performer.atomic():
             self.kept.arguments = arguments
             self.kept.held = dataclasses.replace(held, is_prepared=True)
@@ -105,18 +104,16 @@ class PreparedOutsideAtomic(Course):
 
     def commit(self, arguments: tuple[Any, ...] = ()) -> None:
         """See `Course`."""
-        held, is_through = self._held(), False
-        while not is_through:
-            self.kept.held = held
-            is_ready = self.performer.make_ready()
-            member = self.performer
-            assert isinstance(member, Member)
-            was, member.is_aborted = member.is_aborted, False
-            with self.performer.atomic():
-                member.is_aborted = was
-                self.kept.arguments = arguments
-                self.kept.held = dataclasses.replace(held, is_prepared=is_ready)
-            is_through = self.performer.vote(held.step, is_ready)
+        held = self._held()
+        self.performer.make_ready()
+        member = self.performer
+        assert isinstance(member, Member)
+        was, member.is_aborted = member.is_aborted, False
+        with self.performer.atomic():
+            member.is_aborted = was
+            self.kept.arguments = arguments
+            self.kept.held = dataclasses.replace(held, is_prepared=True)
+        self.performer.vote(held.step)
         self._apply()
 
 
@@ -198,13 +195,12 @@ class BuffersForgotten(Member):
 class OwnBuffers(Member):
     """Each rank has its own buffers."""
 
-    def make_ready(self) -> bool:
+    def make_ready(self) -> None:
         """See `Performer`."""
         buffers = self.state.buffers
-        is_ready = super().make_ready()
+        super().make_ready()
         if not self.is_aborted:
             self.state.buffers = buffers
-        return is_ready
 
 
 class GradientsLeft(Member):
@@ -321,10 +317,10 @@ class NoSeal(Course):
         """See `Course`."""
         vote = self.performer.vote
 
-        def no_vote(step: int, is_ready: bool = True) -> bool:
+        def no_vote(step: int) -> None:
             if self.kept.held is not None:
                 self.kept.held = dataclasses.replace(self.kept.held, history=self.number, ready=frozenset())
-            return vote(step, is_ready)
+            vote(step)
 
         self.performer.vote = no_vote  # type: ignore[method-assign]
         try:
@@ -378,7 +374,7 @@ MISTAKES = [
     Mistake("vote-of-replicas", "hsdp", member=VoteOfReplicas),
     Mistake("vote-in-replica", "hsdp", member=VoteInReplica),
     Mistake("prepared-after-vote", "ddp", PreparedAfterVote),
-    Mistake("prepared-outside-atomic", "ddp", PreparedOutsideAtomic),
+    Mistake("prepared-outside-atomic", "hsdp", PreparedOutsideAtomic),
     Mistake("keeps-prepared", "ddp", KeepsPrepared),
     Mistake("not-torn", "ddp", NotTorn),
     Mistake("not-torn-by-adoption", "ddp", NotTornByAdoption),
