@@ -43,6 +43,7 @@ BUFFERS = (
         "in place",
         "not persistent",
         "by .data",
+        "now and then",
         ".data set",
         "assigned",
     ),

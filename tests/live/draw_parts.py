@@ -87,7 +87,7 @@ class Statistics(nn.Module):
         match self.kind:
             case "in place" | "not persistent" | "two names" | "view":
                 self.mean.lerp_(now, 0.1)
-            case "by .data":
+            case "by .data" | "now and then":
                 self.mean.data.mul_(0.9).add_(now, alpha=0.1)
             case ".data set":
                 self.mean.data = 0.9 * self.mean + 0.1 * now
@@ -129,7 +129,8 @@ class Statistics(nn.Module):
             return x * self.cache[step + 1].to(x.dtype)
         if self.kind == "dropped" and step == LATER:
             self.mean = None
-        if self.training:
+        # One rank alone learns, if any does.
+        if self.training and (self.kind != "now and then" or dist.get_rank() == step % 3):
             self._learn(x)
         match self.kind:
             case "codebook" | "codebook in place":
