@@ -58,7 +58,7 @@ class Buffers:
             old = kept.get(name)
             if tensor is None or old is None or _form_of(tensor) != _form_of(old):
                 old = None if tensor is None else tensor.detach().clone()
-            elif name in touched or not tensor.is_cpu or not (is_quiet or _equal(tensor, old)):
+            elif name in touched or not (is_quiet or (tensor.is_cpu and _equal(tensor, old))):
                 targets.append(old)  # on a device without a comparison, for which the host would wait
                 sources.append(tensor.detach())
             self._kept[name] = old
