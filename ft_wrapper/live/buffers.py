@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _broadcast_coalesced
 
 from .form import Objects, Tensors, attributes_of, buffers_of, parts, put_attributes, put_buffers
-from .tree import Flat, flatten, is_plain, unflatten
+from .tree import Flat, flatten, is_dense, is_plain, unflatten
 
 _BUCKET = 1 << 20  # bytes in one broadcast
 _COUNTER = "num_batches_tracked"
@@ -30,10 +30,11 @@ class Buffers:
     """Copies of all buffers, and of tensors that are attributes: those are each rank's own.
 
     Attributes:
-        new: names of buffers that were registered since they were copied, as `look` has found.
+        odd: names of buffers that were registered or dropped since they were copied, as `look` has found.
     """
 
     def __init__(self) -> None:
+        self.odd: set[str] = set()
         self._changed: set[str] = set()
         self._kept: Tensors | None = None
         self._common: set[str] = set()  # names of the buffers among them
@@ -43,28 +44,23 @@ class Buffers:
         """Forgets the copies: the state that they belong to is replaced."""
         self._kept = None
 
-    def keep(self, objects: Objects, *, is_quiet: bool = False) -> None:
-        """Copies all of them.
-
-        Args:
-            objects: whose they are.
-            is_quiet: nothing has written to them since `look` without a trace.
-        """
-        (buffers, live), kept = _find(objects), self._kept or {}
+    def keep(self, objects: Objects) -> None:
+        """Copies all of them: step hooks and fused optimizers, too, write to some without a trace."""
+        (buffers, live), kept, now = _find(objects), self._kept or {}, Tensors()
         touched = self._touched(live) | self._changed
-        self._kept, self._common, self._changed = {}, {*buffers}, set()
         targets, sources = [], []
         for name, tensor in live.items():
             old = kept.get(name)
             if tensor is None or old is None or _form_of(tensor) != _form_of(old):
                 old = None if tensor is None else tensor.detach().clone()
-            elif name in touched or not (is_quiet or (tensor.is_cpu and _equal(tensor, old))):
+            elif name in touched or not tensor.is_cpu or not _equal(tensor, old):
                 targets.append(old)  # on a device without a comparison, for which the host would wait
                 sources.append(tensor.detach())
-            self._kept[name] = old
+            now[name] = old
         if targets:
             torch._foreach_copy_(targets, sources)
-        self._seen = _versions(live)
+        # An interruption before leaves the copies that there were, of the same values.
+        self._seen, self._common, self._changed, self._kept = _versions(live), {*buffers}, set(), now
 
     def look(self, objects: Objects) -> None:
         """Finds out which tensors have changed since they were copied."""
@@ -77,7 +73,7 @@ class Buffers:
             tensor, old = live[name], kept.get(name)
             if tensor is not None and (old is None or not _equal(tensor, old)):
                 changed.add(name)
-        self._changed, self.new = changed, buffers.keys() - self._common
+        self._changed, self.odd = changed, buffers.keys() ^ self._common
 
     def put_back(self, objects: Objects, owners: Container[str] = ()) -> None:
         """Restores the values that were copied.
@@ -93,8 +89,8 @@ class Buffers:
         values = {name: each for name, each in live.items() if name.rpartition(".")[0] not in owners}
         values.update({name: self._before(name, live) for name in self._kept})
         common = self._common | (values.keys() & buffers.keys() - self._kept.keys())
-        put_buffers(objects, {name: values[name] for name in common})
-        put_attributes(objects, {name: values[name] for name in values.keys() - common})
+        put_buffers(objects, {name: values[name] for name in common & values.keys()}, self._old)
+        put_attributes(objects, {name: values[name] for name in values.keys() - common}, self._old)
         self._seen = _versions(_find(objects)[1])
 
     def share(self, objects: Objects, tell: Callable[[bytes], bytes], group: Any) -> None:
@@ -110,7 +106,7 @@ class Buffers:
         """
         live, kept, is_first = buffers_of(parts(objects)), self._kept or {}, dist.get_rank() == 0
         changed = self._changed & (live.keys() | self._common)
-        has_others = any(_form_of(live.get(name)) != _form_of(kept.get(name)) for name in changed)
+        has_others = self.odd or any(_form_of(live[name]) != _form_of(kept[name]) for name in changed)
         flat = flatten(live) if is_first and has_others else None
         whole = flat and Flat(flat.skeleton, [tensor.cpu() for tensor in flat.tensors])
         said = tell(pickle.dumps((sorted(changed), whole)) if changed else b"")
@@ -119,7 +115,7 @@ class Buffers:
             put_buffers(objects, unflatten(whole))
             return
         if not is_first and (has_others or not changed.issubset(names)):
-            put_buffers(objects, {name: self._before(name, live) for name in self._common})
+            put_buffers(objects, {name: self._before(name, live) for name in self._common}, self._old)
             live = buffers_of(parts(objects))
         chosen = [each.detach() for each in map(live.get, names) if each is not None]
         world: Any = dist.group.WORLD
@@ -131,6 +127,11 @@ class Buffers:
         """What a tensor was like when it was copied, in memory of its own."""
         old = (self._kept or {})[name]
         return live[name] if name not in self._changed else None if old is None else old.clone()
+
+    @property
+    def _old(self) -> Tensors:
+        """The tensors that were copied: a forward pass may have put one of them in another's place."""
+        return {name: tensor for name, tensor, _ in self._seen}
 
     def _touched(self, live: Tensors) -> set[str]:
         """Names the tensors that were written to, assigned, registered or deleted."""
@@ -148,7 +149,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compares memory on the host: for small ones seven times as fast as ``torch.equal``."""
     if _form_of(one) != _form_of(other):
         return False
-    if one.is_cpu and one.is_contiguous() and other.is_contiguous() and is_plain(one):
+    if one.is_cpu and is_plain(one) and one.stride() == other.stride() and is_dense(one):
         return not _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes)
     return torch.equal(one, other)
 

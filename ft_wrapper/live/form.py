@@ -161,9 +161,10 @@ def parts(objects: Objects) -> Parts:
 
 def filled(old: torch.Tensor | None, new: torch.Tensor | None) -> Any:
     """The new values, in the old tensor's memory where they fit, since others may refer to it."""
-    if old is None or new is None or old.is_meta:
+    if old is None or new is None or old.is_meta or old.is_inference():
         return new
-    if (old.shape, old.stride(), old.dtype) != (new.shape, new.stride(), new.dtype) or not is_dense(old):
+    is_alike = old.stride() == new.stride() or not is_dense(old)  # a view of another tensor stays one
+    if (old.shape, old.dtype) != (new.shape, new.dtype) or not is_alike or 0 in old.stride():
         return new.to(old.device)
     return old if old.data_ptr() == new.data_ptr() else old.copy_(new)
 
@@ -187,25 +188,26 @@ def attributes_of(modules: Parts) -> Tensors:
     }
 
 
-def put_buffers(objects: Objects, values: Tensors) -> None:
-    """Makes these the modules' buffers, and no others."""
-    _put(parts(objects), buffers_of, values, lambda part: part._buffers)
+def put_buffers(objects: Objects, values: Tensors, into: Tensors | None = None) -> None:
+    """Makes these the modules' buffers, and no others; in the memory of ``into``, or of the present ones."""
+    _put(parts(objects), buffers_of, values, lambda part: part._buffers, into)
 
 
-def put_attributes(objects: Objects, values: Tensors) -> None:
+def put_attributes(objects: Objects, values: Tensors, into: Tensors | None = None) -> None:
     """Makes these the modules' tensors that are attributes, and no others."""
-    _put(parts(objects), attributes_of, values, vars)
+    _put(parts(objects), attributes_of, values, vars, into)
 
 
+@torch.no_grad()  # some may require gradients
 def _put(
-    modules: Parts, find: Callable[[Parts], Tensors], values: Tensors, table: Callable[[Any], dict[str, Any]]
+    modules: Parts, find: Callable[[Parts], Tensors], values: Tensors, table: Callable[[Any], Any], into: Any
 ) -> None:
-    owners = dict(modules)
-    for name in find(modules).keys() | values.keys():
+    owners, present = dict(modules), find(modules)
+    for name in present.keys() | values.keys():
         owner, _, leaf = name.rpartition(".")
         tensors = table(owners[owner]) if owner in owners else {}  # a module that the loop has added
         if name in values:
-            tensors[leaf] = filled(tensors.get(leaf), values[name])
+            tensors[leaf] = filled((into or present).get(name), values[name])
         else:
             del tensors[leaf]
 

@@ -140,7 +140,7 @@ class TorchPerformer(Performer):
             self._buddies.await_sent()
         objects, buffers = self._kept.objects, self._kept.buffers
         buffers.look(objects)
-        if odd := [name for name in buffers.new if name.rpartition(".")[0] not in self._kept.modes]:
+        if odd := [name for name in buffers.odd if name.rpartition(".")[0] not in self._kept.modes]:
             raise JobAbort(f"buffer {odd[0]!r} is in a module that build() did not make; make it there")
         if len(self._nodes) > 1:
             buffers.share(objects, self._ballot.tell, self._group)
@@ -160,7 +160,7 @@ class TorchPerformer(Performer):
         """See `Performer`."""
         self._users.seed("update", step)
         self._users.update(self._kept.objects, *arguments[0], **arguments[1])
-        self._kept.buffers.keep(self._kept.objects, is_quiet=self._users.update is default_update)
+        self._kept.buffers.keep(self._kept.objects)
         # Shared with the other states of the call.
         self._call.end_fields["committed"] = max(step + 1, self._call.end_fields.get("committed", 0))
 
