@@ -59,12 +59,13 @@ class Ballot(Lines):
         return values
 
     def tell(self, said: bytes) -> bytes:
-        """Gives all ranks what rank 0 says; all call it, and rank 0 waits for none.
-
-        It goes along a binomial tree of the connections that votes use.
+        """Broadcasts bytes from rank 0, along a binomial tree of the votes' connections; collective.
 
         Args:
-            said: by rank 0; by others it is ignored.
+            said: rank 0's; ignored on the others.
+
+        Returns:
+            What rank 0 said.
 
         Raises:
             ConnectionError: a rank is gone.
@@ -76,7 +77,7 @@ class Ballot(Lines):
             (size,) = _SIZE.unpack(self._hear(since, _SIZE.size))
             said = self._hear(since, size)
         for to, _ in self._rounds[depth:]:
-            if to > self._rank:  # the others are beyond the last rank
+            if to > self._rank:  # otherwise it has wrapped around
                 self._say(to, _SIZE.pack(len(said)) + said)
         return said
 

@@ -22,7 +22,7 @@ _COUNTER = "num_batches_tracked"
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
-# Names, tensors, which are compared by identity, and their versions.
+# (name, tensor, version); tensors compare by identity.
 _Versions = set[tuple[str, torch.Tensor | None, int]]
 
 
@@ -45,7 +45,7 @@ class Buffers:
         self._kept = None
 
     def keep(self, objects: Objects) -> None:
-        """Copies all of them: step hooks and fused optimizers, too, write to some without a trace."""
+        """Copies what has changed. Compares all: step hooks and fused optimizers may leave no trace."""
         (buffers, live), kept, now = _find(objects), self._kept or {}, Tensors()
         touched = self._touched(live) | self._changed
         targets, sources = [], []
@@ -54,12 +54,12 @@ class Buffers:
             if tensor is None or old is None or _form_of(tensor) != _form_of(old):
                 old = None if tensor is None else tensor.detach().clone()
             elif name in touched or not tensor.is_cpu or not _equal(tensor, old):
-                targets.append(old)  # on a device without a comparison, for which the host would wait
+                targets.append(old)  # on a GPU without comparing, which would block the host
                 sources.append(tensor.detach())
             now[name] = old
         if targets:
             torch._foreach_copy_(targets, sources)
-        # An interruption before leaves the copies that there were, of the same values.
+        # All at once: after an interruption the old copies are still whole.
         self._seen, self._common, self._changed, self._kept = _versions(live), {*buffers}, set(), now
 
     def look(self, objects: Objects) -> None:
@@ -96,12 +96,12 @@ class Buffers:
     def share(self, objects: Objects, tell: Callable[[bytes], bytes], group: Any) -> None:
         """Gives all active ranks the buffers of rank 0; collective, after `look`.
 
-        What rank 0 has not changed the others take back, so only what it has changed is sent.
-        ``DistributedDataParallel`` does so before the next forward pass, which is too late if rank 0 is lost.
+        The others undo their own changes, so only rank 0's are sent. ``DistributedDataParallel`` does this
+        before the next forward pass, which is too late if rank 0 is lost.
 
         Args:
             objects: whose they are.
-            tell: gives all ranks what rank 0 passes.
+            tell: broadcasts bytes from rank 0, as `Ballot.tell`.
             group: of all active ranks, for host memory.
         """
         live, kept, is_first = buffers_of(parts(objects)), self._kept or {}, dist.get_rank() == 0
@@ -124,13 +124,13 @@ class Buffers:
                 _broadcast_coalesced(where, there, _BUCKET, 0)
 
     def _before(self, name: str, live: Tensors) -> torch.Tensor | None:
-        """What a tensor was like when it was copied, in memory of its own."""
+        """A tensor's committed value; a copy if it has changed."""
         old = (self._kept or {})[name]
         return live[name] if name not in self._changed else None if old is None else old.clone()
 
     @property
     def _old(self) -> Tensors:
-        """The tensors that were copied: a forward pass may have put one of them in another's place."""
+        """The tensors at the last copy; a forward pass may have swapped some since."""
         return {name: tensor for name, tensor, _ in self._seen}
 
     def _touched(self, live: Tensors) -> set[str]:

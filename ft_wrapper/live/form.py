@@ -189,12 +189,12 @@ def attributes_of(modules: Parts) -> Tensors:
 
 
 def put_buffers(objects: Objects, values: Tensors, into: Tensors | None = None) -> None:
-    """Makes these the modules' buffers, and no others; in the memory of ``into``, or of the present ones."""
+    """Makes these the modules' only buffers, in the memory of ``into``; by default of the present ones."""
     _put(parts(objects), buffers_of, values, lambda part: part._buffers, into)
 
 
 def put_attributes(objects: Objects, values: Tensors, into: Tensors | None = None) -> None:
-    """Makes these the modules' tensors that are attributes, and no others."""
+    """Makes these the modules' only tensors in attributes; ``into``: as for buffers."""
     _put(parts(objects), attributes_of, values, vars, into)
 
 

@@ -282,7 +282,7 @@ class TorchPerformer(Performer):
     def differing(self, shard: Hashable, receivers: Collection[int] | None) -> tuple[Route, ...]:
         """See `Performer`."""
         with torch.no_grad():
-            # By name: a receiver may have registered buffers in another order.
+            # Sorted: a receiver may have registered buffers in another order.
             described = sorted(named(self._form.describe(self._kept.objects)), key=lambda one: one[0])
             tensors = {name: self._form.local(tensor)[0] for name, tensor in described}
         routes = checks.routes_to_equal(self._gather((shard, checksum(tensors.values()))), receivers)
@@ -320,7 +320,7 @@ class TorchPerformer(Performer):
         """
         if len(self._nodes) > 1:
             copies, timeout = self._kept.copies, self._call.settings.hard_timeout
-            with self.atomic():  # its thread has an owner at once
+            with self.atomic():  # so that its thread is always ended
                 self._buddies = Buddies(copies, self.rank, self._host, timeout)
                 self._call.own.lines.append(self._buddies)
                 self._call.helpers.callback(self._buddies.end)

@@ -96,7 +96,7 @@ class FtRun:
         try:
             while not path.exists():
                 ended = select.select([pidfd], [], [], 0.02)[0]
-                if ended or time.monotonic() >= deadline:  # the file may have come just before the end
+                if ended or time.monotonic() >= deadline:  # the file may appear just before the exit
                     assert path.exists(), f"there is no {path.name}:\n{self.said}"
         finally:
             os.close(pidfd)

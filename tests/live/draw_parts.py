@@ -129,7 +129,7 @@ class Statistics(nn.Module):
             return x * self.cache[step + 1].to(x.dtype)
         if self.kind == "dropped" and step == LATER:
             self.mean = None
-        # One rank alone learns, if any does.
+        # At most one rank learns.
         if self.training and (self.kind != "now and then" or dist.get_rank() == step % 3):
             self._learn(x)
         match self.kind:
@@ -300,67 +300,69 @@ def batch(case: Case) -> torch.Tensor:
 # Optimizers ----------------------------------------------------------------------------------------------
 
 
-class Bf16Moments(torch.optim.Optimizer):
+class Own(torch.optim.Optimizer):
+    """What the optimizers below have in common."""
+
+    def __init__(self, parameters: Any, lr: Any = 0.1, **defaults: Any) -> None:
+        super().__init__(parameters, {"lr": lr, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """See `Optimizer`."""
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    self.update(each, self.state[each], group["lr"])
+
+    def update(self, each: Any, state: dict[str, Any], lr: Any) -> None:
+        """Steps one parameter."""
+        raise NotImplementedError
+
+
+class Bf16Moments(Own):
     """Moments of fewer bits than the parameters."""
 
-    def __init__(self, parameters: Any, lr: Any = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """See `Optimizer`."""
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    moment = self.state[each].setdefault(
-                        "moment", torch.zeros_like(each, dtype=torch.bfloat16)
-                    )
-                    moment.mul_(0.9).add_(each.grad.to(torch.bfloat16))
-                    each.sub_(moment.to(each.dtype) * group["lr"])
+    def update(self, each: Any, state: dict[str, Any], lr: Any) -> None:
+        """See `Own`."""
+        moment = state.setdefault("moment", torch.zeros_like(each, dtype=torch.bfloat16))
+        moment.mul_(0.9).add_(each.grad.to(torch.bfloat16))
+        each.sub_(moment.to(each.dtype) * lr)
 
 
-class Fp32Masters(torch.optim.Optimizer):
+class Fp32Masters(Own):
     """Masters of more bits than the parameters."""
 
-    def __init__(self, parameters: Any, lr: Any = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """See `Optimizer`."""
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    master = self.state[each].setdefault("master", each.detach().float().clone())
-                    master.sub_(each.grad.float() * group["lr"])
-                    each.copy_(master)
+    def update(self, each: Any, state: dict[str, Any], lr: Any) -> None:
+        """See `Own`."""
+        master = state.setdefault("master", each.detach().float().clone())
+        master.sub_(each.grad.float() * lr)
+        each.copy_(master)
 
 
-class OddState(torch.optim.Optimizer):
+class OddState(Own):
     """State of all kinds: numbers, None, lists that grow, tensors of another shape; and random numbers."""
 
     def __init__(self, parameters: Any, lr: Any = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr, "seen": torch.zeros(1, device="cpu")})
+        super().__init__(parameters, lr, seen=torch.zeros(1, device="cpu"))
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """See `Optimizer`."""
         for group in self.param_groups:
             group["seen"] += 1
-            for each in group["params"]:
-                if each.grad is None:
-                    continue
-                state = self.state[each]
-                if not state:
-                    state.update(count=0, last=None, history=[], inner={"row": torch.zeros(3)})
-                state["count"] += 1
-                state["history"] = [*state["history"][-2:], torch.full((state["count"],), 0.5)]
-                state["inner"]["row"] += 1.0
-                last = 0.0 if state["last"] is None else state["last"]
-                each.sub_(group["lr"] * (each.grad + 0.5 * last) / state["count"])
-                if not isinstance(each, DTensor):
-                    each.add_(torch.randn_like(each), alpha=1e-3)
-                state["last"] = each.grad.clone()
+        super().step()
+
+    def update(self, each: Any, state: dict[str, Any], lr: Any) -> None:
+        """See `Own`."""
+        if not state:
+            state.update(count=0, last=None, history=[], inner={"row": torch.zeros(3)})
+        state["count"] += 1
+        state["history"] = [*state["history"][-2:], torch.full((state["count"],), 0.5)]
+        state["inner"]["row"] += 1.0
+        last = 0.0 if state["last"] is None else state["last"]
+        each.sub_(lr * (each.grad + 0.5 * last) / state["count"])
+        if not isinstance(each, DTensor):
+            each.add_(torch.randn_like(each), alpha=1e-3)
+        state["last"] = each.grad.clone()
 
 
 _RATES = {"Adadelta": 1.0, "Rprop": 0.01, "SGD": 0.05, "LBFGS": 0.2, "ASGD": 0.05}

@@ -160,7 +160,7 @@ _hear = ballot.Ballot._hear
 
 
 def _hear_half_way(self: ballot.Ballot, since: int, size: int) -> bytes:
-    """Stops between the begin and the end of a vote, or where rank 0 says which buffers have changed."""
+    """Stops in the middle of a vote, or of rank 0's broadcast before it."""
     current.check("in seal" if current.recovering else "in vote")
     return _hear(self, since, size)
 

@@ -1,10 +1,11 @@
-"""Buffers that forward passes change: put back, and those of rank 0 on all ranks."""
+"""Buffers that forward passes change: they are restored, and rank 0's reach all ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import os
+import pickle
 import random
 import signal
 import sys
@@ -70,7 +71,7 @@ def change_some(model: nn.Sequential, choose: random.Random) -> None:
             setattr(owner, name, some_tensor(choose))
         if kind == "other data":
             old = getattr(owner, name)
-            if not old.is_inference():  # torch no longer knows then whether it has a version
+            if not old.is_inference():  # reading its version would raise
                 old.data = torch.ones_like(some_tensor(choose), dtype=old.dtype)
         if kind == "delete":
             delattr(owner, name)
@@ -89,7 +90,7 @@ def digest(model: nn.Module) -> str:
         f"{at}.{name}": each for at, part in model.named_modules() for name, each in part._buffers.items()
     }
     for name, each in sorted(named.items()):
-        # A copy on other ranks may lie in memory in another way.
+        # Other ranks' copies may have other strides.
         said = None if each is None else (each.shape, each.dtype, each.detach().clone().flatten())
         found.update(repr((name, said and said[:2])).encode())
         if said is not None:
@@ -148,8 +149,10 @@ def test_what_an_update_writes_without_a_trace_is_kept(prepare: Any, options: di
         assert (digest(model), model.weight.tolist()) == before
 
 
-@pytest.mark.parametrize("what", ["keep", "put_back"])
-def test_an_interruption_at_any_line_leaves_what_can_be_put_back(what: str) -> None:
+@pytest.mark.parametrize("what", ["keep", "put_back", "share"])
+def test_an_interruption_at_any_line_leaves_what_can_be_put_back(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Interrupted(BaseException):
         pass
 
@@ -162,16 +165,27 @@ def test_an_interruption_at_any_line_leaves_what_can_be_put_back(what: str) -> N
             raise Interrupted
         return trace
 
+    def broadcast(group: Any, there: list[torch.Tensor], size: int, root: int) -> None:
+        for each in there:
+            each.fill_(2)
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr("ft_wrapper.live.buffers._broadcast_coalesced", broadcast)
+    told = pickle.dumps((["model.2.own table"], None))
     for number in itertools.count(1):
         objects, buffers = build(), Buffers()
         model, left = objects["model"], number
         buffers.keep(objects)
         before = digest(model)
-        if what == "put_back":
-            change_some(model, random.Random(6))
+        if what != "keep":
+            for seed in range(8):
+                change_some(model, random.Random(seed))
+            buffers.look(objects)
+            assert digest(model) != before
+        arguments = [lambda said: told, None] if what == "share" else []
         sys.settrace(trace)
         try:
-            getattr(buffers, what)(objects)
+            getattr(buffers, what)(objects, *arguments)
             break
         except Interrupted:
             pass
@@ -183,12 +197,12 @@ def test_an_interruption_at_any_line_leaves_what_can_be_put_back(what: str) -> N
 
 
 def shares(rank: Rank, kind: str, killed: int = -1) -> Any:
-    """Trains while forward passes change buffers: on rank 0 alone, or on each rank others.
+    """Trains while forward passes change buffers.
 
     Args:
         rank: the harness's.
-        kind: "each": on all ranks; "first": on rank 0 alone.
-        killed: rank 0 is, in the vote of this step.
+        kind: "each": every rank changes its own choice of them; "first": only rank 0 does.
+        killed: rank 0 is killed in the vote of this step.
 
     Returns:
         Digests of the buffers after each step.
@@ -214,7 +228,7 @@ def shares(rank: Rank, kind: str, killed: int = -1) -> Any:
             live["optimizer"].zero_grad()
             ddp(torch.ones(8, 4) * (dist.get_rank() + 1)).sum().backward()
             choose = random.Random(f"{step} {dist.get_rank()}")
-            # Most steps change nothing: what changes is new to all.
+            # Most steps change nothing, so no rank expects a change.
             if choose.random() < 0.3 and (kind == "each" or dist.get_rank() == 0):
                 change_some(live["model"], choose)
             mine = digest(live["model"])
@@ -239,13 +253,13 @@ def test_all_ranks_have_rank_0s(job: Job, kind: str) -> None:
 @pytest.mark.tcp_only("of no other meaning with another store")
 @pytest.mark.parametrize("killed", [4, 11])  # the first step that changes some, and a later one
 def test_what_rank_0_has_changed_is_not_lost_with_it(job: Job, killed: int) -> None:
-    """It is killed once it has told the others, who step without it, but with what it has told them."""
+    """Rank 0 dies after telling the others; they finish the step with what it told them."""
     job.start(2, shares, "first")
     clean = job.wait()[0]
     job.start(3, shares, "first", killed)
     job.wait_for_end()
     lived = [process.value for process in job.ranks.values() if process.code == 0]
     assert "replicas differ" not in "".join(process.log for process in job.ranks.values())
-    # The others do the step again if it died before they were ready.
+    # If it died before they were ready, they redo the step.
     assert [*map(len, lived)] in ([STEPS - killed] * 2, [STEPS - killed - 1] * 2)
     assert lived == [clean[-len(each) :] for each in lived]

@@ -142,7 +142,7 @@ class Member(Performer):
     def meet(
         self, what: str, value: Any = None, group: frozenset[int] | None = None, root: int | None = None
     ) -> Meeting:
-        """Takes part in a collective; with a root each rank waits for that one alone."""
+        """Takes part in a collective; with a root, ranks wait only for it."""
         self.point(what)
         if self.is_aborted:
             raise Interrupted
@@ -176,7 +176,7 @@ class Member(Performer):
         state.gradient += ("garbage" if self.is_aborted else (n, step, "second"),)
 
     def make_ready(self) -> None:
-        """See `Performer`: all have the buffers of rank 0, who waits for none."""
+        """See `Performer`: all get rank 0's buffers; rank 0 does not wait."""
         state = self.state
         meeting = self.meet("share", state.buffers, root=0)
         if not self.is_aborted:
