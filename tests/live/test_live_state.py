@@ -162,7 +162,9 @@ def cut_short(rank: Rank, point: str) -> Any:
             if fails and point == "before the vote":
                 raise ValueError(point)
             if fails and point == "in the vote":
-                next(iter(self._ballot.to.values())).sendall(struct.pack("!qqq", step, -step, -1))
+                vote = struct.pack("!qqq", step, -step, -1)
+                self._ballot._say(0, vote)
+                self._ballot._hear(0, len(vote))  # rank 0 is ready, too
                 raise ValueError(point)
             super().vote(step)
             if fails and point == "after the vote":
