@@ -21,7 +21,7 @@ from .exception import Drained
 from .monitor.frames import drop_own_frames
 from .monitor.shared_memory import RankMemory
 from .protocol.membership import Membership
-from .restart import Settings, check_together, default_assignment
+from .restart import Settings, check_together, default_assignment, name_of
 from .restart.call import Call
 from .settings import ACTIVE_WORLD_SIZE_ENV, Limits, about, formation_size
 from .state import FrozenState, State
@@ -224,13 +224,12 @@ class Wrapper:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             state = self._check_environment()
             plan = plan_store(self.store_factory, self.store_kwargs, self.barrier_timeout)
-            name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
-            call = Call(self.settings, plan, state, name)
+            call = Call(self.settings, plan, state, name_of(function))
             error: BaseException | None = None
             checks, quiet = None, _quiet_watchdog()
             try:
                 checks = check.log_once(self.settings.hard_timeout, is_wanted=_begins_job(call))
-                return call.run(_filled_in(function, parameter, CallWrapper(call), args, kwargs))
+                result = call.run(_filled_in(function, parameter, CallWrapper(call), args, kwargs))
             except BaseException as caught:
                 error = caught
                 drop_own_frames(caught)
@@ -242,6 +241,8 @@ class Wrapper:
                 if checks is not None:
                     checks.join(_CHECKS_PATIENCE)
                 del error, call
+            _check_function(function, result)
+            return result
 
         return cast(F, wrapped)
 
@@ -333,18 +334,19 @@ def _quiet_watchdog() -> list[str]:
     return unset
 
 
-def _check_function(function: Callable[..., Any]) -> None:
+def _check_function(function: Callable[..., Any], result: object = None) -> None:
+    """Refuses what only begins when it is called; with a decorator around it, that shows in its result."""
     if inspect.isclass(function):
         raise TypeError(
             f"{function!r} is a class: a call would make an object and return; wrap the function or the "
             "method that trains"
         )
-    for is_kind, kind in (
-        (inspect.iscoroutinefunction, "a coroutine function"),
-        (inspect.isasyncgenfunction, "an asynchronous generator function"),
-        (inspect.isgeneratorfunction, "a generator function"),
+    for is_kind, is_result, kind in (
+        (inspect.iscoroutinefunction, inspect.iscoroutine, "a coroutine function"),
+        (inspect.isasyncgenfunction, inspect.isasyncgen, "an asynchronous generator function"),
+        (inspect.isgeneratorfunction, inspect.isgenerator, "a generator function"),
     ):
-        if is_kind(function):
+        if is_kind(function) or is_kind(type(function).__call__) or is_result(result):
             raise TypeError(
                 f"{function!r} is {kind}: calling it runs nothing yet, so nothing could be restarted; wrap a "
                 "plain function that runs it to its end"

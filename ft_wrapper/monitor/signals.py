@@ -34,7 +34,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-from ..exception import RankShouldRestart
+from ..exception import JobAbort, RankShouldRestart, RestartAbort
 from .right_place import Obstacle, obstacle
 
 logger = logging.getLogger(__name__)
@@ -275,6 +275,18 @@ def replaced_by(interruption: RankShouldRestart) -> BaseException | None:
             return link
         link = link.__context__
     return None
+
+
+def ours_in(error: BaseException) -> BaseException:
+    """The wrapper's own exception in a group that a task group (asyncio's, trio's) made; else the error."""
+    if isinstance(error, BaseExceptionGroup):
+        for kind in (JobAbort, RestartAbort, RankShouldRestart):
+            found: BaseException | None = error.subgroup(kind)
+            while isinstance(found, BaseExceptionGroup):
+                found = found.exceptions[0]
+            if found is not None:
+                return found
+    return error
 
 
 def outside_finalizers(

@@ -179,3 +179,11 @@ def _outline(plug_in: object) -> str:
     if isinstance(plug_in, Compose):
         return f"Compose({', '.join(map(_outline, plug_in.parts))})"
     return type(plug_in).__name__
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What the terms of a job call a function: without an address, which differs from rank to rank."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named: Any = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

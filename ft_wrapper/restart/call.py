@@ -35,7 +35,7 @@ from ..store import PrefixStore, StorePlan
 from ..torch_groups import device, forget, made, warm_up
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.standing import standing
-from . import Settings, torch_state
+from . import Settings, forked, torch_state
 from .exit_watch import ExitWatch
 from .loop import Left, Performer, RestartLoop
 from .on_restart import Reporter
@@ -219,7 +219,8 @@ class Call(Performer):
     def _body(self) -> Any:
         """What runs interruptibly."""
         try:
-            return self._enter()
+            with forked.children_end():
+                return self._enter()
         except BaseException as error:
             failure = checkpoint_failure(error)
             if failure is not None:

@@ -144,8 +144,12 @@ def plan_store(
     announced = os.environ.get(ANNOUNCED)
     if announced:
         return announced_plan(announced, timeout.total_seconds())
+    made = factory
+    if isinstance(made, functools.partial) and not made.args:
+        factory, kwargs = made.func, {**made.keywords, **(kwargs or {})}
     if factory is not TCPStore:
-        described = f"{factory.__name__}({without_secrets(kwargs or {})})"
+        name = getattr(factory, "__name__", type(factory).__name__)
+        described = f"{name}({without_secrets(kwargs or {})})"
         return StorePlan(functools.partial(factory, **(kwargs or {})), None, "", described)
     if not kwargs and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps its store when it starts the workers again: each attempt is a job of its own.

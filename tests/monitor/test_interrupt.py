@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
@@ -22,8 +23,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ft_wrapper.exception import RankShouldRestart
+from ft_wrapper.exception import Drained, JobAbort, RankShouldRestart, RestartAbort
 from ft_wrapper.monitor import right_place, signals
 from ft_wrapper.monitor.frames import current_exception, interruptions_unreported
 from ft_wrapper.monitor.interrupt import Interrupter
@@ -140,6 +143,60 @@ def test_looking_ahead_reads_the_code_of_the_function_that_runs(
     names = interrupter.call(train)
     assert names[-3:] == ["look", "step", "train"] and "_run" not in names
     assert look() == []
+
+
+# ---- what a task group has packed
+
+PACKED = st.recursive(
+    st.sampled_from(["RankShouldRestart", "ValueError", "CancelledError"]),
+    lambda inner: st.lists(inner, min_size=1, max_size=3),
+    max_leaves=8,
+)
+
+
+def pack(shape: Any) -> BaseException:
+    """What the groups of nested task groups raise together."""
+    if isinstance(shape, str):
+        kinds = {"RankShouldRestart": RankShouldRestart, "CancelledError": asyncio.CancelledError}
+        return kinds.get(shape, ValueError)("in a task")
+    return BaseExceptionGroup("unhandled errors in a TaskGroup", [pack(one) for one in shape])
+
+
+@given(PACKED)
+def test_an_interruption_in_groups_of_any_depth_is_one(shape: Any) -> None:
+    def raises() -> None:
+        raise pack(shape)
+
+    with installed() as interrupter, pytest.raises(BaseException) as caught:
+        interrupter.call(raises)
+    assert isinstance(caught.value, RankShouldRestart) == ("RankShouldRestart" in str(shape))
+
+
+@pytest.mark.parametrize("kind", [JobAbort, RestartAbort, Drained])
+def test_an_order_to_leave_in_a_group_is_obeyed(interrupter: Interrupter, kind: type[RestartAbort]) -> None:
+    order = kind() if kind is Drained else kind("this cannot work")
+
+    def raises() -> None:
+        raise BaseExceptionGroup("tasks", [RankShouldRestart(), BaseExceptionGroup("more", [order])])
+
+    with pytest.raises(kind) as caught:
+        interrupter.call(raises)
+    assert caught.value is order
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_a_task_group_is_interrupted(interrupter: Interrupter, tasks: int) -> None:
+    async def work() -> None:
+        while True:
+            sum(range(1000))
+            await asyncio.sleep(0)
+
+    async def train(depth: int) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(tasks):
+                group.create_task(train(depth - 1) if depth else work())
+
+    interrupted(interrupter, lambda: asyncio.run(train(2)))
 
 
 # ---- what is freed

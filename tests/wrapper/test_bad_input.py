@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import resource
 import socket
@@ -189,6 +190,22 @@ def test_what_only_begins_when_it_is_called_is_refused(
         decorate(function)
     assert function.__name__ in str(caught.value)
     assert "wrap a plain function" in str(caught.value)
+
+
+class AsynchronousTrainer:
+    async def __call__(self) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("decorate", [Wrapper(), Wrapper(enabled=False)])
+@pytest.mark.parametrize(
+    "function", [AsynchronousTrainer(), AsynchronousTrainer().__call__, functools.partial(coroutine)]
+)
+def test_other_forms_of_a_coroutine_function_are_refused(
+    function: Callable[..., Any], decorate: Callable[..., Any]
+) -> None:
+    with pytest.raises(TypeError, match="is a coroutine function"):
+        decorate(function)
 
 
 def test_two_call_wrapper_arguments_are_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper, health_check
-from ft_wrapper.exception import RankShouldRestart
+from ft_wrapper.exception import JobAbort, RankShouldRestart
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.health_check import HealthCheck
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, ShiftRanks
@@ -49,6 +50,53 @@ def test_it_never_leaves_the_call(job: Job) -> None:
     job.wait_for_end()
     assert [process.error for process in job.ranks.values()] == ["JobEnded", "RestartAbort"]
     assert "RankShouldRestart at test_user_code.py" in job[1].text
+
+
+# ---- children that the function forks
+
+
+def forks(rank: Rank, end: str, nested: bool) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        codes = []
+        if rank.slot == 1 and call_wrapper.iteration == 0:
+            pid = os.fork()
+            if pid == 0 and nested:
+                with contextlib.suppress(ValueError), call_wrapper.atomic():
+                    raise ValueError("for the child alone")
+            if pid == 0:
+                if end == "returns":
+                    return ["as the rank"]
+                raise {
+                    "exits": SystemExit(None),
+                    "exits with 3": SystemExit(3),
+                    "exits with words": SystemExit("words"),
+                    "raises": ValueError("in the child"),
+                    "is interrupted": KeyboardInterrupt(),
+                    "restarts": RankShouldRestart("I want it again"),
+                    "gives up": JobAbort("in the child"),
+                }[end]
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        return [call_wrapper.iteration, codes]
+
+    return train()
+
+
+FORKED = {"returns": 0, "exits": 0, "exits with 3": 3, "gives up": 1}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("end", ["returns", "exits", "exits with 3", "exits with words", "raises"])
+def test_a_forked_child_is_not_the_rank(job: Job, end: str, nested: bool) -> None:
+    job.start(2, forks, end, nested)
+    assert job.wait() == [[0, []], [0, [FORKED.get(end, 1)]]]
+    assert ("in the child" in job[1].log) == (end == "raises")
+
+
+@pytest.mark.parametrize("end", ["is interrupted", "restarts", "gives up"])
+def test_nor_is_one_that_raises_what_would_end_a_rank(job: Job, end: str) -> None:
+    job.start(2, forks, end, False)
+    assert job.wait() == [[0, []], [0, [1]]]
 
 
 # ---- a rank assignment that says nothing

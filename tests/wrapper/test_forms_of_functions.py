@@ -1,0 +1,136 @@
+"""What may be wrapped, and what may make a store: every form of a function."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from rank_harness import SETTINGS, Job, Rank
+
+from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.restart import name_of
+from ft_wrapper.store import TCPStore, plan
+
+
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return inner
+
+
+def add(one: int, two: int, call_wrapper: CallWrapper | None = None) -> list[Any]:
+    return [one + two, call_wrapper is not None]
+
+
+class Adder:
+    def __call__(self, one: int, two: int, call_wrapper: CallWrapper | None = None) -> list[Any]:
+        return add(one, two, call_wrapper)
+
+    def method(self, one: int, two: int, call_wrapper: CallWrapper | None = None) -> list[Any]:
+        return add(one, two, call_wrapper)
+
+    @classmethod
+    def of_class(cls, one: int, two: int, call_wrapper: CallWrapper | None = None) -> list[Any]:
+        return add(one, two, call_wrapper)
+
+    @staticmethod
+    def static(one: int, two: int, call_wrapper: CallWrapper | None = None) -> list[Any]:
+        return add(one, two, call_wrapper)
+
+
+class OddPartial(functools.partial[Any]):
+    """A partial of one of these is not flattened."""
+
+
+BASES: dict[str, Callable[..., Any]] = {
+    "function": add,
+    "lambda": lambda one, two, call_wrapper=None: add(one, two, call_wrapper),
+    "object": Adder(),
+    "bound method": Adder().method,
+    "class method": Adder.of_class,
+    "static method": Adder.static,
+}
+AROUND: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "nothing": lambda function: function,
+    "decorator": decorated,
+    "partial": functools.partial,
+    "partial of a decorated": lambda function: functools.partial(decorated(function)),
+    "partial of a partial": lambda function: functools.partial(OddPartial(function)),
+}
+
+
+def made(base: str, around: str) -> Callable[..., Any]:
+    return AROUND[around](BASES[base])
+
+
+def is_wrapped(rank: Rank) -> Any:
+    results = []
+    for base in BASES:
+        for around in AROUND:
+            # At another address on each rank.
+            unused = [object() for _ in range(5000 * rank.slot + 1)]
+            results.append(Wrapper(**SETTINGS, use_global_iteration=True)(made(base, around))(1, two=2))
+            del unused
+    return results
+
+
+def test_every_form_is_called_with_its_call_wrapper_on_all_ranks(job: Job) -> None:
+    job.start(2, is_wrapped)
+    assert job.wait() == [[[3, True]] * len(BASES) * len(AROUND)] * 2
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("base", BASES)
+def test_a_form_has_a_name_without_its_address(base: str, around: str) -> None:
+    assert " at 0x" not in name_of(made(base, around))
+
+
+async def trains() -> None:
+    await asyncio.sleep(0)
+
+
+def wraps_what_only_begins(rank: Rank) -> Any:
+    try:
+        Wrapper(**SETTINGS)(decorated(trains))()
+    except TypeError as error:
+        return str(error)
+
+
+def test_a_decorated_coroutine_function_that_runs_nothing_is_an_error(job: Job) -> None:
+    job.start(2, wraps_what_only_begins)
+    assert all("is a coroutine function: calling it runs nothing yet" in text for text in job.wait())
+
+
+STORE = {"host_name": "127.0.0.1", "port": 29999}
+
+
+@pytest.mark.parametrize(
+    ("factory", "kwargs"),
+    [
+        (functools.partial(TCPStore), STORE),
+        (functools.partial(TCPStore, timeout=timedelta(seconds=5)), STORE),
+        (functools.partial(TCPStore, **STORE), None),
+        (functools.partial(OddPartial(TCPStore), **STORE), {}),
+        (functools.partial(TCPStore, "127.0.0.1"), {"port": 29999}),
+        (lambda **kwargs: TCPStore(**kwargs), STORE),
+    ],
+)
+def test_a_partial_may_make_the_store(factory: Any, kwargs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(plan.ANNOUNCED, raising=False)
+    Wrapper(store_factory=factory, store_kwargs=kwargs)
+    planned = plan.plan_store(factory, kwargs, timedelta(seconds=9))
+    assert " at 0x" not in planned.description
+
+
+def test_partials_with_different_arguments_make_different_stores() -> None:
+    def described(port: int) -> str:
+        made = functools.partial(TCPStore, host_name="127.0.0.1", port=port)
+        return plan.plan_store(made, None, timedelta(seconds=9)).description
+
+    assert described(1) != described(2)
