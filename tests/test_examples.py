@@ -701,3 +701,61 @@ def test_both_scripts_of_the_readme_end_with_the_same_loss(tmp_path: Path) -> No
         said += re.findall(r"^loss \d\.\d{6}$", done.stdout, re.MULTILINE)
         assert (folder / "checkpoint.pt").exists()
     assert len(said) == 3 and len(set(said)) == 1
+
+
+FAILS_AFTER_THE_LAST_STEP = """
+import os, runpy, sys
+from ft_wrapper import LiveState
+
+flag = sys.argv[2]
+
+def die():
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os._exit(1)
+
+def replace(source, target, replace=os.replace):
+    replace(source, target)
+    saves.append(target)
+    if len(saves) == 5:
+        die()
+
+def steps(self, total, steps=LiveState.steps):
+    yield from steps(self, total)
+    die()
+
+saves = []
+if "ddp_after" in sys.argv[1]:
+    os.replace = replace
+LiveState.steps = steps
+sys.argv = sys.argv[1:2] + sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.whole_ends
+@pytest.mark.parametrize(("example", "ranks"), [("ddp_after", 2), ("live_ddp", 2), ("live_hsdp", 4)])
+def test_a_training_that_loses_a_rank_after_its_last_step_ends_well(
+    tmp_path: Path, example: str, ranks: int
+) -> None:
+    script = tmp_path / "fails_once.py"
+    script.write_text(FAILS_AFTER_THE_LAST_STEP)
+    flag = tmp_path / "failed"
+    losses = []
+    for folder in ("with", "without"):  # the second time the flag is there
+        (tmp_path / folder).mkdir()
+        path = EXAMPLES / f"{example}.py"
+        done = run(*FTRUN, "--nproc-per-node", ranks, script, path, flag, tmp_path / folder)
+        assert done.returncode == 0 and flag.exists(), done.stdout
+        losses += re.findall(r"^loss \d\.\d{6}$", done.stdout, re.MULTILINE)
+        assert ("restart 1" in done.stdout) == (folder == "with"), done.stdout
+    assert len(losses) == 2 and len(set(losses)) == 1
+
+
+@pytest.mark.whole_ends
+def test_the_readmes_script_runs_again_in_its_folder(tmp_path: Path) -> None:
+    runs = [run(*FTRUN, "--nproc-per-node", 2, EXAMPLES / "ddp_after.py", tmp_path) for _ in range(2)]
+    assert [done.returncode for done in runs] == [0, 0], runs[1].stdout
+    assert len({re.findall(r"^loss .*$", done.stdout, re.MULTILINE)[0] for done in runs}) == 1

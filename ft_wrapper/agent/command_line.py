@@ -414,7 +414,10 @@ def _add_own(parser: Parser) -> None:
         "auto: group, and rank once a wrapped job has formed (default: auto)",
         default=Policy.AUTO.value,
     )
-    add("--max-rank-restarts N", f"how often each single rank may be restarted (default: {RANK_RESTARTS})")
+    add(
+        "--max-rank-restarts N",
+        f"how often each single rank may be restarted within an hour (default: {RANK_RESTARTS})",
+    )
     add(
         "--active-world-size N",
         "how many ranks call the function of a wrapped job; the others are hot spares (default: all)",

@@ -28,8 +28,10 @@ FIRST_DELAY = 0.5
 LONGEST_DELAY = 30.0
 SETTLED = 5.0
 
-#: How often each rank may be started again alone, by default.
+#: How often each rank may be started again alone within FAULT_WINDOW, by default.
 RANK_RESTARTS = 10
+#: Seconds for which a replacement counts: as long as, by default, a fault does for the wrapper's max_faults.
+FAULT_WINDOW = 3600.0
 #: For a store that an agent hosts, and which answers at once if it can.
 STORE_TIMEOUT = timedelta(seconds=10)
 _AGAIN = timedelta(seconds=1)  # for the next question to a store that was out of reach just now
@@ -77,15 +79,21 @@ class RankBudget:
     """The replacements that a rank still has.
 
     The first one comes at once. While replacements die soon after they started, each further one waits twice
-    as long as the one before.
+    as long as the one before. Each counts until the rank has run for FAULT_WINDOW since.
 
     Args:
         replacements: how many there are.
     """
 
     def __init__(self, replacements: int) -> None:
-        self.left = replacements
+        self._most = replacements
+        self._ages: list[float] = []  # of those that count: seconds that the rank has run since
         self._quick = 0  # deaths in a row, each soon after the start
+
+    @property
+    def left(self) -> int:
+        """How many there are, as at the last death."""
+        return self._most - len(self._ages)
 
     def spend(self, lived: float, *, is_first: bool) -> float | None:
         """Takes one out.
@@ -97,9 +105,10 @@ class RankBudget:
         Returns:
             Seconds to wait before the replacement is started; None if there is none left.
         """
+        self._ages = [age + lived for age in self._ages if age + lived < FAULT_WINDOW]
         if self.left == 0:
             return None
-        self.left -= 1
+        self._ages.append(0.0)
         self._quick = 0 if is_first or lived >= SETTLED else self._quick + 1
         return 0.0 if self._quick == 0 else min(FIRST_DELAY * 2.0 ** (self._quick - 1), LONGEST_DELAY)
 
@@ -161,7 +170,8 @@ class RestartPolicy:
         if delay is None:
             return Verdict(
                 Remedy.LEAVE_OUT,
-                f"not started again: that was done {self._max_rank_restarts} times (--max-rank-restarts)",
+                f"not started again: that was done {self._max_rank_restarts} times within "
+                f"{FAULT_WINDOW / 60:g} min of running (--max-rank-restarts)",
             )
         count = self._max_rank_restarts - self._budget(rank).left
         when = f" in {delay:g} s" if delay else ""

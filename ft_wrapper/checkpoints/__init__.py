@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -63,6 +64,7 @@ class Checkpoints:
     Args:
         call_wrapper: what the wrapped function was given.
         root: the folder, made if it is not there. The same on all ranks, and on a file system that all share.
+            All ranks make several `Checkpoints` in the same order.
         keep: so many sealed checkpoints of this job stay; `seal` removes older ones.
         timeout: seconds, or a ``timedelta``, for which a rank waits for the others. By default the wrapper's
             ``barrier_timeout``.
@@ -100,6 +102,8 @@ class Checkpoints:
             raise JobAbort(
                 f"this iteration has a Checkpoints of root={str(self.root)!r} already; use that one"
             )
+        others = [one for one in call.kept.values() if isinstance(one, _Kept) and one is not self._kept]
+        self._number = sum(one.iteration == self._iteration for one in others)
         self._kept.iteration = self._iteration
         self._run = self._enter()
 
@@ -191,7 +195,7 @@ class Checkpoints:
     def _enter(self) -> int:
         """The number of the job's run: active rank 0 finds or begins it."""
         store = self._call_wrapper.store
-        said = keys.barrier(f"Checkpoints in {self.root}", "run")
+        said = keys.barrier("Checkpoints", f"{self._number}/run")  # by number: the roots may differ
         if self._rank == 0:
             job_store = self._call_wrapper._call.own.member.agreement.store
             folder = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
@@ -200,10 +204,14 @@ class Checkpoints:
             run = self._kept.run
             if run is None or folders.job_of(self.root, run) != job:
                 run = folders.enter_run(self.root, job)
-            store.set(said, f"{run} {job}")
+            store.set(said, json.dumps([run, job, str(self.root)]))
         else:
-            number, job = self._hear(said, f"Checkpoints in {self.root}").split()
-            run = int(number)
+            run, job, root = json.loads(self._hear(said, f"Checkpoints in {self.root}"))
+            if root != str(self.root):
+                raise JobAbort(
+                    f"Checkpoints: active rank {self._rank} names root={str(self.root)!r}, active rank 0 "
+                    f"{root!r}: give the same absolute path on all ranks, and make several in the same order"
+                )
             if run != self._kept.run:
                 path = self.root / f"run-{run}"
                 self._see(path, "has begun", lambda: folders.job_of(self.root, run) == job)

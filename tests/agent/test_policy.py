@@ -5,8 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ft_wrapper.agent.policy import LONGEST_DELAY, SETTLED, Policy, RankBudget, Remedy, RestartPolicy
+from ft_wrapper.agent.policy import (
+    FAULT_WINDOW,
+    LONGEST_DELAY,
+    SETTLED,
+    Policy,
+    RankBudget,
+    Remedy,
+    RestartPolicy,
+)
 
 
 @dataclasses.dataclass
@@ -53,6 +63,27 @@ def test_who_lived_for_a_while_was_in_no_crash_loop() -> None:
     assert budget.spend(SETTLED, is_first=False) == 0.0
     assert budget.spend(0.1, is_first=False) == 0.5
     assert budget.left == 4
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.one_of(st.floats(0.0, 60.0), st.floats(0.0, 2 * FAULT_WINDOW)), max_size=60),
+)
+def test_a_replacement_counts_for_the_window_alone(most: int, lives: list[float]) -> None:
+    budget, started, now = RankBudget(most), list[float](), 0.0
+    for lived in lives:
+        now += lived
+        is_spent = sum(now - one < FAULT_WINDOW for one in started) == most
+        assert (budget.spend(lived, is_first=False) is None) == is_spent
+        if is_spent:
+            break
+        started.append(now)
+
+
+def test_a_rank_that_is_killed_now_and_then_is_always_replaced() -> None:
+    budget = RankBudget(10)
+    week = 7 * 24 * 3600.0
+    assert [budget.spend(week, is_first=False) for _ in range(100)] == [0.0] * 100
 
 
 def test_auto_is_group_until_a_job_has_formed_and_rank_from_then_on() -> None:

@@ -464,6 +464,46 @@ def test_a_folder_that_the_nodes_do_not_share_is_found(job: Job, tmp_path: Path)
     assert "must be a folder that all nodes share" in job[1].log
 
 
+def names_roots(rank: Rank, roots: list[list[str]]) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> None:
+        for root in roots[rank.slot]:
+            Checkpoints(call_wrapper, root)
+        rank.hang()
+
+    return train()
+
+
+@pytest.mark.parametrize("own", [["b"], ["a", "c"], ["b", "a"], ["a/../b"]])
+def test_ranks_that_name_different_folders_end_the_job_at_once(
+    job: Job, tmp_path: Path, own: list[str]
+) -> None:
+    roots = [[str(tmp_path / name) for name in names] for names in (["a", "b"], own)]
+    job.start(2, names_roots, roots)
+    job.wait_for_end()
+    theirs, named = next((a, b) for a, b in zip(["a", "b"], own, strict=False) if a != b)
+    text = f"active rank 1 names root={os.path.abspath(tmp_path / named)!r}, active rank 0 "
+    assert text + repr(str(tmp_path / theirs)) in job[1].text
+    assert [process.error for process in job.ranks.values()] == ["JobEnded", "JobAbort"]
+
+
+def test_ranks_may_use_several_folders(job: Job, tmp_path: Path) -> None:
+    job.start(2, names_all, [str(tmp_path / name) for name in "abc"])
+    assert job.wait() == [1, 1]
+
+
+def names_all(rank: Rank, roots: list[str]) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> int:
+        for root in roots[:: 1 - 2 * call_wrapper.iteration]:  # in another order in the next iteration
+            Checkpoints(call_wrapper, root)
+        if call_wrapper.iteration == 0:
+            raise ValueError
+        return call_wrapper.iteration
+
+    return train()
+
+
 def names_others(rank: Rank, root: str) -> Any:
     logging.getLogger().addHandler(logging.StreamHandler())
     logging.getLogger("ft_wrapper.checkpoints").setLevel(logging.DEBUG)
