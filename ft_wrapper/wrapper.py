@@ -18,6 +18,7 @@ from . import check
 from .attribution import InterruptionRecord, by_blame
 from .check.findings import WATCHDOG
 from .exception import Drained
+from .monitor import identity
 from .monitor.frames import drop_own_frames
 from .monitor.shared_memory import RankMemory
 from .protocol.membership import Membership
@@ -248,6 +249,7 @@ class Wrapper:
 
     def _check_environment(self) -> State:
         """Everything that must hold before a call starts anything."""
+        identity.check()
         state = State.from_env()
         formation_size(state.world_size)
         state.use_global_iteration = self.use_global_iteration

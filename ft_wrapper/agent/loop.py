@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from .. import events
 from .._files import check_open_files
+from ..monitor.identity import PROCESS_ENV, mark
 from ..monitor.line import AGENT_ENV
 from ..monitor.service import MonitorService
 from ..store.tcp import raise_file_limit
@@ -256,6 +257,7 @@ class Loop:
             ERROR_FILE_ENV: "" if files.error_file == os.devnull else files.error_file,
             AGENT_ENV: self._monitors.name,
         }
+        environment[PROCESS_ENV] = mark({**os.environ, **environment})
         request = Request(asked.rank, asked.incarnation, files, environment, asked.is_replaced)
         if self._standby is None:
             self._execute(request)

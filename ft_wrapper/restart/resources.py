@@ -21,7 +21,7 @@ from ..abort import (
 from ..attribution import Interruption
 from ..exception import Excluded, StoreError
 from ..log_lines import note_slot
-from ..monitor import beside, frames, interrupt, shared_memory, threads
+from ..monitor import beside, frames, identity, interrupt, shared_memory, threads
 from ..monitor.line import MonitorLine, ask_agent
 from ..monitor.signals import KeptSignals
 from ..protocol import Agreement
@@ -127,6 +127,7 @@ class Resources:
             owned.callback(self.signals.forget)
             owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
             owned.enter_context(variables_restored())
+            os.environ[identity.PROCESS_ENV] = identity.mark(os.environ, os.getpid())
             self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
             self.memory.lock_life()
             self.lines: list[Line] = []

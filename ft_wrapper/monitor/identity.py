@@ -1,0 +1,46 @@
+"""Which process the environment of a rank belongs to: a process that has inherited it is not the rank."""
+
+import os
+from collections.abc import Mapping
+
+from ..settings import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
+from .line import AGENT_ENV
+
+PROCESS_ENV = "FT_WRAPPER_PROCESS"
+# Each launcher of ranks sets one of these anew.
+_LAUNCHED = ("TORCHELASTIC_ERROR_FILE", "SLURM_STEP_ID")
+_OWN = (PROCESS_ENV, AGENT_ENV, "FT_WRAPPER_STORE", FORMATION_SIZE_ENV, ACTIVE_WORLD_SIZE_ENV)
+
+
+def mark(environment: Mapping[str, str], pid: int = 0) -> str:
+    """The value of `PROCESS_ENV`.
+
+    Args:
+        environment: of the rank, as its launcher has made it.
+        pid: the rank's process; 0 if its launcher does not know it yet.
+    """
+    return " ".join([str(pid), *(environment.get(name, "-") for name in _LAUNCHED)])
+
+
+def check() -> None:
+    """Checks that the environment is this process's own.
+
+    One that a launcher has made for this process, below a rank of ours, is its own: what is left in it of the
+    rank's is removed.
+
+    Raises:
+        ValueError: it is another process's.
+    """
+    marked = os.environ.get(PROCESS_ENV, "")
+    pid = marked.partition(" ")[0]
+    if pid in ("", str(os.getpid())):
+        return
+    if "RANK" not in os.environ or marked != mark(os.environ, int(pid)):
+        for name in _OWN:
+            os.environ.pop(name, None)
+    elif pid != "0":
+        raise ValueError(
+            f"this process has inherited the environment of rank {os.environ['RANK']}, process {pid}, and is "
+            "not that rank; start it without RANK and WORLD_SIZE to run it alone, with torchrun or ftrun to "
+            f"run it on several ranks, or without {PROCESS_ENV} if another launcher has set its rank"
+        )
