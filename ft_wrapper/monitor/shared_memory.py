@@ -8,7 +8,6 @@ The stamps are seconds of ``time.monotonic()``, one clock for all processes of a
 and written in one store, so that no reader sees half of a value and no writer takes a lock.
 """
 
-import contextlib
 import ctypes
 import enum
 import errno
@@ -20,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 _SIZE = 4096
@@ -37,8 +36,8 @@ class Phase(enum.IntEnum):
     """Whether the stamps mean anything at present.
 
     Attributes:
-        IDLE: in the protocol, or between calls: the main stamp is not watched.
-        WATCHED: in the function, in a plug-in around it, or warming up: a stamp that stands still is a hang.
+        IDLE: waiting for others, before it has joined, or between calls: the main stamp is not watched.
+        WATCHED: everywhere else: a stamp that stands still is a hang.
     """
 
     IDLE = 0
@@ -204,15 +203,6 @@ class RankMemory(ctypes.Structure):
         self.ping_stamp = 0.0
         self.phase = phase
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """A block in which a rank that makes no progress counts as hung; elsewhere it waits for others."""
-        self.enter_phase(Phase.WATCHED)
-        try:
-            yield
-        finally:
-            self.enter_phase(Phase.IDLE)
-
     @property
     def step(self) -> int | None:
         """The step that the function last told in this iteration; None if it has told none."""
@@ -341,6 +331,25 @@ class RankMemory(ctypes.Structure):
             _pthread("mutex_unlock", ctypes.byref(self))
         if self._owner is None:  # else the kernel will look there when the thread that holds the life ends
             weakref.finalize(self, _libc().munmap, ctypes.addressof(self), _SIZE).atexit = False
+
+
+class Waits:
+    """The blocks in which a rank of the job waits for others, or for the store: it need not make progress.
+
+    Everywhere else, from its joining to its call's end, a rank that makes no progress counts as hung.
+
+    Args:
+        memory: the rank's.
+    """
+
+    def __init__(self, memory: RankMemory) -> None:
+        self._enter_phase = memory.enter_phase
+
+    def __enter__(self) -> None:
+        self._enter_phase(Phase.IDLE)
+
+    def __exit__(self, *_: object) -> None:
+        self._enter_phase(Phase.WATCHED)
 
 
 def _here() -> tuple[int, int]:

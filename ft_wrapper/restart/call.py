@@ -76,8 +76,6 @@ class Call(Performer):
     """
 
     def __init__(self, settings: Settings, plan: StorePlan, state: State, function_name: str) -> None:
-        if settings.collect_garbage:
-            forget.collect_garbage("call")
         self.settings = settings
         self.state = state
         self.progressed = False
@@ -90,6 +88,7 @@ class Call(Performer):
         self._exit_watch = ExitWatch()
         self._user_store: PrefixStore | None = None
         self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
+        self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
         self.made = made.begin()
 
@@ -154,8 +153,7 @@ class Call(Performer):
         assign = self.settings.rank_assignment
         assert assign is not None, "the wrapper has put its default there"
         ctx = RankAssignmentCtx(state, store, set(decision.ranks))
-        with own.memory.watched():  # a rank that hangs here holds up all
-            return activate_if_unsaid(assign(ctx), rank, world_size)
+        return activate_if_unsaid(assign(ctx), rank, world_size)
 
     def take(self, state: State) -> bool:
         self.state = state
@@ -179,8 +177,10 @@ class Call(Performer):
     # ---- in the function
 
     def call_function(self, state: State) -> Left:
-        with self.own.memory.watched():
+        try:
             return self._call_function(state)
+        finally:
+            self.own.memory.enter_phase(Phase.WATCHED)  # its pings promise nothing about what comes after it
 
     def _call_function(self, state: State) -> Left:
         own = self.own
@@ -246,14 +246,13 @@ class Call(Performer):
 
     def _warm_up(self) -> None:
         """On a spare, which has nothing else to do until the iteration ends."""
-        watch, users, memory = self._stay.watch, self.settings.warm_up, self.own.memory
+        watch, users = self._stay.watch, self.settings.warm_up
         assert watch is not None
         if users is False:
             return
-        memory.enter_phase(Phase.IDLE)  # it makes no progress meanwhile
-        if watch.over.wait(_WARMS_UP_AFTER):
-            return
-        memory.enter_phase(Phase.WATCHED)
+        with self.waiting:
+            if watch.over.wait(_WARMS_UP_AFTER):
+                return
         watch.leaves_when_done = True  # the monitor thread looks at it once it has said whether it is over
         if watch.over.is_set():
             return
@@ -276,8 +275,7 @@ class Call(Performer):
     # ---- out of the function
 
     def settle(self) -> None:
-        with self.own.memory.watched():
-            self._settle()
+        self._settle()
         if self.own.progress.store_lost is not None:
             raise self.own.progress.store_lost
 
@@ -301,13 +299,12 @@ class Call(Performer):
 
     def clean_up(self) -> None:
         settings, own = self.settings, self.own
-        with self.own.memory.watched():
-            if settings.finalize is not None or settings.health_check is not None:
-                self._restore()  # what the function has left would fail them
-            if settings.finalize is not None:
-                settings.finalize(self.state.freeze())
-            self._check_health()
-            self._run_check(_check_device)
+        if settings.finalize is not None or settings.health_check is not None:
+            self._restore()  # what the function has left would fail them
+        if settings.finalize is not None:
+            settings.finalize(self.state.freeze())
+        self._check_health()
+        self._run_check(_check_device)
         if own.progress.monitor_lost.is_set():
             raise InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
         self._reporter.phases.end("arrive")

@@ -4,6 +4,7 @@ The loop talks to the store through the rank's membership. A `Performer` does ev
 job, `tests.explorer.process` in the explorer. So both run the same loop.
 """
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -45,7 +46,13 @@ class Left:
 
 
 class Performer:
-    """What the loop needs done in the rank's process; here nothing. What a method raises ends the loop."""
+    """What the loop needs done in the rank's process; here nothing. What a method raises ends the loop.
+
+    Attributes:
+        waiting: around all that waits for other ranks or for the store. What runs outside of it is watched.
+    """
+
+    waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     def know(self, view: View, decision: Decision) -> None:
         """Before the rank waits, tells its monitor which iteration it is in, and how that was decided."""
@@ -146,16 +153,17 @@ class RestartLoop:
 
     def _iterate(self) -> Left | None:
         """One iteration; None if it has ended by a fault."""
-        member = self.member
+        member, waiting = self.member, self.performer.waiting
         fault: str | None = None
         if self.enter():
             self._runs = True
             left = self.performer.call_function(self.state)
-            if left.error is not None:
-                member.publish(self.state.rank, left.error)
-            active = self.state.active_world_size or 0
-            if left.has_returned and member.await_completion(self.state.active_rank, active) == DONE:
-                return left
+            with waiting:
+                if left.error is not None:
+                    member.publish(self.state.rank, left.error)
+                active = self.state.active_world_size or 0
+                if left.has_returned and member.await_completion(self.state.active_rank, active) == DONE:
+                    return left
             self._error, fault = left.error, left.fault
             del left
             self.performer.settle()
@@ -163,9 +171,11 @@ class RestartLoop:
         self.performer.clean_up()
         self.performer.leave_if_asked()
         assert self.base.rank is not None
-        proposed = member.arrive(self.base.rank, self.base.world_size, fault)
+        with waiting:
+            proposed = member.arrive(self.base.rank, self.base.world_size, fault)
         self.performer.tidy_up()
-        member.await_next(proposed)
+        with waiting:
+            member.await_next(proposed)
         self.performer.onward()
         return None
 
@@ -203,7 +213,8 @@ class RestartLoop:
         entry = Entered(member.member, state.active_rank, promoted, recompiles)
         sizes = (state.world_size or 0, state.active_world_size or 0)
         entering = member.agreement.entering
-        endpoint = entering.enter(n, entry, sizes, endpoint) or member.await_endpoint(state.rank, sizes)
+        with self.performer.waiting:
+            endpoint = entering.enter(n, entry, sizes, endpoint) or member.await_endpoint(state.rank, sizes)
         if endpoint is None:
             return False
         self.performer.meet(endpoint)
@@ -229,7 +240,8 @@ class RestartLoop:
         if pause:
             if worst.member == member.member:
                 log.warning("%s; trying again in %g s", same_faults.in_words(worst, limit), pause)
-            self.performer.pause(pause)
+            with self.performer.waiting:
+                self.performer.pause(pause)
 
     def _leave(self, error: BaseException) -> None:
         """This rank leaves the job; the others are told, and go on."""
@@ -239,9 +251,10 @@ class RestartLoop:
         is_missed = not self._is_spare and (self._runs or not isinstance(error, RankDiscarded))
         how = self.performer.leave(error, is_missed)
         if how is not None:
-            member.leave(state.rank, how, error, ends=is_missed)
-            if is_missed and state.active_rank == 0:
-                member.await_others()  # they may yet connect to the store that this rank's monitor serves
+            with self.performer.waiting:
+                member.leave(state.rank, how, error, ends=is_missed)
+                if is_missed and state.active_rank == 0:
+                    member.await_others()  # they may yet connect to the store that this rank's monitor serves
         self.performer.gone()
 
 

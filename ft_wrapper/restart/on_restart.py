@@ -12,7 +12,6 @@ import time
 from typing import TYPE_CHECKING
 
 from ..exception import InternalError, StoreError
-from ..monitor.shared_memory import Phase
 from ..monitor.threads import Watch
 from ..protocol import Agreement, keys
 from ..protocol.operations import Operations, Wake, Write, read
@@ -92,15 +91,14 @@ class Reporter:
         own, self._report = self._own, None
         if own.settings.on_restart is None or own.member.view.n == own.member.view.first:
             return
-        own.memory.enter_phase(Phase.IDLE)  # it waits for others
         self._waits = True
         try:
-            self._report = self._await_report(state, watch)
+            with own.waiting:
+                self._report = self._await_report(state, watch)
         except (StoreError, ValueError, KeyError, TypeError):  # the function may do without the store
             log.exception("no report of restart %d could be read: on_restart is not called", state.iteration)
         finally:
             self._waits = False
-            own.memory.enter_phase(Phase.WATCHED)
 
     def tell(self, state: State) -> None:
         """Calls ``on_restart``, if there is a report, as a part of the function.

@@ -32,7 +32,7 @@ from ..settings import Limits, formation_size
 from ..state import State
 from ..store import StorePlan
 from ..store.address import own_address
-from ..torch_groups import being_aborted, variables_restored, warm_up
+from ..torch_groups import being_aborted, forget, variables_restored, warm_up
 from . import Settings
 from .report import waiting_line
 
@@ -130,6 +130,7 @@ class Resources:
             os.environ[identity.PROCESS_ENV] = identity.mark(os.environ, os.getpid())
             self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
             self.memory.lock_life()
+            self.waiting = shared_memory.Waits(self.memory)
             self.lines: list[Line] = []
             owned.callback(self.close_lines)
             owned.callback(close_aborted_sockets)
@@ -249,7 +250,11 @@ class Resources:
         if remembered.member is None or remembered.view is None or self.plan.port is not None:
             member.register()
             warm_up.make_context_early(member.agreement.store, member.member.incarnation)
-            return member.join()
+            if self.settings.collect_garbage:
+                self.memory.enter_phase(shared_memory.Phase.WATCHED)
+                forget.collect_garbage("call")
+            with self.waiting:
+                return member.join()
         # The store outlived the last call: its last members go on to the next call's first iteration.
         member.check_terms()
         member.member, member.view = remembered.member, remembered.view
@@ -258,7 +263,8 @@ class Resources:
         self._registered(member.member)
         since_last_call.close()
         try:
-            member.go_on(remembered.rank, remembered.world_size)
+            with self.waiting:
+                member.go_on(remembered.rank, remembered.world_size)
         except RankDiscarded:
             raise
         except BaseException as error:
@@ -272,17 +278,20 @@ class Resources:
         if not self.progress.is_registered or self.progress.store_lost is not None:
             return
         port = self.plan.port
-        if self.progress.has_completed and port is not None and not self._hosts and self._is_hosted_by_rank():
-            # The host's monitor closes the port once all have said goodbye. A wrapped function that is called
-            # next must not meet the old server there.
-            host = getattr(self.member.agreement.store, "host_name", "")
-            with contextlib.ExitStack() as waited_for:
+        with self.waiting, contextlib.ExitStack() as waited_for:
+            if (
+                self.progress.has_completed
+                and port is not None
+                and not self._hosts
+                and self._is_hosted_by_rank()
+            ):
+                # The host's monitor closes the port once all have said goodbye. A wrapped function that is
+                # called next must not meet the old server there.
+                host = getattr(self.member.agreement.store, "host_name", "")
                 with contextlib.suppress(OSError):
                     line = waited_for.enter_context(socket.create_connection((host, port), timeout=5.0))
                     waited_for.callback(_await_end, line, self.settings.completion_timeout)
-                self.member.say_goodbye()
-            return
-        self.member.say_goodbye()
+            self.member.say_goodbye()
 
     def _is_hosted_by_rank(self) -> bool:
         try:
@@ -292,6 +301,8 @@ class Resources:
             return False
 
     def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:
+        # The monitor ends, or looks no more until the next call.
+        self.memory.enter_phase(shared_memory.Phase.IDLE)
         if kind is Excluded:
             self.memory.leaves = True  # so that the agent counts no rank as gone
         if self.progress.has_completed and kind is None and self.plan.port is None and self.monitor.between():
@@ -308,7 +319,8 @@ class Resources:
     def _end_thread(self) -> None:
         # It waits for the store, too, or for an end that this rank does not bring about.
         is_left = self.progress.store_lost is not None or self.progress.thread_stays
-        self.thread.stop(0.0 if is_left else self.settings.barrier_timeout)
+        with self.waiting:
+            self.thread.stop(0.0 if is_left else self.settings.barrier_timeout)
         del self.thread  # it refers to the call
 
     def _say_who_is_missing(self, missing: Sequence[Member], waited: float) -> None:

@@ -1,0 +1,130 @@
+"""A rank that hangs, in whatever code of a call: it is ended at ``hard_timeout``, and the others go on."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rank_harness import SETTINGS, Job, Rank
+
+from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.abort import Abort
+from ft_wrapper.completion import Completion
+from ft_wrapper.exception import RestartAbort
+from ft_wrapper.finalize import Finalize
+from ft_wrapper.health_check import HealthCheck
+from ft_wrapper.initialize import Initialize
+from ft_wrapper.rank_assignment import RankAssignment
+from ft_wrapper.restart import default_assignment
+from ft_wrapper.terminate import Terminate
+
+LIMITS = {"soft_timeout": 2.0, "hard_timeout": 4.0, "heartbeat_timeout": 10.0, "barrier_timeout": 12.0}
+
+#: What is replaced by a function that does not return, though it is none of the user's.
+REPLACED = {
+    "the group that is kept": "ft_wrapper.torch_groups.kept.KeptGroup.close",
+    "compiled code": "ft_wrapper.torch_groups.forget.forget_compiled_ranks",
+    "aborted sockets": "ft_wrapper.restart.call.close_aborted_sockets",
+    "the cache of the device": "torch.cuda.empty_cache",
+    "the device": "ft_wrapper.torch_groups.device.take_device",
+    "the user's signals": "ft_wrapper.monitor.signals.KeptSignals.put_back",
+}
+PLUG_INS = ("initialize", "health_check", "abort", "finalize", "rank_assignment", "completion", "terminate")
+PLACES = (*PLUG_INS, "on_restart", "a destructor", "a destructor before the call", *REPLACED)
+
+is_armed = False
+holds_the_gil = False
+
+
+def stuck(*_: Any, **__: Any) -> None:
+    """A C call that never returns: with the GIL or without."""
+    if not is_armed:
+        return
+    library = ctypes.PyDLL(None) if holds_the_gil else ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+class PlugIn(Initialize, HealthCheck, Abort, Finalize, Completion, Terminate):
+    """One of any kind."""
+
+    def __call__(self, state: Any) -> Any:
+        stuck()
+        return state
+
+
+class Assigns(RankAssignment):
+    """As the default."""
+
+    def __call__(self, ctx: Any) -> Any:
+        stuck()
+        return default_assignment(None)(ctx)
+
+
+class Cycle:
+    """What the collector alone frees."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        stuck()
+
+
+def hangs(rank: Rank, place: str) -> Any:
+    global is_armed, holds_the_gil
+    settings: dict[str, Any] = {**SETTINGS, **LIMITS}
+    holds_the_gil = rank.slot == 2
+    if place in PLUG_INS:
+        settings[place] = Assigns() if place == "rank_assignment" else PlugIn()
+    elif place == "on_restart":
+        settings[place] = stuck
+    elif place in REPLACED:
+        mock.patch(REPLACED[place], stuck).start()
+    elif place == "a destructor before the call":
+        gc.disable()  # or it may be there before this process has joined
+        is_armed = rank.slot > 0
+        Cycle()
+
+    @Wrapper(**settings)
+    def train(call_wrapper: CallWrapper) -> int:
+        global is_armed
+        if call_wrapper.iteration == 0:
+            is_armed = rank.slot > 0
+            if place == "a destructor":
+                Cycle()
+            if place in ("completion", "the group that is kept"):
+                return 0
+            if place == "terminate" and is_armed:
+                raise RestartAbort("it leaves")
+            if place == "the cache of the device":
+                raise torch.cuda.OutOfMemoryError("none is left")
+            raise ValueError("told to")
+        return call_wrapper.iteration
+
+    return train()
+
+
+@pytest.mark.tcp_only
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_hangs_anywhere_is_ended(job: Job, place: str) -> None:
+    job.start(3, hangs, place)
+    job.wait_for_end()
+    assert [job[slot].code < 0 for slot in (1, 2)] == [True, True], "they ended by themselves"
+    for slot, what in ((1, "made no progress"), (2, "held the GIL")):
+        log = job[slot].output.with_name(f"monitor-of-{job[slot].output.name}").read_text()
+        (line,) = [line for line in log.splitlines() if ": its process is ended" in line]
+        assert f"{what} for hard_timeout=4 s and stood " in line
+        if place != "abort":  # the main thread waits for that
+            assert "test_watched_places.py:" in line and " in stuck: " in line
+        elif slot == 1:
+            assert " in _settle: " in line
+    if place == "a destructor before the call":
+        assert job[0].error == "TimeoutError"
+    else:
+        assert job[0].value is not None
