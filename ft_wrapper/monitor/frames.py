@@ -5,20 +5,22 @@ A rank can also be asked from outside its process where it stands, when it holds
 signal's handler, in C, and takes no lock. The monitor reads the pipe through ``/proc``.
 
 ``sys._current_frames()`` and ``sys._current_exceptions()`` make objects while they hold the interpreter's
-list of threads. In some versions (3.11.7 for one; CPython's issue 106883) a garbage collection may begin
-there, and what it destroys may release the GIL to a thread that then waits, GIL in hand, for the list. So
-nothing is collected meanwhile.
+list of threads. Before 3.12 (CPython's issue 106883) a garbage collection may begin there, and what it
+destroys may release the GIL to a thread that then waits, GIL in hand, for the list. So nothing is collected
+meanwhile.
 """
 
 import contextlib
 import faulthandler
 import gc
+import itertools
+import operator
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
@@ -41,8 +43,8 @@ _FRAME = re.compile(r'^ +File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 def current_frames() -> dict[int, FrameType]:
     """Returns the innermost frame of each thread by its identifier, as ``sys._current_frames()``."""
-    with _nothing_collected():
-        return sys._current_frames()
+    frames: dict[int, FrameType] = _uncollected(sys._current_frames)
+    return frames
 
 
 def current_exception(thread: int) -> BaseException | None:
@@ -51,21 +53,23 @@ def current_exception(thread: int) -> BaseException | None:
     Args:
         thread: the thread's identifier.
     """
-    with _nothing_collected():
-        handled: Any = sys._current_exceptions().get(thread)
+    handled: Any = _uncollected(sys._current_exceptions).get(thread)
     error: BaseException | None = handled[1] if isinstance(handled, tuple) else handled  # before Python 3.12
     return error
 
 
-@contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
+def _uncollected(look: Callable[[], Any]) -> Any:
+    """What a function in C returns; nothing is collected meanwhile.
+
+    All of it is one call of C, in which no other thread gets the GIL: its ``gc.disable()`` would be undone.
+    """
+    if sys.version_info >= (3, 12):  # collects between two instructions only
+        return look()
+    results: list[Any] = []
+    calls = (gc.isenabled, gc.disable, look, gc.enable)
+    # The last one depends on what the first has returned.
+    results.extend(map(operator.call, itertools.compress(calls, itertools.chain((1, 1, 1), results))))
+    return results[2]
 
 
 # ---- where a thread stands: for the log line of a hang, to tell who waits from who is waited for

@@ -17,6 +17,7 @@ import logging
 import sys
 import time
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ _warned: set[str] = set()
 _NO_RANK = (-1, 0)  # what a spare compiles for
 _compiled_for: tuple[int, int] | None = None
 _frozen: set[str] = set()
+_frozen_modules: list["weakref.ref[torch.nn.Module]"] = []
 
 
 def forget_old_ranks() -> None:
@@ -43,7 +45,8 @@ def forget_old_ranks() -> None:
     """
     # Most programs have imported none of these, and in each restart the others wait for this.
     for what, name, step in _STEPS:
-        if (module := sys.modules.get(name)) is not None:
+        # A spare's warm-up may import it just now.
+        if (module := sys.modules.get(name)) is not None and not getattr(module.__spec__, "_initializing", 0):
             _succeeds(what, step, module)
 
 
@@ -88,8 +91,9 @@ def collect_garbage(when: str) -> None:
     fit beside them.
 
     The first time at each point it also freezes what is left. With the hundreds of thousands of objects that
-    imports make a collection takes tenths of a second; without them, less than a millisecond. Only once at
-    each point, since the collector never frees what happens to be alive at that moment.
+    imports make a collection takes tenths of a second; without them, less than a millisecond. The collector
+    never frees what is frozen. So all is thawed, and looked at, where modules were frozen that still live and
+    there are new ones: the old ones may be what these replace.
 
     Args:
         when: before the first ``"call"``, so that what the script has imported costs no restart time; or at a
@@ -98,6 +102,9 @@ def collect_garbage(when: str) -> None:
     if (when == "call" and _frozen) or (when == "warm-up" and when in _frozen):
         return
     began = time.monotonic()
+    if _frozen_modules and any(each() is not None for each in _frozen_modules) and _modules():
+        gc.unfreeze()
+        _frozen.discard(when)
     gc.collect()
     seconds = time.monotonic() - began
     if when == "restart" and seconds > _SLOW_COLLECTION and "collection" not in _warned:
@@ -109,8 +116,15 @@ def collect_garbage(when: str) -> None:
         )
         log.warning(words, seconds, len(gc.get_objects()))
     if when not in _frozen:
+        _frozen_modules.extend(map(weakref.ref, _modules()))
         gc.freeze()
         _frozen.add(when)
+
+
+def _modules() -> list[torch.nn.Module]:
+    """Those with parameters that are not frozen."""
+    found = (each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module))
+    return [each for each in found if getattr(each, "_parameters", None)]
 
 
 def _succeeds(what: str, step: Callable[..., object], *arguments: Any) -> bool:

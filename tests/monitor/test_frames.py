@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 
+import pytest
+
+from ft_wrapper.monitor import frames
 from ft_wrapper.monitor.frames import whereabouts
 
 # Collections begin all the time and destroy what releases the GIL, while threads come and go.
@@ -82,3 +87,30 @@ def test_a_thread_that_is_gone_is_nowhere() -> None:
     thread.start()
     thread.join(60)
     assert thread.ident is not None and whereabouts(thread.ident) is None
+
+
+@pytest.mark.parametrize("look", [frames.current_frames, lambda: frames.current_exception(0)])
+def test_the_users_choice_whether_to_collect_stays(look: Callable[[], object]) -> None:
+    """Whichever moment of a look it falls into."""
+    stop = threading.Event()
+
+    def looks() -> None:
+        while not stop.is_set():
+            look()
+
+    thread = threading.Thread(target=looks)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    lost = 0
+    try:
+        for choose, is_on in [(gc.disable, False), (gc.enable, True)] * 1000:
+            choose()
+            os.sched_yield()
+            lost += gc.isenabled() != is_on
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+        gc.enable()
+    assert lost == 0

@@ -20,6 +20,7 @@ from ft_wrapper.torch_groups import forget, release_process_groups
 def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(forget, "_compiled_for", None)
     monkeypatch.setattr(forget, "_frozen", set())
+    monkeypatch.setattr(forget, "_frozen_modules", [])
     monkeypatch.setattr(forget, "_warned", set())
     yield
     gc.unfreeze()
@@ -111,6 +112,32 @@ def test_what_is_there_is_frozen_once_at_each_point(uncollected: None) -> None:
         forget.collect_garbage(when)
         assert gc.get_freeze_count() < frozen + 1000, when
         del more
+
+
+class SelfHeld(torch.nn.Linear):
+    """A model that the collector alone frees."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.__dict__["own"] = self
+
+
+@pytest.mark.parametrize("there_at", ["call", "restart", "warm-up"])
+def test_a_model_that_was_frozen_is_freed_once_another_one_is_there(uncollected: None, there_at: str) -> None:
+    points = ["call", "restart", "warm-up"]
+    model = None
+    for when in points[: points.index(there_at) + 1]:
+        if when == there_at:
+            model = SelfHeld()
+        forget.collect_garbage(when)
+    old, count = weakref.ref(model), gc.get_freeze_count()
+    forget.collect_garbage("restart")  # the model is kept, and nothing is looked at
+    assert old() is not None and gc.get_freeze_count() >= count
+    model = SelfHeld()
+    forget.collect_garbage("restart")
+    assert old() is None
+    assert gc.get_freeze_count() > count / 2, "all is looked at in each restart from now on"
+    del model
 
 
 def test_a_slow_collection_is_said_once(
