@@ -76,8 +76,9 @@ class MonitorThread:
     Args:
         store: a client of its own: waiting occupies it.
         interrupter: stops the thread that runs the function.
-        before_abort: called once the iteration has ended by a fault; its exceptions are logged.
-        abort: frees it from collectives; its exceptions are logged.
+        before_abort: called once the iteration has ended by a fault; waits for nothing.
+        abort: frees it from collectives.
+        after_abort: called after that; may wait for the store. Exceptions of all three are logged.
         abort_may_hang: whether that needs a thread of its own, as it may not return.
         whereabouts: says what an abort that hangs is doing.
         last_call_wait: seconds to gather further faults before aborting.
@@ -87,6 +88,7 @@ class MonitorThread:
     interrupter: Interrupter
     before_abort: Callable[[], None]
     abort: Callable[[], None]
+    after_abort: Callable[[], None]
     abort_may_hang: Callable[[], bool]
     whereabouts: Callable[[], str]
     last_call_wait: float
@@ -174,10 +176,14 @@ class MonitorThread:
         aborting = self._begin_abort()
         watch.aborted_at = self.store.now()
         events.emit("abort", iteration=watch.n)
+        has_left = self.interrupter.interrupt_until_left(_ABORT_AGAIN)
+        if watch.store_lost is None:
+            self._run_logged("telling of the end", self.after_abort)
         # A group that was being made may have opened connections since.
-        while not self.interrupter.interrupt_until_left(_ABORT_AGAIN):
+        while not has_left:
             if aborting is None or not aborting.is_alive():
                 aborting = self._begin_abort()
+            has_left = self.interrupter.interrupt_until_left(_ABORT_AGAIN)
         if aborting is not None:
             # Its groups are not to be touched meanwhile. If it never ends, hard_timeout ends all.
             aborting.join()

@@ -29,6 +29,7 @@ from ..protocol import Agreement
 from ..protocol.entering import Endpoint
 from ..protocol.heart import note_wanted
 from ..protocol.records import Decision, View
+from ..protocol.standing import Stood
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
@@ -45,8 +46,7 @@ from .same_faults import Stay, times_before
 log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
-# Seconds in an iteration. An import cannot be cut short, and a job that does not work mostly fails soon;
-# other ranks need the processors to begin.
+# Seconds in an iteration: a job that does not work mostly fails soon, and others need the CPUs to begin.
 _WARMS_UP_AFTER = 2.0
 # After a fault, whatever the user's own check is: what an abort left running has come to its end, and a CUDA
 # context that an error sticks to would fail each iteration. Its process is replaced.
@@ -87,7 +87,8 @@ class Call(Performer):
         self._stay = Stay()
         self._exit_watch = ExitWatch()
         self._user_store: PrefixStore | None = None
-        self.own = Resources(settings, plan, state, function_name, self._note_whereabouts, self._abort)
+        self._place: tuple[str, Stood] | None = None  # where this rank stood, of what has ended by a hang
+        self.own = Resources(settings, plan, state, function_name, self._look, self._abort, self._tell)
         self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
         self.made = made.begin()
@@ -177,12 +178,6 @@ class Call(Performer):
     # ---- in the function
 
     def call_function(self, state: State) -> Left:
-        try:
-            return self._call_function(state)
-        finally:
-            self.own.memory.enter_phase(Phase.WATCHED)  # its pings promise nothing about what comes after it
-
-    def _call_function(self, state: State) -> Left:
         own = self.own
         own.interrupter.reset()
         self.progressed = False
@@ -196,6 +191,7 @@ class Call(Performer):
                 left.value = own.interrupter.call(self._body)
             finally:
                 own.signals.hold()
+                own.memory.enter_phase(Phase.WATCHED)  # its pings promise nothing about what comes after it
         except (Exception, RankShouldRestart, JobAbort) as caught:
             if is_spare and isinstance(caught, HealthCheckError):
                 raise  # it leaves, and ends nothing by it; else it is asked again, now that there is a fault
@@ -238,6 +234,7 @@ class Call(Performer):
         if self.state.mode == Mode.INACTIVE:
             self.own.member.emit("spare")
             return self._warm_up()
+        warm_up.await_imports()
         self.own.member.emit("enter", rank=self.state.active_rank)
         if self.settings.abort is None:  # its groups are the user's
             return self._function()
@@ -399,17 +396,19 @@ class Call(Performer):
 
     # ---- in the monitor thread
 
-    def _note_whereabouts(self) -> None:
-        """Of a rank that made no progress, says where it stood: waiting for the others, or not."""
-        warm_up.tell_of_cuda(self.own.client)  # first: the lost rank's next process may come soon
-        self._reporter.ended()
+    def _look(self) -> None:
+        """Of a rank that made no progress, sees where it stands: waiting for the others, or not."""
         memory, settings = self.own.memory, self.settings
         stillness = time.monotonic() - memory.progress_stamp(settings.progress_watchdog_interval)
-        if memory.phase != Phase.WATCHED or stillness < settings.soft_timeout / 2:
-            return
-        place = standing(self.own.interrupter.thread)
-        if place is not None:
-            member, (words, stood) = self.own.member, place
+        is_still = memory.phase == Phase.WATCHED and stillness >= settings.soft_timeout / 2
+        self._place = standing(self.own.interrupter.thread) if is_still else None
+
+    def _tell(self) -> None:
+        """Writes into the store, which may take its time, what others want to know."""
+        self._reporter.ended()  # first: the function's thread may wait for that
+        warm_up.tell_of_cuda(self.own.client)  # the lost rank's next process may come soon
+        if self._place is not None:
+            member, (words, stood) = self.own.member, self._place
             fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {words}")
             Agreement(self.own.client).ends.log_fault(member.view.n, dataclasses.replace(fault, stood=stood))
 

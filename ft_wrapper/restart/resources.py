@@ -84,8 +84,9 @@ class Resources:
         plan: which store, and who hosts it.
         base: this rank's state as the environment has it; its ranks become those of the last call.
         function_name: of the wrapped function: it must be the same on all ranks.
-        before_abort: run in the monitor thread once an iteration has ended by a fault.
+        before_abort: run in the monitor thread once an iteration has ended by a fault; waits for nothing.
         abort: run there then, to free the function's thread.
+        after_abort: run there then; may wait for the store.
 
     Attributes:
         lines: kept open until all ranks have left the iteration, or others would take it for a fault.
@@ -103,6 +104,7 @@ class Resources:
         function_name: str,
         before_abort: Callable[[], None],
         abort: Callable[[], None],
+        after_abort: Callable[[], None],
     ) -> None:
         # Otherwise its monitor or a client of the store would fail half-way, and the others call it missing.
         check_open_files(_FILES_OF_A_CALL, f"rank {base.initial_rank}")
@@ -166,6 +168,7 @@ class Resources:
                 self.interrupter,
                 before_abort,
                 abort,
+                after_abort,
                 lambda: may_hang(settings.abort),
                 being_aborted,
                 limits.last_call_wait,
@@ -182,10 +185,9 @@ class Resources:
 
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
-        if error is None:
-            self._owned.__exit__(None, None, None)
-        else:  # with its traceback: what of this is a generator puts that back which it was given
-            self._owned.__exit__(type(error), error, error.__traceback__)
+        kind = None if error is None else type(error)
+        # With its traceback: what of this is a generator puts that back which it was given.
+        self._owned.__exit__(kind, error, getattr(error, "__traceback__", None))
         self.progress.store_lost = None  # its frames refer to all of this
 
     def serve(self) -> tuple[str, int]:
@@ -277,14 +279,9 @@ class Resources:
     def _say_goodbye(self) -> None:
         if not self.progress.is_registered or self.progress.store_lost is not None:
             return
-        port = self.plan.port
+        port, is_through = self.plan.port, self.progress.has_completed and not self._hosts
         with self.waiting, contextlib.ExitStack() as waited_for:
-            if (
-                self.progress.has_completed
-                and port is not None
-                and not self._hosts
-                and self._is_hosted_by_rank()
-            ):
+            if is_through and port is not None and self._is_hosted_by_rank():
                 # The host's monitor closes the port once all have said goodbye. A wrapped function that is
                 # called next must not meet the old server there.
                 host = getattr(self.member.agreement.store, "host_name", "")

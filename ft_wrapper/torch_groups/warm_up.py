@@ -25,10 +25,10 @@ from .forget import forget_compiled_code_at_entry
 
 log = logging.getLogger(__name__)
 
-# An import is not interrupted half-way: several short ones, the largest last, can be left between them.
 _LAZY_MODULES = ("sympy", "torch.distributed.fsdp", "torch._dynamo")
 
 _early: list[threading.Thread] = []
+_importing: list[threading.Thread] = []
 #: What has run, or failed, in this process.
 _done: list[Callable[[], object]] = []
 
@@ -45,8 +45,12 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
         Exception: one that came of that.
         BaseException: whatever else the user's part raises.
     """
+    if not _importing:  # in a thread: an import cannot be cut short, and the caller may be made to leave
+        _importing.append(in_background("importing what torch imports late", import_lazy_modules))
+        _early.extend(_importing)
+    await_imports()
     # Last what depends on the device: the user's part may have chosen it.
-    for part in (import_lazy_modules, users, _train, _reduce_alone):
+    for part in (users, _train, _reduce_alone):
         if part is None or part in _done:
             continue
         if part is users:
@@ -93,21 +97,28 @@ def make_context_early(store: Operations, incarnation: int) -> None:
 
 
 def await_early_context() -> None:
-    """Waits for that thread, at the end of a call."""
+    """Waits for that thread, and for one that imports, at the end of a call."""
     while _early:
         _early.pop().join(10.0)
 
 
+def await_imports() -> None:
+    """Before the function runs, which may fork: a child would wait for the imports of a thread it lacks."""
+    for thread in _importing:
+        thread.join()
+
+
 def import_lazy_modules() -> None:
     """Imports what torch imports when it is first needed."""
-    before = dict(os.environ)
+    before = set(os.environ)
     try:
         with torch.device("cpu"):  # torch 2.6's compiler computes while it is imported
             for name in _LAZY_MODULES:
                 importlib.import_module(name)
     finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]  # where the compiler's cache is; torch says so again when it uses that
+        # Where the compiler's cache is; torch says so again when it uses that. Others are another thread's.
+        for name in {name for name in os.environ if "TORCHINDUCTOR" in name} - before:
+            del os.environ[name]
 
 
 def _train() -> None:
@@ -147,7 +158,6 @@ def _device() -> torch.device | None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())
     with contextlib.suppress(RuntimeError):  # torch 2.6 says so that there is no accelerator
-        is_built_for_gpus = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-        if is_built_for_gpus or torch.accelerator.current_accelerator() is not None:
+        if torch.backends.cuda.is_built() or torch.accelerator.current_accelerator():  # type: ignore[no-untyped-call]
             return None
     return torch.device("cpu")

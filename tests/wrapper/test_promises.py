@@ -23,8 +23,12 @@ import ft_wrapper  # noqa: F401 (an annotation names it)
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.exception import RankShouldRestart, RestartAbort
 from ft_wrapper.finalize import Finalize
+from ft_wrapper.protocol.evidence import Ends
 from ft_wrapper.restart import resources
+from ft_wrapper.restart.call import Call
+from ft_wrapper.restart.on_restart import Reporter
 from ft_wrapper.state import FrozenState
+from ft_wrapper.torch_groups import warm_up
 
 # ---- 1: an Exception restarts all ranks, a BaseException ends its rank and restarts the others
 
@@ -650,3 +654,38 @@ def test_groups_of_ddp_do_not_pile_up(job: Job) -> None:
     job.wait_for_end(leftovers=False)
     # torch itself keeps the group of the last DDP, until there is another one.
     assert [process.value <= 1 for process in job.ranks.values()] == [True, True]
+
+
+# ---- words come after the abort
+
+
+def says_in_which_order(rank: Rank) -> Any:
+    order: list[str] = []
+
+    def note(owner: Any, name: str, word: str) -> None:
+        real = getattr(owner, name)
+
+        def noted(*args: Any, **more: Any) -> Any:
+            order.append(word)
+            return real(*args, **more)
+
+        setattr(owner, name, noted)
+
+    note(Call, "_abort", "abort")
+    for owner, name in ((warm_up, "tell_of_cuda"), (Ends, "log_fault"), (Reporter, "ended")):
+        note(owner, name, name)
+
+    @Wrapper(**{**SETTINGS, "soft_timeout": 2.5})
+    def train(call_wrapper: CallWrapper) -> list[str]:
+        if call_wrapper.iteration == 0:
+            rank.hang()
+        return order
+
+    return train()
+
+
+def test_nothing_is_written_before_the_abort(job: Job) -> None:
+    job.start(2, says_in_which_order)
+    for order in job.wait():
+        assert order[0] == "abort"
+        assert {"tell_of_cuda", "log_fault", "ended"} <= set(order)

@@ -154,6 +154,52 @@ def in_a_thread(rank: Rank) -> Any:
     return values[0]
 
 
+def imports_for_long(rank: Rank) -> Any:
+    def imports() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # an import is not interrupted
+        rank.say("imports")
+        rank.hear()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+
+    at_once(rank)
+    _warm_up.import_lazy_modules = imports
+
+    @Wrapper(**SETTINGS, **TWO_ACTIVE)
+    def train(call_wrapper: CallWrapper) -> int:
+        rank.say("in", n=call_wrapper.iteration)
+        rank.await_word()
+        if call_wrapper.iteration == 0:
+            rank.hear()
+            raise ValueError("told to")
+        return call_wrapper.iteration
+
+    return train()
+
+
+def test_no_one_waits_for_a_spare_that_imports(job: Job) -> None:
+    job.start(3, imports_for_long)
+    job.expect("imports", 2)
+    job.tell("fail", 1)
+    job.expect("in", 0, 1, n=1)
+    job.tell("go on", 2)
+    job.expect("warm", 2)
+    job.tell("finish", 0, 1)
+    assert job.wait() == [1, 1, None]
+    assert len(job[2].said("imports")) == 1
+
+
+def test_a_spare_that_is_needed_ends_its_imports_before_the_function(job: Job) -> None:
+    job.start(3, imports_for_long)
+    job.expect("imports", 2)
+    job.send_signal(1, signal.SIGKILL)
+    job.expect("in", 0, n=1)
+    assert not job[2].said("in")
+    job.tell("go on", 2)
+    job.expect("in", 2, n=1)
+    job.tell("finish", 0, 2)
+    assert job.wait(killed=(1,)) == [1, 1]
+
+
 # ---- failing
 
 
@@ -275,7 +321,7 @@ def looks_at_itself(rank: Rank) -> Any:
 @pytest.mark.tcp_only("it asks nothing of the store")
 def test_warming_torch_leaves_no_trace(job: Job) -> None:
     job.start(1, looks_at_itself)
-    assert job.wait() == [[[], 3]]
+    assert job.wait() == [[[], 2]]
     assert "failed" not in job[0].log
 
 
@@ -299,7 +345,8 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a CUDA that is none was asked for; in use, and with NCCL, unless a test says otherwise."""
     said: list[str] = []
     tensor = SimpleNamespace(device="cuda")
-    monkeypatch.setattr(_warm_up, "_done", [_warm_up.import_lazy_modules, _warm_up._train])
+    monkeypatch.setattr(_warm_up, "import_lazy_modules", lambda: None)
+    monkeypatch.setattr(_warm_up, "_done", [_warm_up._train])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch, "ones", lambda size, device: said.append(f"{size} on {device}") or tensor)
