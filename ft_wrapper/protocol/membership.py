@@ -29,12 +29,13 @@ class Remembered:
     """What a process remembers of its last wrapped call, for the next one on the same store.
 
     Args:
-        call: number of the next call.
+        call: number of the next call: of the last one once more, if this process left that with an error.
         member: who it was; None if the call had completed before it came.
         view: the iteration that ended well, in which it had
         rank: this rank, of
         world_size: so many.
         monitor: keeps watch between the two calls; to be closed once another one has joined.
+        has_failed: whether this process left the last call with an error, so that it makes it once more.
     """
 
     call: int
@@ -43,6 +44,7 @@ class Remembered:
     rank: int = 0
     world_size: int = 0
     monitor: "MonitorLine | None" = None
+    has_failed: bool = False
 
 
 @dataclasses.dataclass(eq=False)

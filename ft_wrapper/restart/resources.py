@@ -115,7 +115,8 @@ class Resources:
         limits = settings.limits
         slot, size = base.initial_rank or 0, formation_size(base.world_size)
         note_slot(slot)
-        remembered = _remembered.pop(plan.description, Remembered(call=0))
+        remembered = _remembered.get(plan.description, Remembered(call=0))
+        _remembered[plan.description] = Remembered(remembered.call, has_failed=True)  # until it has completed
         if plan.port is not None:
             remembered = dataclasses.replace(remembered, call=0)  # each call has a store of its own
         slots = list(range(size))
@@ -256,7 +257,13 @@ class Resources:
                 self.memory.enter_phase(shared_memory.Phase.WATCHED)
                 forget.collect_garbage("call")
             with self.waiting:
-                return member.join()
+                is_in_time = member.join()
+            if not is_in_time and remembered.has_failed:
+                raise RankDiscarded(
+                    f"slot {member.slot} left call {member.call} with an error, and the other ranks have "
+                    "completed it since: what this process calls now is not what they call next; start it again"
+                )
+            return is_in_time
         # The store outlived the last call: its last members go on to the next call's first iteration.
         member.check_terms()
         member.member, member.view = remembered.member, remembered.view
