@@ -358,12 +358,14 @@ class Loop:
     def _take_end(self, process: RankProcess) -> None:
         asked = process.request
         self._drop(process)
-        was_to_leave = self._monitors.remove(process.pid)
+        memory = self._monitors.remove(process.pid)
+        was_to_leave = memory is not None and memory.leaves
+        is_lost = memory is not None and memory.is_life_held  # in its call, whatever the exit code says
         exitcode = process.reap()
         self._logs.close(asked.rank, asked.incarnation)
         self._emit("rank_ended", process, exitcode=exitcode)
         failure = None
-        if exitcode != 0 and not self._ranks.is_stopping:
+        if (exitcode != 0 or is_lost) and not self._ranks.is_stopping:
             rank = self._ranks.round.rank(asked.rank)
             failure = read_failure(rank, process.pid, asked.incarnation, exitcode, asked.files)
             killed = count_kernel_kills() - asked.kernel_kills

@@ -225,7 +225,7 @@ class Tail:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The end of a rank's process that did not exit with 0.
+    """The end of a rank's process that did not exit with 0, or did so in its wrapped call.
 
     Args:
         rank: the rank, among those of all nodes.
@@ -257,7 +257,7 @@ class Failure:
             return f"killed by SIGKILL (out of memory? the kernel has killed {self.kernel_kills} meanwhile)"
         if self.exitcode < 0:
             return f"killed by {signal_name(-self.exitcode)}"
-        return f"exit code {self.exitcode}"
+        return f"exit code {self.exitcode}" + ("" if self.exitcode else " in its wrapped call")
 
 
 def read_failure(rank: int, pid: int, incarnation: int, exitcode: int, files: RankFiles) -> Failure:

@@ -338,7 +338,7 @@ class Ranks:
             failure: how it failed; None if it did not, or if a stop ended it.
         """
         process = self._ranks.pop(rank)
-        if exitcode == 0 or rank in self._leaving:
+        if (exitcode == 0 and failure is None) or rank in self._leaving:
             self._healed.add(rank)
             self._group.ended(rank)
         if rank in self._leaving and self._stop is None:

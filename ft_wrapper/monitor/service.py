@@ -116,15 +116,15 @@ class MonitorService:
             self._processes[pid] = _Process(pid, replaced)
             self._changed.notify_all()
 
-    def remove(self, pid: int) -> bool:
+    def remove(self, pid: int) -> RankMemory | None:
         """A rank's process has ended; called before it is reaped, for then its number may be another's.
 
         Returns:
-            Whether it was to leave its job: it was asked to, or excluded.
+            The memory of its last wrapped call, which tells how it has left; None without one.
         """
         with self._changed:
             process = self._processes.pop(pid, None)
-            return process is not None and process.memory is not None and process.memory.leaves
+            return None if process is None else process.memory
 
     def ranks(self) -> list[tuple[RankMemory | None, bool]]:
         """For each of the agent's processes the memory of its last wrapped call, and whether it is in that.

@@ -67,6 +67,7 @@ class RankMemory(ctypes.Structure):
         dump_fd: the rank's descriptor that the answer comes by.
         leaves: whether the rank was asked to leave the job, which the agent writes; or was excluded, which
             the rank writes where its call ends.
+        is_life_held: whether the rank is in its call; once its process has ended, whether it ended in it.
 
     Raises:
         RuntimeError: the platform lacks ``memfd_create`` or robust mutexes.
@@ -79,7 +80,7 @@ class RankMemory(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("_step", "_first_step")),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
-        *((name, ctypes.c_bool) for name in ("active", "is_inside", "has_left", "_is_life_held", "leaves")),
+        *((name, ctypes.c_bool) for name in ("active", "is_inside", "has_left", "is_life_held", "leaves")),
     )
     main_stamp: float
     gil_stamp: float
@@ -164,7 +165,7 @@ class RankMemory(ctypes.Structure):
         or is passed the descriptor. `close` gives it back.
         """
         _pthread("mutex_lock", ctypes.byref(self))
-        self._is_life_held = True
+        self.is_life_held = True
         self._owner = _here()
 
     def wait_for_death(self) -> bool:
@@ -182,7 +183,7 @@ class RankMemory(ctypes.Structure):
             _pthread("mutex_consistent", ctypes.byref(self))
         # Not the mutex's own verdict: that is spent on the first watcher, and a watcher killed while it
         # holds the mutex leaves one behind too. Only the owner takes the field back.
-        has_died = self._is_life_held
+        has_died = self.is_life_held
         _pthread("mutex_unlock", ctypes.byref(self))
         return has_died
 
@@ -326,7 +327,7 @@ class RankMemory(ctypes.Structure):
         self.fd = -1
         if self._owner == _here():
             # Written while the mutex is held: a watcher that gets it afterwards reads what it means.
-            self._is_life_held = False
+            self.is_life_held = False
             self._owner = None
             _pthread("mutex_unlock", ctypes.byref(self))
         if self._owner is None:  # else the kernel will look there when the thread that holds the life ends

@@ -3,11 +3,11 @@
 What cannot be read is a `StoreError` that names the key.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ..exception import StoreError
 from . import keys
-from .records import DONE, FAULT, GAVE_UP, RETURNS, Decision, Head, Member
+from .records import DONE, FAULT, GAVE_UP, LEFT_BY, RETURNS, Decision, Head, Member
 
 
 def present(key: str, text: str | None) -> str:
@@ -91,12 +91,21 @@ def outcome_in(n: int, register: str | None) -> str | None:
 
 
 def deaths_in(n: int, log: Iterable[str]) -> dict[Member, set[str]]:
-    """The members of n that have ended, by its log, with what was noted: `RETURNS`, `GAVE_UP` or nothing."""
+    """The members of n that have ended, by its log, with what was noted.
+
+    That is `RETURNS`, `GAVE_UP`, `LEFT_BY` with kind and place, or nothing.
+    """
     key = keys.dead(n)
     deaths: dict[Member, set[str]] = {}
     for line in log:
         name, _, mark = line.partition(" ")
-        if mark not in ("", RETURNS, GAVE_UP):
+        if mark not in ("", RETURNS, GAVE_UP) and not mark.startswith(LEFT_BY):
             raise StoreError(f"store key {key!r} holds the entry {line!r}, which is no member's death")
         deaths.setdefault(Member.parse(name, key), set()).add(mark)
     return deaths
+
+
+def left_by_in(deaths: Mapping[Member, set[str]]) -> dict[str, Member]:
+    """What is counted of the exceptions by which members left the job, each with one that did."""
+    marks = {mark: member for member, noted in deaths.items() for mark in noted}
+    return {mark.removeprefix(LEFT_BY): one for mark, one in marks.items() if mark.startswith(LEFT_BY)}

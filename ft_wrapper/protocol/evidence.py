@@ -11,7 +11,7 @@ from ..exception import StoreError
 from ..settings import Limits
 from . import entries, keys, operations
 from .operations import LAPSED, Append, Beat, Claim, Operations, Step, Wake, read, read_log
-from .records import DONE, FAULT, GAVE_UP, RETURNS, Fault, Member, MemberRecord
+from .records import DONE, FAULT, GAVE_UP, LEFT_BY, RETURNS, Fault, Member, MemberRecord
 
 K = TypeVar("K", bound=Hashable)
 _LASTS = Limits.heartbeat_timeout / 2
@@ -245,7 +245,7 @@ class Ends:
         return set(self.marked_deaths_of(n))
 
     def marked_deaths_of(self, n: int) -> dict[Member, set[str]]:
-        """The members of n that have ended, each with what was noted: `RETURNS`, `GAVE_UP` or nothing."""
+        """The members of n that have ended, each with what was noted: see `entries.deaths_in`."""
         return entries.deaths_in(n, read_log(self.store, keys.dead(n)))
 
     def give_up(self, n: int, member: Member) -> None:
@@ -277,6 +277,8 @@ class Ends:
         if ends:
             steps += _ending(n, FAULT)
         entries = [f"{member} {RETURNS}" if returns else str(member) for member in sorted(dead)]
+        counted = {one: fault.counted for one, fault in dead.items() if fault is not None and fault.counted}
+        entries += [f"{member} {LEFT_BY}{what}" for member, what in counted.items()]
         self.store.execute([*steps, Append(keys.dead(n), "\n".join(entries))])
 
     def wait_for_end(

@@ -64,6 +64,7 @@ class Membership:
 
     Attributes:
         ended_job: what has ended the job, on all ranks; None if it goes on.
+        left_by: kind and place of the exception by which this member leaves; empty if it is not counted.
     """
 
     agreement: Agreement
@@ -79,6 +80,7 @@ class Membership:
     view: View = dataclasses.field(init=False)
     decision: Decision = dataclasses.field(init=False)
     ended_job: str | None = dataclasses.field(default=None, init=False)
+    left_by: str = dataclasses.field(default="", init=False)
     _was_completed_late: bool = dataclasses.field(default=False, init=False)
 
     def register(self) -> None:
@@ -250,15 +252,12 @@ class Membership:
             error: why.
             ends: whether the iteration ends by it.
         """
-        fault = self._raised(rank, interruption, error)
+        fault = dataclasses.replace(self._raised(rank, interruption, error), counted=self.left_by)
         gives_up = isinstance(error, RestartAbort) or self.ended_job is not None
         returns = self.limits.replaced and not (gives_up or isinstance(error, RankDiscarded))
         try:
             if gives_up:
-                # Anyone who starts processes again looks here whether that is of any use.
-                other = self.ended_job if isinstance(error, JobEnded) else None
-                record = dataclasses.replace(self.record, gave_up=True, ended_by=other)
-                self.agreement.joining.write_record(self.member, record)
+                self._note_end(self.ended_job if isinstance(error, JobEnded) else None)
             # A proposal under way may keep this member, if it had arrived already.
             report_deaths(
                 self.agreement,
@@ -270,6 +269,11 @@ class Membership:
             )
         except RestartError:
             log.exception("the others could not be told that slot %d leaves", self.slot)
+
+    def _note_end(self, by_other: str | None) -> None:
+        """Anyone who starts processes again looks here whether that is of any use."""
+        record = dataclasses.replace(self.record, gave_up=True, ended_by=by_other)
+        self.agreement.joining.write_record(self.member, record)
 
     def await_others(self) -> None:
         """Waits until the others have gone on from the iteration that this member has left for good."""
@@ -340,7 +344,8 @@ class Membership:
         if current is not None and current[0].call == self.call:
             fault = self.hopeless(current[1])
             if fault is not None:
-                raise RestartAbort(f"slot {self.slot} comes too late: the job was ended by {fault.in_words}")
+                self._note_end(fault.in_words)
+                raise JobEnded(f"slot {self.slot} comes too late: the job was ended by {fault.in_words}")
         # Longer than the members', who go on without a straggler, and with this one, when theirs ends.
         patience = self.limits.barrier_timeout + self.limits.heartbeat_timeout
         asked = keys.BEFORE_FIRST if is_early and self.slot in self.slots else None

@@ -24,6 +24,8 @@ DONE = "done"
 RETURNS = "returns"
 #: Marks one that waits no more, and lives.
 GAVE_UP = "gave_up"
+#: Begins the mark of a death by an exception that is counted.
+LEFT_BY = "left by "
 FOR_GOOD = "for good: "  # begins what is said of a fault that ends the job
 _SAME_FAULTS = 4  # faults that a decision counts: who is next to fail elsewhere each time, fails differently
 
@@ -185,6 +187,7 @@ class Fault(Record):
         pid: which process.
         at: when it was noticed, in seconds since the epoch; 0 if that is not known.
         stood: where it stood, if it hung.
+        counted: kind and place, if its member left the job by it and it is counted.
     """
 
     member: Member
@@ -195,6 +198,7 @@ class Fault(Record):
     pid: int = 0
     at: float = 0.0
     stood: Stood = UNKNOWN
+    counted: str = ""
 
     @property
     def record(self) -> InterruptionRecord:
@@ -228,19 +232,24 @@ class SameFault:
 
 
 def count_same_faults(
-    before: Iterable[SameFault], faults: Mapping[str, Member], *, is_any_lost: bool = False
+    before: Iterable[SameFault],
+    faults: Mapping[str, Member],
+    left_by: Mapping[str, Member],
+    *,
+    is_any_lost: bool = False,
 ) -> tuple[SameFault, ...]:
     """Counts the faults of an iteration on; those that it did not have are forgotten.
 
     Args:
         before: those of the iteration before.
         faults: those of this one, and who had it first.
+        left_by: those by which ranks left the job.
         is_any_lost: whether a rank was lost, which may be why others failed; then those alone count that
-            end the job.
+            end the job, or by which a rank left.
     """
     counts = {fault.what: fault.count for fault in before}
-    same = [SameFault(what, counts.get(what, 0) + 1, member) for what, member in faults.items()]
-    kept = [fault for fault in same if fault.is_for_good or not is_any_lost]
+    same = [SameFault(what, counts.get(what, 0) + 1, who) for what, who in {**faults, **left_by}.items()]
+    kept = [fault for fault in same if fault.is_for_good or fault.what in left_by or not is_any_lost]
     return tuple(sorted(kept, key=lambda fault: (not fault.is_for_good, -fault.count))[:_SAME_FAULTS])
 
 

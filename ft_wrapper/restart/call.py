@@ -28,7 +28,7 @@ from ..monitor.shared_memory import Phase
 from ..protocol import Agreement
 from ..protocol.entering import Endpoint
 from ..protocol.heart import note_wanted
-from ..protocol.records import Decision, View
+from ..protocol.records import Decision, SameFault, View
 from ..protocol.standing import Stood
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
@@ -36,16 +36,17 @@ from ..store import PrefixStore, StorePlan
 from ..torch_groups import device, forget, made, warm_up
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.standing import standing
-from . import Settings, forked, torch_state
+from . import Settings, forked, same_faults, torch_state
 from .exit_watch import ExitWatch
 from .loop import Left, Performer, RestartLoop
 from .on_restart import Reporter
 from .resources import Resources
-from .same_faults import Stay, times_before
+from .same_faults import Stay, leaves_with_fault, times_before
 
 log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
+_HUNG = 0.9  # of soft_timeout: others that hang with it are noticed a little later
 # Seconds in an iteration: a job that does not work mostly fails soon, and others need the CPUs to begin.
 _WARMS_UP_AFTER = 2.0
 # After a fault, whatever the user's own check is: what an abort left running has come to its end, and a CUDA
@@ -202,15 +203,31 @@ class Call(Performer):
                 self.state.fn_exception = raised
             # A RankShouldRestart that no one asked for is the function's own.
             if not isinstance(caught, RankShouldRestart) or not own.interrupter.requested:
-                has_progressed = self.progressed or own.memory.has_progressed
-                stay.count(caught, own.member.view, self.settings.max_same_faults, has_progressed)
+                self._count(caught)
                 left.error, left.fault = caught, stay.fault
                 # And not merely a collective that fails because the iteration is over.
                 stay.is_cause = watch.ended_at is None
                 stay.is_out_of_memory = out_of_memory(caught) is not None
+            elif self._place is not None and watch.handled.wait(self.settings.barrier_timeout):
+                self._count(caught)  # now that it is known who had returned
+                left.fault = stay.fault
+        except BaseException as caught:
+            if leaves_with_fault(caught):
+                self._count(caught)
+                member, limit = own.member, self.settings.max_same_faults
+                member.left_by = stay.fault or ""
+                if stay.is_last:
+                    worst = SameFault(member.left_by, limit or 0, member.member)
+                    member.ended_job = same_faults.in_words(worst, limit)
+                    log.error("the job ends: %s", member.ended_job)
+            raise
         own.signals.hold()  # again, if a signal came just then
         watch.may_be_done = watch.may_be_done or left.has_returned
         return left
+
+    def _count(self, error: BaseException) -> None:
+        has_progressed = self.progressed or self.own.memory.has_progressed
+        self._stay.count(error, self.own.member.view, self.settings.max_same_faults, has_progressed)
 
     def _body(self) -> Any:
         """What runs interruptibly."""
@@ -402,15 +419,23 @@ class Call(Performer):
         stillness = time.monotonic() - memory.progress_stamp(settings.progress_watchdog_interval)
         is_still = memory.phase == Phase.WATCHED and stillness >= settings.soft_timeout / 2
         self._place = standing(self.own.interrupter.thread) if is_still else None
+        if self._place is not None:
+            self._stay.hang = same_faults.hang_of(self.own.interrupter.thread)
+            if stillness > _HUNG * settings.soft_timeout:
+                self._stay.hung_at = time.monotonic() - stillness
 
     def _tell(self) -> None:
         """Writes into the store, which may take its time, what others want to know."""
         self._reporter.ended()  # first: the function's thread may wait for that
         warm_up.tell_of_cuda(self.own.client)  # the lost rank's next process may come soon
         if self._place is not None:
-            member, (words, stood) = self.own.member, self._place
+            member, stay, (words, stood) = self.own.member, self._stay, self._place
+            ends = Agreement(self.own.client).ends
+            if returned := ends.finished_in(member.view.n):
+                after = f", when ranks {sorted(returned)} had returned"
+                words, stay.hang, stay.has_kept_others_waiting = words + after, stay.hang + after, True
             fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {words}")
-            Agreement(self.own.client).ends.log_fault(member.view.n, dataclasses.replace(fault, stood=stood))
+            ends.log_fault(member.view.n, dataclasses.replace(fault, stood=stood))
 
     def _abort(self) -> None:
         for line in list(self.own.lines):

@@ -260,8 +260,8 @@ class Resources:
                 is_in_time = member.join()
             if not is_in_time and remembered.has_failed:
                 raise RankDiscarded(
-                    f"slot {member.slot} left call {member.call} with an error, and the other ranks have "
-                    "completed it since: what this process calls now is not what they call next; start it again"
+                    f"slot {member.slot} left call {member.call} with an error, and others have completed "
+                    "it since: what it calls now is not what they call next; start its process again"
                 )
             return is_in_time
         # The store outlived the last call: its last members go on to the next call's first iteration.

@@ -4,8 +4,8 @@ import dataclasses
 import time
 import traceback
 
-from ..exception import JobAbort, in_one_line
-from ..monitor.frames import Place, is_library, is_own, users_part
+from ..exception import JobAbort, RestartAbort, in_one_line
+from ..monitor.frames import Place, current_frames, is_library, is_own, users_part
 from ..monitor.threads import Watch
 from ..protocol.records import FOR_GOOD, SameFault, View
 
@@ -27,6 +27,9 @@ class Stay:
         fault: what is counted of it: kind and place.
         is_last: whether it has come so often that it ends the job.
         is_out_of_memory: whether the device had no memory left.
+        hung_at: when it stopped making progress, in monotonic seconds, if that is why the iteration ended.
+        hang: where it hung when the iteration ended.
+        has_kept_others_waiting: whether it did so though other ranks had returned.
     """
 
     entered_at: float = 0.0
@@ -36,9 +39,15 @@ class Stay:
     fault: str | None = None
     is_last: bool = False
     is_out_of_memory: bool = False
+    hung_at: float | None = None
+    hang: str = ""
+    has_kept_others_waiting: bool = False
 
     def count(self, error: BaseException, view: View, limit: int | None, has_progressed: bool) -> None:
         """Names the fault, if it counts: there was no progress before it, and it follows from no other fault.
+
+        A hang that another rank waits behind, having returned, counts whatever the progress was: that rank
+        has come to the end, and would again.
 
         Args:
             error: by which the function was left.
@@ -49,12 +58,20 @@ class Stay:
         if isinstance(error, JobAbort):
             self.fault, self.is_last = FOR_GOOD + in_one_line(error), True
             return
-        if limit is None or (self.watch is not None and self.watch.ended_at is not None):
+        has_ended = self.watch is not None and self.watch.ended_at is not None
+        if limit is None or (has_ended and self.hung_at is None and not self.has_kept_others_waiting):
             return
-        if has_progressed or time.monotonic() - self.entered_at > PROGRESS_AFTER:
+        until = time.monotonic() if self.hung_at is None else self.hung_at
+        has_progressed = has_progressed or until - self.entered_at > PROGRESS_AFTER
+        if has_progressed and not self.has_kept_others_waiting:
             return
-        self.fault = kind_and_place(error)
+        self.fault = self.hang if has_ended else kind_and_place(error)
         self.is_last = times_before(view, self.fault) + 1 >= limit
+
+
+def leaves_with_fault(error: BaseException) -> bool:
+    """Whether what makes a rank leave the job is a fault of its function: ``sys.exit(0)`` is none."""
+    return not (isinstance(error, RestartAbort) or (isinstance(error, SystemExit) and not error.code))
 
 
 def kind_and_place(error: BaseException) -> str:
@@ -68,6 +85,19 @@ def kind_and_place(error: BaseException) -> str:
     users = [line for line in lines if not (is_own(line[0]) or is_library(line[0].f_code.co_filename))]
     frame, number = users[-1] if users else lines[0]
     return f"{kind} at {Place(frame.f_code.co_filename, number, frame.f_code.co_name)}"
+
+
+def hang_of(thread: int) -> str:
+    """Says in one line where a thread hangs: the innermost line of the user's code.
+
+    Args:
+        thread: its number.
+    """
+    frame = current_frames().get(thread)
+    while frame is not None and (is_own(frame) or is_library(frame.f_code.co_filename)):
+        frame = frame.f_back
+    where = frame and f" at {Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}"
+    return f"no progress{where or ''}"
 
 
 def times_before(view: View, what: str) -> int:

@@ -219,8 +219,23 @@ def test_ranks_are_handed_over_as_long_as_their_processes_run(
     await_level(in_call, 1)
     (late, _), _ = monitors.ranks()
     assert late is second and late.iteration == -1, "it may still be read"
-    assert not monitors.remove(rank.pid)
+    assert not (memory := monitors.remove(rank.pid)) or not memory.leaves
     assert len(monitors.ranks()) == 1
+
+
+def test_who_ends_in_its_call_is_known_whatever_its_exit_code(
+    monitors: MonitorService, start: Start, store: TCPStore
+) -> None:
+    rank, other = start(), start()
+    member = join(rank, store, 0)
+    join(other, store, 1)
+    rank.kill()
+    await_death(store, member)
+    lost = monitors.remove(rank.pid)
+    assert lost is not None and lost.is_life_held
+    other.tell("end")
+    left = monitors.remove(other.pid)
+    assert left is not None and not left.is_life_held
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -235,8 +250,9 @@ def test_whether_one_that_has_died_was_to_leave(
     rank.kill()
     await_death(store, member)
     await_level(threads, idle)
-    assert monitors.remove(rank.pid) == leaves
-    assert not monitors.remove(rank.pid) and not monitors.ask_to_leave(rank.pid), "it is not known"
+    memory = monitors.remove(rank.pid)
+    assert memory is not None and memory.leaves == leaves
+    assert monitors.remove(rank.pid) is None and not monitors.ask_to_leave(rank.pid), "it is not known"
 
 
 def test_a_restart_is_passed_on(store: TCPStore) -> None:

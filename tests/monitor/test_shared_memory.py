@@ -366,7 +366,7 @@ def test_a_forked_child_does_not_give_the_life_back(memory: RankMemory) -> None:
         memory.close()
         os._exit(0)
     os.waitpid(pid, 0)
-    assert memory._is_life_held
+    assert memory.is_life_held
 
 
 def test_from_fd_refuses_what_is_no_rank_memory() -> None:

@@ -80,4 +80,4 @@ def test_a_call_after_one_that_ended_the_job_says_so(job: Job, kind: str) -> Non
         (seen,) = job.wait()
     # What ends this rank alone does not end the job: it comes back to the call.
     is_over = kind in ("raises", "restarts", "ends the job")
-    assert seen[2] == [False, "RestartAbort"] if is_over else [True, "trained"], seen
+    assert seen[2] == [False, "JobEnded"] if is_over else [True, "trained"], seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any, NoReturn
 
 import pytest
@@ -215,3 +216,88 @@ def test_all_ranks_back_off(job: Job) -> None:
     job.wait_for_end()
     assert [process.said("paused")[0]["seconds"] for process in job.ranks.values()] == [[0.0, 0.5, 1.0]] * 2
     assert "trying again in" not in job[0].log
+
+
+# ---- what is no exception
+
+
+class Stop(BaseException):
+    """A user's own."""
+
+
+LEAVES: dict[str, BaseException] = {
+    "exit 3": SystemExit(3),
+    "exit with words": SystemExit("out of data"),
+    "Ctrl-C": KeyboardInterrupt(),
+    "GeneratorExit": GeneratorExit(),
+    "a user's own": Stop("at 0x7f"),
+    "a group": BaseExceptionGroup("two", [Stop(), ValueError()]),
+}
+
+
+def leaves_at_once(rank: Rank, how: str) -> Any:
+    """Whoever is rank 1 leaves the job."""
+
+    @Wrapper(**SETTINGS, max_same_faults=2)
+    def train(call_wrapper: CallWrapper) -> int:
+        if call_wrapper.state.rank == 1 and how == "exit 0":
+            raise SystemExit(0)
+        if call_wrapper.state.rank == 1:
+            raise LEAVES[how]
+        while (call_wrapper.state.world_size or 0) > 1:  # the other one leaves
+            time.sleep(0.01)
+        return 1
+
+    return train()
+
+
+@pytest.mark.parametrize("how", sorted(LEAVES))
+def test_what_ends_one_rank_after_the_other_ends_the_job(job: Job, how: str) -> None:
+    job.start(4, leaves_at_once, how)
+    job.wait_for_end()
+    errors = {slot: process.error for slot, process in job.ranks.items()}
+    assert errors == {
+        1: type(LEAVES[how]).__name__,
+        2: type(LEAVES[how]).__name__,
+        0: "JobEnded",
+        3: "JobEnded",
+    }
+    assert "in train on slot 2, 2 times in a row" in job[0].text
+    assert "the job ends: " in job[2].log and "the job ends: " not in job[1].log
+
+
+def test_who_leaves_with_exit_code_0_ends_no_job(job: Job) -> None:
+    job.start(4, leaves_at_once, "exit 0")
+    job.wait_for_end()
+    assert job[0].value == 1 and {process.error for slot, process in job.ranks.items() if slot} == {
+        "SystemExit"
+    }
+
+
+# ---- hangs
+
+
+def hangs(rank: Rank, uneven: bool) -> Any:
+    @Wrapper(**{**SETTINGS, "soft_timeout": 0.6, "hard_timeout": 20.0, "max_same_faults": 2})
+    def train(call_wrapper: CallWrapper) -> None:
+        if rank.slot == 1:
+            if uneven:
+                call_wrapper.ping(step=1)
+                call_wrapper.ping(step=2)
+            time.sleep(1000)
+        elif not uneven:
+            rank.train()
+
+    train()
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_hang_that_comes_again_ends_the_job(job: Job, uneven: bool) -> None:
+    """Also after progress, where another rank has returned: that one would come no further."""
+    job.start(2, hangs, uneven)
+    job.wait_for_end()
+    line = hangs.__code__.co_firstlineno + 7
+    assert f"no progress at test_same_faults.py:{line} in train" in job[0].text
+    assert "on slot 1, 2 times in a row" in job[0].text
+    assert ("when ranks [0] had returned" in job[0].text) == uneven
+    assert job[0].error == "JobEnded" and job[1].error == "RestartAbort"
