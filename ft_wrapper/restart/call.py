@@ -192,6 +192,7 @@ class Call(Performer):
                 left.value = own.interrupter.call(self._body)
             finally:
                 own.signals.hold()
+                self.progressed = self.progressed or own.memory.has_progressed
                 own.memory.enter_phase(Phase.WATCHED)  # its pings promise nothing about what comes after it
         except (Exception, RankShouldRestart, JobAbort) as caught:
             if is_spare and isinstance(caught, HealthCheckError):
@@ -226,8 +227,7 @@ class Call(Performer):
         return left
 
     def _count(self, error: BaseException) -> None:
-        has_progressed = self.progressed or self.own.memory.has_progressed
-        self._stay.count(error, self.own.member.view, self.settings.max_same_faults, has_progressed)
+        self._stay.count(error, self.own.member.view, self.settings.max_same_faults, self.progressed)
 
     def _body(self) -> Any:
         """What runs interruptibly."""
