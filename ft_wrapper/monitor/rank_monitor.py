@@ -13,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
+from torch._C._distributed_c10d import TCPStore
+
 from .. import events
 from ..attribution import Interruption
 from ..exception import StoreError
@@ -23,7 +25,7 @@ from ..protocol.heart import Heart
 from ..protocol.neighbours import NeighbourWatch
 from ..settings import Limits
 from ..store import Fault, Member, StoreMixin, View
-from ..store.bounded import in_background
+from ..store.bounded import in_background, take_or_make
 from .frames import is_stopped, where_it_stands
 from .shared_memory import Phase, RankMemory
 
@@ -73,6 +75,19 @@ class Pauses:
         return now - moment - gaps
 
 
+@dataclasses.dataclass
+class Idle:
+    """What monitors hand on to those of the next call: each new connection of torch's may take seconds.
+
+    Args:
+        clients: of the store.
+        stores: of iterations, that no rank has used.
+    """
+
+    clients: list[StoreMixin] = dataclasses.field(default_factory=list)
+    stores: list[TCPStore] = dataclasses.field(default_factory=list)
+
+
 @dataclasses.dataclass(eq=False)
 class RankMonitor:
     """One rank's monitor. Not in the rank's process, so that neither its death nor a held GIL stops it.
@@ -85,20 +100,22 @@ class RankMonitor:
         limits: the times to keep.
         heart: the one that beats for the rank, perhaps as for others.
         job: what the job is called in events; None for what the environment says.
+        idle: where it takes its client from, and gives it back to when the rank has left its call in order.
     """
 
-    connect: dataclasses.InitVar[Callable[[], StoreMixin]]
+    connect: Callable[[], StoreMixin]
     member: Member
     memory: RankMemory
     pid: int
     limits: Limits
     heart: Heart
     job: str | None = None
+    idle: Idle = dataclasses.field(default_factory=Idle)
     view: View | None = dataclasses.field(default=None, init=False)  # of the iteration that the rank is in
     is_between: bool = dataclasses.field(default=False, init=False)
 
-    def __post_init__(self, connect: Callable[[], StoreMixin]) -> None:
-        self._agreement = Agreement(connect())
+    def __post_init__(self) -> None:
+        self._client: StoreMixin | None = take_or_make(self.idle.clients, self.connect)
         self._pauses = Pauses(self.limits.monitor_process_interval, time.monotonic())
         self._reported = names.BEFORE_FIRST - 1  # iteration whose soft timeout has been published
         self._is_dying = False  # or has died, as far as is known
@@ -107,6 +124,11 @@ class RankMonitor:
         self._tellers: list[threading.Thread] = []  # of soft timeouts
         self._step_told_at, self._step_told = -math.inf, dict[str, Any]()
         self.heart.add(self)
+
+    @property
+    def _agreement(self) -> Agreement:
+        self._client = self._client or take_or_make(self.idle.clients, self.connect)
+        return Agreement(self._client)
 
     @property
     def rank(self) -> int | None:
@@ -120,7 +142,9 @@ class RankMonitor:
         by its death; and the store may end with the job, while this rank still does something else.
         """
         self.is_between = True
-        self._agreement.store.patience = self.limits.termination_grace_time
+        if self._client is not None and not any(teller.is_alive() for teller in self._tellers):
+            self.idle.clients.append(self._client)
+            self._client = None
 
     def stop(self) -> None:
         """Stops the heartbeat."""
@@ -131,7 +155,8 @@ class RankMonitor:
         self.stop()
         for teller in self._tellers:
             teller.join()
-        self._agreement.store.close()
+        if self._client is not None:
+            self._client.close()
 
     def rank_died(self) -> None:
         """The rank's process has died: tells the others, unless that was done when it was ended.

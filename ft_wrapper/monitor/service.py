@@ -23,9 +23,11 @@ from ..exception import StoreError
 from ..protocol import keys
 from ..protocol.heart import Heart
 from ..settings import Limits
+from ..store import StoreMixin
 from ..store.bounded import in_background
 from ..store.plan import StorePlan, announced_plan
 from .line import VERSION, peer, receive, receive_fd, send
+from .rank_monitor import Idle
 from .shared_memory import RankMemory
 from .watch import OnRestart, RankWatch, Stage
 
@@ -99,6 +101,7 @@ class MonitorService:
         self._processes: dict[int, _Process] = {}  # by their numbers
         self._attended: dict[threading.Thread, _Attended] = {}
         self._hearts: dict[tuple[Limits, str], Heart] = {}  # those in one job, with the same times, share one
+        self._idle: dict[str, Idle] = {}  # by store
         self._closing = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.name}")
@@ -250,9 +253,10 @@ class MonitorService:
             key = limits, json.dumps(plan.plain, sort_keys=True)
             if key not in self._hearts:
                 self._hearts[key] = Heart(plan.connect, heart_name(), limits)
-            heart = self._hearts[key]
+            heart, idle = self._hearts[key], self._idle.setdefault(key[1], Idle())
         limits = dataclasses.replace(limits, replaced=attended.replaced)
-        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, self._job, self._on_restart)
+        told = self._job, self._on_restart
+        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, *told, idle)
         owned.callback(watch.close)
         owned.callback(line.close)  # before that: the rank waits for it, and the watch for the rank
         with self._changed:
@@ -284,15 +288,17 @@ class MonitorService:
         raise _Refused(f"process {pid} is no rank's")
 
     def _forget(self, thread: threading.Thread, line: socket.socket) -> None:
-        """A connection has ended; the hearts end with the last one."""
+        """A connection has ended; the hearts end with the last one, and what calls hand on."""
         with self._changed:
             del self._attended[thread]
             line.close()
-            hearts = [] if self._attended else list(self._hearts.values())
-            if hearts:
-                self._hearts = {}
-        for heart in hearts:
-            heart.close()
+            if self._attended:
+                return
+            clients = [client for idle in self._idle.values() for client in idle.clients]
+            ended: list[Heart | StoreMixin] = [*self._hearts.values(), *clients]
+            self._hearts, self._idle = {}, {}
+        for one in ended:
+            one.close()
 
 
 def heart_name() -> str:

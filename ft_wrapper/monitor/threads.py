@@ -74,7 +74,7 @@ class MonitorThread:
     """Owns one thread, for all iterations of a call.
 
     Args:
-        store: a client of its own: waiting occupies it.
+        store: a client of its own: waiting occupies it. The caller closes it.
         interrupter: stops the thread that runs the function.
         before_abort: called once the iteration has ended by a fault; waits for nothing.
         abort: frees it from collectives.
@@ -112,16 +112,20 @@ class MonitorThread:
         self._watches.put(watch)
         return watch
 
-    def stop(self, timeout: float) -> None:
+    def stop(self, timeout: float) -> bool:
         """Ends the thread. Its iteration has ended by then, or it stays until that ends, and does nothing.
 
         Args:
             timeout: seconds to wait for it; longer, if it ends at once and only has to get its turn.
+
+        Returns:
+            Whether it has ended.
         """
         self._stopping.set()
         self._watches.put(None)
         has_nothing_to_do = self._last is None or self._last.handled.is_set()
         self._thread.join(max(timeout, _ENDS_WITHIN) if has_nothing_to_do else timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         looked_ahead = False
@@ -149,7 +153,6 @@ class MonitorThread:
                 self._free_main_thread(watch)
             finally:
                 watch.handled.set()
-        self.store.close()
 
     def _await_end(self, watch: Watch) -> str | None:
         told = False

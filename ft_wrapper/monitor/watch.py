@@ -35,8 +35,8 @@ from ..exception import StoreError
 from ..protocol.heart import Heart
 from ..settings import Limits
 from ..store import Decision, Member, StoreMixin, View, serve
-from ..store.bounded import in_background
-from .rank_monitor import RankMonitor, await_exit
+from ..store.bounded import in_background, take_or_make
+from .rank_monitor import Idle, RankMonitor, await_exit
 from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class RankWatch:
         heart: the one that beats for the rank.
         job: what the job is called in events; None for what the environment says.
         on_restart: called when the rank says that all are back.
+        idle: what earlier calls have left, and to what this one adds.
     """
 
     limits: Limits
@@ -95,15 +96,16 @@ class RankWatch:
     heart: Heart
     job: dataclasses.InitVar[str | None] = None
     on_restart: OnRestart = lambda cause, phases: None
+    idle: Idle = dataclasses.field(default_factory=Idle)
 
     def __post_init__(self, connect: Callable[[], StoreMixin], memory: RankMemory, job: str | None) -> None:
         self.stage = Stage.IN_CALL
-        pid, limits, heart = self.pid, self.limits, self.heart  # the memory goes with this: no cycle
+        pid, limits, heart, idle = self.pid, self.limits, self.heart, self.idle  # with the memory: no cycle
         self._monitor_of: Callable[[Member], RankMonitor] = lambda member: RankMonitor(
-            connect, member, memory, pid, limits, heart, job
+            connect, member, memory, pid, limits, heart, job, idle
         )
         self._ask_to_leave: Callable[[], bool] = lambda: _ask_to_leave(memory)
-        self._iteration_stores = IterationStores()
+        self._iteration_stores = IterationStores(idle.stores)
         self._monitor: RankMonitor | None = None
         self._unread = b""
         self._has_died = False
@@ -256,7 +258,7 @@ class RankWatch:
                 if self._monitor is not None:
                     self._monitor.leave_call()
                 self.stage = Stage.BETWEEN
-                self._iteration_stores.close()
+                self._iteration_stores.close(hand_on=True)
                 self._answer({})
             case "bye":
                 self.stage = Stage.LEFT
@@ -287,11 +289,15 @@ class IterationStores:
     The last rank 0 is likely to be the next. So its next store is opened ahead, and the last one ended, once
     the ranks are back: before that they need the CPUs.
 
+    Args:
+        unused: stores that no rank has used: taken from here, and left here for the next call.
+
     Attributes:
         serving: the store that was asked for last; None before that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unused: list[TCPStore]) -> None:
+        self._unused = unused
         self.serving: TCPStore | None = None
         self._last: TCPStore | None = None  # its clients may not have left it yet
         self._ahead: TCPStore | None = None
@@ -306,7 +312,7 @@ class IterationStores:
             OSError: it could not be opened.
         """
         self._await_opening()
-        store = self._ahead or _open_store(host)
+        store = self._ahead or take_or_make(self._unused, lambda: _open_store(host))
         self._host, self._ahead, self._last, self.serving = host, None, self.serving, store
         self._due = time.monotonic() + RESTART
         return store.port
@@ -323,16 +329,22 @@ class IterationStores:
         self._due = math.inf
         self._opening = in_background("opening a store ahead", self._open_ahead)
 
-    def close(self) -> None:
-        """Ends the stores."""
+    def close(self, *, hand_on: bool = False) -> None:
+        """Ends the stores.
+
+        Args:
+            hand_on: leaves those to the next call that no rank has used: all have left the function in order.
+        """
         self._await_opening()
+        stores = (self._ahead, self.serving) if hand_on else ()
+        self._unused += [one for one in stores if one is not None and not one.num_keys()]
         self._ahead = self._last = self.serving = None
         self._due = math.inf
 
     def _open_ahead(self) -> None:
         self._last = None
         try:
-            self._ahead = _open_store(self._host)
+            self._ahead = take_or_make(self._unused, lambda: _open_store(self._host))
         except Exception as error:  # what is missing now may be there when it is asked for
             log.debug("no store is opened ahead: %s", error)
 

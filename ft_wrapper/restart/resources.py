@@ -30,7 +30,7 @@ from ..protocol.records import FAULT, Member
 from ..rank_assignment import RankDiscarded
 from ..settings import Limits, formation_size
 from ..state import State
-from ..store import StorePlan
+from ..store import StoreMixin, StorePlan, TCPStore
 from ..store.address import own_address
 from ..torch_groups import being_aborted, forget, variables_restored, warm_up
 from . import Settings
@@ -41,6 +41,13 @@ log = logging.getLogger(__name__)
 _FILES_OF_A_CALL = 18  # with what its monitor, if that is a process, opens for itself
 # What this process knows of its last wrapped call, by store.
 _remembered: dict[str, Remembered] = {}
+
+
+# Connections to a store that outlives calls, kept for the next one: the call's, its monitor thread's, and
+# this host's address towards it. For a new one torch asks DNS for the name of its peer: seconds, where an
+# answer is lost. By store, and for how long that is tried. A forked process would have its parent's.
+_kept: dict[tuple[str, float], tuple[list[StoreMixin], str]] = {}
+os.register_at_fork(after_in_child=_kept.clear)
 
 
 @dataclasses.dataclass
@@ -145,10 +152,15 @@ class Resources:
             owned.push(self._end_monitor)
             owned.enter_context(protect_process(self.monitor.pid))
             owned.enter_context(protect_children())
-            store = owned.enter_context(contextlib.closing(plan.connect()))
-            # A store that is on no one host says nothing of the way to the other ranks.
-            towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
-            self._address = own_address(towards)
+            kept = _kept.pop((plan.description, settings.barrier_timeout), None)
+            self._clients, self._address = kept or ([plan.connect()], "")
+            owned.push(self._end_clients)
+            store = self._clients[0]
+            if kept is None:
+                # A store that is on no one host says nothing of the way to the other ranks.
+                towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
+                self._address = own_address(towards)
+                self._clients.append(store.clone())
             self.interrupter = interrupt.Interrupter(settings.unwind_grace)
             owned.callback(self.interrupter.close)
             self.signals.note()  # with the interrupter's
@@ -163,7 +175,7 @@ class Resources:
             self.member.on_member = self._registered
             self.member.on_missing = self._say_who_is_missing
             owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
-            self.client = store.clone()
+            self.client = self._clients[1]
             self.thread = threads.MonitorThread(
                 self.client,
                 self.interrupter,
@@ -284,11 +296,12 @@ class Resources:
     # Giving it back --------------------------------------------------------------------------------------
 
     def _say_goodbye(self) -> None:
-        if not self.progress.is_registered or self.progress.store_lost is not None:
+        port = self.plan.port  # where no rank hosts the store, no one waits for a goodbye
+        if port is None or not self.progress.is_registered or self.progress.store_lost is not None:
             return
-        port, is_through = self.plan.port, self.progress.has_completed and not self._hosts
+        is_through = self.progress.has_completed and not self._hosts
         with self.waiting, contextlib.ExitStack() as waited_for:
-            if is_through and port is not None and self._is_hosted_by_rank():
+            if is_through and self._is_hosted_by_rank():
                 # The host's monitor closes the port once all have said goodbye. A wrapped function that is
                 # called next must not meet the old server there.
                 host = getattr(self.member.agreement.store, "host_name", "")
@@ -298,11 +311,9 @@ class Resources:
             self.member.say_goodbye()
 
     def _is_hosted_by_rank(self) -> bool:
-        try:
+        with contextlib.suppress(StoreError):  # it is gone
             return self.plan.is_hosted_by_rank(self.member.agreement.store)
-        except StoreError:
-            log.debug("the store is gone", exc_info=True)
-            return False
+        return False
 
     def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:
         # The monitor ends, or looks no more until the next call.
@@ -324,8 +335,20 @@ class Resources:
         # It waits for the store, too, or for an end that this rank does not bring about.
         is_left = self.progress.store_lost is not None or self.progress.thread_stays
         with self.waiting:
-            self.thread.stop(0.0 if is_left else self.settings.barrier_timeout)
+            has_ended = self.thread.stop(0.0 if is_left else self.settings.barrier_timeout)
+        if not has_ended:
+            self._clients.remove(self.client)  # which that waits on, and lets go of at its end
         del self.thread  # it refers to the call
+
+    def _end_clients(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A store of one call ends with it; etcd's client has threads, and asks no DNS.
+        outlives = self.plan.port is None and isinstance(self._clients[0], TCPStore)
+        if outlives and self.progress.has_completed and kind is None and self.client in self._clients:
+            key = self.plan.description, self.settings.barrier_timeout
+            _kept[key] = self._clients, self._address
+        else:
+            for client in reversed(self._clients):
+                client.close()
 
     def _say_who_is_missing(self, missing: Sequence[Member], waited: float) -> None:
         """Logs for whom a restart waits, and within what time it goes on without them."""

@@ -88,3 +88,16 @@ def bounded(what: str, work: Callable[[], object], seconds: float) -> None:
     thread.join(seconds)
     if thread.is_alive():
         log.warning("%s: not done after %g s, left alone", what, seconds)
+
+
+def take_or_make(idle: list[T], make: Callable[[], T]) -> T:
+    """One of those that nobody uses just now, or else a new one; from any thread.
+
+    Args:
+        idle: those.
+        make: makes one.
+    """
+    try:
+        return idle.pop()
+    except IndexError:
+        return make()

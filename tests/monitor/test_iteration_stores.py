@@ -21,7 +21,7 @@ TIMEOUT = 30.0
 
 @pytest.fixture
 def stores() -> Iterator[IterationStores]:
-    with contextlib.closing(IterationStores()) as stores:
+    with contextlib.closing(IterationStores([])) as stores:
         yield stores
 
 

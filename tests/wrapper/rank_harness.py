@@ -247,12 +247,15 @@ def _store_settings(store: dict[str, Any]) -> dict[str, Any]:
     return {"store_factory": EtcdStore, "store_kwargs": store}
 
 
-def _without_monitor(left: list[str]) -> list[str]:
-    """All but one monitor and the socket to it: it keeps watch until the next call, or the process's end."""
-    for kind in ("children: ", "descriptors: ("):
+def _without_kept(left: list[str]) -> list[str]:
+    """All but what is kept until the next call, or the process's end.
+
+    One monitor, which keeps watch; the socket to it; and two to the store, of the call and its thread.
+    """
+    for kind, kept in (("children: ", 1), ("descriptors: (", 3)):
         of_kind = [thing for thing in left if thing.startswith(kind)]
-        if of_kind and (kind == "children: " or "socket:" in of_kind[0]):
-            left = [thing for thing in left if thing != of_kind[0]]
+        of_kind = [thing for thing in of_kind if kind == "children: " or "socket:" in thing]
+        left = [thing for thing in left if thing not in of_kind[:kept]]
     return left
 
 
@@ -639,7 +642,7 @@ class Job:
                     # they are through. `nothing_left_behind` sees whether it goes then.
                     left = [thing for thing in left if not thing.startswith("children: ")]
                 if message["event"] == "returned" and self.store_is_elsewhere:
-                    left = _without_monitor(left)
+                    left = _without_kept(left)
                 assert not left, f"slot {slot} left behind {left}"
 
     def monitors(self) -> dict[int, int]:
