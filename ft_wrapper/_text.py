@@ -1,6 +1,9 @@
-"""Text for people: numbers with their unit; without passwords."""
+"""Text for people: numbers with their unit; without passwords; not longer than what it is put into."""
 
 import re
+
+#: The most bytes of a user's text that go into one value of the store, and into a line of a log.
+IN_STORE, IN_LINE = 16 << 10, 2 << 10
 
 _HIDDEN = "…"
 # Up to the last @: what is taken for a part of the secret by mistake does no harm.
@@ -19,6 +22,19 @@ def without_secrets(text: str) -> str:
         text = _IN_URL.sub(f"{_HIDDEN}@", text)
         text = _BEFORE_HOST.sub(f"{_HIDDEN}@", text)
     return _NAMED.sub(rf"\1{_HIDDEN}", text) if "=" in text else text
+
+
+def cut(text: str, most: int) -> str:
+    """The begin of a text, with "…" in the place of the rest.
+
+    Lone surrogates, which no store takes, are written as Python writes them in a literal.
+
+    Args:
+        text: any text of a user's.
+        most: bytes that it may have as UTF-8.
+    """
+    data = text.encode(errors="backslashreplace")
+    return data.decode() if len(data) <= most else data[: most - 3].decode(errors="ignore") + "…"
 
 
 def duration(seconds: float) -> str:

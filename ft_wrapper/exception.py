@@ -1,6 +1,6 @@
 """Every error that a user can meet, and how one is said in a line."""
 
-from ._text import without_secrets
+from ._text import IN_LINE, IN_STORE, cut, without_secrets
 
 
 class RestartError(Exception):
@@ -98,7 +98,8 @@ class StoreUnavailable(StoreError):
 def in_one_line(error: BaseException) -> str:
     """Says what was raised: the kind and the first line of the message, as a traceback's last line has it.
 
-    Without secrets: it goes into the store, from where others read and show it.
+    Cut to what a line of a log may have. Without secrets: it goes into the store, from where others read and
+    show it.
 
     ``traceback.format_exception_only`` says the same, with more lines, and takes twenty times as long; the
     others wait for this.
@@ -107,11 +108,10 @@ def in_one_line(error: BaseException) -> str:
         error: what was raised.
     """
     kind = type(error)
-    name = kind.__qualname__
-    if kind.__module__ not in ("builtins", "__main__"):
-        name = f"{kind.__module__}.{name}"
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    said = f"{module}{kind.__qualname__}"
     try:
         lines = str(error).strip().splitlines()
     except Exception:
         lines = ["<exception str() failed>"]
-    return f"{name}: {without_secrets(lines[0])}" if lines else name
+    return cut(f"{said}: {without_secrets(cut(lines[0], IN_STORE))}" if lines else said, IN_LINE)

@@ -300,7 +300,7 @@ def test_a_rank_that_was_stopped_past_every_timeout_writes_no_checkpoint_any_mor
     output = "\n".join(lines)
     assert exitcodes == {1: 0, 2: 0}, output
     # It went on in the midst of saving, and did not write.
-    assert "leaves the job: SystemExit('(run, iteration) (1, 0) is over" in output, output
+    assert "leaves the job: SystemExit: (run, iteration) (1, 0) is over" in output, output
     assert not [p for p, numbers in train_lm.written(folder, "pt").items() if numbers[1] == 0], output
     assert not train_lm.written(folder, "tmp"), output
     assert len(FINAL.findall(output)) == 1, output

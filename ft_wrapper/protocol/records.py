@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
+from .._text import IN_STORE, cut
 from ..attribution import Interruption, InterruptionRecord
 from ..exception import StoreError
 from . import keys
@@ -89,13 +90,15 @@ class Head:
 class Record:
     """A dataclass that is one line of JSON in the store, without the fields that have their defaults.
 
-    A member is written as ``slot:incarnation``, an enum by its name, a record inside as a list.
+    A member is written as ``slot:incarnation``, an enum by its name, a record inside as a list. Text is cut:
+    a store takes no more than 8 MiB at a time.
     """
 
     def to_json(self) -> str:
         """One line of JSON."""
         defaults = _defaults(type(self))
-        return _to_json({name: value for name, value in vars(self).items() if value != defaults[name]})
+        said = {name: value for name, value in vars(self).items() if value != defaults[name]}
+        return _to_json({name: cut(of, IN_STORE) if isinstance(of, str) else of for name, of in said.items()})
 
     @classmethod
     def from_json(cls, text: str, key: str) -> Self:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable
 
+from .._text import IN_STORE, cut
 from ..exception import StoreError
 from ..protocol.operations import Operations, read
 from .record import Node
@@ -47,7 +48,9 @@ def note(store: Operations, node: Node, reason: str) -> None:
     def change(nodes: dict[str, KeptOut]) -> None:
         before = nodes.get(node.id)
         is_same = before is not None and before.node.is_same(node)
-        nodes[node.id] = KeptOut(node, reason, before.since if before and is_same else time.time())
+        nodes[node.id] = KeptOut(
+            node, cut(reason, IN_STORE), before.since if before and is_same else time.time()
+        )
 
     _change(store, change)
 

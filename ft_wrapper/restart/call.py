@@ -21,6 +21,7 @@ from ..exception import (
     JobEnded,
     RankShouldRestart,
     StoreUnavailable,
+    in_one_line,
 )
 from ..health_check import CudaHealthCheck, HealthCheck
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part
@@ -282,9 +283,8 @@ class Call(Performer):
         try:
             check(self.state.freeze())
         except Exception as error:
-            raise HealthCheckError(
-                f"health check failed on rank {self.state.rank} (slot {self.own.member.slot}): {error!r}"
-            ) from error
+            where = f"rank {self.state.rank} (slot {self.own.member.slot})"
+            raise HealthCheckError(f"health check failed on {where}: {in_one_line(error)}") from error
 
     # ---- out of the function
 
@@ -376,7 +376,13 @@ class Call(Performer):
         if isinstance(error, Exception):
             self.state.fn_exception = error
         level = logging.INFO if isinstance(error, (JobEnded, Drained)) else logging.ERROR
-        log.log(level, "rank %s (slot %d) leaves the job: %r", self.state.rank, own.member.slot, error)
+        log.log(
+            level,
+            "rank %s (slot %d) leaves the job: %s",
+            self.state.rank,
+            own.member.slot,
+            in_one_line(error),
+        )
         if isinstance(error, StoreUnavailable):
             own.progress.store_lost = error  # it was tried for long enough; no one can be told
         if watch is not None and not own.memory.active:  # the others end the iteration, some time

@@ -6,7 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from .._text import duration, plural
+from .._text import IN_LINE, cut, duration, plural
 from ..attribution import Interruption, by_blame
 from ..protocol import Agreement
 from ..protocol.operations import Operations
@@ -230,7 +230,7 @@ def in_words(faults: Sequence[Fault]) -> str:
     rest = sum(len(group) for _, group in groups[_SHOWN:])
     text = "; ".join([*parts, f"{rest} more elsewhere"] if rest else parts)
     others = len({fault.member for fault in faults} - {fault.member for fault in culprits})
-    return text + (f" (and {others} {plural(others, 'fault')} in its wake)" if others else "")
+    return cut(text, IN_LINE) + (f" (and {others} {plural(others, 'fault')} in its wake)" if others else "")
 
 
 def host_and_pid(store: Operations, member: Member) -> tuple[str, int]:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from .. import events
 from .._files import check_open_files
+from .._text import IN_LINE, cut
 from ..abort import (
     close_aborted_sockets,
     may_hang,
@@ -169,7 +170,7 @@ class Resources:
                 owned.callback(frames.StackDump(self.memory).close)
             interval = limits.progress_watchdog_interval
             owned.callback(threads.ProgressWatchdog(self.memory, interval, is_main_thread).stop)
-            terms = {"function": function_name, "formation_size": size, **settings.shared}
+            terms = {"function": cut(function_name, IN_LINE), "formation_size": size, **settings.shared}
             self.member = Membership(Agreement(store), slot, slots, limits, remembered.call, terms)
             self.member.record = dataclasses.replace(self.member.record, heart=self.monitor.heart)
             self.member.on_member = self._registered

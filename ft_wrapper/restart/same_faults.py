@@ -4,6 +4,7 @@ import dataclasses
 import time
 import traceback
 
+from .._text import IN_LINE, cut
 from ..exception import JobAbort, RestartAbort, in_one_line
 from ..monitor.frames import Place, current_frames, is_library, is_own, users_part
 from ..monitor.threads import Watch
@@ -81,10 +82,10 @@ def kind_and_place(error: BaseException) -> str:
     """
     kind, lines = type(error).__name__, list(traceback.walk_tb(users_part(error.__traceback__)))
     if not lines:
-        return kind
+        return cut(kind, IN_LINE)
     users = [line for line in lines if not (is_own(line[0]) or is_library(line[0].f_code.co_filename))]
     frame, number = users[-1] if users else lines[0]
-    return f"{kind} at {Place(frame.f_code.co_filename, number, frame.f_code.co_name)}"
+    return cut(f"{kind} at {Place(frame.f_code.co_filename, number, frame.f_code.co_name)}", IN_LINE)
 
 
 def hang_of(thread: int) -> str:
