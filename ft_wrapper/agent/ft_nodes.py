@@ -39,7 +39,7 @@ from .signals import News, What
 log = logging.getLogger(__name__)
 
 _PLACE_TIMEOUT = 2.0  # seconds that looking for one's place may take; it is looked for again
-_LEAVE_TIMEOUT = 5.0  # seconds that leaving may take, before the ranks are signalled all the same
+_LEAVE_TIMEOUT = 2.0  # seconds that leaving may take, before the ranks are signalled all the same
 # Seconds that the end may take; the host of the store waits for the others' goodbyes within it.
 _END_TIMEOUT = 15.0
 _LOOK_AGAIN = 10.0  # seconds after which a thread looks whether its round is still on
@@ -112,8 +112,9 @@ class FtNodes(Nodes):
         joined, node = handler.joined, handler.node
         assert joined is not None and node is not None
         # It may have been lost and be back, in this agent or in another one.
-        for incarnation in range(max(0, node.incarnation - 2), node.incarnation + 1):
-            info.store.delete_key(_done(dataclasses.replace(node, incarnation=incarnation)))
+        numbers = range(max(0, node.incarnation - 2), node.incarnation + 1)
+        ends = [_done(dataclasses.replace(node, incarnation=number)) for number in numbers]
+        call_in_thread(lambda: [info.store.delete_key(end) for end in ends], "forgetting this node's end")
         self._agents, self._round = info.store, where
         self._knows_that_formed = where.formed
         self._term = (self.inbox.term, joined)
@@ -145,7 +146,8 @@ class FtNodes(Nodes):
             if where.formed:
                 own = joined.seat_of(node)
                 assert own is not None
-                predecessors = holders(Agreement(store), drains.slots_of(own))
+                slots = drains.slots_of(own)
+                predecessors = call_in_thread(lambda: holders(Agreement(store), slots), "looking at the seat")
                 why = f"node {node.id} has been started again"
                 # If it is about to be checked, the others do not wait for it.
                 comes = not (handler.was_spare and self._check)

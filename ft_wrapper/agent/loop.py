@@ -28,7 +28,7 @@ from .nodes import End, Nodes, Round
 from .outputs import ERROR_FILE_ENV, Failure, Logs, count_kernel_kills, opened, read_failure
 from .policy import JobInStore, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
-from .signals import SignalQueue
+from .signals import SignalQueue, interruptible, raised
 from .standby import Standby
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,8 @@ class Loop:
         nproc = self._job.nproc
         # Otherwise ranks could not reach the store, and the others would call them missing.
         check_open_files(_FILES_OF_ALL + nproc * _FILES_OF_A_RANK, f"with {nproc} ranks this process")
-        self._in_store = JobInStore(where.store, self._nodes.have_formed)
+        with raised():
+            self._in_store = JobInStore(where.store, self._nodes.have_formed, interruptible)
         starts = self._ranks.begin_round(where, self._in_store)
         first_rank = where.base_rank if where.node else 0
         self._logs.begin_round({each.rank: self._environment(each) for each in starts}, first_rank)

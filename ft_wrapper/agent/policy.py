@@ -3,14 +3,14 @@
 `RestartPolicy` only decides; `JobInStore` only reads.
 """
 
-import contextlib
 import dataclasses
 import enum
 import json
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, TypeVar
 
 from torch.distributed import DistError
 
@@ -22,6 +22,9 @@ from ..protocol.records import DONE, MemberRecord
 from ..store import Member
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Call = Callable[[Callable[[], Any], float | None], Any]
 
 # Seconds before a replacement in a crash loop. A process that lived for SETTLED was in none.
 FIRST_DELAY = 0.5
@@ -206,12 +209,15 @@ class JobInStore:
     Args:
         address: of the store.
         have_formed: whether the ranks are known to have formed a job: then the store is not asked.
+        call: calls a function that asks the store, for so many seconds at the most, if any are given. Raises
+            StoreUnavailable if that is not worth waiting for.
 
     Raises:
         StoreError: it does not answer.
     """
 
-    def __init__(self, address: str, have_formed: Callable[[], bool]) -> None:
+    def __init__(self, address: str, have_formed: Callable[[], bool], call: Call) -> None:
+        self._call = call
         self._store = store.connect(address, STORE_TIMEOUT)
         self._agreement = Agreement(self._store)
         self._have_formed = have_formed
@@ -223,20 +229,20 @@ class JobInStore:
 
     def has_formed(self) -> bool:
         """Whether the ranks are, or were, a wrapped job: its first iteration was decided."""
-        head = None
         if self._have_formed():
             return True
-        with self._asking("whether the ranks have formed a job is not known"):
-            head = self._agreement.iterations.read_head()
-        return head is not None
+        otherwise = "whether the ranks have formed a job is not known"
+        return self._ask(self._agreement.iterations.read_head, otherwise, None) is not None
 
     def admits(self) -> bool:
         """Whether a process may join it."""
-        terms: object = {}
-        with self._asking("the terms of the job are not known"):
+
+        def read_terms() -> object:
             head = self._agreement.iterations.read_head()
             text = None if head is None else read(self._store, keys.terms(head.call))
-            terms = {} if text is None else json.loads(text)
+            return {} if text is None else json.loads(text)
+
+        terms = self._ask(read_terms, "the terms of the job are not known", None)
         return not isinstance(terms, dict) or terms.get("use_global_iteration", True) is True
 
     def has_given_up(self, slot: int, pid: int) -> bool:
@@ -248,39 +254,42 @@ class JobInStore:
         return self._record(slot, pid).ended_by or ""
 
     def _record(self, slot: int, pid: int) -> MemberRecord:
-        record = MemberRecord()
-        with self._asking(f"how slot {slot} has left the job is not known"):
-            joining = self._agreement.joining
-            record = joining.record_of(joining.newest_of(slot))
-        return record if record.pid == pid else MemberRecord()
+        joining, nothing = self._agreement.joining, MemberRecord()
+        otherwise = f"how slot {slot} has left the job is not known"
+        record = self._ask(lambda: joining.record_of(joining.newest_of(slot)), otherwise, nothing)
+        return record if record.pid == pid else nothing
 
     def finished_with(self) -> dict[int, int | None] | None:
         """Who was in the job when it ended well: by slot the process, None where that is not known.
 
         Those that had died by then are left out. None if the job has not ended well.
         """
-        finished: dict[int, int | None] | None = None
-        with self._asking("whether the job has finished is not known"):
-            ends, current = self._agreement.ends, self._agreement.iterations.read_current()
-            if current is not None and ends.outcome_of(current[0].n) == DONE:
-                view, _ = current
-                members = set(view.members) - ends.deaths_of(view.n)
-                finished = {member.slot: self._pid_of(member) for member in members}
-        return finished
 
-    @contextlib.contextmanager
-    def _asking(self, otherwise: str) -> Iterator[None]:
-        """Asks the store in the block. It is left early, with a line in the log, if there is no answer.
+        def read_finished() -> dict[int, int | None] | None:
+            ends, current = self._agreement.ends, self._agreement.iterations.read_current()
+            if current is None or ends.outcome_of(current[0].n) != DONE:
+                return None
+            view, _ = current
+            members = set(view.members) - ends.deaths_of(view.n)
+            return {member.slot: self._pid_of(member) for member in members}
+
+        return self._ask(read_finished, "whether the job has finished is not known", None)
+
+    def _ask(self, question: Callable[[], T], otherwise: str, default: T) -> T:
+        """Asks the store, or answers with the default and a line in the log if it does not answer.
 
         While the store is out of reach the main thread waits long for it only once.
         """
-        self._store.patience = (_AGAIN if self._unavailable else STORE_TIMEOUT).total_seconds()
+        again = _AGAIN.total_seconds() if self._unavailable else None
+        self._store.patience = again or STORE_TIMEOUT.total_seconds()
         try:
-            yield
+            answer: T = self._call(question, again)
             self._unavailable = False
+            return answer
         except (StoreError, DistError, ValueError) as error:
             log.warning("%s: %s", otherwise, error)
             self._unavailable = isinstance(error, StoreUnavailable)
+            return default
 
     def _pid_of(self, member: Member) -> int | None:
         record = self._agreement.joining.record_of(member)

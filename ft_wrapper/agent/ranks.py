@@ -266,7 +266,8 @@ class Ranks:
         """How the round has ended, and which failures count. Asks the store."""
         again = self._stop is not None and self._stop.again
         # The store may be gone with the node that ended the job. And it has to say nothing but this.
-        asked = bool(self._failures) and not again and not self._outcome.ended_by
+        is_ended = self._outcome.ended_by or self._outcome.signum is not None
+        asked = bool(self._failures) and not again and not is_ended
         finished = self._job.finished_with() if asked else None
         counted: list[Failure] = []
         forgiven: list[Failure] = []

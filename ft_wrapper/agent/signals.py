@@ -6,9 +6,15 @@ import signal
 import socket
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import TypeVar
+
+from ..exception import StoreUnavailable, TimeoutError
+from ..store.bounded import call_in_thread
+
+T = TypeVar("T")
 
 #: What is forwarded to the ranks and ends them, by default.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -47,22 +53,22 @@ class SignalQueue:
         """Those that end the job: all but SIGCHLD."""
         return self._signals - {signal.SIGCHLD}
 
-    def read(self) -> list[int]:
-        """Takes out what arrived since the last call. Does not block."""
+    def read(self, flags: int = 0) -> list[int]:
+        """Takes out what arrived since the last call; ``MSG_PEEK`` leaves it there. Does not block."""
         try:
-            return [signum for signum in self.fd.recv(4096) if signum in self._signals]
+            return [signum for signum in self.fd.recv(4096, flags) if signum in self._signals]
         except BlockingIOError:
             return []
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Within it, the first signal is raised instead, as `Signalled`; SIGCHLD is not.
+        """Within it, the first signal is raised, too, as `Signalled`; SIGCHLD is not.
 
-        For waits that know nothing of signals. One that had come before counts, too.
+        For waits that know nothing of signals. One that had come before and was not read counts, too.
         """
         self._raises = True
         try:
-            for signum in self.read():
+            for signum in self.read(socket.MSG_PEEK):
                 self.note(signum, None)
             yield
         finally:
@@ -101,6 +107,30 @@ def held() -> Iterator[None]:
     """`SignalQueue.held` of the queue that there is in this process, if any. Main thread only."""
     with _queues[-1].held() if _queues else nullcontext():
         yield
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """`SignalQueue.raised` of the queue that there is in this process, if any. Main thread only."""
+    with _queues[-1].raised() if _queues else nullcontext():
+        yield
+
+
+def interruptible(ask: Callable[[], T], seconds: float | None) -> T:
+    """Asks something in a thread; a signal that ends the job ends the wait for the answer. Main thread only.
+
+    Args:
+        ask: asks, and returns the answer.
+        seconds: for how long at the most; None where it has a limit of its own.
+
+    Raises:
+        StoreUnavailable: a signal came, or it took longer.
+    """
+    try:
+        with raised():
+            return call_in_thread(ask, "asking the store", seconds)
+    except (Signalled, TimeoutError) as error:
+        raise StoreUnavailable(f"not waited for: {error}") from error
 
 
 @contextmanager

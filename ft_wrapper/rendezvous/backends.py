@@ -129,7 +129,7 @@ class TcpBackend(Backend):
         seconds = min(read_timeout, _TAKEN) if taken else read_timeout
         try:
             self._store = TCPStore(self.host_name, self.port, timeout=timedelta(seconds=seconds))
-            self._store.patience = read_timeout
+            self._store.patience, self._store.hears_signals = read_timeout, True
             self._store.set_timeout(timedelta(seconds=read_timeout))
         except StoreError as error:
             self.close()

@@ -3,10 +3,12 @@
 import copy
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +26,7 @@ from ..protocol.keys import LIFE
 from ..protocol.operations import Operations, to_text
 from .address import host_port, listening_address, tcp_address
 from .bounded import call_in_thread
+from .lost_host import limit_silence
 from .mixin import DEFAULT_TIMEOUT, HoldingStore
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ _MOST_UNANSWERED = 64
 _FIRST_ATTEMPT = 1.0  # seconds
 _LONGEST_ATTEMPT = 16.0
 _LAST_WORDS = 5.0  # seconds after the last attempt began
+_SILENCE = 15.0  # seconds after which the kernel ends a connection, and says one of these
+_SILENT = tuple(map(os.strerror, (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)))
 _FILES_OF_A_SERVER = 12  # torch's server opens them for itself; without them it says no more than "uv loop"
 
 
@@ -64,6 +69,11 @@ class TCPStore(HoldingStore):
     later operations, those of its clones too, fail at once unless somebody listens there again. A server that
     comes back empty is an error, because all that was agreed is gone.
 
+    A server that is busy or stopped is waited for. A host that is silent, as after a loss of power, is lost
+    after half of ``timeout``, though not within 15 s.
+
+    Several threads may use it, one after the other.
+
     Args:
         host_name: host of the server; the environment variable MASTER_ADDR when None.
         port: its port; MASTER_PORT + 1 when None.
@@ -85,28 +95,20 @@ class TCPStore(HoldingStore):
     ) -> None:
         self.host_name, self.port = tcp_address(host_name, port)
         self.patience = timeout.total_seconds()
-        self._unanswered: list[Callable[[Operations], None]] = []
+        self._unanswered: list[Callable[[Operations], object]] = []
         self._loss = _Loss()
-        self._is_clone = False
+        self._is_clone, self._lock, self._silence = False, threading.RLock(), min(_SILENCE, self.patience)
+        self.hears_signals = False
+        """Whether signals are handled while the main thread waits for an answer; clones inherit it."""
+        self.namespace = namespace
         wait_for_port(self.host_name, self.port, self.patience)
-
-        def connect() -> None:
+        try:
             for attempt in self._retrying().copy(reraise=True):
                 with attempt:
-                    client = self._open(timeout, attempt.retry_state)
-                    super(TCPStore, self).__init__(client, namespace)
-                    self._life = self._read_life(client)
-
-        try:
-            # torch's client reads without a timeout while it connects.
-            call_in_thread(connect, f"connecting to {self._where}", self.patience + _LAST_WORDS)
+                    client, self._life = self._open(timeout, attempt.retry_state)
         except DistError as error:
             raise StoreError(f"no TCPStore answers at {self._where}: {error}") from error
-        except TimeoutError:
-            raise StoreError(
-                f"no TCPStore answers at {self._where} within {self.patience:g} s, though "
-                "somebody listens there; see whether another program has the port"
-            ) from None
+        super().__init__(client, namespace)
 
     @property
     def _where(self) -> str:
@@ -121,7 +123,7 @@ class TCPStore(HoldingStore):
 
     def clone(self) -> "TCPStore":
         other = copy.copy(self)
-        other._is_clone, other._unanswered = True, []
+        other._is_clone, other._unanswered, other._lock = True, [], threading.RLock()
         other._connect_and_do("another connection", lambda store: store)
         return other
 
@@ -139,10 +141,7 @@ class TCPStore(HoldingStore):
 
     def _do(self, what: str, operation: Callable[[Operations], T]) -> T:
         """Carries out an operation that the server answers."""
-        result = self._try(what, operation)
-        # The server answers in order: what it was told before has been carried out.
-        self._unanswered.clear()
-        return result
+        return self._carry_out(what, operation, True)
 
     def _tell(self, what: str, operation: Callable[[Operations], None]) -> None:
         """Carries out an operation that the server does not answer.
@@ -150,23 +149,33 @@ class TCPStore(HoldingStore):
         On a connection that is lost already the first of them seems to succeed. So they are kept until an
         operation has been answered, and repeated should the connection turn out to be lost.
         """
-        self._try(what, operation)
-        self._unanswered.append(operation)
-        if len(self._unanswered) >= _MOST_UNANSWERED:
-            self.check([LIFE])
+        self._carry_out(what, operation, False)
 
-    def _try(self, what: str, operation: Callable[[Operations], T]) -> T:
-        try:
-            return operation(self._store)
-        except DistNetworkError as error:
-            if self._loss.noted:
-                self._look_again()
-            log.warning("%r: lost during %s, trying again: %s", self, what, error)
-            return self._connect_and_do(what, operation)
+    def _carry_out(self, what: str, operation: Callable[[Operations], T], answered: bool) -> T:
+        if self.hears_signals and threading.current_thread() is threading.main_thread():
+            return call_in_thread(functools.partial(self._carry_out, what, operation, answered), what)
+        with self._lock:  # one thread's answer says nothing of what another one is just telling
+            try:
+                result = operation(self._store)
+            except DistNetworkError as error:
+                if self._loss.noted:
+                    self._look_again()
+                log.warning("%r: lost during %s, trying again: %s", self, what, error)
+                silence = self._silence if any(words in str(error) for words in _SILENT) else 0.0
+                result = self._connect_and_do(what, operation, silence)
+            if answered:
+                # The server answers in order: what it was told before has been carried out.
+                self._unanswered.clear()
+            else:
+                self._unanswered.append(operation)
+                if len(self._unanswered) >= _MOST_UNANSWERED:
+                    self.check([LIFE])
+            return result
 
-    def _connect_and_do(self, what: str, operation: Callable[[Operations], T]) -> T:
+    def _connect_and_do(self, what: str, operation: Callable[[Operations], T], silence: float = 0.0) -> T:
+        patience = max(0.0, self.patience / 2 - silence) if silence else self.patience
         # Where a clone has waited for long enough meanwhile, this one need not.
-        too_long = tenacity.stop_after_delay(self.patience)
+        too_long = tenacity.stop_after_delay(patience)
         retrying = self._retrying().copy(stop=lambda tried: bool(self._loss.noted) or too_long(tried))
         try:
             for attempt in retrying:
@@ -174,10 +183,11 @@ class TCPStore(HoldingStore):
                     result = self._reconnect_and_do(operation, attempt.retry_state)
             return result
         except tenacity.RetryError as failure:
-            self._loss.noted = self._loss.noted or (
-                f"store at {self._where} is lost: {what} failed for {self.patience:g} s; "
-                "see whether the process that hosts it still runs"
-            )
+            who, see = f"{what} failed", "the process that hosts it still runs"
+            if silence:
+                who, see = f"its host {self.host_name} was silent", "that machine is up"
+            said = f"store at {self._where} is lost: {who} for {silence + patience:g} s; see whether {see}"
+            self._loss.noted = self._loss.noted or said
             raise StoreError(self._loss.noted) from failure.last_attempt.exception()
 
     def _look_again(self) -> None:
@@ -189,8 +199,8 @@ class TCPStore(HoldingStore):
         self._loss.noted = ""
 
     def _reconnect_and_do(self, operation: Callable[[Operations], T], tried: tenacity.RetryCallState) -> T:
-        fresh = self._open(self.timeout, tried)
-        if self._read_life(fresh) != self._life:
+        fresh, life = self._open(self.timeout, tried)
+        if life != self._life:
             raise StoreError(f"store at {self._where} came back without its contents; this job cannot go on")
         for unanswered in self._unanswered:
             unanswered(fresh)
@@ -204,34 +214,41 @@ class TCPStore(HoldingStore):
             wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
         )
 
-    def _open(self, timeout: timedelta, tried: tenacity.RetryCallState) -> Operations:
+    def _open(self, timeout: timedelta, tried: tenacity.RetryCallState) -> tuple[Operations, bytes]:
         """Makes a connection, in one attempt.
 
         Args:
             timeout: of the operations that wait.
             tried: which attempt in a row it is, and since when.
+
+        Returns:
+            The connection, and the nonce written once in a store's life; the first client writes it.
         """
         longer = _FIRST_ATTEMPT * 2 ** min(tried.attempt_number - 1, 10)
-        left = self.patience - (time.monotonic() - tried.start_time)
-        seconds = min(longer, _LONGEST_ATTEMPT, max(left, 0.1))
+        left = max(self.patience - (time.monotonic() - tried.start_time), 0.1)
+        seconds = timedelta(seconds=min(longer, _LONGEST_ATTEMPT, left))
         try:
-            wait_for_port(self.host_name, self.port, seconds)
+            wait_for_port(self.host_name, self.port, seconds.total_seconds())
         except StoreError as error:
             raise DistNetworkError(str(error)) from None
-        client = TorchTCPStore(
-            self.host_name,
-            self.port,
-            is_master=False,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )
-        client.set_timeout(timeout)
-        return cast(Operations, client)
 
-    def _read_life(self, store: Operations) -> bytes:
-        """The nonce written once in a store's life; the first client writes it."""
-        nonce = socket.gethostname() + "-" + os.urandom(6).hex()
-        return store.compare_set(self._full(LIFE), "", nonce)
+        def connect() -> tuple[Operations, bytes]:
+            client = TorchTCPStore(
+                self.host_name, self.port, is_master=False, timeout=seconds, wait_for_workers=False
+            )
+            limit_silence(self.port, self._silence)
+            client.set_timeout(timeout)
+            nonce = socket.gethostname() + "-" + os.urandom(6).hex()
+            return cast(Operations, client), client.compare_set(self._full(LIFE), "", nonce)
+
+        try:
+            # torch's client reads without a timeout while it connects.
+            return call_in_thread(connect, f"connecting to {self._where}", left + _LAST_WORDS)
+        except TimeoutError:
+            raise StoreError(
+                f"no TCPStore answers at {self._where} within {self.patience:g} s, though somebody "
+                "listens there; see whether that process is stopped, or another program has the port"
+            ) from None
 
 
 class TCPStoreServer:

@@ -1,0 +1,201 @@
+"""The host of a TCPStore loses its power: no FIN and no RST comes, and nothing is acknowledged any more."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+from silent_host import SilentHost, silent_host
+from store_helpers import Background
+from test_tcp_store import OPERATIONS
+
+from ft_wrapper.agent.policy import JobInStore
+from ft_wrapper.agent.signals import Signalled, interruptible, queued
+from ft_wrapper.exception import StoreError
+from ft_wrapper.store import TCPStore, tcp
+
+PATIENCE = timedelta(seconds=4)
+LONG = timedelta(seconds=1000)
+_numbers = itertools.count()
+LOST = (
+    r"store at localhost:\d+ is lost: its host localhost was silent for 2 s; see whether that machine is up"
+)
+
+
+@pytest.fixture(scope="module")
+def only_host() -> Iterator[SilentHost]:
+    """The host of all tests."""
+    with silent_host() as host:
+        yield host
+
+
+@pytest.fixture
+def host(only_host: SilentHost, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHost]:
+    """A host whose silence is noticed after a second."""
+    monkeypatch.setattr(tcp, "_SILENCE", 1.0)
+    yield only_host
+    only_host.go_on()
+    only_host.come_back()
+
+
+Connect = Callable[..., TCPStore]
+
+
+@pytest.fixture
+def connect(host: SilentHost) -> Iterator[Connect]:
+    """Makes clients that find no keys of other tests; they are closed in the end."""
+    made = list[TCPStore]()
+
+    def connect(timeout: timedelta = PATIENCE) -> TCPStore:
+        made.append(TCPStore("localhost", host.port, timeout=timeout, namespace=f"{next(_numbers)}/"))
+        return made[-1]
+
+    yield connect
+    for client in made:
+        client.close()
+
+
+@pytest.mark.parametrize("what", OPERATIONS)
+def test_no_call_outlasts_the_host(host: SilentHost, connect: Connect, what: str) -> None:
+    store = connect()
+    store.set("k", "v")
+    store.get("k")
+    host.lose_power()
+
+    def twice() -> None:  # what is not answered may seem to succeed
+        OPERATIONS[what](store)
+        store.add("n", 1)
+
+    with pytest.raises(StoreError, match=LOST):
+        Background(twice).join()
+
+
+WAITS: dict[str, Callable[[TCPStore], object]] = {
+    "wait": lambda store: store.wait(["never"], LONG),
+    "get": lambda store: store.get("never"),
+    "hear": lambda store: store.hear("never", LONG.total_seconds()),
+    "torch's own": lambda store: store.torch_store.wait(["never"], LONG),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_a_wait_that_is_out_ends_with_the_host(host: SilentHost, connect: Connect, what: str) -> None:
+    """It may be out for as long as it likes while the host lives."""
+    store = connect()
+    store.set_timeout(LONG)
+    waiter = store.clone()
+    waiting = Background(lambda: WAITS[what](waiter))
+    store.add("n", 1)
+    host.lose_power()
+    error = "timed out" if what == "torch's own" else LOST
+    with pytest.raises((StoreError, RuntimeError), match=error):
+        waiting.join()
+    waiter.close()
+
+
+def test_no_connection_is_made_to_a_lost_host(host: SilentHost, connect: Connect) -> None:
+    store = connect()
+    host.lose_power()
+    for again in (store.clone, connect):
+        with pytest.raises(StoreError, match=f"localhost:{host.port}"):
+            Background(again).join()
+
+
+def test_a_server_that_is_stopped_while_a_connection_is_made(host: SilentHost, connect: Connect) -> None:
+    """The kernel there has accepted it; torch's client waits for the server's first answer for ever."""
+    host.stop()
+    connecting = Background(lambda: connect(timedelta(seconds=1)))
+    with pytest.raises(StoreError, match=r"no TCPStore answers .* whether that process is stopped"):
+        connecting.join()
+
+
+def test_a_server_that_is_stopped_is_waited_for(host: SilentHost, connect: Connect) -> None:
+    """For longer than its host may be silent: it does acknowledge."""
+    store = connect()
+    waiter = store.clone()
+    host.stop()
+    calls = [Background(lambda: store.add("n", 1)), Background(lambda: waiter.get("late"))]
+    threading.Event().wait(3 * tcp._SILENCE)  # this is what is tried, nothing is waited for
+    host.go_on()
+    assert calls[0].join() == 1
+    store.set("late", "1")
+    assert calls[1].join() == b"1"
+    waiter.close()
+
+
+def test_a_host_that_is_back_in_time_is_found_again(
+    host: SilentHost, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = connect(timedelta(seconds=100))
+    store.add("n", 1)
+    host.lose_power()
+    reconnect, seen = TCPStore._reconnect_and_do, threading.Event()
+
+    def note(*arguments: object) -> object:
+        seen.set()
+        return reconnect(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TCPStore, "_reconnect_and_do", note)
+    adding = Background(lambda: store.add("n", 1))
+    assert seen.wait(60.0)
+    host.come_back()
+    assert adding.join() in (2, 3)  # it may have been carried out, and its answer been lost
+
+
+def test_two_threads_of_one_client_forget_nothing_that_was_told(host: SilentHost, connect: Connect) -> None:
+    """One thread's answer must not clear what another one is just telling; see ``_unanswered``."""
+    store = connect(LONG)
+    telling, is_told = threading.Event(), threading.Event()
+
+    def tell(inner: object) -> None:
+        telling.set()
+        is_told.wait(0.2)
+
+    teller = Background(lambda: store._tell("set", tell))
+    assert telling.wait(60.0)
+    other = Background(lambda: store.check(["k"]))
+    is_told.set()
+    teller.join()
+    other.join()
+    store._tell("set", tell)
+    assert store._unanswered == [tell]
+
+
+# Signals -------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_is_not_held_up_by_a_call_that_is_out(host: SilentHost, connect: Connect) -> None:
+    store = connect(LONG)
+    store.hears_signals = True
+    for client in (store, store.clone()):
+        host.stop()
+        signalling = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+        with queued((signal.SIGTERM,)) as signals, pytest.raises(Signalled), signals.raised():
+            signalling.start()
+            client.add("n", 1)
+        host.go_on()
+        signalling.join()
+        client.add("n", 1)
+    client.close()
+
+
+def test_a_question_about_the_job_is_given_up_at_a_signal(host: SilentHost, connect: Connect) -> None:
+    """At one that comes while the question is out, and at one that nobody has read yet."""
+    job = JobInStore(f"localhost:{host.port}", lambda: False, interruptible)
+    host.stop()
+    signalling = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+    with queued((signal.SIGTERM, signal.SIGCHLD)) as signals:
+        signalling.start()
+        assert not job.has_formed()
+        assert job.finished_with() is None
+        assert signals.read() == [signal.SIGTERM]  # who waits for signals gets it
+        assert job.finished_with() is None  # and waits no longer than a second for the next answer
+    signalling.join()
+    host.go_on()
+    job.has_formed()  # all that was asked is answered
+    job.close()
