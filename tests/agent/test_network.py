@@ -133,11 +133,16 @@ class Hosts(Cluster):
     def start_on(self, host: int) -> FtRun:
         """Starts the node of a host."""
         self._endpoint = f"{self.network.name(0)}:{PORT}"
+        conf = f"{self._conf},is_host={str(host == 0).lower()}"
+        return self.start_with(host, "--rdzv-endpoint", self._endpoint, "--rdzv-conf", conf)
+
+    def start_with(self, host: int, *rendezvous: str) -> FtRun:
+        """Starts the node of a host, with these options of the rendezvous."""
         node = FtRun(
             self.folder / f"node{host}",
             *self._options,
-            *("--rdzv-endpoint", self._endpoint, "--local-addr", self.network.name(host)),
-            *("--rdzv-conf", f"{self._conf},is_host={str(host == 0).lower()}", "--node-id", str(host)),
+            *rendezvous,
+            *("--local-addr", self.network.name(host), "--node-id", str(host)),
             str(self.script),
             str(self.shared),
             before=self.network.command(host),
