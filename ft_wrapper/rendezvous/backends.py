@@ -230,9 +230,8 @@ class EtcdBackend(Backend):
     def local_address(self) -> str:
         hosts = [endpoint.host for endpoint in addresses.parse_endpoints(self._address.endpoints)]
         # Where each node names its own member first, the others show that there are several nodes.
-        return addresses.address_of_this_node(
-            next((host for host in hosts if not addresses.is_loopback(host)), hosts[0])
-        )
+        others = [host for host in hosts if not addresses.is_loopback(host)]
+        return addresses.address_of_this_node([*others, *hosts][0])
 
     def leave(self, name: str, others: list[str]) -> None:
         """The last one removes everything."""

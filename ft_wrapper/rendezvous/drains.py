@@ -29,9 +29,7 @@ def find(record: Record, target: str, within: float, why: str = "") -> Drain:
     name = rest if kind in ("node", "slot") else target
     node = None if kind == "slot" else record.find(name)
     if node is not None and record.seat_of(node) is None:
-        raise ValueError(
-            f"node {node} has no ranks: it waits for a seat; to end it, send SIGTERM to its ftrun"
-        )
+        raise ValueError(f"node {node} has no ranks: it waits for a seat; SIGTERM to its ftrun ends it")
     if node is not None:
         return Drain(node.name, (), within, why)
     if kind != "node" and name.isdecimal():
@@ -60,9 +58,8 @@ def why_not(record: Record, asked: Drain, slots: Collection[int], min_world_size
         left = len(record.participants) - len({drain.node for drain in drains})
         return "" if left >= record.min_nodes else _too_few(left, "node", record.min_nodes, "--nnodes")
     left = len(set(slots) - {slot for drain in drains for slot in drained(record, drain)})
-    come = sum(
-        node.nproc for node in _replacements(record, [drain.node for drain in drains if not drain.slots])
-    )
+    leaving = [drain.node for drain in drains if not drain.slots]
+    come = sum(node.nproc for node in _replacements(record, leaving))
     least = max(1, min_world_size)
     return "" if left + come >= least else _too_few(left + come, "rank", least, "min_world_size")
 

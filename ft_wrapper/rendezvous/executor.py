@@ -2,19 +2,23 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
+import os
+import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
-from ..protocol.evidence import beat_lasts
-from ..protocol.operations import Beat
+from ..protocol.evidence import CounterObserver, beat_lasts
+from ..protocol.operations import Beat, Operations, beats, read
 from . import kept_out, moves, operations
 from .operations import Action, Announced, Context
 from .record import Admission, Node, Place, Record, Seat, differences, digest
-from .register import Board, Register, Snapshot, alive_key, call_back
+from .register import Board, Register, Snapshot, alive_key, call_back, process_key
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -188,17 +192,16 @@ class Executor:
             if was_spare and not is_spare:
                 deadline = now() + timeout  # its turn begins only now
             if is_spare and not was_spare:
-                job = self._settings.run_id
-                log.info("%s: node %s is a spare: there is no seat for it now", job, self.node)
+                who = (self._settings.run_id, self.node)
+                log.info("%s: node %s is a spare: there is no seat for it now", *who)
             was_spare = is_spare
             self.was_spare |= is_spare
             if not context.has_enough:
                 enough = None
             elif enough is None or enough[0] != record.round:
                 enough = (record.round, now())
-            context = dataclasses.replace(
-                context, deadline=deadline, enough_since=None if enough is None else enough[1]
-            )
+            since = None if enough is None else enough[1]
+            context = dataclasses.replace(context, deadline=deadline, enough_since=since)
             action = operation(context)
             if action is Action.FINISH:
                 return snapshot
@@ -213,16 +216,8 @@ class Executor:
                 snapshot = self._act(action, snapshot, context.is_announced)
 
     def _context(self, record: Record, now: float, deadline: float) -> Context:
-        return Context(
-            node=self.node,
-            record=record,
-            now=now,
-            deadline=deadline,
-            leaving=self._leaving,
-            announced=self._announced,
-            last_call=self._settings.last_call_timeout,
-            patience=self._settings.patience,
-        )
+        limits = {"last_call": self._settings.last_call_timeout, "patience": self._settings.patience}
+        return Context(self.node, record, now, deadline, self._leaving, self._announced, **limits)
 
     def _wait(self, snapshot: Snapshot, context: Context) -> Snapshot:
         seconds = context.next_timer - context.now
@@ -315,6 +310,61 @@ class Executor:
             found = [f"node {one.node} ({one.reason})" for one in kept_out.read_all(self.store)]
             return f"; kept out: {', '.join(found)}" if found else ""
         return ""
+
+
+# Before a node has its id --------------------------------------------------------------------------------
+
+
+def await_predecessor(register: Register, node_id: str, settings: Settings) -> None:
+    """Waits until no agent that lives has this id, which a scheduler gave to the caller.
+
+    A scheduler gives it to the pod that replaces a lost one, and to a process of a second job step. There is
+    nothing to wait for if the agent has left, was found lost by the others, or ran here and has ended.
+
+    Raises:
+        RendezvousError: an agent has the id and lives; names its address and the way out.
+        StoreError: the store does not answer.
+    """
+    store, limit = register.store, settings.keep_alive_timeout
+    watch = observer(store, limit)
+    for look in itertools.count():
+        record = register.read().record
+        before = record.find(node_id)
+        if record.closed or before is None or _has_ended(before, read(store, process_key(node_id)) or ""):
+            return
+        action = operations.succeed(watch.stillness(before), look * settings.keep_alive_interval, limit)
+        if action is Action.TAKE_SEAT:
+            return
+        if action is Action.ERROR_TIMEOUT:
+            raise elastic.RendezvousError(
+                f"node id {node_id!r}, from SLURM_PROCID or JOB_COMPLETION_INDEX, belongs to a live agent at "
+                f"{before.address}: choose another --node-id; --node-id {node_id} would take its place"
+            )
+        if not look:
+            log.info("node id %s is in use: waiting until %s is silent for %g s", node_id, before, limit)
+        time.sleep(settings.keep_alive_interval)
+
+
+def observer(store: Operations, timeout: float) -> CounterObserver[Node]:
+    """What watches the heartbeats of nodes."""
+    return CounterObserver(lambda node: beats(store, alive_key(node.name)), store.now, timeout)
+
+
+def note_process(store: Operations, node: Node) -> None:
+    """Notes that this process is a node's agent, for one that comes with the same id."""
+    store.set(process_key(node.id), f"{_place(node)} {os.getpid()}")
+
+
+def _place(node: Node) -> str:
+    """Of which agent a pid is, and where it means that: the boot of this host, the pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{node.name} {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _has_ended(node: Node, process: str) -> bool:
+    """Whether an agent has ended, as far as this pid namespace can tell."""
+    place, _, pid = process.rpartition(" ")
+    return place == _place(node) and not os.path.exists(f"/proc/{pid}")
 
 
 def _wanted(record: Record) -> str:

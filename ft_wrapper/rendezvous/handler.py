@@ -15,7 +15,7 @@ from ..protocol.operations import Operations
 from ..store.bounded import in_background
 from . import drains, kept_out, moves, operations
 from .backends import Backend, WorkerStores, make_backend
-from .executor import Executor, OnUnseated
+from .executor import Executor, OnUnseated, await_predecessor
 from .presence import OnChange, Presence
 from .record import Drain, Node, Record, RoundPolicy
 from .register import Board, Register, Snapshot, agents_prefix, goodbye_key, incarnations_key, store_errors
@@ -121,10 +121,8 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 presence.forget_predecessors()
                 info = self._info(presence, record)
                 if info is not None:
-                    who, place = (self.settings.run_id, self.node), (info.rank, info.world_size)
-                    log.info(
-                        "job %s: node %s has group rank %d of %d in round %d", *who, *place, record.round
-                    )
+                    what = (self.settings.run_id, self.node, info.rank, info.world_size, record.round)
+                    log.info("job %s: node %s has group rank %d of %d in round %d", *what)
                     return info
 
     def is_closed(self) -> bool:
@@ -262,9 +260,8 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             drains.TooFew: too few would be left.
             RendezvousConnectionError: the store is lost.
         """
-        self._with_side(
-            lambda side: side.change(lambda record: drains.add(record, asked, slots, min_world_size))
-        )
+        what = (asked, slots, min_world_size)
+        self._with_side(lambda side: side.change(lambda record: drains.add(record, *what)))
 
     def leave(self) -> None:
         """Gives up this node's place, if it has any, and ends its part. The others go on.
@@ -291,16 +288,9 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         self._check()
         if self._presence is None:
             register = self._connect()
-            self.node = self._make_node(register.store)
-            self._presence = Presence(
-                self.node,
-                register,
-                self._new_register,
-                self._board,
-                self.settings,
-                self._on_unseated,
-                self._on_change,
-            )
+            self.node = self._make_node(register)
+            more = (self._board, self.settings, self._on_unseated, self._on_change)
+            self._presence = Presence(self.node, register, self._new_register, *more)
         return self._presence
 
     def _check(self) -> None:
@@ -310,13 +300,15 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             )
         self._board.check()
 
-    def _make_node(self, store: Operations) -> Node:
+    def _make_node(self, register: Register) -> Node:
         identity = self.identity
         node_id, incarnation = identity.node_id, 0
         if node_id is None:
             node_id = new_node_id()
         else:
-            incarnation = store.add(incarnations_key(node_id), 1) - 1
+            if identity.is_index:
+                await_predecessor(register, node_id, self.settings)
+            incarnation = register.store.add(incarnations_key(node_id), 1) - 1
         address = identity.address or self._backend.local_address()
         return Node(node_id, incarnation, address, identity.nproc, identity.role)
 
@@ -341,8 +333,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     def _info(self, presence: Presence, record: Record) -> elastic.RendezvousInfo | None:
         """What the agent needs to know of the round; None if the round is lost before it has begun."""
         seat = record.seat_of(presence.node)
-        assert seat is not None
-        assert seat.group_rank is not None
+        assert seat is not None and seat.group_rank is not None
         workers: elastic.RendezvousStoreInfo | None
         if seat.group_rank == 0 and record.policy is RoundPolicy.GROUP:
             workers = self._workers.open(presence.store, record.round, presence.node.address)

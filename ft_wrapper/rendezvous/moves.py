@@ -136,9 +136,8 @@ def adopt_rank_policy(record: Record) -> Record:
     Changes nothing otherwise, or if the workers' store is lost with its node: the next round is on its way.
     """
     leaving = any(waiting.group_rank is not None for waiting in record.waiting)
-    if record.closed or record.policy is RoundPolicy.RANK or not record.complete or leaving:
-        return record
-    if any(record.hosts_workers(seat) and seat.occupant is None for seat in record.seats):
+    lost = any(record.hosts_workers(seat) and seat.occupant is None for seat in record.seats)
+    if record.closed or record.policy is RoundPolicy.RANK or not record.complete or leaving or lost:
         return record
     return normalize(replace(record, policy=RoundPolicy.RANK))
 

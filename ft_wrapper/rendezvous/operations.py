@@ -109,9 +109,8 @@ class Context:
         """Whether there are enough nodes for the round, those of the log counted."""
         record = self.record
         takes_part = self.place is Place.SEAT or self.is_announced
-        return (
-            not record.complete and takes_part and len(record.participants) + self.pending >= record.min_nodes
-        )
+        known = len(record.participants) + self.pending
+        return not record.complete and takes_part and known >= record.min_nodes
 
     @property
     def last_call_ends(self) -> float:
@@ -180,6 +179,20 @@ def is_due(context: Context) -> bool:
         return context.pending == 1
     # The first one makes the others leave; the rest can wait for the last of them.
     return context.pending == len(record.participants) or (not record.waiting and context.pending == 1)
+
+
+def succeed(still: float, known_for: float, limit: float) -> Action:
+    """Takes the place of the agent that has this node's id, which a scheduler gave both, once it is lost.
+
+    Args:
+        still: seconds for which no heartbeat of it has come.
+        known_for: seconds since this node has seen it first.
+        limit: seconds without a heartbeat after which a node is lost.
+    """
+    if still >= limit:
+        return Action.TAKE_SEAT
+    # It may have died since the first look: one that beats even now has not.
+    return Action.ERROR_TIMEOUT if still == 0.0 and known_for >= 2 * limit else Action.SYNC
 
 
 def exit_(context: Context) -> Action:

@@ -11,10 +11,9 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
 
 from ..exception import StoreError, StoreUnavailable
-from ..protocol.evidence import CounterObserver
-from ..protocol.operations import Operations, beats
+from ..protocol.operations import Operations
 from . import kept_out
-from .executor import REFRESH, Executor, OnUnseated
+from .executor import REFRESH, Executor, OnUnseated, note_process, observer
 from .moves import may_unseat
 from .record import Node, Place, Record, RoundPolicy
 from .register import RECORD_KEY, Board, Register, alive_key, call_back, goodbye_key, store_errors
@@ -100,9 +99,7 @@ class NodeWatch:
         self._node = node
         self._timeout = timeout
         self._interval = interval
-        self._observer: CounterObserver[Node] = CounterObserver(
-            lambda node: beats(store, alive_key(node.name)), store.now, timeout
-        )
+        self._observer = observer(store, timeout)
         self._known: set[Node] = set()
         self._doubted: set[Node] = set()
         self._looked: float | None = None
@@ -350,6 +347,7 @@ class Presence:
         self.store = register.store
         self.executor = Executor(node, register, board, settings, on_unseated)
         self.executor.check(self.executor.refresh().record)
+        note_process(self.store, node)
         self._board = board
         self._job = settings.run_id
         self._is_kept_out = False

@@ -55,6 +55,11 @@ def alive_key(name: str) -> str:
     return f"{_ROOT}/alive/{name}"
 
 
+def process_key(node_id: str) -> str:
+    """Which process the last agent with this id is: see `executor.note_process`."""
+    return f"{_ROOT}/process/{node_id}"
+
+
 def endpoint_key(round_number: int) -> str:
     """Address of the store that the workers of a round use."""
     return f"{_ROOT}/endpoint/{round_number}"

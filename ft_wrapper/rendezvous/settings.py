@@ -101,6 +101,7 @@ class Identity:
 
     Args:
         node_id: its id; a unique one is made when None.
+        is_index: whether a scheduler gave it that id: another step, or pod, may have the same.
         address: where the others reach it; found out when empty.
         nproc: ranks that it starts.
         role: what they do.
@@ -110,6 +111,7 @@ class Identity:
     address: str = ""
     nproc: int = 1
     role: str = "default"
+    is_index: bool = False
 
     def __post_init__(self) -> None:
         if self.node_id is not None and not re.fullmatch(r"[\w.@+=-]+", self.node_id):
@@ -149,6 +151,7 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[Settings, Identit
     settings = Settings(parameters.run_id, parameters.min_nodes, parameters.max_nodes, **given)
     identity = Identity(
         node_id=str(config["node_id"]) if "node_id" in config else node_id_from_environment(),
+        is_index="node_id" not in config,
         address=parameters.local_addr or "",
         nproc=_whole("nproc", config.get("nproc", 1)),
         role=str(config.get("role", "default")),

@@ -106,10 +106,13 @@ class Cluster:
         *options: str,
         before: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        by_slurm: bool = False,
     ) -> FtRun:
         """Starts a node; the first one hosts the rendezvous store, unless the test does."""
         self._count += 1
-        ids = ["--node-id", node_id] if self._conf else []
+        ids = ["--node-id", node_id] if self._conf and not by_slurm else []
+        if by_slurm:
+            environment = {**(environment or {}), "SLURM_STEP_ID": "1", "SLURM_PROCID": node_id}
         node = FtRun(
             self.folder / f"node{node_id}.{self._count}",
             *self._options,
@@ -300,6 +303,30 @@ def test_a_fifth_node_steps_in_for_one_of_four(tmp_path: Path) -> None:
         first, second = ([group[rank]["pid"] for rank in kept] for group in groups)
         assert first == second
     assert (list(pids_of(fifth)), list(pids_of(back))) == ([2], [3])
+
+
+def test_a_second_job_step_leaves_a_living_node_alone_and_a_killed_ftrun_comes_back_at_once(
+    tmp_path: Path,
+) -> None:
+    """A second step counts from 0, too. A killed ftrun that the script starts again is no second one."""
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
+        cluster.host_store()
+        nodes = [cluster.start(number, by_slurm=True) for number in ("0", "1")]
+        before = cluster.await_inside(2, *nodes)
+        await_that(lambda: "a job has formed" in nodes[1].said, *nodes)
+        second = cluster.start("1", by_slurm=True)
+        assert second.end() == 2, second.said
+        assert (
+            "node id '1', from SLURM_PROCID or JOB_COMPLETION_INDEX, belongs to a live agent" in second.said
+        )
+        assert not cluster.inside(1)
+        nodes[1].process.kill()
+        nodes[1].process.wait(TIMEOUT)
+        back = cluster.start("1", by_slurm=True)
+        after = cluster.await_inside(2, nodes[0], back)
+        assert after[0]["pid"] == before[0]["pid"]
+        assert "is in use: waiting" not in back.said
+        cluster.finish(nodes[0], back)
 
 
 def test_all_come_together_again_when_the_ranks_lose_their_store(tmp_path: Path) -> None:

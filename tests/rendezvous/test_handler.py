@@ -5,9 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 import queue
 import signal
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -27,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ft_wrapper.protocol.operations import read
-from ft_wrapper.rendezvous import backends
+from ft_wrapper.rendezvous import backends, moves
 from ft_wrapper.rendezvous.backends import Backend, EtcdBackend, TcpBackend
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.handler import (
@@ -37,7 +40,13 @@ from ft_wrapper.rendezvous.handler import (
 )
 from ft_wrapper.rendezvous.presence import Heart
 from ft_wrapper.rendezvous.record import Record, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import RECORD_KEY, alive_key, endpoint_key, goodbye_key
+from ft_wrapper.rendezvous.register import (
+    RECORD_KEY,
+    alive_key,
+    endpoint_key,
+    goodbye_key,
+    process_key,
+)
 from ft_wrapper.rendezvous.settings import Identity, Settings, parameters_from_url
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
@@ -59,7 +68,8 @@ class Nodes:
         self._made: list[FtRendezvousHandler] = []
 
     def make(self, node_id: str | None, low: int, high: int, **settings: Any) -> FtRendezvousHandler:
-        identity = Identity(node_id, "localhost", nproc=settings.pop("nproc", 1))
+        more = {"nproc": settings.pop("nproc", 1), "is_index": settings.pop("is_index", False)}
+        identity = Identity(node_id, "localhost", **more)
         hooks = {name: settings.pop(name) for name in ("on_unseated", "on_change") if name in settings}
         settings = {"join_timeout": TIMEOUT, "last_call_timeout": 0.2, **settings}
         handler = FtRendezvousHandler(
@@ -316,6 +326,93 @@ def test_same_id_again_supersedes_at_once(nodes: Nodes) -> None:
     assert b.shutdown()
     assert not a.is_closed(), "a node that is out has ended the others' job"
     assert a.record.restarts == 1
+
+
+def test_an_index_of_a_scheduler_does_not_supersede_an_agent_that_lives(nodes: Nodes) -> None:
+    """A second job step: `srun --overlap … ftrun` counts its processes from 0 again."""
+    fast = {"keep_alive_interval": 0.2, "keep_alive_max_attempt": 10, "is_index": True}
+    a, b = nodes.make("0", 2, 2, **fast), nodes.make("1", 2, 2, **fast)
+    nodes.all_join(a, b)
+    again = nodes.make("1", 2, 2, **fast)
+    text = "node id '1', from SLURM_PROCID .* to a live agent at localhost: choose another --node-id;"
+    with pytest.raises(RendezvousError, match=text):
+        nodes.join(again).result(TIMEOUT)
+    assert again.shutdown()
+    state = a.refresh()
+    assert [node.name for node in state.participants] == ["0:0", "1:0"]
+    assert (state.closed, state.round, a.num_nodes_waiting()) == (False, 0, 0)
+
+
+@pytest.mark.parametrize("place", ["another pid namespace", "here, as another process that runs", "unknown"])
+def test_an_index_takes_the_place_of_a_silent_agent_and_not_before(
+    nodes: Nodes, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    fast = {"keep_alive_interval": 0.2, "keep_alive_max_attempt": 10, "is_index": True}
+    first = nodes.make("0", 1, 1, **fast)
+    nodes.all_join(first)
+    assert first.node is not None
+    store = first._backend.connect()
+    if place == "another pid namespace":  # where that pid is free says nothing
+        store.set(process_key("0"), f"0:0 boot pid:[1] {gone_pid()}")
+    elif place == "unknown":
+        store.delete_key(process_key("0"))
+    again = nodes.make("0", 1, 1, **fast)
+    coming = nodes.join(again)
+    until = time.monotonic() + TIMEOUT
+    while "node id 0 is in use: waiting until 0 (localhost) is silent for 2 s" not in caplog.text:
+        assert time.monotonic() < until, caplog.text
+        time.sleep(0.02)
+    assert not coming.done()
+    assert first.refresh().nodes == (first.node,)
+    freeze(first)
+    assert coming.result(TIMEOUT).rank == 0
+    assert again.node is not None
+    assert again.node.name == "0:1"
+
+
+def gone_pid() -> int:
+    """The pid of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait(TIMEOUT)
+    return process.pid
+
+
+@pytest.mark.parametrize("how", ["left", "evicted", "ended here", "closed"])
+def test_an_index_whose_agent_is_known_to_be_gone_is_not_waited_for(nodes: Nodes, how: str) -> None:
+    """Where it waited it would do so for a minute: longer than the test."""
+    fast = {"keep_alive_interval": 60.0, "is_index": True}
+    first, other = nodes.make("0", 1, 2, **fast), nodes.make("1", 1, 2, **fast)
+    nodes.all_join(first, other)
+    node = first.node
+    assert node is not None
+    if how == "left":
+        first.leave()
+    elif how == "evicted":
+        freeze_now(first)
+        other._with_side(lambda side: side.change(lambda record: moves.remove(record, [node])[0]))
+    elif how == "ended here":
+        freeze_now(first)
+        store = first._backend.connect()
+        here, _, _ = (read(store, process_key("0")) or "").rpartition(" ")
+        store.set(process_key("0"), f"{here} {gone_pid()}")
+    else:
+        other.set_closed("enough")
+    again = nodes.make("0", 1, 2, **fast)
+    coming = nodes.join(again)
+    if how == "closed":
+        with pytest.raises(RendezvousClosedError, match="enough"):
+            coming.result(TIMEOUT)
+        return
+    wait_until(other, lambda state: any(one.node.name == "0:1" for one in state.waiting))
+    nodes.all_join(other)
+    assert coming.result(TIMEOUT).world_size == 2
+
+
+def freeze_now(handler: FtRendezvousHandler) -> None:
+    """As `freeze`, where the next heartbeat is a minute away."""
+    assert handler._presence is not None
+    handler._presence.heart.stop()
 
 
 def test_agents_that_are_gone_leave_no_counters(nodes: Nodes) -> None:

@@ -18,6 +18,7 @@ from ft_wrapper.rendezvous.operations import (
     is_due,
     join,
     nodes_waiting,
+    succeed,
 )
 from ft_wrapper.rendezvous.record import Admission, Node, Record, digest
 
@@ -143,3 +144,21 @@ def test_nodes_waiting() -> None:
     assert nodes_waiting(remove(MINE, [ME])[0], ME, 0) == 1, "it was taken out: it has to come again"
     assert nodes_waiting(closed(waiting), ME, 0) == 0
     assert nodes_waiting(adopt_rank_policy(waiting), ME, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("still", "known_for", "action"),
+    [
+        (0.0, 0.0, Action.SYNC),
+        (0.0, 29.9, Action.SYNC),
+        (0.0, 30.0, Action.ERROR_TIMEOUT),
+        (5.0, 30.0, Action.SYNC),  # it may have died after the first look, before the limit
+        (14.9, 44.0, Action.SYNC),
+        (15.0, 15.0, Action.TAKE_SEAT),
+        (15.0, 60.0, Action.TAKE_SEAT),
+    ],
+)
+def test_who_has_an_index_of_a_scheduler_waits_for_an_agent_that_has_it(
+    still: float, known_for: float, action: Action
+) -> None:
+    assert succeed(still, known_for, limit=15.0) is action
