@@ -5,7 +5,8 @@ answers which heart beats for the rank and whether its process is replaced, or w
 Then the rank says ``join`` (who it is), ``view`` (the iteration it is in), ``restart`` (all ranks are back,
 and this one came last), ``serve`` (open the store of an iteration; answered with its port), ``between`` (it
 has left a call, and may come to another one; answered once the monitor looks at the shared memory no more),
-``bye`` (it leaves in order). What the monitor does with it is in `watch`.
+``answer`` (the monitor has not looked after it for too long), ``bye`` (it leaves in order). What the monitor
+does with it is in `watch`.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,10 +34,11 @@ log = logging.getLogger(__name__)
 #: Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front.
 AGENT_ENV = "FT_WRAPPER_AGENT"
 #: Of hello: another Python, with another ft_wrapper, may run the ranks.
-VERSION = 11
+VERSION = 12
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port
+_SOON = 1.0  # seconds within which a monitor that lives answers, mostly
 _HELLO_TIMEOUT = 10.0  # seconds that the agent may take to look at who is there
 
 _CREDENTIALS = struct.Struct("3i")
@@ -88,10 +91,10 @@ class MonitorLine:
             view: the iteration.
             decision: what changed since the last one said; None to say it all.
         """
-        if decision is None:
-            self._send({"type": "view", "whole": view.to_json()})
-        else:
-            self._send({"type": "view", "nonce": view.nonce, "decision": decision.to_json()})
+        said = (
+            {"nonce": view.nonce, "decision": decision.to_json()} if decision else {"whole": view.to_json()}
+        )
+        self._send({"type": "view", **said})
 
     def restarted(self, cause: str, phases: Mapping[str, float]) -> None:
         """Says that all ranks are back: for who counts restarts. From any thread.
@@ -123,6 +126,27 @@ class MonitorLine:
         self._send({"type": "serve", "host": host})
         port: int = self._answer("open a store")["port"]
         return port
+
+    def await_answer(self, looked: float, interval: float) -> None:
+        """Waits for a monitor that has not looked after this rank for longer than it should.
+
+        Nobody watches the rank meanwhile, and no heartbeat is sent for it: in each iteration that it went on
+        to, it would be evicted again.
+
+        Args:
+            looked: when the monitor last looked, by `RankMemory.monitor_stamp`; 0.0 for not yet.
+            interval: seconds within which it should look again.
+
+        Raises:
+            InternalError: it did not answer in time, or has ended; this rank has to leave.
+        """
+        if not looked or time.monotonic() - looked < 2 * interval:
+            return
+        self._send({"type": "answer"})
+        if not self._is(select.POLLIN, _SOON):
+            who = (self.name, self.pid, socket.gethostname())
+            log.error("this rank's %s (%d on %s) hangs: the rank stays out until it answers", *who)
+        self._answer("answer")
 
     def between(self) -> bool:
         """Says that the rank has left a call in order, and may take its time until the next one.
@@ -184,8 +208,12 @@ class MonitorLine:
 
     def _has_ended(self, seconds: float = 0.0) -> bool:
         """Waits for the monitor's end; whether it has come."""
+        return self._is(select.POLLHUP, seconds)  # not RDHUP, which stopping the watcher causes as well
+
+    def _is(self, event: int, seconds: float) -> bool:
+        """Waits for an event of the socket; whether it has come."""
         poll = select.poll()
-        poll.register(self.line, select.POLLHUP)  # not RDHUP, which stopping the watcher causes as well
+        poll.register(self.line, event)
         return bool(poll.poll(seconds * 1000))
 
     def _say_bye(self) -> None:
@@ -205,9 +233,12 @@ class MonitorLine:
     def _answer(self, what: str) -> dict[str, Any]:
         try:
             answer = receive(self.line)
-        except (EOFError, ConnectionError) as error:
+        except (EOFError, ConnectionError, TimeoutError) as error:
+            how = (
+                f"did not answer within {_ANSWER_TIMEOUT:g} s" if isinstance(error, TimeoutError) else "ended"
+            )
             raise InternalError(
-                f"the {self.name} ({self.pid}) ended when it was to {what}; see {self.log_of}"
+                f"the {self.name} ({self.pid}) {how} when it was to {what}; see {self.log_of}"
             ) from error
         if "error" in answer:
             raise StoreError(answer["error"])
@@ -218,11 +249,8 @@ class MonitorLine:
         poll.register(self.line, select.POLLRDHUP)
         poll.poll()
         if not self._leaving:
-            log.error(
-                "this rank's %s (%d) ended: its faults would go unnoticed, so it leaves the job",
-                self.name,
-                self.pid,
-            )
+            words = "this rank's %s (%d) ended: its faults would go unnoticed, so it leaves the job"
+            log.error(words, self.name, self.pid)
             if self.on_lost is not None:
                 self.on_lost()
 
@@ -246,12 +274,8 @@ def ask_agent(
     name = os.environ.get(AGENT_ENV)
     if not name:
         return None, False
-    hello = {
-        "version": VERSION,
-        "settings": dataclasses.asdict(limits),
-        "store": plan.plain,
-        "watch": watch and plan.plain is not None,
-    }
+    hello = {"version": VERSION, "settings": dataclasses.asdict(limits), "store": plan.plain}
+    hello["watch"] = watch and plan.plain is not None
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         line.settimeout(_HELLO_TIMEOUT)
@@ -315,6 +339,7 @@ def receive_fd(line: socket.socket) -> int:
 
 def peer(line: socket.socket) -> tuple[int, int]:
     """Who has connected, or listens, at the other end of a Unix socket: process and effective user."""
-    data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(data)
+    pid, uid, _ = _CREDENTIALS.unpack(
+        line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     return pid, uid

@@ -194,7 +194,7 @@ class RankMonitor:
         Args:
             pidfd: of the rank's process.
         """
-        now = time.monotonic()
+        self.memory.monitor_stamp = now = time.monotonic()
         self._pauses.look(now)
         if self._is_dying:
             return

@@ -220,9 +220,7 @@ class MonitorService:
                 with contextlib.suppress(OSError):
                     send(attended.line, {"refused": str(refused), "replaced": attended.replaced})
             except StoreError as error:
-                log.warning(
-                    "the monitor of process %d ends, so the rank leaves the job: %s", attended.pid, error
-                )
+                log.warning("the monitor of process %d ends; the rank leaves too: %s", attended.pid, error)
             except Exception:
                 log.exception("the monitor of process %d failed, so the rank leaves the job", attended.pid)
 

@@ -262,6 +262,8 @@ class RankWatch:
                 self._answer({})
             case "bye":
                 self.stage = Stage.LEFT
+            case "answer":
+                self._answer({})
 
     def _serve(self, host: str) -> None:
         try:
@@ -400,10 +402,9 @@ def _step_back(tid: int) -> bool:
 
 
 def _threads(pid: int) -> list[int]:
-    try:
+    with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:
-        return []
+    return []
 
 
 def _dying_threads(pid: int) -> list[int]:

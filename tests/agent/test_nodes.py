@@ -329,6 +329,27 @@ def test_a_second_job_step_leaves_a_living_node_alone_and_a_killed_ftrun_comes_b
         cluster.finish(nodes[0], back)
 
 
+def test_the_rank_of_an_agent_that_is_frozen_stays_out_until_it_answers(tmp_path: Path) -> None:
+    """Before, it was evicted, joined again with a heart that stood still, was evicted again …"""
+    script = WRAPPED.replace("heartbeat_timeout=60", "heartbeat_timeout=3, heartbeat_interval=0.2")
+    with Cluster(tmp_path, script, nnodes="1:2") as cluster:
+        cluster.host_store()
+        nodes = [cluster.start(number) for number in ("0", "1")]
+        ranks = cluster.await_inside(2, *nodes)
+        await_that(lambda: "a job has formed" in nodes[1].said, *nodes)
+        agent = nodes[1].process
+        agent.send_signal(signal.SIGSTOP)
+        alone = cluster.await_inside(1, nodes[0])
+        said = f"({agent.pid} on {socket.gethostname()}) hangs: the rank stays out until it answers"
+        await_that(lambda: said in nodes[1].said, nodes[0])
+        agent.send_signal(signal.SIGCONT)
+        again = cluster.await_inside(2, *nodes)
+        cluster.finish(*nodes)
+    assert alone[0]["pid"] == ranks[0]["pid"] == again[0]["pid"]
+    numbers = [found[0]["iteration"] for found in (ranks, alone, again)]
+    assert numbers == [0, 1, 2], "it came back once, and not before"
+
+
 def test_all_come_together_again_when_the_ranks_lose_their_store(tmp_path: Path) -> None:
     """It is on the node of group rank 0: with that all ranks of a wrapped job have to begin again."""
     with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
