@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     if words and words[0] in COMMANDS:
-        return COMMANDS[words[0]](words[1:])
+        return outputs.until_unread(lambda: COMMANDS[words[0]](words[1:]))
     options = parse_args(words)
     _set_up_logging(options)
     for warning in options.warnings:

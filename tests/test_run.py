@@ -812,3 +812,31 @@ def test_a_thread_that_waits_for_a_store_does_not_abort_the_end(script: Callable
     for _ in range(3):
         ended = run_python([script(WAITS)], TIMEOUT, {ENDS: "whole"})
         assert (ended.returncode, ended.stdout) == (7, "said"), ended.stderr
+
+
+@pytest.mark.parametrize("command", ["report", "status"])
+def test_a_reader_that_has_read_enough_ends_a_command_quietly(command: str) -> None:
+    """`ftrun report … | head` said where in Python the pipe had broken."""
+    code = """
+        import sys
+        from ft_wrapper import run
+
+        def much(argv):
+            for number in range(100_000):
+                print("line", number)
+            return 0
+
+        run.COMMANDS[sys.argv[1]] = much
+        run.command()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"line 0\n"
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+        assert (process.wait(60), said) == (128 + signal.SIGPIPE, "")

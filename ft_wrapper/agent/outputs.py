@@ -14,7 +14,7 @@ import string
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
@@ -34,6 +34,7 @@ PREFIX_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 #: torch's: where a process records the exception that ends it.
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 _TAIL_INTERVAL = 0.1  # seconds between two looks at a file that is shown
+_AT_ONCE = 1 << 20  # bytes of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +160,30 @@ def opened(path: str, files: ExitStack) -> int | None:
     return files.enter_context(open(path, "wb", opener=owners_only)).fileno() if path else None
 
 
+def until_unread(command: Callable[[], int]) -> int:
+    """Carries out a command that prints; a reader that has read enough, such as ``head``, ends it quietly.
+
+    Args:
+        command: returns its exit code.
+
+    Returns:
+        That, or 128 + SIGPIPE, as a shell has it.
+    """
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more, at its end
+        return 128 + signal.SIGPIPE
+
+
 class Tail:
     """Shows what is written to a file, line by line, in a thread of its own, until `end` and once after it.
 
     Torch's `TailLog` may end before its last look, and then loses what was written in between. Where the
-    console is a pipe it shows nothing before there are 8 KB. It cuts a line in two that is written in pieces.
+    console is a pipe it shows nothing before there are 8 KB. It cuts a line in two that is written in pieces,
+    and ends at a character that the console cannot encode.
 
     Args:
         path: the file; made if it is not there yet.
@@ -177,9 +197,9 @@ class Tail:
     def __init__(self, path: str, console: TextIO, prefix: str) -> None:
         open(path, "ab", opener=owners_only).close()
         self._path = path
-        self._lines = open(path, errors="replace")  # noqa: SIM115
+        self._file = open(path, "rb")  # noqa: SIM115
         self._console = console
-        self._prefix = prefix
+        self._prefix = prefix.encode(errors="replace")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ft_wrapper-tail", daemon=True)
         self._thread.start()
@@ -199,25 +219,32 @@ class Tail:
         self._thread.join()
 
     def _run(self) -> None:
-        with self._lines:
+        with self._file:
             try:
                 self._show()
             except (OSError, ValueError) as error:  # the console's reader is gone, or it is closed
                 log.warning("what is written to %s is not shown any more: %s", self._path, error)
 
     def _show(self) -> None:
-        line, ended = "", False
+        rest, ended = b"", False
         while not ended:
             ended = self._ended.wait(_TAIL_INTERVAL)  # before the look, which then is the last one
-            for piece in self._lines:
-                line += piece
-                if line.endswith("\n"):
-                    self._console.write(self._prefix + line)
-                    line = ""
+            while data := self._file.read(_AT_ONCE):
+                *lines, rest = (*(rest + data).splitlines(keepends=True), b"")
+                if lines and not lines[-1].endswith(b"\n"):
+                    rest = lines.pop()
+                self._write(lines)
+            if ended and rest:
+                self._write([rest])
             self._console.flush()
-        if line:
-            self._console.write(f"{self._prefix}{line}\n")
-            self._console.flush()
+
+    def _write(self, lines: Sequence[bytes]) -> None:
+        """Writes bytes, which any console takes; a progress bar's states are lines, too."""
+        shown = b"".join(self._prefix + line.rstrip(b"\r\n") + b"\n" for line in lines)
+        if hasattr(self._console, "buffer"):
+            self._console.buffer.write(shown)
+        else:  # not a file's, such as a notebook's
+            self._console.write(shown.decode(errors="replace"))
 
 
 # Failures --------------------------------------------------------------------------------------------------

@@ -5,10 +5,16 @@ from __future__ import annotations
 import io
 import logging
 import queue
+import tempfile
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ft_wrapper.agent import outputs
 from ft_wrapper.agent.outputs import Tail
 
 TIMEOUT = 60.0
@@ -71,6 +77,32 @@ def test_what_is_no_text_is_shown_too(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\n")
     tail.close()
     assert console.rest() == "\ufffd\ufffd\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@given(
+    text=st.binary(max_size=60),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_bytes_in_any_pieces_are_shown_on_any_console(
+    encoding: str, text: bytes, cuts: list[int]
+) -> None:
+    """A line that the console cannot encode was the rank's last one; a character in two pieces was two."""
+    raw = io.BytesIO()
+    console = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(outputs, "_TAIL_INTERVAL", 0.001):
+        path = Path(folder, "log")
+        tail = Tail(str(path), console, "> ")
+        written = "split \u2713\n".encode() + text + b"\nLAST\n"
+        ends = sorted({min(cut, len(written)) for cut in cuts} | {8, len(written)})
+        with path.open("ab", buffering=0) as file:
+            for begin, end in zip([0, *ends], ends, strict=False):
+                file.write(written[begin:end])
+                time.sleep(0.003)  # so that the tail may look at a part; whether it does must not matter
+        tail.close()
+    expected = b"".join(b"> " + line + b"\n" for line in written.splitlines())
+    assert raw.getvalue() == expected
 
 
 class Gone(Console):
