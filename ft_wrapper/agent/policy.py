@@ -17,6 +17,7 @@ from torch.distributed import DistError
 from .. import store
 from ..exception import StoreError, StoreUnavailable
 from ..protocol import Agreement, keys
+from ..protocol.entering import spares_in
 from ..protocol.operations import read
 from ..protocol.records import DONE, MemberRecord
 from ..store import Member
@@ -262,7 +263,8 @@ class JobInStore:
     def finished_with(self) -> dict[int, int | None] | None:
         """Who was in the job when it ended well: by slot the process, None where that is not known.
 
-        Those that had died by then are left out. None if the job has not ended well.
+        A spare that had died by then is left out. One that dies later was there to the end: what its process
+        had to do after the call is lost. None if the job has not ended well.
         """
 
         def read_finished() -> dict[int, int | None] | None:
@@ -270,8 +272,11 @@ class JobInStore:
             if current is None or ends.outcome_of(current[0].n) != DONE:
                 return None
             view, _ = current
-            members = set(view.members) - ends.deaths_of(view.n)
-            return {member.slot: self._pid_of(member) for member in members}
+            # The death of an active rank would have ended it otherwise; and who dies outside of a call, as
+            # after this one, is logged without a fault.
+            spares, _ = spares_in(self._store, view.n)
+            gone = spares & {fault.member for fault in ends.faults_of(view.n)}
+            return {member.slot: self._pid_of(member) for member in set(view.members) - gone}
 
         return self._ask(read_finished, "whether the job has finished is not known", None)
 
