@@ -32,10 +32,11 @@ from ._files import replace_broken_streams
 from ._text import without_secrets
 from .agent import classic_nodes, ft_nodes, outputs
 from .agent.elastic import CannotStart, Launch, LocalElasticAgent, WorkerSpec
-from .agent.nodes import End, Nodes
+from .agent.nodes import End, Nodes, exit_code_of
 from .agent.one_node import OneNode
 from .agent.options import Options, parse_args
 from .agent.policy import Policy
+from .agent.verdict import JobResult
 from .cli import control, status
 from .cli.check import print_findings
 from .log_lines import JSON, choose_format, make_formatter, note_node
@@ -66,8 +67,7 @@ def run(options: Options) -> int:
         options: the job.
 
     Returns:
-        The exit code: 0; 1 if a rank failed that the job did not finish without; 2 if it could not be
-        started; 128 + the signal that ended the job.
+        The exit code, which says what to do: see `verdict`, and docs/launching.md.
     """
     with ExitStack() as cleanup:
         try:
@@ -93,8 +93,17 @@ def run(options: Options) -> int:
             else:
                 print(f"ftrun: error: {words}", file=sys.stderr)
             outputs.write_own_error_file(error)
-            return 2
-    return _report(options, end)
+            return _conclude(options, JobResult(exit_code_of(error.__cause__), words))
+    return _conclude(options, _report(options, end))
+
+
+def _conclude(options: Options, result: JobResult) -> int:
+    """Writes the result down where that is wanted; returns the exit code."""
+    if result.verdict == "drained":
+        result = dataclasses.replace(result, exit_code=options.drained_exit_code)
+    if options.result_file:
+        outputs.write_result(options.result_file, result.to_text())
+    return result.exit_code
 
 
 def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
@@ -154,10 +163,8 @@ def _ft(options: Options, parameters: RendezvousParameters) -> ft_nodes.FtNodes:
     settings, identity = read_parameters(parameters)
     agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
     # A node that says less agrees with nodes of a version that had no such options.
-    if options.active_world_size is not None:
-        agreed["active_world_size"] = str(options.active_world_size)
-    if options.spare_nodes:
-        agreed["spare_nodes"] = str(options.spare_nodes)
+    more = {"active_world_size": options.active_world_size, "spare_nodes": options.spare_nodes}
+    agreed |= {name: str(number) for name, number in more.items() if number}
     return ft_nodes.FtNodes(
         lambda: make_backend(parameters),
         dataclasses.replace(settings, agreed=agreed),
@@ -181,8 +188,8 @@ def _classic(options: Options, parameters: RendezvousParameters) -> classic_node
 # Before and after ------------------------------------------------------------------------------------------
 
 
-def _report(options: Options, end: End) -> int:
-    """Says how it ended; returns the exit code."""
+def _report(options: Options, end: End) -> JobResult:
+    """Says how it ended."""
     for failure in end.forgiven:
         log.info(
             "rank %d (pid %d): %s; the job finished all the same", failure.rank, failure.pid, failure.how()
@@ -190,11 +197,11 @@ def _report(options: Options, end: End) -> int:
     if end.failures:
         log.error("%s", outputs.report(end.failures, options.nproc_per_node, end.node))
         outputs.write_own_error_file(end.failures[0])
-    for why in filter(None, (end.ended_by, end.error_elsewhere)):
-        log.error("%s", why)
-    if end.signum is not None:
-        return 128 + end.signum
-    return 1 if end.failures or end.ended_by or end.error_elsewhere else 0
+    result = end.result()
+    if result.exit_code:
+        whose = f"{result.culprit}: " if result.culprit else ""
+        log.error("exit code %d (%s): %s%s", result.exit_code, result.verdict, whose, result.why)
+    return result
 
 
 @contextmanager

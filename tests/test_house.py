@@ -125,6 +125,7 @@ PURE = (
     "live/commit.py",
     "agent/ranks.py",
     "agent/policy.py",
+    "agent/verdict.py",
 )
 """What decides, apart from threads, clocks, sockets, processes and torch."""
 

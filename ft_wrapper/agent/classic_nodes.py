@@ -120,29 +120,31 @@ class ClassicNodes(Nodes):
 
     # The end ------------------------------------------------------------------------------------------
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str, result: str = "") -> None:
         self._shut_down()
 
-    def await_others(self, *, as_host_only: bool) -> bool:
+    def await_others(self, said: str, *, as_host_only: bool) -> bool:
         store, where = self._store, self._round
         assert store is not None and where is not None
         if as_host_only and where.group_rank != 0:
             return False
         timeout = self._exit_barrier_timeout
 
-        def wait() -> str:
+        def wait() -> News:
             store.set(f"done/{where.group_rank}", "")
             keys = [f"done/{rank}" for rank in range(where.group_world_size)]
             try:
                 store.wait(keys, timedelta(seconds=max(timeout, 0.001)))
             except DistStoreError:
-                return f"the other nodes are not waited for any longer, after {timeout:g} s"
-            return ""
+                return News(
+                    What.CLOSED, f"the other nodes are not waited for any longer, after {timeout:g} s"
+                )
+            return News(What.CLOSED)
 
         self._await(wait)
         return True
 
-    def finish(self) -> None:
+    def finish(self, result: str) -> None:
         self._shut_down()
 
     def close(self) -> None:

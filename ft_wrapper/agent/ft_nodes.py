@@ -8,6 +8,7 @@ take and lose seats while the ranks of the others go on.
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ from .node_check import NodeCheck, await_pass
 from .nodes import Nodes, Round
 from .policy import STORE_TIMEOUT
 from .signals import News, What
+from .verdict import JobResult, worst
 
 log = logging.getLogger(__name__)
 
@@ -350,14 +352,18 @@ class FtNodes(Nodes):
         hosts = where is not None and where.group_rank == 0 and not where.agreed_in
         return hosts or (handler is not None and handler.is_host)
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str, result: str = "") -> None:
         handler = self._handler
         if handler is None or handler.node is None:
             return
         self._term = None
-        bounded("ending the job", lambda: handler.set_closed(why), _LEAVE_TIMEOUT)
+        bounded("ending the job", lambda: handler.set_closed(why, result), _LEAVE_TIMEOUT)
 
-    def await_others(self, *, as_host_only: bool) -> bool:
+    def closed_with(self) -> JobResult | None:
+        state = None if self._handler is None else self._handler.record
+        return None if state is None else JobResult.from_text(state.result)
+
+    def await_others(self, said: str, *, as_host_only: bool) -> bool:
         handler, where = self._handler, self._round
         assert handler is not None and where is not None
         state = handler.record
@@ -365,15 +371,15 @@ class FtNodes(Nodes):
         if as_host_only and not needed:
             return False
         timeout = None if as_host_only else self._exit_barrier_timeout
-        self._await(lambda: _await_all(handler, timeout))
+        self._await(lambda: _await_all(handler, timeout, said))
         return True
 
-    def finish(self) -> None:
+    def finish(self, result: str) -> None:
         """Closes the rendezvous unless it is closed: this ends spare nodes that wait, too."""
         self._term = None
         handler = self._handler
         if handler is not None:
-            self._end("the end of the rendezvous", handler.shutdown)
+            self._end("the end of the rendezvous", lambda: handler.shutdown(result))
 
     def close(self) -> None:
         self._term = None
@@ -409,25 +415,27 @@ def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) 
     return in_background(f"reporting the death of {names}", report)
 
 
-def _await_all(handler: FtRendezvousHandler, timeout: float | None) -> str:
+def _await_all(handler: FtRendezvousHandler, timeout: float | None, said: str) -> News:
     """Waits until all nodes that take part are done; says which were not waited for any longer."""
     node = handler.node
     assert node is not None
     agents = handler.agents_store()
-    agents.set(_done(node), "")
-    deadline = None if timeout is None else time.monotonic() + timeout
+    agents.set(_done(node), said)
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         state = handler.refresh()
-        waited_for = [other for other in state.participants if not agents.check([_done(other)])]
-        if state.closed or not waited_for:
-            return ""
-        left = _LOOK_AT_NODES if deadline is None else max(0.001, deadline - time.monotonic())
-        try:
+        if state.closed:
+            return News(What.CLOSED, result=JobResult.from_text(state.result))
+        done = [other for other in state.participants if agents.check([_done(other)])]
+        waited_for = [other for other in state.participants if other not in done]
+        left = deadline - time.monotonic()
+        if not waited_for or left <= 0:
+            names = ", ".join(map(str, waited_for))
+            why = f"not waited for any longer, after {timeout:g} s: node {names}" if names else ""
+            result = worst(JobResult.from_text(agents.get(_done(other)).decode()) for other in done)
+            return News(What.CLOSED, why, result=result)
+        with contextlib.suppress(DistStoreError):
             agents.wait([_done(other) for other in waited_for], timedelta(seconds=min(left, _LOOK_AT_NODES)))
-        except DistStoreError:
-            if deadline is None or time.monotonic() < deadline:
-                continue
-            return f"not waited for any longer, after {timeout:g} s: node {', '.join(map(str, waited_for))}"
 
 
 def _done(node: Node) -> str:
@@ -480,7 +488,10 @@ def what_follows(state: Record, node: Node, round_number: int) -> News | None:
         round_number: the round that its ranks were started in.
     """
     if state.closed:
-        return News(What.OVER, f"the job was ended: {state.reason}") if state.reason else News(What.CLOSED)
+        result = JobResult.from_text(state.result)
+        if not state.reason:
+            return News(What.CLOSED, result=result)
+        return News(What.OVER, f"the job was ended: {state.reason}", result=result)
     if nodes_waiting(state, node, round_number) > 0:
         if state.place_of(node) is None:
             return News(What.COME, f"this node ({node}) was taken out of the rendezvous")

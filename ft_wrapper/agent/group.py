@@ -280,8 +280,7 @@ def state_of(end: End) -> api.WorkerState:
     """The state of the workers at the end."""
     if end.signum is not None:
         return api.WorkerState.STOPPED
-    failed = end.failures or end.ended_by or end.error_elsewhere
-    return api.WorkerState.FAILED if failed else api.WorkerState.SUCCEEDED
+    return api.WorkerState.FAILED if end.result().exit_code else api.WorkerState.SUCCEEDED
 
 
 def process_failures(end: End, first_rank: int) -> dict[int, ProcessFailure]:

@@ -198,7 +198,7 @@ class Loop:
 
     # Carrying out --------------------------------------------------------------------------------------
 
-    def _carry_out(self, todo: Iterable[ranks.Action]) -> None:
+    def _carry_out(self, todo: Iterable[ranks.RankAction]) -> None:
         for action in todo:
             match action:
                 case ranks.Start():

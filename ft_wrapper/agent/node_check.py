@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import connection
 
-from torch.distributed.elastic.rendezvous import RendezvousError
-
+from .nodes import BadNode
 from .process import die_with
 from .signals import held, signal_name
 
@@ -78,7 +77,7 @@ def await_pass(
         Whether it passed at once.
 
     Raises:
-        RendezvousError: it did not pass as often as it may try.
+        BadNode: it did not pass as often as it may try.
     """
     failures, began, logged = 0, time.monotonic(), ""
     while why := check.failure():
@@ -86,7 +85,7 @@ def await_pass(
         failures += 1
         if check.retries is not None and failures > check.retries:
             times = "" if failures == 1 else f" {failures} times, the last time"
-            raise RendezvousError(f"{who} has failed its check{times}: {why}")
+            raise BadNode(f"{who} has failed its check{times}: {why}")
         if why != logged:
             log.warning("%s is kept out of the job until it passes its check: %s", who, why)
             logged = why

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import selectors
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch.distributed import DistError
@@ -18,6 +18,7 @@ from ..log_lines import note_node
 from ..store.bounded import in_background
 from .outputs import Failure
 from .signals import Inbox, News, Signalled, SignalQueue, What, signal_name
+from .verdict import BAD_NODE, COMMAND_LINE, DONE, INFRASTRUCTURE, PROGRAM, JobResult, worst
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ EXIT_BARRIER_TIMEOUT = 300.0
 
 class CannotStart(Exception):
     """No rank could be started."""
+
+
+class BadNode(elastic.RendezvousError):
+    """This node cannot take part, whatever the others do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +94,12 @@ class End:
         again: whether all are to be restarted, in the next round.
         failed: why the job cannot go on, on any node; empty if it can, or has finished.
         ended_by: why another node has ended the job; empty if none has.
-        error_elsewhere: the error of another node's rank that ended the job, if that is why all failed here.
         lost: whether no rank of this node is left in a job that goes on elsewhere.
         closed: whether the other nodes have stopped waiting for each other.
         drained: whether all ranks of this node were asked to leave, and have.
         node: what this node is called; empty if there is no other.
+        elsewhere: how the job has ended, as the other ranks or nodes say.
+        left: how this node's part has ended, if that was before the job's end.
     """
 
     failures: list[Failure] = dataclasses.field(default_factory=list)
@@ -102,11 +108,38 @@ class End:
     again: bool = False
     failed: str = ""
     ended_by: str = ""
-    error_elsewhere: str = ""
     lost: bool = False
     closed: bool = False
     drained: bool = False
     node: str = ""
+    elsewhere: JobResult | None = None
+    left: JobResult | None = None
+
+    def result(self) -> JobResult:
+        """What this end means: for the job, or for this node's part if that ended before."""
+        if self.signum is not None:
+            return JobResult(128 + self.signum, f"it was ended by {signal_name(self.signum)}")
+        if self.ended_by:
+            return self.elsewhere or JobResult(INFRASTRUCTURE, self.ended_by)
+        own = result_of_failures(self.failures, self.node) if self.failures else None
+        return self.left or worst((own, self.elsewhere)) or JobResult(DONE)
+
+
+def result_of_failures(failures: Sequence[Failure], node: str) -> JobResult:
+    """What the failures of a node's ranks mean for the job.
+
+    A process that has given up, or has ended by itself, would do so again. One that was killed is taken for a
+    loss, unless the same has come before in a job that has never begun to work.
+
+    Args:
+        failures: those that count, in the order of happening; at least one.
+        node: what the node is called; empty if there is no other.
+    """
+    first = next((one for one in failures if one.gave_up), failures[0])
+    is_lost = (first.exitcode < 0 and not first.came_before) or first.was_stranded
+    code = INFRASTRUCTURE if is_lost and not first.gave_up else PROGRAM
+    culprit = f"rank {first.rank} (pid {first.pid}{node and f', node {node}'})"
+    return JobResult(code, f"{first.how()}{first.error and f': {first.error}'}", culprit)
 
 
 # The others ------------------------------------------------------------------------------------------------
@@ -180,17 +213,23 @@ class Nodes:
         """Whether the others cannot go on once this node's agent has ended: it hosts a store."""
         return False
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str, result: str = "") -> None:
         """Ends the job on all nodes. Bounded.
 
         Args:
             why: for people, on all nodes.
+            result: how the job has ended, a `JobResult` as text; empty for a loss.
         """
 
-    def await_others(self, *, as_host_only: bool) -> bool:
+    def closed_with(self) -> JobResult | None:
+        """How the job has ended, if it has and that is known. From memory."""
+        return None
+
+    def await_others(self, said: str, *, as_host_only: bool) -> bool:
         """This node is done: begins to wait for the others, which may be busy yet.
 
         Args:
+            said: how the ranks of this node ended, a `JobResult` as text; empty if they are lost.
             as_host_only: this node's ranks are lost; it stays only if the others need what it hosts.
 
         Returns:
@@ -198,27 +237,31 @@ class Nodes:
         """
         return False
 
-    def _await(self, wait: Callable[[], str]) -> None:
+    def _await(self, wait: Callable[[], News]) -> None:
         """Waits for the others in a thread, and puts the end of that into the inbox.
 
         Args:
-            wait: does it; returns why it was too long, empty if it was not.
+            wait: does it; returns why it was too long, if it was, and what the others have said.
         """
         term = self.inbox.term
 
         def run() -> None:
-            why = ""
+            news = News(What.CLOSED)
             try:
-                why = wait()
+                news = wait()
             except (elastic.RendezvousError, StoreError, DistError) as error:
-                why = f"the other nodes are not waited for: {error}"
+                news = News(What.CLOSED, f"the other nodes are not waited for: {error}")
             finally:
-                self.inbox.put(term, News(What.CLOSED, why))
+                self.inbox.put(term, news)
 
         in_background("exit barrier", run)
 
-    def finish(self) -> None:
-        """All is done, or this node is not needed any more: ends its part. Bounded."""
+    def finish(self, result: str) -> None:
+        """All is done, or this node is not needed any more: ends its part. Bounded.
+
+        Args:
+            result: how the job has ended, a `JobResult` as text.
+        """
 
     def close(self) -> None:
         """Closes everything, whatever state it is in."""
@@ -270,19 +313,33 @@ def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
             return End(signum=signalled.signum)
         except elastic.RendezvousGracefulExitError as error:
             log.info("%s", error)
-            return End()
+            return End(elsewhere=nodes.closed_with())
         except (OSError, StoreError, ValueError, elastic.RendezvousError) as error:
             why = _words(error)
             nodes.leave(f"it could not go on: {why}")
             if is_first:
                 raise CannotStart(why) from error
-            return End(ended_by=f"the next round has not begun: {why}")
+            # Others may be done; this node was not.
+            code = max(exit_code_of(error), INFRASTRUCTURE)
+            own = JobResult(code, f"the next round has not begun: {why}")
+            closed = nodes.closed_with()
+            return End(
+                ended_by=own.why, elsewhere=own if closed is None or closed.verdict == "done" else closed
+            )
         is_first = False
         end = workers.wait(signals)
         if end.signum is None and not end.again and not end.ended_by:
             end = _await_others(end, nodes, signals)
         if end.signum is not None or not end.again:
             return end
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """What it means, for who has started this node, that a round does not begin because of this error."""
+    if isinstance(error, BadNode):
+        return BAD_NODE
+    lost = (elastic.RendezvousConnectionError, elastic.RendezvousTimeoutError, StoreError)
+    return INFRASTRUCTURE if isinstance(error, lost) else COMMAND_LINE
 
 
 def _words(error: Exception) -> str:
@@ -295,21 +352,26 @@ def _words(error: Exception) -> str:
 def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
     """This node's ranks have ended for good: what that means for the others, and what they do yet."""
     if end.failed:
-        nodes.fail(end.failed)
+        nodes.fail(end.failed, end.result().to_text())
         return end
     if end.drained and not nodes.keeps_others:
         nodes.leave("it was drained")
-        return end
-    if not end.closed and nodes.await_others(as_host_only=end.lost or end.drained):
+        return dataclasses.replace(end, left=JobResult(DONE, "this node was drained", verdict="drained"))
+    said = "" if end.lost or end.drained else end.result().to_text()
+    if not end.closed and nodes.await_others(said, as_host_only=not said):
         why = "it hosts their store" if end.drained else "waiting for the other nodes"
         log.info("the ranks of this node have ended; %s", why)
         end = _wait(end, nodes, signals)
         if end.again or end.signum is not None or end.ended_by:
             return end
     elif end.lost:
+        # Where they have given up, or were left alone, so will all others.
+        is_over = not end.failures or any(one.gave_up or one.was_stranded for one in end.failures)
+        if not is_over and nodes.states().get("active", 1) > 1:
+            end = dataclasses.replace(end, left=JobResult(BAD_NODE, "its ranks are lost, the others go on"))
         nodes.leave("its ranks are lost")
         return end
-    nodes.finish()
+    nodes.finish(end.result().to_text())
     return end
 
 
@@ -335,5 +397,8 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
                 if news.what is What.COME:
                     return dataclasses.replace(end, again=True)
                 if news.what is What.OVER:
-                    return dataclasses.replace(end, ended_by=news.why)
-                return dataclasses.replace(end, closed=True)
+                    return dataclasses.replace(end, ended_by=news.why, elsewhere=news.result)
+                end = dataclasses.replace(end, closed=True, elsewhere=worst((end.elsewhere, news.result)))
+                if end.lost and news.result is not None and news.result.exit_code == DONE:
+                    return dataclasses.replace(end, failures=[], forgiven=[*end.forgiven, *end.failures])
+                return end

@@ -64,7 +64,7 @@ class OneNode(Nodes):
         except StoreError as error:
             if not self._port:
                 raise
-            raise StoreError(
+            raise ValueError(
                 f"--master-port {self._port} cannot be used on this host: {error.__cause__}; choose another "
                 "port, or leave it out"
             ) from error

@@ -69,6 +69,8 @@ class Options:
         check: whether to look for what may go wrong, and to start nothing.
         log_format: how log lines look, those of the ranks' wrappers, too: ``text`` or ``json``.
         node_check: what this node has to pass before it takes a seat; None: nothing.
+        result_file: where to write how the job has ended; empty for nowhere.
+        drained_exit_code: of this process once its node was drained.
     """
 
     nproc_per_node: int
@@ -102,6 +104,8 @@ class Options:
     check: bool = False
     log_format: str = TEXT
     node_check: NodeCheck | None = None
+    result_file: str = ""
+    drained_exit_code: int = 0
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -155,6 +159,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         check=bool(args.check),
         log_format=args.log_format,
         node_check=_node_check(parser, backend, is_ours=backend in OURS),
+        result_file=args.result_file or "",
+        drained_exit_code=parser.count("--drained-exit-code"),
         **nodes,
     )
 

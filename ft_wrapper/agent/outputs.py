@@ -265,6 +265,9 @@ class Failure:
         error_file: where its exception was recorded; empty if it was not.
         ended_by: the error of another rank that ended the job, and this process with it; empty if none did.
         kernel_kills: how many processes the kernel has killed here for lack of memory since this one began.
+        gave_up: whether it has left the job since going on is of no use.
+        was_stranded: whether it has left the job as the store, or the other ranks, did not come.
+        came_before: whether one has failed like it before all ranks were restarted, and no job had formed.
     """
 
     rank: int
@@ -277,6 +280,9 @@ class Failure:
     error_file: str = ""
     ended_by: str = ""
     kernel_kills: int = 0
+    gave_up: bool = False
+    was_stranded: bool = False
+    came_before: bool = False
 
     def how(self) -> str:
         """Says in words how the process ended."""
@@ -344,6 +350,21 @@ def write_own_error_file(cause: Failure | Exception) -> None:
             handler.dump_error_file(cause.error_file, cause.exitcode)
     except (OSError, ValueError) as error:
         log.warning("%s=%s cannot be written: %s", ERROR_FILE_ENV, os.environ[ERROR_FILE_ENV], error)
+
+
+def write_result(path: str, text: str) -> None:
+    """Writes how the job has ended to ``--result-file``: it is there as a whole, or not at all.
+
+    Args:
+        path: of the file.
+        text: the result.
+    """
+    try:
+        with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(file.name, path)
+    except OSError as error:
+        log.error("--result-file %s cannot be written: %s", path, error)
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:

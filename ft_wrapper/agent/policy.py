@@ -19,7 +19,7 @@ from ..exception import StoreError, StoreUnavailable
 from ..protocol import Agreement, keys
 from ..protocol.entering import spares_in
 from ..protocol.operations import read
-from ..protocol.records import DONE, MemberRecord
+from ..protocol.records import DONE, Fault, MemberRecord
 from ..store import Member
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ RANK_RESTARTS = 10
 FAULT_WINDOW = 3600.0
 #: For a store that an agent hosts, and which answers at once if it can.
 STORE_TIMEOUT = timedelta(seconds=10)
+_STRANDED = ("raised ft_wrapper.exception.TimeoutError", "raised ft_wrapper.exception.Store")
 _AGAIN = timedelta(seconds=1)  # for the next question to a store that was out of reach just now
 
 
@@ -249,6 +250,14 @@ class JobInStore:
     def has_given_up(self, slot: int, pid: int) -> bool:
         """Whether a slot's process has left it for good."""
         return self._record(slot, pid).gave_up
+
+    def has_stranded(self, slot: int, pid: int) -> bool:
+        """Whether a slot's process has left it as the store, or the other ranks, did not come."""
+        faults: list[Fault] = []
+        with self._asking(f"how slot {slot} has left the job is not known"):
+            head = self._agreement.iterations.read_head()
+            faults = [] if head is None else self._agreement.ends.faults_of(head.n)
+        return any((f.member.slot, f.pid) == (slot, pid) and f.message.startswith(_STRANDED) for f in faults)
 
     def ended_by(self, slot: int, pid: int) -> str:
         """What ended the job, if a slot's process left it because of another rank's error."""

@@ -13,7 +13,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from torch.distributed.elastic.agent.server.api import WorkerState
 
@@ -22,12 +22,17 @@ from .nodes import End, Round
 from .outputs import Failure, in_order
 from .policy import JobInStore, Remedy, RestartPolicy
 from .signals import News, What, signal_name
+from .verdict import PROGRAM, JobResult
 
 # Actions: data, carried out by `ft_wrapper.agent.loop` ------------------------------------------------------
 
 
+class RankAction:
+    """Something that is to be done."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Start:
+class Start(RankAction):
     """Starts a process, or asks the template for it: `Ranks.forked` or `not_started` follows.
 
     Args:
@@ -44,24 +49,24 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True)
-class CancelStarts:
+class CancelStarts(RankAction):
     """Takes back what the template was asked for; says why if the template is slow, unless it is empty."""
 
     why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class ForkAhead:
+class ForkAhead(RankAction):
     """Has a process forked ahead, for the next replacement."""
 
 
 @dataclasses.dataclass(frozen=True)
-class EndTemplate:
+class EndTemplate(RankAction):
     """Ends the template: no process is started after it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Send:
+class Send(RankAction):
     """Sends a signal to a local rank; to all that run when None."""
 
     signum: int
@@ -69,24 +74,24 @@ class Send:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kill:
+class Kill(RankAction):
     """Kills all that run, and waits: `Ranks.ended` follows for each, also if stuck in the kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
-class AskPlace:
+class AskPlace(RankAction):
     """Asks whether this node has its place among the others: `Ranks.place` follows."""
 
 
 @dataclasses.dataclass(frozen=True)
-class LeaveJob:
+class LeaveJob(RankAction):
     """Tells the other nodes that this one leaves."""
 
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Tell:
+class Tell(RankAction):
     """Tells people of a failure, and what follows. The last action: a log line is not worth waiting for."""
 
     failure: Failure
@@ -94,14 +99,14 @@ class Tell:
 
 
 @dataclasses.dataclass(frozen=True)
-class AskToLeave:
+class AskToLeave(RankAction):
     """Asks a local rank to leave the job at its next step; `Ranks.does_not_leave` follows if it will not."""
 
     rank: int
 
 
 @dataclasses.dataclass(frozen=True)
-class AskDrain:
+class AskDrain(RankAction):
     """Asks the other nodes that this one may leave, in order: `Ranks.stays` follows if it may not.
 
     Args:
@@ -114,20 +119,6 @@ class AskDrain:
     why: str
     signum: int | None = None
 
-
-Action: TypeAlias = (
-    Start
-    | CancelStarts
-    | ForkAhead
-    | EndTemplate
-    | Send
-    | Kill
-    | AskPlace
-    | LeaveJob
-    | Tell
-    | AskToLeave
-    | AskDrain
-)
 
 log = logging.getLogger(__name__)
 
@@ -224,6 +215,7 @@ class Ranks:
         self._job: JobInStore
         self._ranks: dict[int, _Asked | _Running | _Due] = {}  # by local rank
         self._failures: list[Failure] = []
+        self._before: set[int] = set()  # exit codes in the round before
         self._healed: set[int] = set()  # local ranks whose last process exited with 0
         self._leaving: dict[int, _Leaving] = {}  # by local rank, those that are gone as well
         self._stop: _Stop | None = None
@@ -285,7 +277,8 @@ class Ranks:
             failures=own,
             forgiven=forgiven,
             again=again,
-            error_elsewhere=counted[0].ended_by if counted and not own else "",
+            elsewhere=self._outcome.elsewhere
+            or (JobResult(PROGRAM, counted[0].ended_by) if counted and not own else None),
             lost=finished is None and not again and len(failed_ranks) == self._nproc(),
             drained=not again and len(self._leaving) == self._nproc(),
             node=self.round.node,
@@ -309,12 +302,13 @@ class Ranks:
         self._policy.begin_round(where.restarts, formed=where.formed)
         self._group.count_restarts(self._policy.restarts)
         self._stop = None
+        self._before = {failure.exitcode for failure in self._failures}
         self._failures.clear()
         self._healed.clear()
         self._leaving.clear()
         return [self._start(rank, 0) for rank in range(self._nproc())]
 
-    def forked(self, rank: int, incarnation: int, pid: int) -> list[Action]:
+    def forked(self, rank: int, incarnation: int, pid: int) -> list[RankAction]:
         """A process that was asked for runs."""
         now = self._clock()
         self._ranks[rank] = _Running(incarnation, now)
@@ -325,12 +319,12 @@ class Ranks:
             return [Send(self._outcome.signum or signal.SIGTERM, rank)]
         return [AskToLeave(rank)] if rank in self._leaving else []
 
-    def not_started(self, rank: int, failure: Failure) -> list[Action]:
+    def not_started(self, rank: int, failure: Failure) -> list[RankAction]:
         """A process that was asked for could not be started; says why, as the failure that it is."""
         self._ranks.pop(rank, None)
         return [] if self._stop is not None else self._decide(rank, failure, lived=0.0)
 
-    def ended(self, rank: int, exitcode: int, failure: Failure | None = None) -> list[Action]:
+    def ended(self, rank: int, exitcode: int, failure: Failure | None = None) -> list[RankAction]:
         """A process has ended.
 
         Args:
@@ -350,7 +344,7 @@ class Ranks:
         assert isinstance(process, _Running)
         return self._decide(rank, failure, self._clock() - process.started)
 
-    def signalled(self, signum: int) -> list[Action]:
+    def signalled(self, signum: int) -> list[RankAction]:
         """A signal arrived that ends the job; or drains this node, once, where that is wanted."""
         name = signal_name(signum)
         if signum == signal.SIGTERM and self._drain_timeout and self._stop is None:
@@ -365,10 +359,10 @@ class Ranks:
         leave = LeaveJob(f"it was ended by {name}")
         return [EndTemplate(), *self._begin_stop(again=False), leave, Send(signum)]
 
-    def told(self, news: News) -> list[Action]:
+    def told(self, news: News) -> list[RankAction]:
         """The other nodes have done something."""
         if news.what is What.CLOSED:
-            self._note(closed=True)  # the ranks come to their own end
+            self._note(closed=True, elsewhere=news.result)  # the ranks come to their own end
             return []
         if news.what is What.NOTICE:
             return [] if self._stop is not None else [AskDrain(news.within, news.why)]
@@ -376,14 +370,14 @@ class Ranks:
             return [] if self._stop is not None else self._drain(news)
         ends = news.what.ends
         if ends:
-            self._note(ended_by=self._outcome.ended_by or news.why)
+            self._note(ended_by=self._outcome.ended_by or news.why, elsewhere=news.result)
         if self._stop is not None:
             self._stop.again = self._stop.again and not ends
             return []
         log.warning("%s; %s", news.why, "all ranks end" if ends else f"{self.names()} restart")
         return [*self._begin_stop(again=not ends), Send(signal.SIGTERM)]
 
-    def place(self, *, is_ours: bool, out_of_reach: str = "") -> list[Action]:
+    def place(self, *, is_ours: bool, out_of_reach: str = "") -> list[RankAction]:
         """The answer to `AskPlace`.
 
         Args:
@@ -392,7 +386,7 @@ class Ranks:
         """
         self._out_of_reach = out_of_reach
         now = self._clock()
-        starts: list[Action] = []
+        starts: list[RankAction] = []
         for rank, due in self._of(_Due).items():
             if due.at > now:
                 continue
@@ -406,7 +400,7 @@ class Ranks:
         """A rank that was asked to leave has no next step to do so: it is signalled with the next tick."""
         self._leaving[rank].at = self._clock()
 
-    def stays(self, asked: AskDrain, why: str) -> list[Action]:
+    def stays(self, asked: AskDrain, why: str) -> list[RankAction]:
         """The other nodes cannot go on without this one, or are not heard: a signal does what it always does.
 
         Args:
@@ -416,11 +410,11 @@ class Ranks:
         log.warning("%s: this node is not drained: %s", asked.why, why)
         return [] if asked.signum is None else self.signalled(asked.signum)
 
-    def abandoned(self) -> list[Action]:
+    def abandoned(self) -> list[RankAction]:
         """The loop is left, whatever runs."""
         return [EndTemplate(), *self._begin_stop(again=False), Kill()]
 
-    def tick(self) -> list[Action]:
+    def tick(self) -> list[RankAction]:
         """All that has happened so far was told: now to what is due. Comes before each wait."""
         actions = self._cancel_if_finished()
         now = self._clock()
@@ -448,16 +442,20 @@ class Ranks:
         self._ranks[rank] = _Asked(incarnation)
         return Start(rank, incarnation, self._policy.restarts, self._policy.replaces(self.round.rank(rank)))
 
-    def _decide(self, rank: int, failure: Failure, lived: float) -> list[Action]:
+    def _decide(self, rank: int, failure: Failure, lived: float) -> list[RankAction]:
         self._group.failed(rank)
         if failure.exitcode == 1:
             ended_by = self._job.ended_by(failure.rank, failure.pid)
             failure = dataclasses.replace(failure, ended_by=ended_by)
+        before = failure.exitcode in self._before and not self._job.has_formed()
+        gave_up = self._job.has_given_up(failure.rank, failure.pid)
+        stranded = self._job.has_stranded(failure.rank, failure.pid)
+        failure = dataclasses.replace(failure, came_before=before, gave_up=gave_up, was_stranded=stranded)
         self._failures.append(failure)
         verdict = self._policy.decide(
             failure.rank, failure.pid, lived, self._job, is_first=failure.incarnation == 0
         )
-        actions: list[Action] = []
+        actions: list[RankAction] = []
         if verdict.remedy is Remedy.REPLACE:
             self._ranks[rank] = _Due(failure.incarnation + 1, self._clock() + verdict.delay)
             if not verdict.delay:
@@ -470,7 +468,7 @@ class Ranks:
             actions += [*self._begin_stop(again=again), Send(signal.SIGTERM)]
         return [*actions, Tell(failure, verdict.why)]
 
-    def _drain(self, news: News) -> list[Action]:
+    def _drain(self, news: News) -> list[RankAction]:
         now = self._clock()
         named = [
             rank for rank in range(self._nproc()) if not news.slots or self.round.rank(rank) in news.slots
@@ -495,14 +493,14 @@ class Ranks:
         running = self._of(_Running) if self._stop is None else {}
         return {rank: leaving for rank, leaving in self._leaving.items() if rank in running}
 
-    def _begin_stop(self, *, again: bool) -> list[Action]:
+    def _begin_stop(self, *, again: bool) -> list[RankAction]:
         self._stop = _Stop(self._clock() + self._shutdown_timeout, again)
         if again:
             self._group.become(WorkerState.STOPPED)
         self._ranks = dict(self._of(_Running))
         return [CancelStarts()]
 
-    def _cancel_if_finished(self) -> list[Action]:
+    def _cancel_if_finished(self) -> list[RankAction]:
         """A rank that failed is not started again once the others have finished the job.
 
         Then the template is not waited for either: it may hang.
@@ -513,7 +511,7 @@ class Ranks:
         self._ranks.clear()
         return [CancelStarts("the job has finished")]
 
-    def _give_up_if_alone(self) -> list[Action]:
+    def _give_up_if_alone(self) -> list[RankAction]:
         """Ends the job here if no rank runs and this node cannot find out whether it has its place."""
         if not self._out_of_reach or not self._has(_Due) or self._has(_Asked, _Running):
             return []

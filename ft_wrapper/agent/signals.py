@@ -16,6 +16,8 @@ from ..store.bounded import call_in_thread
 
 T = TypeVar("T")
 
+from .verdict import JobResult
+
 #: What is forwarded to the ranks and ends them, by default.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 #: Seconds from the signal that ends ranks to SIGKILL, by default.
@@ -204,12 +206,14 @@ class News:
         why: for people; empty if there is nothing to say.
         slots: of a drain: of which ranks; empty for all of this node.
         within: of a drain or a notice: seconds until ranks are ended that have not left.
+        result: of an end: how the job has ended, if that is known.
     """
 
     what: What
     why: str = ""
     slots: tuple[int, ...] = ()
     within: float = 0.0
+    result: JobResult | None = None
 
 
 class Inbox:

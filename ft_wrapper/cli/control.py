@@ -15,6 +15,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from .._text import plural, without_secrets
+from ..agent.verdict import DONE, JobResult
 from ..attribution import Interruption
 from ..exception import StoreError
 from ..protocol import Agreement, keys
@@ -196,7 +197,7 @@ def restart(endpoint: str, why: str) -> str:
 
 
 def stop(endpoint: str, why: str) -> str:
-    """Ends a job: on all nodes ranks get SIGTERM, and time to end; ``ftrun`` exits with 1.
+    """Ends a job: on all nodes ranks get SIGTERM, and time to end; ``ftrun`` exits with 0.
 
     Args:
         endpoint: what a user calls the job.
@@ -213,7 +214,7 @@ def stop(endpoint: str, why: str) -> str:
     def closed(record: Record) -> Record:
         if record.closed:
             raise Refused("the job is over")
-        return moves.close(record, why)
+        return moves.close(record, why, JobResult(DONE, why, verdict="stopped").to_text())
 
     with Job(endpoint) as job:
         job.change(closed)
@@ -296,5 +297,5 @@ def main_restart(argv: Sequence[str] | None = None) -> int:
 
 def main_stop(argv: Sequence[str] | None = None) -> int:
     """``ftrun stop``; arguments and result as for `main_drain`."""
-    what = "Ends a job: on all nodes the ranks get SIGTERM, and time to end. Each ftrun exits with 1."
+    what = "Ends a job: on all nodes the ranks get SIGTERM, and time to end. Each ftrun exits with 0."
     return _carry_out("stop", _parser("stop", what).parse_args(argv), stop)

@@ -63,7 +63,7 @@ class Executor:
         self.was_spare = False
         self._announced: Announced | None = None
         self._leaving: int | None = None
-        self._reason = ""
+        self._closing = ("", "")
 
     # Operations ------------------------------------------------------------------------------------------
 
@@ -92,9 +92,9 @@ class Executor:
         """Gives up the place that this node has or is about to get."""
         return self._run(operations.exit_, self._settings.close_timeout)
 
-    def close(self, reason: str = "") -> Snapshot:
-        """Closes the rendezvous for all nodes; ``reason`` is empty if the job has ended well."""
-        self._reason = reason
+    def close(self, reason: str = "", result: str = "") -> Snapshot:
+        """Closes the rendezvous for all nodes; see `Record` for why and how."""
+        self._closing = (reason, result)
         return self._run(operations.close, self._settings.close_timeout)
 
     def keep_alive(self) -> None:
@@ -233,7 +233,7 @@ class Executor:
         if action in operations.REMOVAL.values():
             return self._leave(snapshot, announced)
         if action is Action.MARK_RENDEZVOUS_CLOSED:
-            return self._replace(snapshot, moves.close(record, self._reason))[0]
+            return self._replace(snapshot, moves.close(record, *self._closing))[0]
         if announced:  # all others put this node into the record
             return self._fold(snapshot, lambda record: record)
         self._announce(record)

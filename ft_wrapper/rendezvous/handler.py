@@ -134,16 +134,17 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             self._board.check()
         return record.closed
 
-    def set_closed(self, reason: str = "") -> None:
-        """Closes the rendezvous for all nodes.
+    def set_closed(self, reason: str = "", result: str = "") -> None:
+        """Closes the rendezvous for all nodes. What the first one says stands.
 
         Args:
-            reason: why, for their agents; empty if the job has ended well. The first reason stands.
+            reason: why, for their agents; empty if the ranks came to their own end.
+            result: how the job has ended, for their agents.
         """
 
         def close() -> None:
             try:
-                self._with_side(lambda side: side.close(reason))
+                self._with_side(lambda side: side.close(reason, result))
             except Exception as error:
                 self._board.lose(error)
 
@@ -168,10 +169,13 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             return 0
         return operations.nodes_waiting(record, node, self.joined.round)
 
-    def shutdown(self) -> bool:
+    def shutdown(self, result: str = "") -> bool:
         """Ends this node's part; and closes the rendezvous if the node takes part at this time.
 
         A node that was never given a round, or was taken out, only leaves: it must not end the others' job.
+
+        Args:
+            result: how the job has ended, for the agents that come late.
 
         Returns:
             Whether the others could be told.
@@ -180,7 +184,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         takes_part = record is not None and node is not None and record.place_of(node) is not None
         try:
             if self.joined is not None and takes_part:
-                self.set_closed()
+                self.set_closed(result=result)
             if self._board.is_closed:
                 if self._backend.is_host:  # it stays until the others have seen that
                     self._with_side(self._await_goodbyes)

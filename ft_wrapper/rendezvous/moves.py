@@ -113,9 +113,9 @@ def may_unseat(record: Record, node: Node, silent: Iterable[Node]) -> bool:
     return all(other.name in names for other in record.participants)
 
 
-def close(record: Record, reason: str = "") -> Record:
-    """Closes the rendezvous; the first reason stands."""
-    return record if record.closed else replace(record, closed=True, reason=reason)
+def close(record: Record, reason: str = "", result: str = "") -> Record:
+    """Closes the rendezvous; the first reason and result stand."""
+    return record if record.closed else replace(record, closed=True, reason=reason, result=result)
 
 
 def drain(record: Record, asked: Drain) -> Record:

@@ -164,7 +164,8 @@ class Record:
         round: number of the round that forms or is complete, from 0.
         complete: whether the round has formed.
         closed: whether the rendezvous is over. Final.
-        reason: why it was closed; empty if the job has ended well.
+        reason: why it was closed; empty if the ranks came to their own end.
+        result: how the job has ended, for its agents; empty if nobody has said.
         policy: what a change of membership does.
         formation_size: ranks of the last round that formed under `RoundPolicy.GROUP`; from then on fixed.
         next_slot: the first slot that no seat has.
@@ -187,6 +188,7 @@ class Record:
     complete: bool = False
     closed: bool = False
     reason: str = ""
+    result: str = ""
     policy: RoundPolicy = RoundPolicy.GROUP
     formation_size: int = 0
     next_slot: int = 0

@@ -338,7 +338,7 @@ def test_nobody_waits_longer_than_the_exit_barrier(tmp_path: Path) -> None:
         assert "not waited for any longer, after 0.5 s: node" in done.said
         assert len([rank for rank in left if psutil.pid_exists(rank.pid)]) == NPROC
         job.end(left[:1], 3)
-        assert busy.end() == 1
+        assert busy.end() == 75  # not done, though the other node was
         assert job.new(NPROC) == []
     assert "the next round has not begun" in busy.said
 

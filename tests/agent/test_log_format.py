@@ -180,7 +180,7 @@ def test_a_command_line_with_a_password_is_not_repeated(
         code = main(["--nnodes", "1", "--rdzv-id", "job", "--log-format", form, *options, script])
     except SystemExit as ended:
         code = ended.code  # type: ignore[assignment]
-    assert code == 2
+    assert code in (2, 75)  # wrong, or nobody answers
     said = "".join([*capfd.readouterr(), caplog.text])
     assert said and PASSWORD not in said and USER not in said
 

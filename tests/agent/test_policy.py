@@ -36,6 +36,9 @@ class FakeJob:
     def has_given_up(self, rank: int, pid: int) -> bool:
         return pid == self.given_up
 
+    def has_stranded(self, slot: int, pid: int) -> bool:
+        return False
+
     def ended_by(self, slot: int, pid: int) -> str:
         return ""
 

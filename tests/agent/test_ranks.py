@@ -18,7 +18,6 @@ from ft_wrapper.agent.policy import Policy, RestartPolicy
 from ft_wrapper.agent.ranks import (
     PLACE_DELAY,
     SPARE_DELAY,
-    Action,
     AskDrain,
     AskPlace,
     AskToLeave,
@@ -27,12 +26,14 @@ from ft_wrapper.agent.ranks import (
     ForkAhead,
     Kill,
     LeaveJob,
+    RankAction,
     Ranks,
     Send,
     Start,
     Tell,
 )
 from ft_wrapper.agent.signals import News, What
+from ft_wrapper.agent.verdict import PROGRAM, JobResult
 
 GRACE = 5.0  # seconds from a signal to SIGKILL
 TERM = Send(signal.SIGTERM)
@@ -84,16 +85,16 @@ class Node:
         assert self.tick() == []
         return self
 
-    def forked(self, rank: int, incarnation: int = 0) -> list[Action]:
+    def forked(self, rank: int, incarnation: int = 0) -> list[RankAction]:
         return self.ranks.forked(rank, incarnation, pid(rank, incarnation))
 
-    def fails(self, rank: int, incarnation: int = 0, exitcode: int = 7) -> list[Action]:
+    def fails(self, rank: int, incarnation: int = 0, exitcode: int = 7) -> list[RankAction]:
         return self.ranks.ended(rank, exitcode, failure(rank, incarnation, exitcode))
 
-    def succeeds(self, rank: int) -> list[Action]:
+    def succeeds(self, rank: int) -> list[RankAction]:
         return self.ranks.ended(rank, 0)
 
-    def tick(self, later: float = 0.0) -> list[Action]:
+    def tick(self, later: float = 0.0) -> list[RankAction]:
         self.now += later
         return self.ranks.tick()
 
@@ -106,7 +107,7 @@ def failure(rank: int, incarnation: int = 0, exitcode: int = 7) -> Failure:
     return Failure(rank, pid(rank, incarnation), exitcode, 0.0, "", "", incarnation)
 
 
-def without_words(actions: Sequence[Action]) -> list[Action]:
+def without_words(actions: Sequence[RankAction]) -> list[RankAction]:
     """The actions but for the words, which have to be the last."""
     *others, last = actions
     assert isinstance(last, Tell)
@@ -238,7 +239,8 @@ def test_the_error_of_another_rank_is_named() -> None:
     assert isinstance(told, Tell)
     assert told.failure.ended_by == "rank 5: out of memory"
     end = node.ranks.end()
-    assert (end.failures, end.error_elsewhere) == ([], "rank 5: out of memory")
+    assert end.failures == []
+    assert end.result() == JobResult(PROGRAM, "rank 5: out of memory")
 
 
 # The group ---------------------------------------------------------------------------------------------
