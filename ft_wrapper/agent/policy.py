@@ -253,10 +253,13 @@ class JobInStore:
 
     def has_stranded(self, slot: int, pid: int) -> bool:
         """Whether a slot's process has left it as the store, or the other ranks, did not come."""
-        faults: list[Fault] = []
-        with self._asking(f"how slot {slot} has left the job is not known"):
+
+        def read_faults() -> list[Fault]:
             head = self._agreement.iterations.read_head()
-            faults = [] if head is None else self._agreement.ends.faults_of(head.n)
+            return [] if head is None else self._agreement.ends.faults_of(head.n)
+
+        none: list[Fault] = []
+        faults = self._ask(read_faults, f"how slot {slot} has left the job is not known", none)
         return any((f.member.slot, f.pid) == (slot, pid) and f.message.startswith(_STRANDED) for f in faults)
 
     def ended_by(self, slot: int, pid: int) -> str:

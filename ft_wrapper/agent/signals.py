@@ -14,9 +14,9 @@ from typing import TypeVar
 from ..exception import StoreUnavailable, TimeoutError
 from ..store.bounded import call_in_thread
 
-T = TypeVar("T")
-
 from .verdict import JobResult
+
+T = TypeVar("T")
 
 #: What is forwarded to the ranks and ends them, by default.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
