@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from ..exception import StoreUnavailable, TimeoutError
 from ..store.bounded import call_in_thread
-
 from .verdict import JobResult
 
 T = TypeVar("T")
