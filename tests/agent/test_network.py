@@ -154,6 +154,8 @@ def test_a_node_that_was_cut_off_harms_nobody_and_comes_back(tmp_path: Path, net
     with Hosts(tmp_path, WRAPPED, nnodes="1:3") as cluster:
         cluster.network = network
         cluster._conf = cluster._conf.replace("last_call_timeout=0.2", "last_call_timeout=60")
+        # To the node that is cut off the host of the store is silent, for as long as this takes.
+        cluster._conf = cluster._conf.replace("read_timeout=20", "read_timeout=300")
         nodes = [cluster.start_on(host) for host in range(3)]
         before = cluster.await_inside(3, *nodes)
         await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
