@@ -261,11 +261,12 @@ class Housekeeper:
             names = self._store.list_keys()
             self._past = past_keys(self._store, view, names)
             shared = [name for name in names if keys.is_shared_heart(name)]
-            if len(shared) <= len(view.members):  # no more than there can be that have one
-                shared = []
-            self._hearts = {heart: beats(self._store, heart) for heart in shared}
-        now, self._past = self._past[:SLICE], self._past[SLICE:]
-        self._store.execute([Delete(tuple(now))])
+            # More than there can be that have one.
+            are_too_many = len(shared) > len(view.members)
+            self._hearts = {heart: beats(self._store, heart) for heart in shared if are_too_many}
+        if self._past:  # else etcd would be asked each second to do nothing
+            self._store.execute([Delete(tuple(self._past[:SLICE]))])
+            del self._past[:SLICE]
         if not self._size_known:
             self._size_known = note_wanted(self._store, view.n)
         if not self._settled and self._store.now() - self._since >= self._settles_after:

@@ -327,10 +327,8 @@ class Membership:
 
     def say_goodbye(self) -> None:
         """This process needs the store no more."""
-        try:
+        with contextlib.suppress(RestartError):  # the store is gone
             self.agreement.ends.say_goodbye(self.member)
-        except RestartError:
-            log.debug("no goodbye: the store is gone", exc_info=True)
 
     def _join(self) -> bool:
         is_early = self.agreement.iterations.read_head() is None

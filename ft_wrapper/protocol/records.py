@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-from .._text import IN_STORE, cut
+from .._text import IN_LINE, IN_STORE, cut
 from ..attribution import Interruption, InterruptionRecord
 from ..exception import StoreError
 from . import keys
@@ -96,9 +96,9 @@ class Record:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        defaults = _defaults(type(self))
-        said = {name: value for name, value in vars(self).items() if value != defaults[name]}
-        return _to_json({name: cut(of, IN_STORE) if isinstance(of, str) else of for name, of in said.items()})
+        said = {name: value for name, value in vars(self).items() if value != _defaults(type(self))[name]}
+        texts = [name for name, value in said.items() if isinstance(value, str) and len(value) > IN_LINE]
+        return _to_json(said | {name: cut(said[name], IN_STORE) for name in texts})
 
     @classmethod
     def from_json(cls, text: str, key: str) -> Self:

@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
 _HUNG = 0.9  # of soft_timeout: others that hang with it are noticed a little later
+# Ranks that say where they stood when they hung, each with up to a kilobyte: all of it is one key.
+_WHEREABOUTS = 512
 # Seconds in an iteration: a job that does not work mostly fails soon, and others need the CPUs to begin.
 _WARMS_UP_AFTER = 2.0
 # After a fault, whatever the user's own check is: what an abort left running has come to its end, and a CUDA
@@ -442,8 +444,9 @@ class Call(Performer):
             if returned := ends.finished_in(member.view.n):
                 after = f", when ranks {sorted(returned)} had returned"
                 words, stay.hang, stay.has_kept_others_waiting = words + after, stay.hang + after, True
-            fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {words}")
-            ends.log_fault(member.view.n, dataclasses.replace(fault, stood=stood))
+            if self.state.rank is None or self.state.rank < _WHEREABOUTS:
+                fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {words}")
+                ends.log_fault(member.view.n, dataclasses.replace(fault, stood=stood))
 
     def _abort(self) -> None:
         for line in list(self.own.lines):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from store_jobs import delete_past, formed_in, go_on
@@ -17,7 +17,7 @@ from ft_wrapper.protocol.heart import (
     Housekeeper,
     note_wanted,
 )
-from ft_wrapper.protocol.operations import read
+from ft_wrapper.protocol.operations import Delete, Step, read
 from ft_wrapper.store import EtcdStore, Member, StoreMixin
 from ft_wrapper.testing import Clock
 
@@ -91,6 +91,25 @@ def test_what_is_past_is_deleted_a_little_at_a_time(job_store: StoreMixin) -> No
         assert left() == before - already * SLICE
     house.keep(view)
     assert not left()
+
+
+def test_nothing_is_deleted_where_nothing_is_past(
+    job_store: StoreMixin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On etcd a step without keys is a transaction: one each second, for nothing."""
+    view, _ = formed_in(job_store, [0])
+    carried_out: list[Step] = []
+    execute = job_store.execute
+
+    def note(steps: Sequence[Step]) -> list[str | None]:
+        carried_out.extend(steps)
+        return execute(steps)
+
+    monkeypatch.setattr(job_store, "execute", note)
+    house = Housekeeper(job_store, join_window=100.0)
+    for _ in range(5):
+        house.keep(view)
+    assert [step for step in carried_out if isinstance(step, Delete)] == []
 
 
 def test_shared_hearts_that_stand_still_go_where_they_are_too_many(

@@ -12,6 +12,7 @@ import pytest
 from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper.protocol import keys
 
 SHORT = {
     **SETTINGS,
@@ -53,9 +54,10 @@ def calls_twice(rank: Rank, dawdler: int, settings: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("dawdler", [0, 1])
 def test_a_rank_that_lives_may_take_longer_than_barrier_timeout(job: Job, dawdler: int) -> None:
-    with job.announced_store() as (_, address):
+    with job.announced_store() as (store, address):
         job.start(3, calls_twice, dawdler, SHORT, env={"FT_WRAPPER_STORE": address})
         job.expect("between")
+        assert not store.check([keys.GOODBYES]), "no rank hosts the store: nobody reads them, or deletes them"
         others = {0, 1, 2} - {dawdler}
         for _ in range(2):
             job.expect(

@@ -1,0 +1,32 @@
+"""Where ranks stood when they hung is one key in the store: not all ranks of a large job write there."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from ft_wrapper.monitor.shared_memory import Phase
+from ft_wrapper.protocol.standing import UNKNOWN
+from ft_wrapper.restart import call
+from ft_wrapper.restart.call import Call
+
+
+@pytest.mark.parametrize(
+    ("rank", "tells"), [(0, True), (511, True), (512, False), (16_383, False), (None, True)]
+)
+def test_the_first_ranks_say_where_they_stood(
+    monkeypatch: pytest.MonkeyPatch, rank: int | None, tells: bool
+) -> None:
+    agreement = mock.Mock()
+    monkeypatch.setattr(call, "standing", lambda thread: ("in all_reduce", UNKNOWN))
+    monkeypatch.setattr(call, "Agreement", lambda client: agreement)
+    monkeypatch.setattr(call.warm_up, "tell_of_cuda", lambda client: None)
+    monkeypatch.setattr(call.dataclasses, "replace", lambda fault, stood: fault)
+    this = mock.Mock()
+    this.state.rank = rank
+    this.own.memory.phase, this.own.memory.progress_stamp = Phase.WATCHED, lambda interval: 0.0
+    this.own.settings = this.settings
+    this.settings.soft_timeout = 0.1
+    Call._note_whereabouts(this)
+    assert agreement.ends.log_fault.called is tells
