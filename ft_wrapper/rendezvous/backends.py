@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore as TorchTCPStore
 from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ..exception import StoreError
+from ..exception import StoreError, StoreUnavailable
 from ..protocol.operations import Operations, read
 from ..store import StoreMixin, TCPStore, TCPStoreServer, serve
 from ..store import address as addresses
@@ -192,7 +192,8 @@ class EtcdBackend(Backend):
         name: what ``--rdzv-backend`` calls it.
 
     Raises:
-        RendezvousConnectionError: etcd cannot be reached, or refuses, or a library is missing; says why.
+        RendezvousConnectionError: etcd cannot be reached; says why.
+        RendezvousStateError: it refuses, or a library is missing: the same would happen again; says why.
         ValueError: the address cannot be right.
     """
 
@@ -204,9 +205,9 @@ class EtcdBackend(Backend):
         try:
             store = connect_etcd(address, timedelta(seconds=min(_FIRST, read_timeout)), begins=True)
         except (StoreError, ImportError) as error:
-            raise elastic.RendezvousConnectionError(
-                f"--rdzv-endpoint {address.endpoints}: {error}"
-            ) from error
+            passes = isinstance(error, StoreUnavailable)
+            kind = elastic.RendezvousConnectionError if passes else elastic.RendezvousStateError
+            raise kind(f"--rdzv-endpoint {address.endpoints}: {error}") from error
         store.patience = read_timeout
         store.set_timeout(timedelta(seconds=read_timeout))
         self._store = store

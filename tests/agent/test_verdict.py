@@ -24,6 +24,8 @@ from ft_wrapper.testing.etcd_server import free_port
 FAILS = """
     import os, signal, sys, threading, time
     from ft_wrapper import CallWrapper, Wrapper
+    from ft_wrapper.protocol import Agreement
+    from ft_wrapper.store import TCPStore
 
     folder, how, who, when, calls, joins = sys.argv[1:]
     rank, is_first = os.environ["RANK"], os.environ["FT_WRAPPER_INCARNATION"] == "0"
@@ -55,6 +57,9 @@ FAILS = """
         await_that(lambda: os.path.exists(f"{folder}/spare"))
         pid = int(open(f"{folder}/spare").read())
         await_that(lambda: not os.path.exists(f"/proc/{pid}"))
+        host, _, port = os.environ["FT_WRAPPER_STORE"].rpartition(":")
+        ends = Agreement(TCPStore(host, int(port))).ends
+        await_that(lambda: ends.deaths_of(call_wrapper.iteration))  # else it is taken for one after the end
 
     def fail_as_spare():
         await_that(lambda: os.path.exists(f"{folder}/inside"))
