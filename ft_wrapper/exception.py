@@ -79,7 +79,7 @@ class InternalError(RestartError):
     """Something that must hold does not: a defect in the wrapper or in a plug-in."""
 
 
-class TimeoutError(RestartError):
+class TimeoutError(RestartError, TimeoutError):  # type: ignore[misc]  # the second one is Python's
     """A wait of the wrapper took longer than its timeout. The message says who was missing."""
 
 

@@ -7,7 +7,8 @@ import traceback
 
 import pytest
 
-from ft_wrapper.exception import in_one_line
+from ft_wrapper import exception
+from ft_wrapper.exception import RestartError, in_one_line
 
 
 class Unspeakable(Exception):
@@ -31,6 +32,12 @@ class Unspeakable(Exception):
 def test_as_a_tracebacks_last_line(error: BaseException) -> None:
     expected = "".join(traceback.format_exception_only(error)).strip()
     assert in_one_line(error) == expected.partition("\n")[0]
+
+
+def test_a_timeout_is_caught_as_pythons_own_and_as_the_wrappers() -> None:
+    for kind in (TimeoutError, RestartError):
+        with pytest.raises(kind, match=r"^rank 3 is missing$"):
+            raise exception.TimeoutError("rank 3 is missing")
 
 
 def test_the_message_may_begin_with_an_empty_line() -> None:

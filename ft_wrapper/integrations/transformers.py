@@ -10,9 +10,11 @@ from ..wrapper import CallWrapper
 from ._accelerate import seed
 
 try:
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, __version__
 except ImportError as error:
     raise ImportError(f"this needs the Trainer: pip install 'transformers[torch]' ({error})") from error
+if __version__.startswith(("3.", "4.")):  # its Trainer has other arguments
+    raise ImportError(f"FT needs transformers 5, not {__version__}: pip install 'transformers[torch]>=5'")
 
 
 class FT:
