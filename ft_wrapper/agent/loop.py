@@ -221,6 +221,9 @@ class Loop:
                 case ranks.AskPlace():
                     is_ours, out_of_reach = self._nodes.look_for_place()
                     self._carry_out(self._ranks.place(is_ours=is_ours, out_of_reach=out_of_reach))
+                case ranks.AskEnd():
+                    if since := self._monitors.last_end():
+                        self._carry_out(self._ranks.waits_at_end(since))
                 case ranks.LeaveJob():
                     self._nodes.leave(action.why)
                 case ranks.Tell():

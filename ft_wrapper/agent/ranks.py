@@ -84,6 +84,11 @@ class AskPlace(RankAction):
 
 
 @dataclasses.dataclass(frozen=True)
+class AskEnd(RankAction):
+    """Asks since when all that run wait at their end: `Ranks.waits_at_end` follows if they do."""
+
+
+@dataclasses.dataclass(frozen=True)
 class LeaveJob(RankAction):
     """Tells the other nodes that this one leaves."""
 
@@ -124,6 +129,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds from a start to the fork of the next process ahead: it is not to be in the way of a restart.
 SPARE_DELAY = 1.0
+#: Seconds for which ranks may wait at their end, if another one has failed for good.
+END_LIMIT = 60.0
 #: Seconds after which a node that does not know whether it has its place asks again.
 PLACE_DELAY = 1.0
 
@@ -220,6 +227,7 @@ class Ranks:
         self._leaving: dict[int, _Leaving] = {}  # by local rank, those that are gone as well
         self._stop: _Stop | None = None
         self._spare_at: float | None = None  # when a process is to be forked ahead
+        self._ask_end_at: float | None = None  # from a failure for good on
         self._out_of_reach = ""
         self._outcome = End()  # what has been said of the whole job so far
 
@@ -247,8 +255,7 @@ class Ranks:
     def due(self) -> float | None:
         """When the next `tick` is due, in the clock's seconds; None if only events count."""
         moments = [state.at for state in self._ranks.values() if isinstance(state, _Due)]
-        if self._spare_at is not None:
-            moments.append(self._spare_at)
+        moments += [at for at in (self._spare_at, self._ask_end_at) if at is not None]
         if self._stop is not None and not self._stop.killed:
             moments.append(self._stop.deadline)
         moments += [leaving.at for leaving in self._running_but_leaving().values()]
@@ -306,6 +313,7 @@ class Ranks:
         self._failures.clear()
         self._healed.clear()
         self._leaving.clear()
+        self._ask_end_at = None
         return [self._start(rank, 0) for rank in range(self._nproc())]
 
     def forked(self, rank: int, incarnation: int, pid: int) -> list[RankAction]:
@@ -400,6 +408,18 @@ class Ranks:
         """A rank that was asked to leave has no next step to do so: it is signalled with the next tick."""
         self._leaving[rank].at = self._clock()
 
+    def waits_at_end(self, since: float) -> list[RankAction]:
+        """All that run wait at their end, where what an interrupted function has left may hang for ever.
+
+        Args:
+            since: when the last of them came there, in the clock's seconds.
+        """
+        if self._stop is not None or self._clock() - since < END_LIMIT:
+            return []
+        words = "%s: waiting at the end for more than %g s after another one has failed, so ended"
+        log.warning(words, self.names(), END_LIMIT)
+        return [*self._begin_stop(again=False), Send(signal.SIGTERM)]
+
     def stays(self, asked: AskDrain, why: str) -> list[RankAction]:
         """The other nodes cannot go on without this one, or are not heard: a signal does what it always does.
 
@@ -428,6 +448,9 @@ class Ranks:
             self._spare_at = None
             if self._stop is None:
                 actions.append(ForkAhead())
+        if self._ask_end_at is not None and now >= self._ask_end_at:
+            self._ask_end_at = now + END_LIMIT
+            actions.append(AskEnd())
         for rank, leaving in self._running_but_leaving().items():
             if now >= leaving.at:
                 actions.append(Send(leaving.signum, rank))
@@ -460,7 +483,9 @@ class Ranks:
             self._ranks[rank] = _Due(failure.incarnation + 1, self._clock() + verdict.delay)
             if not verdict.delay:
                 actions.append(AskPlace())
-        elif verdict.remedy is not Remedy.LEAVE_OUT:
+        elif verdict.remedy is Remedy.LEAVE_OUT:
+            self._ask_end_at = self._clock() + END_LIMIT
+        else:
             again = verdict.remedy is Remedy.RESTART_GROUP
             if not again:
                 self._note(failed=f"rank {failure.rank}: {failure.how()}")

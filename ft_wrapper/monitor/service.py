@@ -139,6 +139,14 @@ class MonitorService:
             in_call = [one.process for one in self._attended.values() if one.is_in_call]
             return [(process.memory, process in in_call) for process in self._processes.values()]
 
+    def last_end(self) -> float | None:
+        """Since when all of the agent's processes wait at their end; None if one is not there."""
+        with self._changed:
+            stamps = [
+                process.memory.end_stamp if process.memory else 0.0 for process in self._processes.values()
+            ]
+        return max(stamps) if stamps and all(stamps) else None
+
     def ask_to_leave(self, pid: int) -> bool:
         """Asks a rank to leave the job where its next step begins, or once its iteration has ended.
 

@@ -57,6 +57,7 @@ class RankMemory(ctypes.Structure):
         ping_stamp: when the function last called ``ping``; 0.0 when not in this iteration.
         step_stamp: when the step that the function last told began, also in an iteration before; 0.0 if none.
         monitor_stamp: when the monitor last looked after the rank; 0.0 if it has not yet.
+        end_stamp: when the process began to wait, at its end, for what the function has left; else 0.0.
         is_inside: whether the rank is in the function, or a spare.
         has_left: whether an iteration of its call has ended by a fault.
         phase: whether the stamps count. Changed with `enter_phase`.
@@ -77,7 +78,7 @@ class RankMemory(ctypes.Structure):
 
     _fields_ = (
         ("_mutex", ctypes.c_char * _MUTEX_SIZE),
-        *((f"{name}_stamp", ctypes.c_double) for name in ("main", "gil", "ping", "step", "monitor")),
+        *((f"{name}_stamp", ctypes.c_double) for name in ("main", "gil", "ping", "step", "monitor", "end")),
         *((name, ctypes.c_uint64) for name in ("_step", "_first_step")),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
@@ -88,6 +89,7 @@ class RankMemory(ctypes.Structure):
     ping_stamp: float
     step_stamp: float
     monitor_stamp: float
+    end_stamp: float
     phase: int
     iteration: int
     active: bool

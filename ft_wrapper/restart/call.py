@@ -339,7 +339,7 @@ class Call(Performer):
 
     def tidy_up(self) -> None:
         self._restore()
-        self._exit_watch.note()
+        self._exit_watch.note(self.own.memory)
         if self.settings.collect_garbage:
             forget.collect_garbage("restart")
             self.made.warn()  # without a collection, FSDP2's models are all alive

@@ -1,34 +1,30 @@
 """The end of a process whose function was interrupted.
 
 Python waits at its end for every thread that is no daemon, and for child processes. A thread of an executor
-that was interrupted in its shutdown, or that hangs in a call for ranks that are no more, would keep the
-process from ever exiting. So what an interrupted function has left running is remembered, waited for with a
-limit, and named. What the function leaves that returned is waited for as long as Python does.
+that was interrupted in its shutdown, or that hangs in a call for ranks that are no more, keeps the process
+from ever exiting; one that uploads a checkpoint needs its time. So what an interrupted function has left
+running is named, and the agent hears of the wait: it ends the process if another rank has failed.
 """
 
 import logging
 import multiprocessing.process
-import os
-import sys
 import threading
 import time
 import weakref
 from typing import TypeAlias
 
 from ..monitor.frames import whereabouts
+from ..monitor.shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
 
 #: Seconds from the end of the main thread until the log says what it waits for.
 SAID_AFTER = 5.0
-#: Seconds from the end of the main thread until the process exits regardless, with code 1.
-ENDED_AFTER = 60.0
 
 Running: TypeAlias = threading.Thread | multiprocessing.process.BaseProcess
 
 _noted: weakref.WeakSet[Running] = weakref.WeakSet()
-_lock = threading.Lock()
-_is_registered = False
+_memory: RankMemory | None = None  # of the last call that left something
 
 
 class ExitWatch:
@@ -37,19 +33,21 @@ class ExitWatch:
     def __init__(self) -> None:
         self._before = weakref.WeakSet(_running())
 
-    def note(self) -> None:
-        """To be called when the function has been left by a fault."""
+    def note(self, memory: RankMemory) -> None:
+        """To be called when the function has been left by a fault.
+
+        Args:
+            memory: the rank's, which its agent reads.
+        """
+        global _memory
         left = [one for one in _running() if not one.daemon and one not in self._before]
-        if not left:
-            return
-        global _is_registered
-        with _lock:
+        if left and _memory is None:
+            # As concurrent.futures does, which waits there for its threads: atexit comes after that. What was
+            # registered last is called first.
+            threading._register_atexit(_begin_watch)  # type: ignore[attr-defined]
+        if left:
             _noted.update(left)
-            if not _is_registered:
-                # As concurrent.futures does, which waits there for its threads: atexit comes after that. What
-                # was registered last is called first.
-                threading._register_atexit(_begin_watch)  # type: ignore[attr-defined]
-                _is_registered = True
+            _memory = memory
 
 
 def _running() -> list[Running]:
@@ -58,25 +56,17 @@ def _running() -> list[Running]:
 
 def _begin_watch() -> None:
     if _left():
+        assert _memory is not None
+        _memory.end_stamp = time.monotonic()
         threading.Thread(target=_watch, name="ft_wrapper-exit", daemon=True).start()
 
 
 def _watch() -> None:
-    began = time.monotonic()
-    _wait(began + SAID_AFTER)
-    if left := _left():
-        log.warning("the process waits at its end for what an interrupted function left: %s", ", ".join(left))
-    _wait(began + ENDED_AFTER)
-    if left := _left():
-        log.error("the process is ended, %g s after its main thread: %s", ENDED_AFTER, ", ".join(left))
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
-
-
-def _wait(deadline: float) -> None:
+    deadline = time.monotonic() + SAID_AFTER
     for one in list(_noted):
         one.join(max(0.0, deadline - time.monotonic()))
+    if left := _left():
+        log.warning("the process waits at its end for what an interrupted function left: %s", ", ".join(left))
 
 
 def _left() -> list[str]:

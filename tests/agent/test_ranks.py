@@ -16,9 +16,11 @@ from ft_wrapper.agent.nodes import alone
 from ft_wrapper.agent.outputs import Failure
 from ft_wrapper.agent.policy import Policy, RestartPolicy
 from ft_wrapper.agent.ranks import (
+    END_LIMIT,
     PLACE_DELAY,
     SPARE_DELAY,
     AskDrain,
+    AskEnd,
     AskPlace,
     AskToLeave,
     CancelStarts,
@@ -533,3 +535,17 @@ def test_a_notice_that_is_refused_changes_nothing() -> None:
     assert asked == AskDrain(30.0, "asked by HTTP")
     assert node.ranks.stays(asked, "too few would be left") == []
     assert not node.ranks.is_stopping
+
+
+def test_ranks_that_wait_at_their_end_are_ended_once_another_one_has_failed_for_good() -> None:
+    node = Node(3).run()
+    assert node.tick(SPARE_DELAY) == [ForkAhead()]
+    assert node.ranks.due() is None, "no rank has failed"
+    node.job.given_up = pid(2)
+    assert without_words(node.fails(2)) == []
+    assert node.tick(END_LIMIT) == [AskEnd()]
+    assert node.ranks.waits_at_end(node.now - END_LIMIT + 1) == [], "not for long enough"
+    assert node.ranks.due() == node.now + END_LIMIT
+    assert node.tick(END_LIMIT) == [AskEnd()]
+    assert node.ranks.waits_at_end(node.now - END_LIMIT) == [CancelStarts(), TERM]
+    assert node.ranks.waits_at_end(node.now - END_LIMIT) == [], "once"
