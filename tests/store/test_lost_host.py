@@ -147,22 +147,22 @@ def test_a_host_that_is_back_in_time_is_found_again(
     assert adding.join() in (2, 3)  # it may have been carried out, and its answer been lost
 
 
-def test_two_threads_of_one_client_forget_nothing_that_was_told(host: SilentHost, connect: Connect) -> None:
-    """One thread's answer must not clear what another one is just telling; see ``_unanswered``."""
+def test_two_threads_of_one_client_forget_nothing_that_was_told(connect: Connect) -> None:
+    """An answer says nothing of what another thread has told after the question; see ``_unanswered``."""
     store = connect(LONG)
-    telling, is_told = threading.Event(), threading.Event()
+    is_out, is_told = threading.Event(), threading.Event()
 
-    def tell(inner: object) -> None:
-        telling.set()
-        is_told.wait(0.2)
+    def ask(inner: object) -> None:
+        is_out.set()
+        is_told.wait(0.2)  # in vain, where one thread waits for the other
 
-    teller = Background(lambda: store._tell("set", tell))
-    assert telling.wait(60.0)
-    other = Background(lambda: store.check(["k"]))
+    def tell(inner: object) -> None: ...
+
+    asking = Background(lambda: store._do("ask", ask))
+    assert is_out.wait(60.0)
+    store._tell("tell", tell)
     is_told.set()
-    teller.join()
-    other.join()
-    store._tell("set", tell)
+    asking.join()
     assert store._unanswered == [tell]
 
 
