@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -402,27 +402,32 @@ def report(failures: Sequence[Failure], nproc: int, node: str = "") -> str:
 # its ranks are in, and those below it.
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_COUNTERS = {"memory": "memory.oom_control", "": "memory.events"}  # of versions 1 and 2, by the controller
 
 
 def count_kernel_kills(events: Path | None = None) -> int:
     """How many processes the kernel has killed here for lack of memory; 0 where it does not tell.
 
     Args:
-        events: the cgroup's file ``memory.events``; that of this process when None.
+        events: the file that `kills_file` finds; that of this process when None.
     """
-    events = events or _own_events()
-    try:
-        fields = dict(line.split() for line in events.read_text().splitlines()) if events else {}
-        return int(fields.get("oom_kill", 0))
-    except (OSError, ValueError):  # cgroups of version 1, or a machine without a cgroup of ours
-        return 0
+    with suppress(OSError, ValueError):
+        lines = (events or kills_file() or Path(os.devnull)).read_text().splitlines()
+        return int(dict(line.split() for line in lines).get("oom_kill", 0))
+    return 0
 
 
 @functools.cache
-def _own_events() -> Path | None:
-    try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    path = next((line[3:] for line in groups if line.startswith("0::")), None)
-    return None if path is None else _CGROUPS / path.lstrip("/") / "memory.events"
+def kills_file(own: Path = Path("/proc/self/cgroup"), cgroups: Path = _CGROUPS) -> Path | None:
+    """The file in which the nearest cgroup that counts such kills does so; None if none does.
+
+    Args:
+        own: says which cgroups a process is in; a container may see them under other names.
+        cgroups: where they are mounted.
+    """
+    with suppress(OSError, ValueError):
+        for _, kind, path in (line.split(":", 2) for line in own.read_text().splitlines()):
+            for each in (Path(path), *Path(path).parents) if kind in _COUNTERS else ():
+                if (file := cgroups / kind / each.relative_to("/") / _COUNTERS[kind]).exists():
+                    return file
+    return None

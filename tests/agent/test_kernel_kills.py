@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ft_wrapper.agent import loop
-from ft_wrapper.agent.outputs import Failure, count_kernel_kills
+from ft_wrapper.agent.outputs import Failure, count_kernel_kills, kills_file
 from ft_wrapper.run import main
 
 
@@ -21,6 +24,74 @@ def test_what_the_cgroup_counts(tmp_path: Path, text: str, kills: int) -> None:
     assert count_kernel_kills(path) == 0
     path.write_text(text)
     assert count_kernel_kills(path) == kills
+
+
+V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
+V2 = "low 0\noom 5\noom_kill 4\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "kills"),
+    [
+        pytest.param("0::/a/b\n", {"a/b/memory.events": V2}, 4, id="version 2"),
+        pytest.param("0::/a/b\n", {"memory.events": V2}, 4, id="version 2, a container's own name"),
+        pytest.param("4:memory:/a/b\n3:cpu:/\n", {"memory/a/b/memory.oom_control": V1}, 3, id="version 1"),
+        pytest.param("4:memory:/a/b\n", {"memory/memory.oom_control": V1}, 3, id="version 1, a container"),
+        pytest.param(
+            "4:memory:/a\n",
+            {"memory/a/memory.oom_control": V1, "memory/memory.oom_control": V2},
+            3,
+            id="nearest",
+        ),
+        pytest.param(
+            "9:name=systemd:/\n4:memory:/a\n0::/\n", {"memory/a/memory.oom_control": V1}, 3, id="both"
+        ),
+        pytest.param(
+            "0::/a\n4:memory:/a\n", {"memory/a/memory.oom_control": V1}, 3, id="both, the other way"
+        ),
+        pytest.param("0::/a:b\n", {"a:b/memory.events": V2}, 4, id="colon"),
+        pytest.param("0::/../x\n", {"memory.events": V2}, 4, id="outside of the namespace"),
+        pytest.param("3:cpu:/a\n", {"memory/a/memory.oom_control": V1}, 0, id="none"),
+        pytest.param("?\n", {}, 0, id="nonsense"),
+        pytest.param(None, {}, 0, id="no /proc"),
+    ],
+)
+def test_the_nearest_cgroup_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str | None, files: dict[str, str], kills: int
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if groups is not None:
+        (tmp_path / "cgroup").write_text(groups)
+    found = kills_file(tmp_path / "cgroup", tmp_path / "fs")
+    assert (found is None) == (kills == 0)
+    assert found is None or count_kernel_kills(found) == kills
+
+
+V1_MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.mark.skipif(
+    not os.access(V1_MEMORY / "cgroup.procs", os.W_OK), reason="no cgroups v1 to be made here"
+)
+def test_a_real_kill_in_a_cgroup_of_version_1(tmp_path: Path) -> None:
+    group = V1_MEMORY / f"ft_wrapper_test_{os.getpid()}"
+    group.mkdir()
+    script = tmp_path / "greedy.py"
+    script.write_text("data = b'x' * (1 << 30)\nprint(len(data))")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(400 << 20))
+        join = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+        words = ["-m", "ft_wrapper.run", "--no-standby", str(script)]
+        done = subprocess.run(
+            ["sh", "-c", join, "sh", sys.executable, *words], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode != 0
+        assert "killed by SIGKILL (out of memory? the kernel has killed 1 meanwhile)" in done.stderr
+    finally:
+        group.rmdir()
 
 
 def test_only_a_sigkill_may_be_the_kernels() -> None:
