@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+import psutil
 import pytest
 from support.ends import ENDS
 from support.warm_ftrun import run_python, start_python
@@ -48,6 +49,9 @@ for line in lines:
     if order == "ping": say("pong")
     elif order == "exit": sys.exit(int(arguments[0]))
     elif order == "handle": signal.signal(signal.Signals[arguments[0]], note); say("done")
+    elif order == "note":
+        signal.signal(signal.Signals[arguments[0]], lambda *_: connection.sendall(b"noted\\n"))
+        say("done")
     elif order == "ignore": signal.signal(signal.Signals[arguments[0]], signal.SIG_IGN); say("done")
     elif order == "helper": say(subprocess.Popen(["sleep", "1000"]).pid)
 """
@@ -570,6 +574,63 @@ def test_other_signals_on_request(launch: Launch) -> None:
     job.process.send_signal(signal.SIGUSR1)
     assert job.ranks[0].lines.readline() == "got SIGUSR1\n"
     assert job.end()[0] == 128 + signal.SIGUSR1
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("policy", ["rank", "group"])
+@pytest.mark.parametrize("standby", [False, True])
+def test_notices_reach_who_handles_them_and_end_nothing(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, name: str, policy: str, standby: bool
+) -> None:
+    signum = signal.Signals[name]
+    if standby:
+        monkeypatch.delenv("PET_NO_STANDBY")
+    job = launch(2, "--restart-policy", policy)
+    assert job.ranks[0].ask(f"note {name}") == "done"
+    for _ in range(2):
+        job.process.send_signal(signum)
+        assert job.ranks[0].lines.readline() == "noted\n"
+    # As SLURM does: each process of a step gets it, whether it handles it or not.
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        if process.pid != job.ranks[0].pid:
+            process.send_signal(signum)
+    assert job.ranks[1].ask("ping") == "pong"
+    for rank in job.ranks.values():
+        rank.tell("exit 0")
+    code, said = job.end()
+    assert code == 0
+    assert said.count(f"{name}: handed to rank 0; no other rank of this node runs now and has a handler") == 2
+    assert "standby process" not in said
+
+
+@pytest.mark.parametrize("traps", [False, True])
+def test_a_notice_does_not_end_another_program(tmp_path: Path, traps: bool) -> None:
+    trap = f"trap 'touch {tmp_path}/noted; exit 0' USR1; " if traps else ""
+    body = f"{trap} echo there >&2; until [ -e {tmp_path}/end ]; do sleep 0.05; done"
+    words = ["-m", "ft_wrapper.run", "--no-python", "sh", "-c", body]
+    with start_python(words, stdout=subprocess.DEVNULL) as process:
+        try:
+            assert process.stderr is not None
+            assert any("there" in line for line in process.stderr)
+            process.send_signal(signal.SIGUSR1)
+            if not traps:
+                assert any("SIGUSR1: handed to no rank" in line for line in process.stderr)
+                (tmp_path / "end").touch()
+            process.communicate(timeout=TIMEOUT)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert (tmp_path / "noted").exists() == traps
+
+
+def test_a_notice_that_is_ignored_stays_so(launch: Launch) -> None:
+    job = launch(1, shell="trap '' USR1;")
+    assert job.ranks[0].ask("note SIGUSR1") == "done"
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.ranks[0].ask("ping") == "pong"
+    job.ranks[0].tell("exit 0")
+    code, said = job.end()
+    assert (code, "SIGUSR1" in said) == (0, False)
 
 
 def test_failures_before_a_signal_are_shown(launch: Launch) -> None:

@@ -238,7 +238,7 @@ class SimpleElasticAgent(ElasticAgent):
         began = time.monotonic()
         try:
             with contextlib.ExitStack() as cleanup:
-                signals = cleanup.enter_context(queued((*self._signals, signal.SIGCHLD)))
+                signals = cleanup.enter_context(queued(self._signals))
                 nodes = self._meet()
                 cleanup.callback(nodes.close)
                 self._open_health(nodes, cleanup)

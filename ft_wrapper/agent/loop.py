@@ -21,6 +21,7 @@ from .._files import check_open_files
 from ..monitor.identity import PROCESS_ENV, mark
 from ..monitor.line import AGENT_ENV
 from ..monitor.service import MonitorService
+from ..monitor.signals import caught
 from ..store.tcp import raise_file_limit
 from . import ranks
 from .group import Group
@@ -28,7 +29,7 @@ from .nodes import End, Nodes, Round
 from .outputs import ERROR_FILE_ENV, Failure, Logs, count_kernel_kills, opened, read_failure
 from .policy import JobInStore, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
-from .signals import SignalQueue, interruptible, raised
+from .signals import SignalQueue, interruptible, raised, signal_name
 from .standby import Standby
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Loop:
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
         self._in_store: JobInStore | None = None
+        self._got_by_all: int | None = None  # a signal that its sender has sent to the ranks, too
         with ExitStack() as made:
             made.callback(events.emit, "agent_ended", job=job.run_id)
             self._orphans = made.enter_context(adopted())
@@ -137,7 +139,8 @@ class Loop:
     def wait(self, signals: SignalQueue) -> End:
         """Waits until all ranks have ended, and none is to be started again alone.
 
-        A signal is forwarded to all that live; those that still do after the shutdown timeout are killed.
+        A signal that ends the job is forwarded to all that live, unless they have got it already; those that
+        still do after the shutdown timeout are killed.
 
         Args:
             signals: what is to be forwarded; and SIGCHLD, which says that there may be orphans to reap.
@@ -147,16 +150,19 @@ class Loop:
         try:
             self._do_what_is_due()
             while not self._ranks.is_over:
-                for key in self._select():
+                ready, arrived = self._select(), signals.read()
+                for signum in arrived:  # before the ends: where all processes get a signal, it causes them
+                    if signum in signals.ending:
+                        self._carry_out(self._ranks.signalled(signum))
+                    elif signum != signal.SIGCHLD:
+                        self._notify(signum)
+                for key in ready:
                     if isinstance(key.data, RankProcess):
                         self._take_end(key.data)
                     elif key.data is self._standby and self._standby is not None:
                         self._take_answers(self._standby)
-                for signum in signals.read():
-                    if signum == signal.SIGCHLD:
-                        self._reap_orphans()
-                    else:
-                        self._carry_out(self._ranks.signalled(signum))
+                if signal.SIGCHLD in arrived:
+                    self._reap_orphans()
                 for news in self._nodes.inbox.take():
                     self._carry_out(self._ranks.told(news))
                 self._do_what_is_due()
@@ -211,8 +217,11 @@ class Loop:
                         self._standby.ask_ahead()
                         self._take_answers(self._standby)
                 case ranks.EndTemplate():
+                    if self._standby is not None and action.signum and self._standby.got(action.signum):
+                        self._got_by_all = action.signum
+                        log.info("each rank has it already, from whoever sent it: it is not sent again")
                     self._end_standby()
-                case ranks.Send():
+                case ranks.Send() if action.rank is not None or action.signum != self._got_by_all:
                     for rank, process in self._running.items():
                         if action.rank in (None, rank):
                             process.send(action.signum)
@@ -235,6 +244,14 @@ class Loop:
                     refused = self._nodes.drain(action.within, action.why)
                     if refused:
                         self._carry_out(self._ranks.stays(action, refused))
+
+    def _notify(self, signum: int) -> None:
+        """Hands a signal to the ranks that have a handler for it: it may end others, and their helpers."""
+        handle = {rank: one for rank, one in self._running.items() if signum in caught(one.pid)}
+        for process in handle.values():
+            signal.pidfd_send_signal(process.pidfd, signum)
+        words = "%s: handed to %s; no other rank of this node runs now and has a handler for it"
+        log.warning(words, signal_name(signum), self._ranks.names(handle))
 
     def _tell(self, told: ranks.Tell) -> None:
         failure = told.failure
@@ -372,8 +389,8 @@ class Loop:
         if (exitcode != 0 or is_lost) and not self._ranks.is_stopping:
             rank = self._ranks.round.rank(asked.rank)
             failure = read_failure(rank, process.pid, asked.incarnation, exitcode, asked.files)
-            killed = count_kernel_kills() - asked.kernel_kills
-            failure = dataclasses.replace(failure, kernel_kills=max(0, killed))
+            kernel_kills = max(0, count_kernel_kills() - asked.kernel_kills)
+            failure = dataclasses.replace(failure, kernel_kills=kernel_kills)
         actions = self._ranks.ended(asked.rank, exitcode, failure)
         if was_to_leave:
             self._group.dismissed(asked.rank)

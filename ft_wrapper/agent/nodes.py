@@ -292,7 +292,7 @@ def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
     Args:
         nodes: the others.
         workers: this node's.
-        signals: what ends the job, and SIGCHLD.
+        signals: what ends the job, and what does not.
 
     Raises:
         CannotStart: the first round does not form, or its workers cannot be started; says why.

@@ -26,6 +26,7 @@ from ..store.plan import ANNOUNCED
 from ..torch_groups.device import DEVICES_ENV
 from .nodes import Round
 from .outputs import RankFiles, count_kernel_kills
+from .signals import NOTICES
 
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
 TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"
@@ -261,6 +262,8 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Starts a program in a session of its own; it is killed when this process dies, however that happens.
 
+    Python ignores `NOTICES` until the script handles them: they are not to end it before.
+
     Args:
         command: program and arguments.
         environment: all of its environment.
@@ -279,17 +282,20 @@ def start(
         pass_fds=pass_fds,
         start_new_session=True,
         # Nothing in it can meet a lock that another thread held at the fork: it looks nothing up, imports
-        # nothing and logs nothing.
-        preexec_fn=functools.partial(die_with, os.getpid()),
+        # nothing and logs nothing. Notices: Python can handle them later, which a shell cannot.
+        preexec_fn=functools.partial(die_with, os.getpid(), NOTICES if command[0] == sys.executable else ()),
     )
 
 
-def die_with(parent: int) -> None:
+def die_with(parent: int, ignored: Sequence[int] = ()) -> None:
     """This process is killed when its parent dies, also while it holds the GIL; at once if it has died.
 
     Args:
         parent: the process that is our parent, if it lives.
+        ignored: signals that this process ignores.
     """
+    for signum in ignored:
+        signal.signal(signum, signal.SIG_IGN)
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

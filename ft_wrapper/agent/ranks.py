@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from torch.distributed.elastic.agent.server.api import WorkerState
@@ -28,7 +28,7 @@ from .verdict import PROGRAM, JobResult
 
 
 class RankAction:
-    """Something that is to be done."""
+    """What is to be done."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,14 @@ class ForkAhead(RankAction):
 
 @dataclasses.dataclass(frozen=True)
 class EndTemplate(RankAction):
-    """Ends the template: no process is started after it."""
+    """Ends the template: no process is started after it.
+
+    Args:
+        signum: the signal that this is for, if it is. Where the template got it, too, its sender has sent it
+            to each process: `Send` of it to all ranks is not carried out then.
+    """
+
+    signum: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,9 +298,9 @@ class Ranks:
             node=self.round.node,
         )
 
-    def names(self) -> str:
-        """The ranks that run, in words."""
-        ranks = [str(self.round.rank(rank)) for rank in sorted(self._of(_Running))]
+    def names(self, of: Iterable[int] | None = None) -> str:
+        """Some local ranks, in words; those that run when None."""
+        ranks = [str(self.round.rank(rank)) for rank in sorted(self._of(_Running) if of is None else of)]
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}" if ranks else "no rank"
 
     # What happens: each answers what is to be done, in this order ----------------------------------------
@@ -365,7 +372,7 @@ class Ranks:
         self._healed.update(self._of(_Running))
         # The others hear of it first: so none of them waits for ranks that are about to end.
         leave = LeaveJob(f"it was ended by {name}")
-        return [EndTemplate(), *self._begin_stop(again=False), leave, Send(signum)]
+        return [*self._begin_stop(again=False), leave, EndTemplate(signum), Send(signum)]
 
     def told(self, news: News) -> list[RankAction]:
         """The other nodes have done something."""

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 #: What is forwarded to the ranks and ends them, by default.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+#: Handed to the ranks that have a handler; they end nothing. Schedulers send them ahead of a job's end.
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 #: Seconds from the signal that ends ranks to SIGKILL, by default.
 SHUTDOWN_TIMEOUT = 5.0
 
@@ -41,29 +43,25 @@ class SignalQueue:
     Args:
         fd: where their numbers are read; readable when there are any.
         signals: those of interest.
+        ending: those of them that end the job.
     """
 
-    def __init__(self, fd: socket.socket, signals: Iterable[int]) -> None:
+    def __init__(self, fd: socket.socket, signals: Iterable[int], ending: Iterable[int]) -> None:
         self.fd = fd
+        self.ending = frozenset(ending)
         self._signals = frozenset(signals)
         self._raises = False
         self._held: list[int] | None = None
 
-    @property
-    def ending(self) -> frozenset[int]:
-        """Those that end the job: all but SIGCHLD."""
-        return self._signals - {signal.SIGCHLD}
-
     def read(self, flags: int = 0) -> list[int]:
         """Takes out what arrived since the last call; ``MSG_PEEK`` leaves it there. Does not block."""
-        try:
+        with suppress(BlockingIOError):
             return [signum for signum in self.fd.recv(4096, flags) if signum in self._signals]
-        except BlockingIOError:
-            return []
+        return []
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Within it, the first signal is raised, too, as `Signalled`; SIGCHLD is not.
+        """Within it, the first signal that ends the job is raised, too, as `Signalled`; others are not.
 
         For waits that know nothing of signals. One that had come before and was not read counts, too.
         """
@@ -135,18 +133,23 @@ def interruptible(ask: Callable[[], T], seconds: float | None) -> T:
 
 
 @contextmanager
-def queued(signals: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
-    """Takes signals over for a while; handlers and wakeup fd are put back afterwards. Main thread only.
+def queued(ending: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
+    """Takes signals over for a while: these, `NOTICES` and SIGCHLD. Main thread only.
+
+    Handlers and wakeup fd are put back afterwards. A hangup (``nohup``) or a notice that is being ignored
+    stays so.
 
     Args:
-        signals: which ones. A hangup that is being ignored (``nohup``) stays so.
+        ending: those that end the job.
     """
-    taken = [s for s in signals if not (s == signal.SIGHUP and signal.getsignal(s) is signal.SIG_IGN)]
+    ignored = [s for s in (signal.SIGHUP, *NOTICES) if signal.getsignal(s) is signal.SIG_IGN]
+    ending = frozenset(ending).difference(ignored)
+    taken = ending.union(NOTICES, (signal.SIGCHLD,)).difference(ignored)
     with ExitStack() as cleanup:
         read_end, write_end = (cleanup.enter_context(end) for end in socket.socketpair())
         read_end.setblocking(False)
         write_end.setblocking(False)
-        queue = SignalQueue(read_end, taken)
+        queue = SignalQueue(read_end, taken, ending)
         _queues.append(queue)
         cleanup.callback(_queues.remove, queue)
         cleanup.callback(

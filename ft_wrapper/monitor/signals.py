@@ -60,10 +60,10 @@ def free_signal() -> int:
         RuntimeError: there is none.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    caught = _caught()
+    caught_ones = caught()
     for signum in range(signal.SIGRTMIN + 1, signal.SIGRTMAX + 1):
         is_default = signal.getsignal(signum) is signal.SIG_DFL
-        if signum not in blocked and is_default and not caught >> (signum - 1) & 1:
+        if signum not in blocked and is_default and signum not in caught_ones:
             return signum
     raise RuntimeError(
         "every real-time signal is in use, ignored or blocked in this process; "
@@ -71,14 +71,16 @@ def free_signal() -> int:
     )
 
 
-def _caught() -> int:
-    """The signals with a handler, as bits; Python does not know of those that a C library has installed."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        for line in status:
-            field, _, value = line.partition(":")
-            if field == "SigCgt":
-                return int(value, 16)
-    return 0
+def caught(pid: int | None = None) -> list[int]:
+    """The signals with a handler, also those that a C library has installed, of which Python does not know.
+
+    Args:
+        pid: the process, which was not reaped yet; this one when None.
+    """
+    with open(f"/proc/{pid or 'self'}/status", encoding="ascii", errors="replace") as status:
+        fields = dict(line.split(":", 1) for line in status if ":" in line)
+    bits = int(fields.get("SigCgt", "0"), 16)
+    return [signum for signum in _SIGNALS if bits >> (signum - 1) & 1]
 
 
 class _Keeping:

@@ -433,6 +433,27 @@ def test_the_loss_of_the_host_ends_the_others(tmp_path: Path) -> None:
         assert "the rendezvous store is lost" in other.said
 
 
+def test_a_notice_waits_for_the_rendezvous_and_ends_no_node(tmp_path: Path) -> None:
+    noting = """
+    import signal
+    signal.signal(signal.SIGUSR1, lambda *_: open(f"{folder}/noted.{os.environ['RANK']}", "w").close())
+
+    @Wrapper("""
+    with Cluster(tmp_path, WRAPPED.replace("\n    @Wrapper(", noting), nnodes="2") as cluster:
+        early = cluster.start("0")
+        early.process.send_signal(signal.SIGUSR1)
+        other = cluster.start("1")
+        cluster.await_inside(2, early, other)
+        await_that(lambda: "SIGUSR1: handed to " in early.said, early)
+        assert "SIGUSR1" not in other.said
+        for node in (early, other):
+            node.process.send_signal(signal.SIGUSR1)
+        await_that(
+            lambda: all((cluster.shared / f"noted.{rank}").exists() for rank in range(2)), early, other
+        )
+        cluster.finish(early, other)
+
+
 def test_a_signal_ends_the_wait_for_other_nodes(tmp_path: Path) -> None:
     with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
         alone = cluster.start("0")

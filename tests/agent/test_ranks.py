@@ -312,7 +312,7 @@ def test_one_that_comes_too_late_gets_the_signal_that_the_others_got() -> None:
 def test_a_signal_leaves_the_job_before_it_is_forwarded() -> None:
     node = Node().run()
     leave = LeaveJob("it was ended by SIGTERM")
-    assert node.ranks.signalled(15) == [EndTemplate(), CancelStarts(), leave, TERM]
+    assert node.ranks.signalled(15) == [CancelStarts(), leave, EndTemplate(15), TERM]
     assert node.ranks.signalled(2) == [Send(2)]
     assert node.fails(0, exitcode=-15) == node.fails(1, exitcode=-15) == []
     end = node.ranks.end()

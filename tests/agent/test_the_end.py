@@ -6,6 +6,7 @@ import signal
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 from agent_job import FtRun, all_gone, await_that
 from test_nodes import CONF, WRAPPED, Cluster
@@ -46,6 +47,39 @@ def test_nothing_is_left(tmp_path: Path, name: str) -> None:
         assert left == [], job.said
         assert job.end() == (-signum if signum == signal.SIGKILL else 128 + signum)
         assert "ranks failed" not in job.said
+
+
+NOTING = """
+    import os, signal, sys, time
+
+    def note(signum, frame):
+        with open("noted", "a") as file:
+            file.write(signal.Signals(signum).name + " ")
+
+    signal.signal(getattr(signal, sys.argv[1]), note)
+    open("there", "w").close()
+    while not os.path.exists("end"):
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("to_all", [False, True])
+def test_ranks_get_a_signal_once(tmp_path: Path, name: str, to_all: bool) -> None:
+    """As a step of SLURM's: its signals go to each process."""
+    folder, script = tmp_path / "job", tmp_path / "script.py"
+    script.write_text(textwrap.dedent(NOTING))
+    with FtRun(folder, "--shutdown-timeout", "60", str(script), name) as job:
+        job.await_file(folder / "there")
+        signum = signal.Signals[name]
+        for process in [psutil.Process(job.process.pid), *(job.family() if to_all else [])]:
+            process.send_signal(signum)
+        job.await_file(folder / "noted")
+        if to_all:
+            await_that(lambda: "has it already" in job.said, job)
+        (folder / "end").touch()
+        assert job.end() == 128 + signum
+        assert (folder / "noted").read_text() == f"{name} ", job.said
 
 
 # Nothing that a signal's handler could do, and no thread of this process, frees it.

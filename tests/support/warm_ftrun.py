@@ -36,6 +36,7 @@ from typing import IO, Any
 import ft_wrapper.run  # noqa: F401
 from ft_wrapper.agent import standby
 from ft_wrapper.agent.process import await_adoption, die_with
+from ft_wrapper.agent.signals import NOTICES
 from ft_wrapper.torch_groups.warm_up import import_lazy_modules
 
 from .ends import end_quickly as end_quickly
@@ -438,7 +439,7 @@ class _Ahead:
 
     def become_template(self) -> Program:
         """Waits until ftrun wants it; returns what it is to run."""
-        die_with(self._parent)
+        die_with(self._parent, NOTICES)
         with self._socket:
             data, received, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, 8)
         if not data:
