@@ -10,6 +10,7 @@ A *rank* here is the rank at the start of the job, the slot: it stays when other
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -78,19 +79,14 @@ class ByHand(Operations):
         Raises:
             TimeoutError: it was not decided in time; says who was missing.
         """
-        job, iterations = self._job, self._agreement.iterations
-        head = iterations.read_head()
-        if head is not None and head.n >= iteration:
-            return head.n
-        for remaining, _ in looks_for(job, keys.wake_head(iteration), 0, timeout.total_seconds()):
-            head = iterations.read_head()
-            if head is not None and head.n >= iteration:
-                return head.n
+        job, iterations, remaining = self._job, self._agreement.iterations, math.inf
+        looks = iter(looks_for(job, keys.wake_head(iteration), 0, timeout.total_seconds()))
+        while (head := iterations.read_head()) is None or head.n < iteration:
             if remaining <= 0:
-                break
-        raise TimeoutError(
-            f"iteration {iteration} was not decided within {timeout}: {job._what_is_missing()}"
-        )
+                missing = job._what_is_missing()
+                raise TimeoutError(f"iteration {iteration} was not decided within {timeout}: {missing}")
+            remaining, _ = next(looks)
+        return head.n
 
     def get_active_ranks_for_coordination(
         self, world_size: int, timeout: timedelta, *, heartbeat_timeout: float = SILENT_AFTER
@@ -134,8 +130,9 @@ class ByHand(Operations):
             RestartError: none of the ranks lives.
             TimeoutError: there is no first decision.
         """
-        limit = heartbeat_timeout
-        active = self.get_active_ranks_for_coordination(world_size, timeout, heartbeat_timeout=limit)
+        active = self.get_active_ranks_for_coordination(
+            world_size, timeout, heartbeat_timeout=heartbeat_timeout
+        )
         if not active:
             raise RestartError(f"there is no coordinator: no rank below world_size={world_size} lives")
         return min(active)
@@ -145,8 +142,7 @@ class ByHand(Operations):
 
         A silent one still is the coordinator: ask `is_coordinator_alive`, then `elect_coordinator`.
         """
-        coordinator = self._job._coordinator()
-        return None if coordinator is None else coordinator.slot
+        return None if (coordinator := self._job._coordinator()) is None else coordinator.slot
 
     def is_coordinator_alive(self, timeout_seconds: float = SILENT_AFTER) -> bool:
         """Whether the current coordinator sends heartbeats, as far as this client has seen.
@@ -330,8 +326,7 @@ class ByHand(Operations):
     def get_iteration_for_rank(self, rank: int) -> int:
         """The last iteration that was recorded for a rank; the one that is on if none was."""
         key = keys.last_iteration(rank)
-        held = read(self._job, key)
-        return self.get_global_iteration() if held is None else to_number(held, key)
+        return self.get_global_iteration() if (held := read(self._job, key)) is None else to_number(held, key)
 
     # Steps ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 What cannot be read is a `StoreError` that names the key.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ..exception import StoreError
 from . import keys
@@ -103,9 +103,3 @@ def deaths_in(n: int, log: Iterable[str]) -> dict[Member, set[str]]:
             raise StoreError(f"store key {key!r} holds the entry {line!r}, which is no member's death")
         deaths.setdefault(Member.parse(name, key), set()).add(mark)
     return deaths
-
-
-def left_by_in(deaths: Mapping[Member, set[str]]) -> dict[str, Member]:
-    """What is counted of the exceptions by which members left the job, each with one that did."""
-    marks = {mark: member for member, noted in deaths.items() for mark in noted}
-    return {mark.removeprefix(LEFT_BY): one for mark, one in marks.items() if mark.startswith(LEFT_BY)}

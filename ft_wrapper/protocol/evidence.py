@@ -277,8 +277,9 @@ class Ends:
         if ends:
             steps += _ending(n, FAULT)
         entries = [f"{member} {RETURNS}" if returns else str(member) for member in sorted(dead)]
-        counted = {one: fault.counted for one, fault in dead.items() if fault is not None and fault.counted}
-        entries += [f"{member} {LEFT_BY}{what}" for member, what in counted.items()]
+        entries += [
+            f"{one} {LEFT_BY}{fault.counted}" for one, fault in dead.items() if fault and fault.counted
+        ]
         self.store.execute([*steps, Append(keys.dead(n), "\n".join(entries))])
 
     def wait_for_end(

@@ -207,8 +207,7 @@ class GlobalIteration:
             return None
         decision = self._next_decision(view, outcome, kept, newcomers, arrived)
         faults = entries.faults_in(n, arrivals)
-        left_by, is_any_lost = entries.left_by_in(dead), bool(decision.removed)
-        same = records.count_same_faults(view.same_faults, faults, left_by, is_any_lost=is_any_lost)
+        same = records.count_same_faults(view.same_faults, faults, dead, bool(decision.removed))
         decision = dataclasses.replace(
             decision, same_faults=same, blamed=verdict.blamed, excluded=verdict.words
         )

@@ -235,24 +235,22 @@ class SameFault:
 
 
 def count_same_faults(
-    before: Iterable[SameFault],
-    faults: Mapping[str, Member],
-    left_by: Mapping[str, Member],
-    *,
-    is_any_lost: bool = False,
+    before: Iterable[SameFault], faults: Mapping[str, Member], dead: Mapping[Member, set[str]], lost: bool
 ) -> tuple[SameFault, ...]:
     """Counts the faults of an iteration on; those that it did not have are forgotten.
 
     Args:
         before: those of the iteration before.
         faults: those of this one, and who had it first.
-        left_by: those by which ranks left the job.
-        is_any_lost: whether a rank was lost, which may be why others failed; then those alone count that
+        dead: the members that have ended, with what was noted: by what one left the job.
+        lost: whether a rank was lost, which may be why others failed; then those alone count that
             end the job, or by which a rank left.
     """
     counts = {fault.what: fault.count for fault in before}
+    noted = {mark: member for member, marks in dead.items() for mark in marks if mark.startswith(LEFT_BY)}
+    left_by = {mark.removeprefix(LEFT_BY): member for mark, member in noted.items()}
     same = [SameFault(what, counts.get(what, 0) + 1, who) for what, who in {**faults, **left_by}.items()]
-    kept = [fault for fault in same if fault.is_for_good or fault.what in left_by or not is_any_lost]
+    kept = [fault for fault in same if fault.is_for_good or fault.what in left_by or not lost]
     return tuple(sorted(kept, key=lambda fault: (not fault.is_for_good, -fault.count))[:_SAME_FAULTS])
 
 
