@@ -182,7 +182,7 @@ def _watch(task: _Task, line: socket.socket, memory: RankMemory) -> None:
         server.close()  # not left to the exit: the next call's host takes the port once this has ended
     if died:
         # Freeing this process's memory takes a CPU for as long as freeing the rank's. It waits until the
-        # others have restarted. (Under SCHED_IDLE it would not end for minutes where all CPUs are busy.)
+        # others have restarted.
         await_exit(pidfd, limits.termination_grace_time)
         time.sleep(RESTART)
 

@@ -2,16 +2,6 @@
 
 One thread runs it, in any process but the rank's: in a process of its own (`process`) or inside the agent,
 for each of its ranks (`service`). So nothing here is about the process.
-
-A process that dies leaves the CPUs to those who restart. The kernel frees a dead process's memory in that
-process: 10 ms for any that has imported torch, 80 ms more for each gigabyte. Linux lets a task that was just
-woken wait until the running one has had its slice, and looks at that only with the timer's tick. Where CPUs
-are few, each step of a restart that fell on the dying process's CPU waited 3 to 5 ms. (Measured on two cores,
-Linux 6.18, as time that threads were runnable and did not run: SIGKILL of one rank of two, back after 9 to
-13 ms, with 5 ms of work in it.) Under ``SCHED_IDLE`` a task gives way at once to any other, and its CPU
-counts as free when another is woken. It is meant for a moment only: on a machine whose CPUs are all busy the
-memory would not be freed. Going back needs ``CAP_SYS_NICE``, or ``RLIMIT_NICE`` at 20; without it, other
-processes' threads are left alone. No thread is touched that is not on its way out already.
 """
 
 import contextlib
@@ -25,7 +15,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -36,18 +26,12 @@ from ..protocol.heart import Heart
 from ..settings import Limits
 from ..store import Decision, Member, StoreMixin, View, serve
 from ..store.bounded import in_background, take_or_make
-from .rank_monitor import Idle, RankMonitor, await_exit
+from .rank_monitor import Idle, RankMonitor
 from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
 
 RESTART = 0.1  # seconds in which others restart, mostly; before that, nothing is done that can wait
-
-_PF_EXITING = 0x4
-_SIGKILL_PENDING = 1 << 8
-_FLAGS, _PENDING = 6, 28  # fields of /proc/<pid>/stat, counted from the state, which is the third
-
-_IDLE = os.sched_param(0)  # priorities are 0 where there are none
 
 #: Is told of a restart what kind of fault has caused it, and its seconds by phase.
 OnRestart = Callable[[str, Mapping[str, float]], None]
@@ -207,13 +191,9 @@ class RankWatch:
     def _await_death(self, memory: RankMemory) -> None:
         """Says so if the rank has died."""
         try:
-            # A replacement is started once the process has gone, so nothing is gained by its going slowly.
-            allowed = not self.limits.replaced and may_step_forward()
             if memory.wait_for_death():
-                with stepping_back(self.pid, allowed):
-                    self._has_died = True
-                    self._wake_up()
-                    await_exit(self.pidfd, RESTART)
+                self._has_died = True
+                self._wake_up()
         except Exception:
             log.exception("cannot wait for the death of process %d, which will be noticed late", self.pid)
 
@@ -358,65 +338,3 @@ class IterationStores:
 
 def _open_store(host: str) -> TCPStore:
     return serve(host, 0, timedelta(seconds=300))
-
-
-def may_step_forward() -> bool:
-    """Whether this process is allowed to undo ``SCHED_IDLE``. Tried out, on a thread that ends with it."""
-    allowed = []
-
-    def try_it() -> None:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, _IDLE)
-            os.sched_setscheduler(0, os.SCHED_OTHER, _IDLE)
-            allowed.append(True)
-
-    in_background("trying to step forward", try_it).join()
-    return bool(allowed)
-
-
-@contextlib.contextmanager
-def stepping_back(pid: int, allowed: bool) -> Iterator[None]:
-    """A block during which the dying threads of a process run only where no other thread wants to.
-
-    Args:
-        pid: the process. Of one that lives, or has gone, nothing is changed.
-        allowed: what `may_step_forward` has said; nothing is done without it.
-    """
-    changed = [tid for tid in _dying_threads(pid) if _step_back(tid)] if allowed else []
-    try:
-        yield
-    finally:
-        for tid in changed:
-            with contextlib.suppress(OSError):  # gone
-                os.sched_setscheduler(tid, os.SCHED_OTHER, _IDLE)
-
-
-def _step_back(tid: int) -> bool:
-    try:
-        if os.sched_getscheduler(tid) != os.SCHED_OTHER:
-            return False  # another policy was chosen for it
-        os.sched_setscheduler(tid, os.SCHED_IDLE, _IDLE)
-    except OSError:
-        return False
-    return True
-
-
-def _threads(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    return []
-
-
-def _dying_threads(pid: int) -> list[int]:
-    """Those that have begun to exit, or will do nothing else any more."""
-    dying = []
-    for tid in _threads(pid):
-        try:
-            with open(f"/proc/{pid}/task/{tid}/stat", "rb", buffering=0) as file:
-                stat = file.read(4096)
-        except OSError:
-            continue
-        fields = stat[stat.rindex(b")") + 2 :].split()
-        if int(fields[_FLAGS]) & _PF_EXITING or int(fields[_PENDING]) & _SIGKILL_PENDING:
-            dying.append(tid)
-    return dying

@@ -18,9 +18,6 @@ from ..monitor.shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
 
-#: Seconds from the end of the main thread until the log says what it waits for.
-SAID_AFTER = 5.0
-
 Running: TypeAlias = threading.Thread | multiprocessing.process.BaseProcess
 
 _noted: weakref.WeakSet[Running] = weakref.WeakSet()
@@ -44,7 +41,7 @@ class ExitWatch:
         if left and _memory is None:
             # As concurrent.futures does, which waits there for its threads: atexit comes after that. What was
             # registered last is called first.
-            threading._register_atexit(_begin_watch)  # type: ignore[attr-defined]
+            threading._register_atexit(_say_what_is_left)  # type: ignore[attr-defined]
         if left:
             _noted.update(left)
             _memory = memory
@@ -54,18 +51,10 @@ def _running() -> list[Running]:
     return [*threading.enumerate(), *multiprocessing.active_children()]
 
 
-def _begin_watch() -> None:
-    if _left():
+def _say_what_is_left() -> None:
+    if left := _left():
         assert _memory is not None
         _memory.end_stamp = time.monotonic()
-        threading.Thread(target=_watch, name="ft_wrapper-exit", daemon=True).start()
-
-
-def _watch() -> None:
-    deadline = time.monotonic() + SAID_AFTER
-    for one in list(_noted):
-        one.join(max(0.0, deadline - time.monotonic()))
-    if left := _left():
         log.warning("the process waits at its end for what an interrupted function left: %s", ", ".join(left))
 
 

@@ -30,12 +30,9 @@ def children_end() -> Iterator[None]:
 
 
 def _end(error: BaseException | None) -> None:
-    code: object = None
+    code: object = None if error is None else error.code if isinstance(error, SystemExit) else 1
     try:
-        if isinstance(error, SystemExit):
-            code = error.code
-        elif error is not None:
-            code = 1
+        if error is not None and not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
         if not isinstance(code, int | None):
             print(code, file=sys.stderr)

@@ -89,7 +89,6 @@ def test_the_functions_children_end_with_the_iteration(job: Job, abort: str, los
 
 def leaves_an_executor(rank: Rank, is_slow: bool) -> Any:
     """Interrupted before an executor's shutdown, one of whose threads ends when the test says so."""
-    exit_watch.SAID_AFTER = 0.1
     exit_watch.log.addFilter(lambda record: rank.say("waits", words=record.getMessage()) or True)
 
     def write() -> None:
