@@ -8,7 +8,10 @@ IN_STORE, IN_LINE = 16 << 10, 2 << 10
 _HIDDEN = "…"
 # Up to the last @: what is taken for a part of the secret by mistake does no harm.
 _IN_URL = re.compile(r"""(?<=://)[^\s'"/]+@""")
-_BEFORE_HOST = re.compile(r"""(?<![^\s'"=,(])[^\s'"=,(/:@]+:[^\s'"/]+@(?=[^\s'"])""")
+# What stands before the last @ of a word is found first, and a user in it then: each once, as the time for a
+# text that is searched from each of its commas would grow with the square of its length.
+_BEFORE_HOST = re.compile(r"""(?:/|(?<![^\s'"/]))[^\s'"/]*@(?=[^\s'"])""")
+_USER = re.compile(r"(?<![^=,(])[^=,(/:@]+:[^/]+@$")
 _NAMED = re.compile(r"(?i)((?:password|passwd|secret|token|api_?key)=)[^\s&,;'\"]+")
 
 
@@ -20,7 +23,7 @@ def without_secrets(text: str) -> str:
     """
     if "@" in text:
         text = _IN_URL.sub(f"{_HIDDEN}@", text)
-        text = _BEFORE_HOST.sub(f"{_HIDDEN}@", text)
+        text = _BEFORE_HOST.sub(lambda word: _USER.sub(f"{_HIDDEN}@", word[0]), text)
     return _NAMED.sub(rf"\1{_HIDDEN}", text) if "=" in text else text
 
 

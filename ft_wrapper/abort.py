@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection
@@ -121,9 +122,8 @@ class AbortProcesses(Abort):
         spare: Callable[[psutil.Process], bool] | None = None,
         termination_grace_time: float | timedelta = 1.0,
     ) -> None:
-        if isinstance(find, (str, bytes)) or not (
-            find is None or callable(find) or isinstance(find, Iterable)
-        ):
+        accepted: Any = (Callable, Iterable, types.NoneType)
+        if isinstance(find, (str, bytes)) or not isinstance(find, accepted):
             raise TypeError(
                 f"find={find!r} must be None, or pids or psutil.Process, "
                 "as an iterable or from a function without arguments"
@@ -264,9 +264,6 @@ def _send(running: dict[int, int], signum: signal.Signals) -> None:
 def _wait_for_end(running: dict[int, int], timeout: float) -> None:
     """Removes the processes that end within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
-    while running:
-        ended = connection.wait(list(running), max(0.0, deadline - time.monotonic()))
-        if not ended:
-            return
+    while running and (ended := connection.wait(list(running), max(0.0, deadline - time.monotonic()))):
         for pidfd in running.keys() & set(ended):
             del running[pidfd]

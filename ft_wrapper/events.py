@@ -65,9 +65,9 @@ def emit(event: str, **fields: Any) -> None:
         "time": time.time(),
     }
     try:
-        # One write of a short line to a file opened for appending is not torn between processes.
-        with open(path, "a", opener=owners_only) as file:
-            file.write(json.dumps(record) + "\n")
+        # One write, whatever its length, to a file opened for appending is not torn between processes.
+        with open(path, "ab", buffering=0, opener=owners_only) as file:
+            file.write(f"{json.dumps(record)}\n".encode())
     except OSError as error:
         _report(path, str(error))
 

@@ -74,9 +74,6 @@ class ThreadedFinalize(Finalize):
             self.fn(*self.args, **self.kwargs)
 
         name = getattr(self.fn, "__qualname__", None) or repr(self.fn)
-        call_in_thread(
-            call,
-            what=f"{type(self).__name__} on rank {state.rank}: fn={name}",
-            seconds=self.timeout.total_seconds(),
-        )
+        what = f"{type(self).__name__} on rank {state.rank}: fn={name}"
+        call_in_thread(call, what, self.timeout.total_seconds())
         return state

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .compose import PlugIn
-from .exception import HealthCheckError, RestartError
+from .exception import HealthCheckError, RestartError, in_one_line
 from .settings import as_limit, as_timeout
 from .state import FrozenState
 from .store.bounded import call_in_thread
@@ -67,11 +67,8 @@ class CudaHealthCheck(HealthCheck):
                 _logger.warning("rank %s: GPU %s: %s", state.rank, device, ex)
             torch.cuda.synchronize(device)
 
-        call_in_thread(
-            synchronize,
-            what=f"{type(self).__name__} on rank {state.rank}: torch.cuda.synchronize({device})",
-            seconds=self.timeout.total_seconds(),
-        )
+        what = f"{type(self).__name__} on rank {state.rank}: torch.cuda.synchronize({device})"
+        call_in_thread(synchronize, what, self.timeout.total_seconds())
         return state
 
 
@@ -117,11 +114,8 @@ class GpuHealthCheck(HealthCheck):
             finally:
                 self._nvml.nvmlShutdown()
 
-        problems = call_in_thread(
-            ask,
-            what=f"{type(self).__name__} on rank {state.rank}: asking NVML about {uuid}",
-            seconds=self.timeout.total_seconds(),
-        )
+        what = f"{type(self).__name__} on rank {state.rank}: asking NVML about {uuid}"
+        problems = call_in_thread(ask, what, self.timeout.total_seconds())
         if problems:
             raise HealthCheckError(f"rank {state.rank}: {uuid} is not healthy: {'; '.join(problems)}")
         return state
@@ -174,6 +168,6 @@ class FaultCounter(HealthCheck):
         if self.max_rank_faults is not None and self.faults_count > self.max_rank_faults:
             raise FaultCounterExceeded(
                 f"rank {state.rank} had {self.faults_count} faults, more than "
-                f"max_rank_faults={self.max_rank_faults}; the last one: {state.fn_exception!r}"
+                f"max_rank_faults={self.max_rank_faults}; the last one: {in_one_line(state.fn_exception)}"
             )
         return state
