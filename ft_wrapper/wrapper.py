@@ -17,7 +17,7 @@ import torch
 from . import check
 from .attribution import InterruptionRecord, by_blame
 from .check.findings import WATCHDOG
-from .exception import Drained
+from .exception import Drained, RestartAbort
 from .monitor import identity
 from .monitor.frames import drop_own_frames
 from .monitor.shared_memory import RankMemory
@@ -25,12 +25,14 @@ from .protocol.membership import Membership
 from .restart import Settings, check_together, default_assignment, name_of
 from .restart.call import Call
 from .settings import ACTIVE_WORLD_SIZE_ENV, Limits, about, formation_size
-from .state import FrozenState, State
+from .state import FrozenState, Mode, State
 from .store import PrefixStore
+from .store.mixin import HoldingStore
 from .store.plan import plan_store
 from .torch_groups.device import own_device
 
 log = logging.getLogger(__name__)
+c10d: Any = torch.distributed
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -145,6 +147,45 @@ class CallWrapper:
             memory.hang_protection_disabled -= 1
 
 
+class Unwrapped(CallWrapper):
+    """What the function gets with ``enabled=False``: nothing is watched, and nothing restarted."""
+
+    iteration = 0
+    faults = ()
+
+    def __init__(self) -> None:
+        self.ping = self.step = self._note
+        own = State.from_env()
+        own.active_rank, own.active_world_size, own.mode = own.rank, own.world_size, Mode.ACTIVE
+        self._state = own.freeze()
+
+    def _note(self, step: int | None = None) -> None:
+        """Nobody hears of it."""
+
+    @property
+    def _call(self) -> Call:  # type: ignore[override]
+        raise RestartAbort("enabled=False: LiveState and Checkpoints take the wrapper, also on one rank")
+
+    @property
+    def state(self) -> FrozenState:
+        return self._state
+
+    @functools.cached_property
+    def store(self) -> PrefixStore:
+        alone = self._state.world_size == 1
+        store = c10d.HashStore() if alone else next(c10d.rendezvous("env://"))[0]
+        return PrefixStore(0, HoldingStore(store))
+
+    def process_group(self, backend: str = "gloo", **options: Any) -> Any:
+        c10d.init_process_group(backend, **options)
+        return c10d.group.WORLD
+
+    def atomic(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    disable_hang_protection: Any = atomic
+
+
 def _leave() -> None:
     raise Drained
 
@@ -217,12 +258,14 @@ class Wrapper:
         if not callable(function):
             raise TypeError(f"Wrapper wraps a function, not {function!r}")
         _check_function(function)
-        if not self.enabled:
-            return function
         parameter = _call_wrapper_parameter(function)
+        if not self.enabled and parameter is None:
+            return function
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not self.enabled:
+                return _filled_in(function, parameter, Unwrapped(), args, kwargs)()
             state = self._check_environment()
             plan = plan_store(self.store_factory, self.store_kwargs, self.barrier_timeout)
             call = Call(self.settings, plan, state, name_of(function))

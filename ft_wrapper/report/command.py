@@ -1,31 +1,17 @@
-"""The command ``ftrun report``: of events files, tables on the terminal, a page or a picture."""
+"""The command ``ftrun report``: of events files, tables on the terminal or a page."""
 
 import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from .. import events
-from . import PHASES, Report, make_report, picture
+from . import PHASES, make_report
 from .html import make_page
 from .jobs import by_job
-from .timeline import Timeline, make_timeline
-
-_Jobs = Sequence[tuple[Report, Timeline]]
-
-
-def _write_page(jobs: _Jobs, file: BinaryIO) -> None:
-    file.write(make_page(jobs).encode())
-
-
-#: What each option writes.
-_OUTPUTS: dict[str, Callable[[_Jobs, BinaryIO], None]] = {
-    "html": _write_page,
-    "png": lambda jobs, file: picture.draw(jobs, file, "png"),
-    "svg": lambda jobs, file: picture.draw(jobs, file, "svg"),
-}
+from .timeline import make_timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,20 +24,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 2 if a file cannot be read or written.
     """
     args = _parser().parse_args(argv)
-    wanted = {name: path for name in _OUTPUTS if (path := getattr(args, name)) is not None}
     try:
-        with contextlib.ExitStack() as opened:
-            files = {name: opened.enter_context(_output(name, path, wanted)) for name, path in wanted.items()}
+        with _page(args.html) if args.html is not None else contextlib.nullcontext() as page:
             jobs = by_job(record for path in args.events for record in events.read(path))
             if not jobs:
                 raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
             reports = [make_report(job, found) for job, found in jobs]
-            if files:
+            if page is not None:
                 pairs = zip(jobs, reports, strict=True)
                 drawn = [(report, make_timeline(records, report.time)) for (_, records), report in pairs]
-                for name, file in files.items():
-                    _OUTPUTS[name](drawn, file)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+                page.write(make_page(drawn).encode())
+    except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"a record lacks {error}" if isinstance(error, KeyError) else str(error)
         print(f"ftrun report: error: {what}", file=sys.stderr)
         return 2
@@ -74,34 +57,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("events", nargs="+", help="the files that FT_WRAPPER_EVENTS named, of all hosts")
     parser.add_argument("--json", action="store_true", help="print one JSON object per job, one per line")
     parser.add_argument("--html", metavar="FILE", help="also write a page for a browser, with a timeline")
-    parser.add_argument(
-        "--png", metavar="FILE", help=f"also write a picture of the timeline; {picture.NEEDS}"
-    )
-    parser.add_argument("--svg", metavar="FILE", help="the same, as SVG")
     return parser
 
 
 @contextlib.contextmanager
-def _output(name: str, path: str, wanted: dict[str, str]) -> Iterator[BinaryIO]:
-    """Opens the file of an option; it takes the place of an old one once it is whole.
+def _page(path: str) -> Iterator[BinaryIO]:
+    """Opens the page's file; it takes the place of an old one once it is whole.
 
     Raises:
         OSError: it cannot be written. The message names the option.
-        ImportError: matplotlib is not there.
     """
     where = os.path.realpath(path)
-    if [os.path.realpath(other) for other in wanted.values()].count(where) > 1:
-        raise OSError(f"--{name} {path}: another option names the same file; give each its own")
-    if name != "html":
-        picture.check(f"--{name} {path}")
     try:
         with _replacing(where) as file:
             yield file
     except OSError as error:
-        # One from elsewhere in the block names its own file, or its own option.
+        # One from elsewhere in the block names its own file.
         if error.errno is None or error.filename not in (None, where, _unfinished(where)):
             raise
-        raise OSError(f"--{name} {path}: {error.strerror}; name a file that can be written") from error
+        raise OSError(f"--html {path}: {error.strerror}; name a file that can be written") from error
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def draw_swatch(name: str) -> Element:
     if is_state:
         add(svg, "rect", x=0.5, y=0.5, width=15, height=15, class_=f"s-{name} edge")
     else:
-        add(svg, "path", d=SHAPES[name][0], transform="translate(8 8)", class_="mark")
+        add(svg, "path", d=SHAPES[name], transform="translate(8 8)", class_="mark")
     return svg
 
 
@@ -259,7 +259,7 @@ def _mark(svg: Element, plan: _Plan, mark: Mark) -> None:
     shape = add(
         svg,
         "path",
-        d=SHAPES[shape_of(incident.kind)][0],
+        d=SHAPES[shape_of(incident.kind)],
         transform=f"translate({x:.1f} {y:g})",
         class_="mark",
     )

@@ -1,4 +1,4 @@
-"""How the page and the picture of a report look: colours, marks, ticks, words."""
+"""How the page of a report looks: colours, marks, ticks, words."""
 
 import dataclasses
 import math
@@ -22,14 +22,12 @@ class Look:
         dark: its colour on a dark one.
         ink: the colour of its pattern.
         pattern: lines of a tile of 8 by 8, as the path of an SVG; empty if it is plain.
-        hatch: the pattern in matplotlib's words.
     """
 
     light: str
     dark: str
     ink: str = ""
     pattern: str = ""
-    hatch: str = ""
 
 
 _UP = "M-2 10L10 -2M-2 2L2 -2M6 10L10 6"
@@ -37,22 +35,22 @@ _DOWN = "M-2 -2L10 10M6 -2L10 2M-2 6L2 10"
 LOOKS = {
     "new": Look("#009e73", "#00a97b"),
     "untold": Look("#56b4e9", "#56b4e9"),
-    "again": Look("#e69f00", "#e69f00", "#7a4f00", _UP, "////"),
-    "start": Look("#0072b2", "#2b8fd0", "#9fd0f0", "M0 4H8", "----"),
-    "hang": Look("#d55e00", "#e8701a", "#5a1c00", f"{_UP}{_DOWN}", "xxxx"),
-    "restart": Look("#cc79a7", "#d78bb5", "#5c1f40", "M4 0V8", "||||"),
-    "waiting": Look("#f0e442", "#f0e442", "#8a7f00", _DOWN, "\\\\\\\\"),
-    "spare": Look("#d3d7dc", "#4a525c", "#8d96a1", "M2 2h1M6 6h1", "..."),
-    "gone": Look("#2b2f36", "#07090c", "#8d96a1", _DOWN, "\\\\"),
+    "again": Look("#e69f00", "#e69f00", "#7a4f00", _UP),
+    "start": Look("#0072b2", "#2b8fd0", "#9fd0f0", "M0 4H8"),
+    "hang": Look("#d55e00", "#e8701a", "#5a1c00", f"{_UP}{_DOWN}"),
+    "restart": Look("#cc79a7", "#d78bb5", "#5c1f40", "M4 0V8"),
+    "waiting": Look("#f0e442", "#f0e442", "#8a7f00", _DOWN),
+    "spare": Look("#d3d7dc", "#4a525c", "#8d96a1", "M2 2h1M6 6h1"),
+    "gone": Look("#2b2f36", "#07090c", "#8d96a1", _DOWN),
     "over": Look("#eceef1", "#272c33"),
 }
 
-#: The mark of an incident: its shape, as a path around 0, by what happened; and its name in matplotlib.
+#: The mark of an incident: its shape, as a path around 0, by what happened.
 SHAPES = {
-    "raised": ("M0 -5L5.5 4.5H-5.5Z", "^"),
-    "died": ("M-4.5 -4.5H4.5V4.5H-4.5Z", "s"),
-    "hung": ("M0 -6L6 0L0 6L-6 0Z", "D"),
-    "joined": ("M-5 0A5 5 0 1 0 5 0A5 5 0 1 0 -5 0Z", "o"),
+    "raised": "M0 -5L5.5 4.5H-5.5Z",
+    "died": "M-4.5 -4.5H4.5V4.5H-4.5Z",
+    "hung": "M0 -6L6 0L0 6L-6 0Z",
+    "joined": "M-5 0A5 5 0 1 0 5 0A5 5 0 1 0 -5 0Z",
 }
 #: Which of `SHAPES` an incident has, by its kind.
 SHAPE_OF = {

@@ -99,7 +99,7 @@ class Settings(Limits):
         monitor_process_logfile: absolute path; ``{rank}`` is filled in. With this or the next one the rank
             has its own monitor process, even if its agent would run the monitor.
         monitor_process_pidfile: absolute path; ``{rank}`` is filled in.
-        enabled: False leaves the function as it is.
+        enabled: False calls the function once, with a `CallWrapper` that watches and restarts nothing.
         collect_garbage: run Python's garbage collector between iterations, while this rank waits for the
             others, so that old models in reference cycles are freed before new ones are made. At the first
             call and the first restart what is left is frozen (``gc.freeze``), which makes it cheap.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -207,54 +206,6 @@ def test_4096_ranks_and_12_faults_of_all_kinds(tmp_path: Path) -> None:
     assert len(page.encode()) < 2_000_000
 
 
-# The picture -----------------------------------------------------------------------------------------------
-
-
-def test_the_picture_is_drawn_in_both_formats(tmp_path: Path, records: list[dict[str, Any]]) -> None:
-    pytest.importorskip("matplotlib")
-    events = written(tmp_path, records)
-    png, svg = tmp_path / "picture.png", tmp_path / "picture.svg"
-    assert command.main([events, "--png", str(png), "--svg", str(svg)]) == 0
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    first = svg.read_bytes()
-    assert command.main([events, "--svg", str(svg)]) == 0
-    assert svg.read_bytes() == first, "the same picture is the same file"
-
-
-@pytest.mark.nightly("one of a usual job is drawn always")
-def test_a_picture_of_hostile_and_of_very_many(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from ft_wrapper.report import picture
-
-    job = SimulatedJob(nodes=40, ranks=2, job="$\\frac{1$ \x1b", message=HOSTILE)
-    for place in range(30):
-        job.train(20.0)
-        job.fail("EXCEPTION", place)
-    job.finish()
-    other = simulate(1, nodes=1, ranks=2, spare_nodes=0, job="other")
-    file = io.BytesIO()
-    picture.draw([*jobs_of(job.records), *jobs_of(other)], file, "svg")
-    ElementTree.fromstring(file.getvalue())
-
-
-def test_a_picture_without_matplotlib_says_what_to_install(
-    tmp_path: Path,
-    records: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    old = tmp_path / "old.png"
-    old.write_bytes(b"old")
-    for option in ("--png", "--svg"):
-        assert command.main(["no-such-events", option, str(old)]) == 2
-        expected = f"ftrun report: error: {option} {old} needs matplotlib: pip install 'ft-wrapper[plot]'\n"
-        assert capsys.readouterr().err == expected
-    assert old.read_bytes() == b"old" and os.listdir(tmp_path) == ["old.png"]
-    assert command.main([written(tmp_path, records), "--html", str(tmp_path / "page.html")]) == 0
-
-
 # Files -----------------------------------------------------------------------------------------------------
 
 
@@ -318,14 +269,6 @@ def test_a_new_page_takes_the_place_of_an_old_one(tmp_path: Path, records: list[
 def test_a_device_is_written_and_not_replaced(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     assert command.main([written(tmp_path, records), "--html", "/dev/null"]) == 0
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
-
-
-def test_two_options_may_not_name_the_same_file(
-    tmp_path: Path, records: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = str(tmp_path / "page")
-    assert command.main([written(tmp_path, records), "--html", page, "--svg", f"{tmp_path}/./page"]) == 2
-    assert "another option names the same file" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_is_told_with_the_option(

@@ -1,9 +1,8 @@
-"""The pictures on the page "A job at a glance", of a real job with twelve faults and of a simulated one.
+"""The page that "A job at a glance" links to, of a real job with twelve faults; and one of a simulated job.
 
-    python docs/report_pictures.py
+    python docs/report_pages.py
 
-rewrites them in ``docs/_static``, with a page for a browser, in some two minutes. It needs matplotlib:
-``pip install '.[plot]'``.
+rewrites ``docs/_static/report.html`` in some two minutes, and puts the other one beside it, for a picture.
 """
 
 from __future__ import annotations
@@ -57,14 +56,8 @@ def main() -> None:
     """Makes all of them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        real = [
-            str(real_job(folder)),
-            "--html",
-            str(STATIC / "report.html"),
-            "--png",
-            str(STATIC / "report.png"),
-        ]
-        for words in (real, [str(simulated_job(folder)), "--png", str(STATIC / "report-4096.png")]):
+        for events, page in ((real_job(folder), "report.html"), (simulated_job(folder), "report-4096.html")):
+            words = [str(events), "--html", str(STATIC / page)]
             if command.main(words) != 0:
                 sys.exit(2)
 

@@ -1,0 +1,88 @@
+"""``Wrapper(enabled=False)``: the function runs as without the wrapper, and its `CallWrapper` works."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_harness import TIMEOUT
+from support.warm_ftrun import run_python
+
+from ft_wrapper import CallWrapper, LiveState, Wrapper
+from ft_wrapper.checkpoints import Checkpoints
+from ft_wrapper.exception import RestartAbort
+from ft_wrapper.state import Mode
+from ft_wrapper.wrapper import Unwrapped
+
+ALL = """
+import os, sys
+import torch.distributed as dist
+from ft_wrapper import CallWrapper, Wrapper
+
+@Wrapper(enabled=False)
+def train(call_wrapper: CallWrapper = None):
+    call_wrapper.process_group("gloo")
+    for step in range(3):
+        call_wrapper.step(step)
+        call_wrapper.ping()
+        call_wrapper.ping(step)
+        call_wrapper.ping(step=step)
+        with call_wrapper.atomic(), call_wrapper.disable_hang_protection():
+            dist.barrier()
+    store, state = call_wrapper.store, call_wrapper.state
+    store.set(f"from {state.rank}", "here")
+    heard = store.get(f"from {state.active_world_size - 1 - state.active_rank}")
+    rank = [call_wrapper.iteration, call_wrapper.faults, call_wrapper.device.type, heard.decode()]
+    dist.barrier()
+    dist.destroy_process_group()
+    return rank
+
+print(train(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_of_it_works(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "job.py").write_text(ALL)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = run_python([*launcher, "job.py"], TIMEOUT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[0, (), 'cpu', 'here']"] * ranks
+
+
+def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+    @Wrapper(enabled=False)
+    def train(value: int, call_wrapper: CallWrapper = None) -> Any:  # type: ignore[assignment]
+        call_wrapper.ping()
+        call_wrapper.store.set("key", "1")
+        state = call_wrapper.state
+        return value, call_wrapper.store.get("key"), state.rank, state.active_world_size, state.mode
+
+    assert train(5) == (5, b"1", 0, 1, Mode.ACTIVE)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("helper", [LiveState, Checkpoints])
+def test_what_takes_the_wrapper_says_so(helper: Any, tmp_path: Path) -> None:
+    @Wrapper(enabled=False)
+    def train(call_wrapper: CallWrapper) -> None:
+        call_wrapper.process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            helper(call_wrapper, str(tmp_path) if helper is Checkpoints else dict)
+        finally:
+            torch.distributed.destroy_process_group()
+
+    with pytest.raises(RestartAbort, match="enabled=False: LiveState and Checkpoints take the wrapper"):
+        train()  # type: ignore[call-arg]
+
+
+def test_it_has_all_that_a_call_wrapper_has() -> None:
+    """A method that is added to one is there in the other, too, and does not come from a call."""
+    public = {name for name, _ in inspect.getmembers(CallWrapper) if not name.startswith("_")}
+    assert public - {"device"} <= vars(Unwrapped).keys()
