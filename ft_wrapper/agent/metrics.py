@@ -5,6 +5,7 @@ asked. What is not known has no sample. Counters and times of ranks are this nod
 ``docs/monitoring.md`` for what may be added up over nodes.
 """
 
+import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING
 from ..attribution import Interruption
 from .group import Group
 from .nodes import Nodes
-from .rank_metrics import BOUNDS, PHASES, RANK_STATES, Histogram, KnownOfRanks
+from .rank_metrics import BOUNDS, PHASES, RANK_STATES, Histogram
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
-    from prometheus_client.core import Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+    _Kind = type[CounterMetricFamily | GaugeMetricFamily]
 
 #: What restarts are counted by, see `RestartReport.kind`.
 CAUSES = (*(kind.name.lower() for kind in Interruption), "join", "unknown")
@@ -57,30 +60,29 @@ class _Collector:
         self._run_id = run_id
 
     def collect(self) -> "Iterator[Metric]":
-        yield from self._of_ranks(self._group.rank_metrics.read())
-        yield from self._of_agent()
+        from prometheus_client import core
 
-    def _of_ranks(self, known: KnownOfRanks) -> "Iterator[Metric]":
+        counter = functools.partial(self._filled, core.CounterMetricFamily)
+        gauge = functools.partial(self._filled, core.GaugeMetricFamily)
+        known = self._group.rank_metrics.read()
         restarts = _all(CAUSES, known.restarts)
         states = {**known.states, "gone": len(self._group.missing)}
-        yield self._counter("restarts", "Restarts; one node counts each", restarts, "cause")
+        yield counter("restarts", "Restarts; one node counts each", restarts, "cause")
         yield self._histogram("restart_seconds", "How long restarts took, by phase", known.phases)
-        yield self._gauge("ranks", "Ranks of this node", _all(RANK_STATES, states), "state")
-        yield self._gauge("iteration", "Number of the global restart iteration", known.iteration)
-        yield self._gauge("step", "The step that was told last", known.step)
+        yield gauge("ranks", "Ranks of this node", _all(RANK_STATES, states), "state")
+        yield gauge("iteration", "Number of the global restart iteration", known.iteration)
+        yield gauge("step", "The step that was told last", known.step)
         since = None if known.progress is None else time.time() - (time.monotonic() - known.progress)
-        yield self._gauge("last_progress_timestamp_seconds", "When a rank made progress last", since)
-
-    def _of_agent(self) -> "Iterator[Metric]":
+        yield gauge("last_progress_timestamp_seconds", "When a rank made progress last", since)
         counts, left = self._group.counts, self._group.remaining_restarts
-        yield self._counter("replacements", "Processes started in place of others", counts.replacements)
-        yield self._gauge("nodes", "Nodes of the job", self._node_states(), "state")
-        yield self._counter("rank_failures", "Rank processes that failed", counts.failures)
-        yield self._counter("group_restarts", "Restarts of all processes", counts.restarts)
-        yield self._counter("rounds", "Starts of all processes", counts.rounds)
-        yield self._gauge("workers_remaining_restarts", "Restarts of all processes that are left", left)
+        yield counter("replacements", "Processes started in place of others", counts.replacements)
+        yield gauge("nodes", "Nodes of the job", self._node_states(), "state")
+        yield counter("rank_failures", "Rank processes that failed", counts.failures)
+        yield counter("group_restarts", "Restarts of all processes", counts.restarts)
+        yield counter("rounds", "Starts of all processes", counts.rounds)
+        yield gauge("workers_remaining_restarts", "Restarts of all processes that are left", left)
         state = {self._group.state.name.lower(): 1}
-        yield self._gauge("workers_state", "1 for the state of the processes", state, "state")
+        yield gauge("workers_state", "1 for the state of the processes", state, "state")
 
     def _node_states(self) -> Mapping[str, float]:
         """All that the rendezvous knows; of another one the number of nodes that take part."""
@@ -90,40 +92,24 @@ class _Collector:
             return {} if taking_part is None else {"active": taking_part}
         return _all(NODE_STATES, states)
 
-    def _counter(self, name: str, words: str, values: _Values, label: str = "") -> "Metric":
-        from prometheus_client.core import CounterMetricFamily
-
-        made = CounterMetricFamily(f"ft_wrapper_{name}", words, labels=self._labels(label))
-        for labels, value in self._samples(values, label):
-            made.add_metric(labels, value)
-        return made
-
-    def _gauge(self, name: str, words: str, values: _Values, label: str = "") -> "Metric":
-        from prometheus_client.core import GaugeMetricFamily
-
-        made = GaugeMetricFamily(f"ft_wrapper_{name}", words, labels=self._labels(label))
-        for labels, value in self._samples(values, label):
-            made.add_metric(labels, value)
+    def _filled(self, kind: "_Kind", name: str, words: str, values: _Values, label: str = "") -> "Metric":
+        made = kind(f"ft_wrapper_{name}", words, labels=["run_id", label] if label else ["run_id"])
+        if isinstance(values, Mapping):
+            for labelled, value in values.items():
+                made.add_metric([self._run_id, labelled], value)
+        elif values is not None:
+            made.add_metric([self._run_id], values)
         return made
 
     def _histogram(self, name: str, words: str, values: Mapping[str, Histogram]) -> "Metric":
         from prometheus_client.core import HistogramMetricFamily
 
-        made = HistogramMetricFamily(f"ft_wrapper_{name}", words, labels=self._labels("phase"))
+        made = HistogramMetricFamily(f"ft_wrapper_{name}", words, labels=["run_id", "phase"])
         bounds = [*map(str, BOUNDS), "+Inf"]
         for phase in PHASES:
             counts = values[phase].cumulative()
             made.add_metric([self._run_id, phase], list(zip(bounds, counts, strict=True)), values[phase].sum)
         return made
-
-    def _labels(self, label: str) -> list[str]:
-        return ["run_id", label] if label else ["run_id"]
-
-    def _samples(self, values: _Values, label: str) -> Iterator[tuple[list[str], float]]:
-        if isinstance(values, Mapping):
-            yield from (([self._run_id, kind], value) for kind, value in values.items())
-        elif values is not None:
-            yield [self._run_id], values
 
 
 def _all(names: Iterable[str], values: Mapping[str, float]) -> dict[str, float]:
