@@ -14,15 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ..monitor.shared_memory import RankMemory
 
-#: The states of a rank, and what they mean.
-RANK_STATES = {
-    "active": "in the function",
-    "spare": "a hot spare",
-    "restarting": "between two iterations",
-    "waiting": "in a wrapped call that has not begun for it",
-    "outside": "in no wrapped call, or without a monitor in the agent",
-    "gone": "its process has failed, and no other one is there yet",
-}
+#: The states of a rank: in the function; a hot spare; between two iterations; in a wrapped call that has not
+#: begun for it; in no wrapped call, or without a monitor in the agent; its process has failed, and no other
+#: one is there yet.
+RANK_STATES = ("active", "spare", "restarting", "waiting", "outside", "gone")
 #: Parts of a restart, and all of it.
 PHASES = ("abort", "leave", "arrive", "decide", "enter", "total")
 #: Seconds: the upper bounds of a histogram's buckets.
@@ -51,7 +46,7 @@ class Histogram:
         return list(itertools.accumulate(self.counts))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class KnownOfRanks:
     """What is known at a moment.
 
@@ -64,12 +59,14 @@ class KnownOfRanks:
         phases: how long restarts took, by `PHASES`.
     """
 
-    states: Mapping[str, int]
-    iteration: int | None
-    step: int | None
-    progress: float | None
-    restarts: Mapping[str, int]
-    phases: Mapping[str, Histogram]
+    states: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    iteration: int | None = None
+    step: int | None = None
+    progress: float | None = None
+    restarts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    phases: Mapping[str, Histogram] = dataclasses.field(
+        default_factory=lambda: {phase: Histogram() for phase in PHASES}
+    )
 
 
 class RankMetrics:
@@ -82,12 +79,7 @@ class RankMetrics:
     def __init__(self) -> None:
         self.ranks: Callable[[], Iterable[tuple[RankMemory | None, bool]]] = tuple
         self._lock = threading.Lock()
-        # As it was read last: a rank's memory goes with its process.
-        self._iteration: int | None = None
-        self._step: int | None = None
-        self._progress = 0.0
-        self._restarts: collections.Counter[str] = collections.Counter()
-        self._phases = {phase: Histogram() for phase in PHASES}
+        self._known = KnownOfRanks()  # as it was read last: a rank's memory goes with its process
 
     def restarted(self, cause: str, phases: Mapping[str, float]) -> None:
         """All ranks are back.
@@ -97,31 +89,24 @@ class RankMetrics:
             phases: seconds by `PHASES`; those that are not known are not there.
         """
         with self._lock:
-            self._restarts[cause] += 1
-            for phase in self._phases.keys() & phases.keys():
-                self._phases[phase].observe(phases[phase])
+            self._known.restarts[cause] += 1
+            for phase in self._known.phases.keys() & phases.keys():
+                self._known.phases[phase].observe(phases[phase])
 
     def read(self) -> KnownOfRanks:
         """What is known now."""
         with self._lock:
-            ranks = list(self.ranks())
-            self._look([memory for memory, _ in ranks if memory is not None and memory.iteration >= 0])
-            return KnownOfRanks(
-                collections.Counter(_state(memory if is_in_call else None) for memory, is_in_call in ranks),
-                self._iteration,
-                self._step,
-                self._progress or None,
-                dict(self._restarts),
-                copy.deepcopy(self._phases),
+            ranks, known = list(self.ranks()), self._known
+            known.states = collections.Counter(
+                _state(memory if is_in_call else None) for memory, is_in_call in ranks
             )
-
-    def _look(self, memories: Iterable[RankMemory]) -> None:
-        """Reads how far ranks are. A step of the newest iteration counts, though an older one got further."""
-        steps = [(memory.iteration, memory.step) for memory in memories if memory.step is not None]
-        if steps:
-            _, self._step = max(steps)
-        self._iteration = max((memory.iteration for memory in memories), default=self._iteration)
-        self._progress = max(self._progress, *map(_progress, memories), 0.0)
+            memories = [memory for memory, _ in ranks if memory is not None and memory.iteration >= 0]
+            known.iteration = max((memory.iteration for memory in memories), default=known.iteration)
+            # A step of the newest iteration counts, though an older one got further.
+            steps = [(memory.iteration, memory.step) for memory in memories if memory.step is not None]
+            _, known.step = max(steps, default=(0, known.step))
+            known.progress = max(known.progress or 0.0, *map(_progress, memories), 0.0) or None
+            return copy.deepcopy(known)
 
 
 def _state(memory: RankMemory | None) -> str:
