@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import signal
@@ -11,8 +10,9 @@ import time
 from collections.abc import Callable
 from multiprocessing import connection
 
+from .._text import cut
 from .nodes import BadNode
-from .process import die_with
+from .process import start
 from .signals import held, signal_name
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ FIRST_WAIT = 1.0
 LONGEST_WAIT = 60.0
 _END_TIMEOUT = 5.0  # seconds that a killed command may take to vanish
 _MOST_OUTPUT = 4096  # bytes, of which the last line is taken
-_LONGEST_REASON = 300  # characters
+_LONGEST_REASON = 300  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,40 +101,32 @@ def _run(command: str, timeout: float, output: int) -> int | None:
     Returns:
         Its exit code; None if it takes too long.
     """
-    process = None
-    try:
+    with contextlib.ExitStack() as cleanup:
         with held():  # an exception in what a fork calls is lost
-            process = subprocess.Popen(
-                ["/bin/sh", "-c", command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=functools.partial(die_with, os.getpid()),
-            )
+            nothing_to_read = f"exec </dev/null\n{command}"
+            process = start(["/bin/sh", "-c", nothing_to_read], os.environ, output, output)
+            cleanup.callback(_end, process)
         with open(os.pidfd_open(process.pid), "rb", buffering=0) as pidfd:
             has_ended = connection.wait([pidfd.fileno()], timeout)
-    finally:
-        if process is not None:
-            with held():
-                _end(process)
     return process.returncode if has_ended else None
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Kills what is left of a command. Its process is reaped only then, so that the number is its own."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # all that is left is another user's: sudo
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it
-        process.wait(_END_TIMEOUT)
-    # What it had started and did not wait for is ours now, where this process adopts what others leave.
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-process.pid, os.WNOHANG) != (0, 0):
-            pass
+    with held():
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # all that is left is another user's: sudo
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it
+            process.wait(_END_TIMEOUT)
+        # What it had started and did not wait for is ours now, where this process adopts what others leave.
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-process.pid, os.WNOHANG) != (0, 0):
+                pass
 
 
 def _last_line(output: int) -> str:
     end = os.pread(output, _MOST_OUTPUT, max(0, os.fstat(output).st_size - _MOST_OUTPUT))
-    lines = [line.strip() for line in end.decode(errors="replace").splitlines() if line.strip()]
-    text = "".join(char for char in lines[-1] if char.isprintable()) if lines else ""
-    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"
+    *_, last = "", *filter(None, map(str.strip, end.decode(errors="replace").splitlines()))
+    return cut("".join(filter(str.isprintable, last)), _LONGEST_REASON)
