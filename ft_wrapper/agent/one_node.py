@@ -50,12 +50,10 @@ class OneNode(Nodes):
         self._port = port
         self._role = role
         self._rounds = 0
-        self._server: TCPStoreServer | None = None
-        self._waker: Register | None = None
-        self._thread: threading.Thread | None = None
+        self._of_round = contextlib.ExitStack()
 
     def next_round(self) -> Round:
-        self._end_server()
+        self._of_round.close()
         self.inbox.begin_term()
         if self._check is not None:
             await_pass(self._check, "this node", lambda why: None, threading.Event().wait)
@@ -68,7 +66,7 @@ class OneNode(Nodes):
                 f"--master-port {self._port} cannot be used on this host: {error.__cause__}; choose another "
                 "port, or leave it out"
             ) from error
-        self._server = server
+        self._of_round.callback(server.close)
         self._watch(server)
         self._rounds += 1
         return alone(host_port(self._address, server.port), self._nproc)
@@ -77,11 +75,11 @@ class OneNode(Nodes):
         return "no other node would be left"
 
     def close(self) -> None:
-        self._end_server()
+        self._of_round.close()
         super().close()
 
     def _watch(self, server: TCPStoreServer) -> None:
-        """Writes the record, and waits for commands in a thread."""
+        """Writes the record, and waits for commands in a thread, to the end of the round."""
         address = host_port(self._address, server.port)
         node = Node(socket.gethostname(), self._rounds, self._address, self._nproc, self._role)
         record = Record(
@@ -96,15 +94,15 @@ class OneNode(Nodes):
         )
         store = TCPStore(self._address, server.port, timeout=STORE_TIMEOUT)
         register = Register(store, Record(1, 1))
-        self._waker = Register(store.clone(), Record(1, 1))
+        waker = Register(store.clone(), Record(1, 1))
         store.set(endpoint_key(record.round), address)
         first, _ = register.replace(register.read(), record)
-        term = self.inbox.term
+        term, over = self.inbox.term, threading.Event()
 
         def wait() -> None:
             known = first.record
             with contextlib.closing(store):
-                while self._server is server:
+                while not over.is_set():
                     key = version_key(known.version + 1)
                     with contextlib.suppress(DistStoreError):  # nothing has come for so long
                         # Not `Register.wait`, whose client tries to find a store again that is closed.
@@ -114,18 +112,15 @@ class OneNode(Nodes):
                     for one in asked_of(known, node) if news is None else [news]:
                         self.inbox.put(term, one)
 
-        self._thread = in_background("waiting for commands", wait)
+        thread = in_background("waiting for commands", wait)
 
-    def _end_server(self) -> None:
-        server, self._server = self._server, None
-        if server is None:
-            return
-        waker, thread, self._waker, self._thread = self._waker, self._thread, None, None
-        if waker is not None and thread is not None:
+        def end() -> None:
             # The thread is woken first: torch's client would print how it has lost the server.
+            over.set()
             with contextlib.closing(waker.store), contextlib.suppress(StoreError, DistError, RendezvousError):
                 snapshot, won = waker.read(), False
                 while not won:
                     snapshot, won = waker.replace(snapshot, snapshot.record)
                 thread.join(_END_TIMEOUT)
-        server.close()
+
+        self._of_round.callback(end)
