@@ -5,6 +5,7 @@ now and then, and the others notice by themselves that a node has left. Single r
 round as with our own rendezvous; nodes are not.
 """
 
+import contextlib
 import json
 import logging
 import socket
@@ -56,15 +57,15 @@ class ClassicNodes(Nodes):
         self._store: Store | None = None
         self._round: Round | None = None
         self._worker_store: TCPStore | None = None
-        self._asking: tuple[threading.Thread, threading.Event] | None = None
+        self._asking = contextlib.ExitStack()  # which ends it
 
     def next_round(self) -> Round:
-        self._stop_asking()
+        self._asking.close()
         self.inbox.begin_term()
         if self._handler is None:
             self._handler = self._make_handler()
         info = self._handler.next_rendezvous()
-        self._worker_store = None
+        self._worker_store, own = None, ""
         if info.rank == 0:
             bootstrap = info.bootstrap_store_info
             told = self._spec.master_addr or self._spec.local_addr or (bootstrap and bootstrap.master_addr)
@@ -72,15 +73,14 @@ class ClassicNodes(Nodes):
             if info.world_size == 1 and not is_this_host(address):
                 log.warning("%s leads to no address of this host: its ranks use %s", address, loopback())
                 address = loopback()
-            self._worker_store = self._open_worker_store(address)
-        hosted = self._worker_store
-        own = "" if hosted is None else host_port(hosted.host, hosted.port)
+            hosted = self._worker_store = self._open_worker_store(address)
+            own = host_port(hosted.host, hosted.port)
         store = _clone(info.store)
         place = call_in_thread(
             lambda: exchange(store, info.rank, info.world_size, self._spec, own), "exchange of places"
         )
         self._store, self._round = store, place
-        self._start_asking(self._handler)
+        self._ask(self._handler)
         return place
 
     def _open_worker_store(self, address: str) -> TCPStore:
@@ -94,29 +94,25 @@ class ClassicNodes(Nodes):
 
     # Whether others wait ------------------------------------------------------------------------------
 
-    def _start_asking(self, handler: elastic.RendezvousHandler) -> None:
-        stop = threading.Event()
-        term = self.inbox.term
-        asking = in_background("whether nodes wait", lambda: self._ask(handler, term, stop))
-        self._asking = (asking, stop)
+    def _ask(self, handler: elastic.RendezvousHandler) -> None:
+        """Asks in a thread, until `_asking` is closed."""
+        term, stop = self.inbox.term, threading.Event()
 
-    def _ask(self, handler: elastic.RendezvousHandler, term: int, stop: threading.Event) -> None:
-        while not stop.wait(self._spec.monitor_interval):
-            try:
-                waiting = handler.num_nodes_waiting()
-            except (elastic.RendezvousError, DistError) as error:
-                self.inbox.put(term, News(What.LOST, f"the rendezvous is lost: {error}"))
-                return
-            if waiting > 0:
-                self.inbox.put(term, News(What.COME, f"{waiting} node(s) wait for the next round"))
-                return
+        def ask() -> None:
+            news = None
+            while news is None and not stop.wait(self._spec.monitor_interval):
+                try:
+                    waiting = handler.num_nodes_waiting()
+                    if waiting > 0:
+                        news = News(What.COME, f"{waiting} node(s) wait for the next round")
+                except (elastic.RendezvousError, DistError) as error:
+                    news = News(What.LOST, f"the rendezvous is lost: {error}")
+            if news is not None:
+                self.inbox.put(term, news)
 
-    def _stop_asking(self) -> None:
-        if self._asking is not None:
-            thread, stop = self._asking
-            stop.set()
-            thread.join(_JOIN_THREAD)
-            self._asking = None
+        thread = in_background("whether nodes wait", ask)
+        self._asking.callback(thread.join, _JOIN_THREAD)
+        self._asking.callback(stop.set)
 
     # The end ------------------------------------------------------------------------------------------
 
@@ -148,12 +144,12 @@ class ClassicNodes(Nodes):
         self._shut_down()
 
     def close(self) -> None:
-        self._stop_asking()
+        self._asking.close()
         self._worker_store = None
         super().close()
 
     def _shut_down(self) -> None:
-        self._stop_asking()
+        self._asking.close()
         handler, self._handler = self._handler, None
         if handler is not None:
             bounded("the end of the rendezvous", handler.shutdown, END_TIMEOUT)
