@@ -18,40 +18,27 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import (
-    DEFAULT_ROLE,
-    ElasticAgent,
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
+from torch.distributed.elastic.agent.server.api import ElasticAgent as ElasticAgent
+from torch.distributed.elastic.agent.server.api import RunResult as RunResult
+from torch.distributed.elastic.agent.server.api import Worker as Worker
+from torch.distributed.elastic.agent.server.api import WorkerGroup as WorkerGroup
+from torch.distributed.elastic.agent.server.api import WorkerSpec as WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerState as WorkerState
 from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from . import call_function, classic_nodes, health, loop
-from .group import Counts, Group, process_failures, state_of
-from .nodes import EXIT_BARRIER_TIMEOUT, CannotStart, End, Nodes, Round, Workers, run_rounds
+from .group import Counts as Counts
+from .group import Group, process_failures, state_of
+from .nodes import EXIT_BARRIER_TIMEOUT, End, Nodes, Round, Workers, run_rounds
+from .nodes import CannotStart as CannotStart
 from .outputs import Failure
-from .policy import RANK_RESTARTS, Policy, RestartPolicy
+from .policy import RANK_RESTARTS, RestartPolicy
+from .policy import Policy as Policy
 from .process import LOCAL_RANK, Job, Program, program_of, python_program
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS, Inbox, SignalQueue, What, queued, signal_name
-
-__all__ = [
-    "CannotStart",
-    "Counts",
-    "ElasticAgent",
-    "LocalElasticAgent",
-    "Policy",
-    "RunResult",
-    "SimpleElasticAgent",
-    "Worker",
-    "WorkerGroup",
-    "WorkerSpec",
-    "WorkerState",
-]
 
 log = logging.getLogger(__name__)
 
@@ -448,31 +435,26 @@ class WholeGroup:
         self._agent = agent
         self._group = group
         self._nodes = nodes
-        self._restarts = 0
         cleanup.callback(self._stop, signal.SIGKILL)
 
     def start(self, where: Round) -> None:
         self._group.begin_round(where)
         if where.restarts is not None:
-            self._restarts = where.restarts
-        self._group.count_restarts(self._restarts)
+            self._group.count_restarts(where.restarts)
         for local_rank, worker_id in self._agent._start_workers(self._group.copy()).items():
             self._group.started(local_rank, worker_id)
         self._group.all_started()
 
     def wait(self, signals: SignalQueue) -> End:
-        while True:
-            failures = self._agent._wait_workers(self._group.copy(), (signals.fd, self._nodes.inbox))
-            if failures is None:
-                end = self._look_outside(signals)
-                if end is not None:
-                    return end
-            elif failures:
-                return self._fail(failures)
-            else:
-                for worker in self._group.copy().workers:
-                    self._group.ended(worker.local_rank)
-                return End()
+        wakers = (signals.fd, self._nodes.inbox)
+        while (failures := self._agent._wait_workers(self._group.copy(), wakers)) is None:
+            if (end := self._look_outside(signals)) is not None:
+                return end
+        if failures:
+            return self._fail(failures)
+        for worker in self._group.copy().workers:
+            self._group.ended(worker.local_rank)
+        return End()
 
     def _look_outside(self, signals: SignalQueue) -> End | None:
         for signum in signals.read():
@@ -492,13 +474,12 @@ class WholeGroup:
         return None
 
     def _fail(self, failures: dict[int, ProcessFailure]) -> End:
-        again = self._restarts < self._group.spec.max_restarts
+        again = self._group.remaining_restarts > 0
         first = self._group.copy().workers[0].global_rank
         for rank in failures:
             self._group.failed(rank - first)
         if again:
-            self._restarts += 1
-            self._group.count_restarts(self._restarts)
+            self._group.count_restarts(self._group.counts.restarts + 1)
             self._group.become(WorkerState.STOPPED)
         self._stop(signal.SIGTERM)
         counted = []
