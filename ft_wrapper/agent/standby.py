@@ -257,11 +257,10 @@ class Standby:
         with ExitStack() as files:
             try:
                 paths = {1: request.files.stdout, 2: request.files.stderr}
-                streams = {number: opened(path, files) for number, path in paths.items()}
+                fds = {n: fd for n, path in paths.items() if (fd := opened(path, files)) is not None}
             except OSError as error:
                 spare.discard()
                 return str(error)
-            fds = {number: fd for number, fd in streams.items() if fd is not None}
             order = {"environment": environment, "streams": list(fds), "local_rank": str(request.rank)}
             try:
                 socket.send_fds(spare.orders, [json.dumps(order).encode()], list(fds.values()))
@@ -327,33 +326,29 @@ def _fork() -> dict[str, object] | None:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return {"error": f"it has {threads} threads and cannot be forked safely"}
-    read_end, write_end = os.pipe()
-    try:
-        between = os.fork()
-    except OSError as error:
-        os.close(read_end)
-        os.close(write_end)
-        return {"error": str(error)}
-    if between == 0:
-        _fork_again(write_end)
-        os.close(read_end)
-        os.close(write_end)
-        return None
-    os.close(write_end)
-    pid = os.read(read_end, 32)
-    os.close(read_end)
-    os.waitpid(between, 0)
+    read_end, write_end = socket.socketpair()
+    with read_end, write_end:
+        try:
+            between = os.fork()
+        except OSError as error:
+            return {"error": str(error)}
+        if between == 0:
+            _fork_again(write_end)
+            return None
+        write_end.close()
+        pid = read_end.recv(32)
+        os.waitpid(between, 0)
     return {"pid": int(pid)} if pid else {"error": "no second process could be forked"}
 
 
-def _fork_again(write_end: int) -> None:
+def _fork_again(write_end: socket.socket) -> None:
     """In the process between: forks the rank, writes its pid and ends. Returns in the rank."""
     try:
         pid = os.fork()
     except OSError:
         os._exit(1)
     if pid != 0:
-        os.write(write_end, str(pid).encode())
+        write_end.send(str(pid).encode())
         os._exit(0)
 
 
