@@ -12,6 +12,7 @@ pipe in ``TORCHELASTIC_TIMER_FILE``. One that overruns a ``timer.expires(…)`` 
 
 import contextlib
 import errno
+import io
 import ipaddress
 import json
 import logging
@@ -21,9 +22,11 @@ import socket
 import socketserver
 import tempfile
 import threading
+import time
 import urllib.parse
 import uuid
 from collections.abc import Iterable, Iterator
+from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -47,7 +50,9 @@ TIMEOUT_ENV = "TORCHELASTIC_HEALTH_CHECK_TIMEOUT"
 DEFAULT_TIMEOUT = 60.0
 #: Seconds that a notice gives, if it does not say. Clouds give 30 and more.
 NOTICE = 30.0
-_CLIENT_TIMEOUT = 10.0  # seconds for which a client may keep its connection without a word
+_CLIENT_TIMEOUT = 5.0  # seconds in which a client has to send its request, and to take the answer
+_MOST_CONNECTIONS = 32  # at once; further ones are closed
+_LONGEST_REQUEST = 65536  # bytes
 _TOO_MANY_FILES = 1.0  # seconds until another try
 _NEVER = 3600.0  # seconds between two looks whether to end: `Health.__exit__` wakes the thread
 _TIMERS_INTERVAL = 0.1  # seconds between two looks at the timers; as in torch's agent
@@ -67,19 +72,16 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
         OSError: the port is taken, or not allowed; or the name or address is not this host's.
     """
 
-    request_queue_size = 32
+    request_queue_size = _MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, answer: "WSGIApplication", inbox: Inbox) -> None:
-        address: Any = (host, port)
-        if host:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            self.address_family, _, _, _, address = found[0]
-        super().__init__(address, _Handler)
+        found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
+        self.address_family, _, _, _, address = found[0]
+        super().__init__(address, _Handler)  # type: ignore[arg-type]
         self.set_app(answer)
         self._inbox = inbox
-        self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._ending = threading.Event()
+        self.ended, self._end = socket.socketpair()  # the first is readable from the end on
         self._thread = threading.Thread(target=self.serve_forever, args=(_NEVER,), name="ft_wrapper-health")
 
     def server_bind(self) -> None:
@@ -92,15 +94,12 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._inbox.unattended():  # those that ask whether the loop is alive get their answer
-            self._ending.set()
+        # Those that ask whether the loop is alive get their answer.
+        with self._inbox.unattended(), self.ended:
+            self._end.close()
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which does not poll
             self.shutdown()
             self._thread.join()
-            with self._lock:
-                for connection in self._connections:
-                    with contextlib.suppress(OSError):
-                        connection.shutdown(socket.SHUT_RD)
             self.server_close()  # waits for the threads of all requests
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -110,17 +109,15 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 # The connection stays where it is, and would wake us again at once.
                 log.warning("health endpoint: %s; it answers again when there are fewer", error.strerror)
-                self._ending.wait(_TOO_MANY_FILES)
+                connection.wait([self.ended], _TOO_MANY_FILES)
             raise
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._connections.add(request)
-        super().process_request(request, client_address)
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        self._connections.add(request)
+        return len(self._connections) <= _MOST_CONNECTIONS
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._connections.discard(request)
+        self._connections.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -128,7 +125,21 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
+    server: Health
     timeout = _CLIENT_TIMEOUT
+
+    def handle(self) -> None:
+        """Reads the whole request first: a client that sends it byte by byte gets no more time."""
+        request, deadline = b"", time.monotonic() + self.timeout
+        while b"\n\n" not in request.replace(b"\r", b""):
+            left = max(0.0, deadline - time.monotonic())
+            ready = connection.wait([self.connection, self.server.ended], left)
+            data = self.connection.recv(_LONGEST_REQUEST) if self.connection in ready else b""
+            if not data or len(request) > _LONGEST_REQUEST:
+                return
+            request += data
+        self.rfile = io.BytesIO(request)
+        super().handle()
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("health endpoint: " + format, *args)
@@ -164,10 +175,7 @@ def _drain(environ: "WSGIEnvironment", start_response: "StartResponse", inbox: I
     peer = ipaddress.ip_address(environ["REMOTE_ADDR"].partition("%")[0])
     mapped = getattr(peer, "ipv4_mapped", None)
     (text, *_) = urllib.parse.parse_qs(environ["QUERY_STRING"]).get("within", [str(NOTICE)])
-    try:
-        within = float(text)
-    except ValueError:
-        within = math.nan
+    within = _seconds(text)
     if not (mapped or peer).is_loopback:
         status, answer = "403 Forbidden", "only from this host"
     elif not 0 <= within < math.inf:
@@ -249,13 +257,18 @@ def _address(where: str) -> tuple[str, int]:
 
 def _timeout() -> float:
     value = os.environ.get(TIMEOUT_ENV, str(DEFAULT_TIMEOUT))
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
+    seconds = _seconds(value)
     if not 0 < seconds < threading.TIMEOUT_MAX:
         raise CannotStart(f"{TIMEOUT_ENV}={value}: use a number of seconds")
     return seconds
+
+
+def _seconds(text: str) -> float:
+    """A number; NaN, which is within no limits, if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 # For workers -----------------------------------------------------------------------------------------------
@@ -274,16 +287,13 @@ class _Server(FileTimerServer):
     def stop(self) -> None:
         thread: threading.Thread | None = self._watchdog_thread
         self._stop_signaled = True
-        with contextlib.suppress(OSError):
-            # Its thread may wait for the first worker to open the pipe, or for a line.
-            pipe = os.open(self._file_path, os.O_RDWR | os.O_NONBLOCK)
-            try:
-                nothing = FileTimerRequest(worker_pid=0, scope_id="", expiration_time=-1)
-                os.write(pipe, f"{nothing.to_json()}\n".encode())
-                if thread is not None:
-                    thread.join(_END_TIMEOUT)
-            finally:
-                os.close(pipe)
+        nothing = FileTimerRequest(worker_pid=0, scope_id="", expiration_time=-1).to_json()
+        # Its thread may wait for the first worker to open the pipe, or for a line.
+        with contextlib.suppress(OSError), open(self._file_path, "r+b", buffering=0) as pipe:
+            os.set_blocking(pipe.fileno(), False)
+            pipe.write(f"{nothing}\n".encode())
+            if thread is not None:
+                thread.join(_END_TIMEOUT)
         super().stop()
 
 

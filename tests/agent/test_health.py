@@ -23,7 +23,7 @@ from elastic_agents import ROLE, Alone, agent, collected
 
 from ft_wrapper.agent.elastic import CannotStart, Policy, WorkerSpec, WorkerState
 from ft_wrapper.agent.group import Group
-from ft_wrapper.agent.health import Health, _Handler, application, facts, health
+from ft_wrapper.agent.health import _MOST_CONNECTIONS, Health, _Handler, application, facts, health
 from ft_wrapper.agent.nodes import Nodes
 from ft_wrapper.agent.signals import Inbox
 from ft_wrapper.run import main
@@ -112,6 +112,46 @@ def test_the_end_waits_for_nobody(nodes: Nodes, monkeypatch: pytest.MonkeyPatch)
             assert has_asked.wait(TIMEOUT)
         asking.join(TIMEOUT)
     assert [code for code, _ in answers] == [200]
+
+
+def test_further_connections_are_closed(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that say nothing use up neither the agent's files nor its threads."""
+    monkeypatch.setattr(_Handler, "timeout", TIMEOUT * 10)
+    with serve(nodes) as health, nodes.inbox.unattended(), contextlib.ExitStack() as clients:
+        address = ("127.0.0.1", health.server_port)
+        silent, *_ = (
+            clients.enter_context(socket.create_connection(address, TIMEOUT))
+            for _ in range(_MOST_CONNECTIONS)
+        )
+        with socket.create_connection(address, TIMEOUT) as further:
+            assert further.recv(1) == b""
+        silent.shutdown(socket.SHUT_WR)
+        assert silent.recv(1) == b""
+        assert get(health.server_port)[0] == 200
+
+
+def test_a_request_in_parts_gets_no_more_time(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Handler, "timeout", 0.3)
+    with (
+        serve(nodes) as health,
+        socket.create_connection(("127.0.0.1", health.server_port)) as slow,
+        pytest.raises(OSError, match=r"reset|Broken pipe"),
+    ):
+        for _ in range(3000):
+            slow.sendall(b"x")
+            select.select([slow], [], [], 0.01)
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\n"])
+def test_a_request_in_two_parts_is_answered(nodes: Nodes, end: str) -> None:
+    with (
+        serve(nodes) as health,
+        nodes.inbox.unattended(),
+        socket.create_connection(("127.0.0.1", health.server_port), TIMEOUT) as client,
+    ):
+        client.sendall(f"GET / HTTP/1.0{end}X: ".encode())
+        client.sendall(f"y{end}{end}".encode())
+        assert client.recv(12) == b"HTTP/1.0 200"
 
 
 def test_too_many_open_files(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
