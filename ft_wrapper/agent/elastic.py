@@ -39,6 +39,7 @@ from .policy import RANK_RESTARTS, RestartPolicy
 from .policy import Policy as Policy
 from .process import LOCAL_RANK, Job, Program, program_of, python_program
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS, Inbox, SignalQueue, What, queued, signal_name
+from .torch_api.timers import watchdog
 
 log = logging.getLogger(__name__)
 
@@ -376,7 +377,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             spec.max_restarts,
             active_world_size=None if launch is None else launch.active_world_size,
             virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
-            timer_file=cleanup.enter_context(health.watchdog(run_id)),
+            timer_file=cleanup.enter_context(watchdog(run_id)),
             signals=",".join(signum.name for signum in self._signals),
             devices=f"/proc/{os.getpid()}/fd/{locks}:{launch.devices}" if launch and launch.devices else "",
         )

@@ -10,7 +10,7 @@ import pytest
 from elastic_agents import agent, overruns
 
 from ft_wrapper.agent.elastic import Counts, Policy, WorkerState
-from ft_wrapper.agent.health import watchdog
+from ft_wrapper.agent.torch_api.timers import watchdog
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,1 @@
+"""What programs find that were written for torch's own agents."""
