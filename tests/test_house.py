@@ -49,22 +49,22 @@ class Budget:
 
 
 LINES = {
-    "top": Budget(960, 1429, CORE),
+    "top": Budget(990, 1459, CORE),
     "cli": Budget(700),
-    "restart": Budget(1125, 1460, CORE),
+    "restart": Budget(1200, 1535, CORE),
     "rank_assignment": Budget(500, 514, CORE),
-    "protocol": Budget(2120, 2616, CORE),
+    "protocol": Budget(2130, 2626, CORE),
     "store": Budget(1640, 1875, CORE),
     "monitor": Budget(2210, 2299, CORE),
-    "torch_groups": Budget(1175, 1278, CORE),
+    "torch_groups": Budget(1185, 1288, CORE),
     "rendezvous": Budget(1700, 1893, CORE),
     "agent": Budget(3090, 4263, SHELL),
     "agent/torch_api": Budget(550),
     "live": Budget(1722, 1800, SHELL),
     "checkpoints": Budget(370),
     "integrations": Budget(370),
-    "check": Budget(210),
-    "report": Budget(810, 1723, SHELL),
+    "check": Budget(222),
+    "report": Budget(810, 1523, SHELL),
     "testing": Budget(1170, 1240, SHELL),
 }
 """Code lines of each package: no blank lines, comments or docstrings. ``top`` is what lies in none."""
@@ -78,7 +78,7 @@ CLASSES_TWICE = {
 FUNCTIONS_TWICE = {
     CORE: {"arrange", "close", "complete", "connect", "create_handler", "drain", "heartbeat"}
     | {"in_words", "iteration_of", "read", "remove", "without_secrets"},
-    SHELL: {"add", "check", "draw", "main", "make_report", "pack", "seed", "show"},
+    SHELL: {"add", "check", "main", "make_report", "pack", "seed", "show"},
 }
 
 # Private names of another file that a file uses, by the change that gives them a public one.

@@ -34,7 +34,7 @@ from ..settings import Limits
 from . import signals
 from .frames import current_exception, current_frames
 from .right_place import obstacle, prepare
-from .signals import Deferral, free_signal, ours_in, outside_finalizers, replaced_by
+from .signals import Deferral, free_signal, outside_finalizers, replaced_by, weightier
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -139,8 +139,7 @@ class Interrupter:
                     self._traced = False
                     left = True
                 except BaseException as raised:
-                    if error is None or not isinstance(ours_in(raised), (Exception, RankShouldRestart)):
-                        error = ours_in(raised)
+                    error = weightier(error, raised)
         if isinstance(error, RankShouldRestart):
             error = replaced_by(error) or error
         try:

@@ -19,7 +19,6 @@ import signal
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -127,21 +126,15 @@ class MonitorLine:
         port: int = self._answer("open a store")["port"]
         return port
 
-    def await_answer(self, looked: float, interval: float) -> None:
+    def await_answer(self) -> None:
         """Waits for a monitor that has not looked after this rank for longer than it should.
 
         Nobody watches the rank meanwhile, and no heartbeat is sent for it: in each iteration that it went on
         to, it would be evicted again.
 
-        Args:
-            looked: when the monitor last looked, by `RankMemory.monitor_stamp`; 0.0 for not yet.
-            interval: seconds within which it should look again.
-
         Raises:
             InternalError: it did not answer in time, or has ended; this rank has to leave.
         """
-        if not looked or time.monotonic() - looked < 2 * interval:
-            return
         self._send({"type": "answer"})
         if not self._is(select.POLLIN, _SOON):
             who = (self.name, self.pid, socket.gethostname())

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 #: Seconds between two attempts while the function does not leave; the first few follow each other faster.
 RESEND_INTERVAL = 0.02
 
+_OWN = (RestartAbort, RankShouldRestart)  # of which a group may have nothing else
 _STUCK_AFTER = 3  # resend intervals at one instruction
 
 Handler = Callable[[int, FrameType | None], object]
@@ -279,16 +280,19 @@ def replaced_by(interruption: RankShouldRestart) -> BaseException | None:
     return None
 
 
-def ours_in(error: BaseException) -> BaseException:
-    """The wrapper's own exception in a group that a task group (asyncio's, trio's) made; else the error."""
-    if isinstance(error, BaseExceptionGroup):
-        for kind in (JobAbort, RestartAbort, RankShouldRestart):
-            found: BaseException | None = error.subgroup(kind)
-            while isinstance(found, BaseExceptionGroup):
-                found = found.exceptions[0]
-            if found is not None:
-                return found
-    return error
+def weightier(error: BaseException | None, raised: BaseException) -> BaseException:
+    """Which of two exceptions counts; in a group that a task group (asyncio's, trio's) made, the wrapper's own.
+
+    Args:
+        error: what came first; None if nothing did.
+        raised: what came after it.
+    """
+    if isinstance(raised, BaseExceptionGroup):
+        groups = map(raised.subgroup, (JobAbort, RestartAbort, RankShouldRestart))
+        raised = next((group for group in groups if group is not None), raised)
+        while isinstance(raised, BaseExceptionGroup) and raised.split(_OWN)[1] is None:
+            raised = raised.exceptions[0]
+    return raised if error is None or not isinstance(raised, (Exception, RankShouldRestart)) else error
 
 
 def outside_finalizers(

@@ -323,8 +323,10 @@ class Call(Performer):
         self._run_check(_check_device)
         if own.progress.monitor_lost.is_set():
             raise InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
-        with own.waiting:
-            own.monitor.await_answer(own.memory.monitor_stamp, settings.monitor_process_interval)
+        looked = own.memory.monitor_stamp  # 0.0 if it has not yet
+        if looked and time.monotonic() - looked > 2 * settings.monitor_process_interval:
+            with own.waiting:
+                own.monitor.await_answer()
         self._reporter.phases.end("arrive")
 
     def leave_if_asked(self) -> None:
