@@ -281,7 +281,7 @@ def replaced_by(interruption: RankShouldRestart) -> BaseException | None:
 
 
 def weightier(error: BaseException | None, raised: BaseException) -> BaseException:
-    """Which of two exceptions counts; in a group that a task group (asyncio's, trio's) made, the wrapper's own.
+    """Which of two exceptions counts; of a group that a task group has made, the wrapper's own.
 
     Args:
         error: what came first; None if nothing did.

@@ -45,8 +45,9 @@ def forget_old_ranks() -> None:
     """
     # Most programs have imported none of these, and in each restart the others wait for this.
     for what, name, step in _STEPS:
+        module = sys.modules.get(name)
         # A spare's warm-up may import it just now.
-        if (module := sys.modules.get(name)) is not None and not getattr(module.__spec__, "_initializing", 0):
+        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             _succeeds(what, step, module)
 
 

@@ -46,8 +46,7 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
         BaseException: whatever else the user's part raises.
     """
     if not _importing:  # in a thread: an import cannot be cut short, and the caller may be made to leave
-        _importing.append(in_background("importing what torch imports late", import_lazy_modules))
-        _early.extend(_importing)
+        in_background("importing what torch imports late", _import)
     await_imports()
     # Last what depends on the device: the user's part may have chosen it.
     for part in (users, _train, _reduce_alone):
@@ -98,14 +97,20 @@ def make_context_early(store: Operations, incarnation: int) -> None:
 
 def await_early_context() -> None:
     """Waits for that thread, and for one that imports, at the end of a call."""
-    while _early:
-        _early.pop().join(10.0)
+    for thread in [*_early, *_importing]:
+        thread.join(10.0)
+    _early.clear()
 
 
 def await_imports() -> None:
     """Before the function runs, which may fork: a child would wait for the imports of a thread it lacks."""
     for thread in _importing:
         thread.join()
+
+
+def _import() -> None:
+    _importing.append(threading.current_thread())  # not by the caller, who may be interrupted before that
+    import_lazy_modules()
 
 
 def import_lazy_modules() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from ft_wrapper.agent import loop
 from ft_wrapper.agent.outputs import Failure, count_kernel_kills, kills_file
+from ft_wrapper.agent.verdict import INFRASTRUCTURE
 from ft_wrapper.run import main
 
 
@@ -112,6 +113,6 @@ def test_the_line_says_so(
     monkeypatch.setattr(loop, "count_kernel_kills", lambda: before + kills)
     script = tmp_path / "script.py"
     script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert main(["--no-standby", str(script)]) == 1
+    assert main(["--no-standby", str(script)]) == INFRASTRUCTURE
     lines = [record.getMessage() for record in caplog.records if "killed by SIGKILL" in record.getMessage()]
     assert lines and all(("out of memory?" in line) == bool(kills) for line in lines)

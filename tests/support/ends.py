@@ -25,7 +25,7 @@ def end_quickly(code: object = None) -> None:
     """
     if os.environ.get(ENDS) != "quick" or not (code is None or isinstance(code, int)):
         return
-    for finalizer, call in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
+    for finalizer, call in weakref.finalize._registry.copy().items():  # type: ignore[attr-defined]
         if call.func.__module__ == "torch.library":  # it takes back the operators that Python made
             finalizer.detach()
     threading._shutdown()  # type: ignore[attr-defined]

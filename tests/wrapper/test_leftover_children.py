@@ -94,7 +94,7 @@ def leaves_an_executor(rank: Rank, is_slow: bool) -> Any:
     def write() -> None:
         if is_slow:
             rank.hear()
-        rank.say("written")
+            rank.say("written")
 
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> int:
@@ -121,7 +121,7 @@ def test_a_thread_that_an_interrupted_function_left_is_waited_for(job: Job, is_s
         (said,) = job.expect("waits", 0)
         assert "waits at its end for what an interrupted function left: thread writer_0" in said["words"]
         job.tell("write", 0)
-    job.expect("written", 0)
+        job.expect("written", 0)
     job.wait_for_end(leftovers=False)
     assert [process.code for process in job.ranks.values()] == [0, 0]
 

@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 
-from ft_wrapper.monitor.shared_memory import Phase
 from ft_wrapper.protocol.standing import UNKNOWN
 from ft_wrapper.restart import call
 from ft_wrapper.restart.call import Call
@@ -19,14 +18,12 @@ def test_the_first_ranks_say_where_they_stood(
     monkeypatch: pytest.MonkeyPatch, rank: int | None, tells: bool
 ) -> None:
     agreement = mock.Mock()
-    monkeypatch.setattr(call, "standing", lambda thread: ("in all_reduce", UNKNOWN))
     monkeypatch.setattr(call, "Agreement", lambda client: agreement)
+    agreement.ends.finished_in.return_value = []
     monkeypatch.setattr(call.warm_up, "tell_of_cuda", lambda client: None)
     monkeypatch.setattr(call.dataclasses, "replace", lambda fault, stood: fault)
     this = mock.Mock()
     this.state.rank = rank
-    this.own.memory.phase, this.own.memory.progress_stamp = Phase.WATCHED, lambda interval: 0.0
-    this.own.settings = this.settings
-    this.settings.soft_timeout = 0.1
-    Call._note_whereabouts(this)
+    this._place = ("in all_reduce", UNKNOWN)
+    Call._tell(this)
     assert agreement.ends.log_fault.called is tells
