@@ -17,6 +17,7 @@ import pytest
 
 from ft_wrapper import check, run
 from ft_wrapper.check import Finding, findings
+from ft_wrapper.cli import check as cli_check
 from ft_wrapper.cli.check import NO_CUDA
 from ft_wrapper.run import main, parse_args
 
@@ -168,6 +169,12 @@ FOUND: dict[str, tuple[Finding | None, str, str, list[Finding | None]]] = {
             findings.own_name("host7", ["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth0"}, 2),
         ],
     ),
+    "a slow name service": (
+        findings.reverse_lookup("node0", 5.012),
+        "the reverse look-up of node0 took 5 s",
+        "put the addresses of all nodes into /etc/hosts, or run a cache of names",
+        [findings.reverse_lookup("node0", 0.049)],
+    ),
     "an unknown name": (
         findings.own_name("host7", [], {}, 2),
         "this host's name host7 cannot be looked up",
@@ -279,6 +286,25 @@ def without_cuda(good: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "has_cuda", lambda: False)
     monkeypatch.setattr(run, "_set_up_logging", lambda _: None)  # it would stay
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(cli_check, "_lookup_seconds", lambda host: 0.0)
+
+
+def test_the_name_service_is_asked() -> None:
+    """However long it takes here."""
+    assert cli_check._lookup_seconds("127.0.0.1") > 0.0
+    assert cli_check._lookup_seconds("no-such-host.invalid") == 0.0
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_a_slow_name_service_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(cli_check, "_lookup_seconds", lambda host: asked.append(host) or 5.0)
+    assert main(["--check", "-m", "json.tool"]) == 1
+    assert main(["--check", "--nnodes", "2", "--rdzv-endpoint", "other:29400", "-m", "json.tool"]) == 1
+    assert asked == ["127.0.0.1", "other"]
+    assert "the reverse look-up of other took 5 s: torch asks" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("without_cuda")

@@ -18,6 +18,7 @@ _FALSE = ("0", "f", "false", "n", "no")  # as torch reads them
 _LEAST_NCCL = (2, 26, 2)
 _HANGS = ((2, 28, 3), (2, 28, 8))  # the first and the last version
 _HEARTBEAT_TIMEOUT = 480.0  # torch's default, in seconds
+_SLOW_LOOKUP = 0.05  # seconds; a name service nearby answers within a few milliseconds
 _LEAST_SHARED_MEMORY = 64 << 20  # bytes; all that a container has where no one asked for more
 _FILES = 128  # of a rank that is alone, and for each further rank: a connection in each of some groups
 _FILES_OF_A_PEER = 4
@@ -185,6 +186,22 @@ def own_name(name: str, addresses: Collection[str], environ: Mapping[str, str], 
     why = "gloo gives other nodes an address at which they do not reach this one"
     remedy = f"set GLOO_SOCKET_IFNAME, or give {name} its address in /etc/hosts or DNS"
     return Finding(f"this host's name {name} {what}", why, remedy)
+
+
+def reverse_lookup(host: str, seconds: float) -> Finding | None:
+    """The name of a store's address takes long to look up.
+
+    Args:
+        host: of the store.
+        seconds: how long it took.
+    """
+    if seconds < _SLOW_LOOKUP:
+        return None
+    why = (
+        "torch asks for the name of its peer at each new connection to a store, so restarts may take as long"
+    )
+    remedy = "put the addresses of all nodes into /etc/hosts, or run a cache of names; see docs: launching"
+    return Finding(f"the reverse look-up of {host} took {seconds:.2g} s", why, remedy)
 
 
 def _shown(environ: Mapping[str, str], name: str, default: str = "") -> str:
