@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import psutil
 
@@ -43,8 +43,7 @@ _FRAME = re.compile(r'^ +File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 def current_frames() -> dict[int, FrameType]:
     """Returns the innermost frame of each thread by its identifier, as ``sys._current_frames()``."""
-    frames: dict[int, FrameType] = _uncollected(sys._current_frames)
-    return frames
+    return cast(dict[int, FrameType], _uncollected(sys._current_frames))
 
 
 def current_exception(thread: int) -> BaseException | None:
@@ -69,7 +68,7 @@ def _uncollected(look: Callable[[], Any]) -> Any:
     calls = (gc.isenabled, gc.disable, look, gc.enable)
     # The last one depends on what the first has returned.
     results.extend(map(operator.call, itertools.compress(calls, itertools.chain((1, 1, 1), results))))
-    return results[2]
+    return results.pop(2)  # not left in a variable of a frame that is among them: that would be a cycle
 
 
 # ---- where a thread stands: for the log line of a hang, to tell who waits from who is waited for

@@ -8,12 +8,13 @@ import queue
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
 
 from ft_wrapper.monitor import frames
-from ft_wrapper.monitor.frames import whereabouts
+from ft_wrapper.monitor.frames import current_exception, current_frames, whereabouts
 
 # Collections begin all the time and destroy what releases the GIL, while threads come and go.
 BUSY = """
@@ -114,3 +115,23 @@ def test_the_users_choice_whether_to_collect_stays(look: Callable[[], object]) -
         sys.setswitchinterval(interval)
         gc.enable()
     assert lost == 0
+
+
+def test_a_look_at_the_frames_keeps_nothing_alive() -> None:
+    """Without the collector: a cycle of a frame and the look at it would hold what all functions have."""
+
+    class Model:
+        pass
+
+    def trains() -> weakref.ref[Model]:
+        model = Model()
+        assert threading.get_ident() in current_frames()
+        assert current_exception(threading.get_ident()) is None
+        return weakref.ref(model)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert trains()() is None
+    finally:
+        gc.enable()
