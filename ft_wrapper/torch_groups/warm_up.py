@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 _LAZY_MODULES = ("sympy", "torch.distributed.fsdp", "torch._dynamo")
 
 _early: list[threading.Thread] = []
-_importing: list[threading.Thread] = []
+# Set when the imports are through. Python 3.11 takes a thread for ended if its join was interrupted.
+_importing: list[threading.Event] = []
 #: What has run, or failed, in this process.
 _done: list[Callable[[], object]] = []
 
@@ -97,20 +98,24 @@ def make_context_early(store: Operations, incarnation: int) -> None:
 
 def await_early_context() -> None:
     """Waits for that thread, and for one that imports, at the end of a call."""
-    for thread in [*_early, *_importing]:
-        thread.join(10.0)
-    _early.clear()
+    while _early:
+        _early.pop().join(10.0)
+    await_imports(10.0)
 
 
-def await_imports() -> None:
+def await_imports(seconds: float | None = None) -> None:
     """Before the function runs, which may fork: a child would wait for the imports of a thread it lacks."""
-    for thread in _importing:
-        thread.join()
+    for through in _importing:
+        through.wait(seconds)
 
 
 def _import() -> None:
-    _importing.append(threading.current_thread())  # not by the caller, who may be interrupted before that
-    import_lazy_modules()
+    through = threading.Event()
+    _importing.append(through)  # not by the caller, who may be interrupted before that
+    try:
+        import_lazy_modules()
+    finally:
+        through.set()
 
 
 def import_lazy_modules() -> None:

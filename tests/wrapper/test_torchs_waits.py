@@ -73,6 +73,6 @@ def test_who_waits_for_a_rank_that_has_died_is_freed(job: Job, what: str, tmp_pa
     job.tell("go", 0)
     job.expect("waits", 0)
     job.send_signal(1, signal.SIGKILL)
-    job.wait_for_end(leftovers=what != "rpc")
+    job.wait_for_end(leftovers=what not in ("rpc", "async_save"))  # torch's own threads
     assert (job[0].value, job[1].code) == (1, -signal.SIGKILL)
     assert "HARD_TIMEOUT" not in job[0].log and "hard_timeout" not in job[0].log
