@@ -47,10 +47,8 @@ _IDLE_CHECK = 0.02
 _IDLE_LIMIT = 5.0
 _SOON = 0.25  # seconds within which an abort returns
 
-VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
-    "FT_WRAPPER_PROCESS",  # see `monitor.identity`
-)
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+VARIABLES = (*_RANKS, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "FT_WRAPPER_PROCESS")
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 _to_drop: list[list[Any]] = []  # references to released groups, while a thread runs that drops them
