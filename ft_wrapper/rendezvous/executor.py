@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -326,13 +325,13 @@ def await_predecessor(register: Register, node_id: str, settings: Settings) -> N
         StoreError: the store does not answer.
     """
     store, limit = register.store, settings.keep_alive_timeout
-    watch = observer(store, limit)
+    watch, began = observer(store, limit), store.now()
     for look in itertools.count():
         record = register.read().record
         before = record.find(node_id)
         if record.closed or before is None or _has_ended(before, read(store, process_key(node_id)) or ""):
             return
-        action = operations.succeed(watch.stillness(before), look * settings.keep_alive_interval, limit)
+        action = operations.succeed(watch.stillness(before), store.now() - began, limit)
         if action is Action.TAKE_SEAT:
             return
         if action is Action.ERROR_TIMEOUT:
@@ -342,7 +341,7 @@ def await_predecessor(register: Register, node_id: str, settings: Settings) -> N
             )
         if not look:
             log.info("node id %s is in use: waiting until %s is silent for %g s", node_id, before, limit)
-        time.sleep(settings.keep_alive_interval)
+        register.wait(record.version, settings.keep_alive_interval)  # it may leave, or be found lost
 
 
 def observer(store: Operations, timeout: float) -> CounterObserver[Node]:
