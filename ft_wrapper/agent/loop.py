@@ -219,7 +219,7 @@ class Loop:
                 case ranks.EndTemplate():
                     if self._standby is not None and action.signum and self._standby.got(action.signum):
                         self._got_by_all = action.signum
-                        log.info("each rank has it already, from whoever sent it: it is not sent again")
+                        log.info("the sender signalled each rank, too: it is not forwarded")
                     self._end_standby()
                 case ranks.Send() if action.rank is not None or action.signum != self._got_by_all:
                     for rank, process in self._running.items():

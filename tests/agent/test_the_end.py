@@ -76,7 +76,7 @@ def test_ranks_get_a_signal_once(tmp_path: Path, name: str, to_all: bool) -> Non
             process.send_signal(signum)
         job.await_file(folder / "noted")
         if to_all:
-            await_that(lambda: "has it already" in job.said, job)
+            await_that(lambda: "signalled each rank" in job.said, job)
         (folder / "end").touch()
         assert job.end() == 128 + signum
         assert (folder / "noted").read_text() == f"{name} ", job.said
