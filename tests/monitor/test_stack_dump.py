@@ -70,6 +70,26 @@ def test_says_where_the_main_thread_stands(does: Callable[[], object]) -> None:
         assert place is not None and place.startswith("at test_stack_dump.py:")
 
 
+def be_interrupted() -> None:
+    """Another thread sends signals to this one, all the time."""
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    main = threading.get_ident()
+
+    def send() -> None:
+        while True:
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    threading.Thread(target=send, daemon=True).start()
+    while True:
+        wait()
+
+
+@pytest.mark.timeout(60)
+def test_it_is_the_main_thread_even_if_that_is_being_interrupted() -> None:
+    with rank(be_interrupted) as asked:
+        assert not [place for _ in range(10) if " in send" in (place := where_it_stands(*asked) or "")]
+
+
 @pytest.mark.timeout(60)
 def test_library_frames_lead_to_the_users_line() -> None:
     def train() -> None:
