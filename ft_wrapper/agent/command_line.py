@@ -416,7 +416,7 @@ def _add_own(parser: Parser) -> None:
     )
     add(
         "--max-rank-restarts N",
-        f"how often each single rank may be restarted within an hour (default: {RANK_RESTARTS})",
+        f"how often each single rank may be restarted within an hour of running (default: {RANK_RESTARTS})",
     )
     add(
         "--active-world-size N",
@@ -440,8 +440,8 @@ def _add_own(parser: Parser) -> None:
         "next step begins, or are terminated after this long (default: 0: the job ends)",
         default="0",
     )
-    add("--drained-exit-code N", "exit code once this node was drained (default: 0)", default="0")
-    add("--result-file PATH", "write how the job has ended to this file, as JSON (default: no file)")
+    add("--drained-exit-code N", "exit code of a node that was drained (default: 0)", default="0")
+    add("--result-file PATH", "write how the job ended to this file, as JSON (default: no file)")
     add(
         "--exit-barrier-timeout SECONDS",
         f"how long a node whose ranks are done waits for the others (default: {EXIT_BARRIER_TIMEOUT:g})",
