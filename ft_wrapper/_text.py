@@ -1,15 +1,15 @@
-"""Text for people: numbers with their unit; without passwords; not longer than what it is put into."""
+"""Text for people: numbers with their unit; without passwords; cut to fit."""
 
 import re
 
-#: The most bytes of a user's text that go into one value of the store, and into a line of a log.
+#: Bytes of a user's text, at most: in one value of the store, and in one log line.
 IN_STORE, IN_LINE = 16 << 10, 2 << 10
 
 _HIDDEN = "…"
 # Up to the last @: what is taken for a part of the secret by mistake does no harm.
 _IN_URL = re.compile(r"""(?<=://)[^\s'"/]+@""")
-# What stands before the last @ of a word is found first, and a user in it then: each once, as the time for a
-# text that is searched from each of its commas would grow with the square of its length.
+# First the part before the last @ of a word, then the user in it. A search from each comma of a text would
+# take time that grows with the square of its length.
 _BEFORE_HOST = re.compile(r"""(?:/|(?<![^\s'"/]))[^\s'"/]*@(?=[^\s'"])""")
 _USER = re.compile(r"(?<![^=,(])[^=,(/:@]+:[^/]+@$")
 _NAMED = re.compile(r"(?i)((?:password|passwd|secret|token|api_?key)=)[^\s&,;'\"]+")
@@ -28,13 +28,13 @@ def without_secrets(text: str) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """The begin of a text, with "…" in the place of the rest.
+    """The beginning of a text, with "…" in place of the rest.
 
     Lone surrogates, which no store takes, are written as Python writes them in a literal.
 
     Args:
         text: any text of a user's.
-        most: bytes that it may have as UTF-8.
+        most: the bytes that it may have, as UTF-8.
     """
     data = text.encode(errors="backslashreplace")
     return data.decode() if len(data) <= most else data[: most - 3].decode(errors="ignore") + "…"

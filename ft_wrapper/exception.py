@@ -98,7 +98,7 @@ class StoreUnavailable(StoreError):
 def in_one_line(error: BaseException) -> str:
     """Says what was raised: the kind and the first line of the message, as a traceback's last line has it.
 
-    Cut to what a line of a log may have. Without secrets: it goes into the store, from where others read and
+    Cut to fit a log line. Without secrets: it goes into the store, from where others read and
     show it.
 
     ``traceback.format_exception_only`` says the same, with more lines, and takes twenty times as long; the

@@ -164,7 +164,7 @@ class Unwrapped(CallWrapper):
 
     @property
     def _call(self) -> Call:  # type: ignore[override]
-        raise RestartAbort("enabled=False: LiveState and Checkpoints take the wrapper, also on one rank")
+        raise RestartAbort("enabled=False: LiveState and Checkpoints need the wrapper, also on one rank")
 
     @property
     def state(self) -> FrozenState:

@@ -599,7 +599,7 @@ def test_notices_reach_who_handles_them_and_end_nothing(
         rank.tell("exit 0")
     code, said = job.end()
     assert code == 0
-    assert said.count(f"{name}: handed to rank 0; no other rank of this node runs now and has a handler") == 2
+    assert said.count(f"{name}: handed to rank 0; no other running rank of this node has a handler") == 2
     assert "standby process" not in said
 
 

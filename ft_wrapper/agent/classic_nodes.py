@@ -57,7 +57,7 @@ class ClassicNodes(Nodes):
         self._store: Store | None = None
         self._round: Round | None = None
         self._worker_store: TCPStore | None = None
-        self._asking = contextlib.ExitStack()  # which ends it
+        self._asking = contextlib.ExitStack()  # ends the thread that asks
 
     def next_round(self) -> Round:
         self._asking.close()

@@ -255,7 +255,7 @@ def _timeout() -> float:
 
 
 def _seconds(text: str) -> float:
-    """A number; NaN, which is within no limits, if it is none."""
+    """The number in a text; NaN, which is within no limits, if there is none."""
     try:
         return float(text)
     except ValueError:

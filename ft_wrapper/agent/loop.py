@@ -139,11 +139,11 @@ class Loop:
     def wait(self, signals: SignalQueue) -> End:
         """Waits until all ranks have ended, and none is to be started again alone.
 
-        A signal that ends the job is forwarded to all that live, unless they have got it already; those that
-        still do after the shutdown timeout are killed.
+        A signal that ends the job is forwarded to all ranks that run, unless its sender has signalled them,
+        too. Ranks that still run after the shutdown timeout are killed.
 
         Args:
-            signals: what is to be forwarded; and SIGCHLD, which says that there may be orphans to reap.
+            signals: the signals to forward; and SIGCHLD, after which there may be orphans to reap.
         """
         for waited_for in (signals.fd, self._nodes.inbox):
             self._selector.register(waited_for, selectors.EVENT_READ)
@@ -151,7 +151,7 @@ class Loop:
             self._do_what_is_due()
             while not self._ranks.is_over:
                 ready, arrived = self._select(), signals.read()
-                for signum in arrived:  # before the ends: where all processes get a signal, it causes them
+                for signum in arrived:  # before the ends, which it may have caused
                     if signum in signals.ending:
                         self._carry_out(self._ranks.signalled(signum))
                     elif signum != signal.SIGCHLD:
@@ -219,7 +219,7 @@ class Loop:
                 case ranks.EndTemplate():
                     if self._standby is not None and action.signum and self._standby.got(action.signum):
                         self._got_by_all = action.signum
-                        log.info("the sender signalled each rank, too: it is not forwarded")
+                        log.info("not forwarded: the sender of the signal has signalled each rank, too")
                     self._end_standby()
                 case ranks.Send() if action.rank is not None or action.signum != self._got_by_all:
                     for rank, process in self._running.items():
@@ -246,11 +246,11 @@ class Loop:
                         self._carry_out(self._ranks.stays(action, refused))
 
     def _notify(self, signum: int) -> None:
-        """Hands a signal to the ranks that have a handler for it: it may end others, and their helpers."""
+        """Passes a signal to the ranks that have a handler for it: it might end others, and their helpers."""
         handle = {rank: one for rank, one in self._running.items() if signum in caught(one.pid)}
         for process in handle.values():
             signal.pidfd_send_signal(process.pidfd, signum)
-        words = "%s: handed to %s; no other rank of this node runs now and has a handler for it"
+        words = "%s: handed to %s; no other running rank of this node has a handler for it"
         log.warning(words, signal_name(signum), self._ranks.names(handle))
 
     def _tell(self, told: ranks.Tell) -> None:

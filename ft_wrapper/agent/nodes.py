@@ -128,11 +128,11 @@ class End:
 def result_of_failures(failures: Sequence[Failure], node: str) -> JobResult:
     """What the failures of a node's ranks mean for the job.
 
-    A process that has given up, or has ended by itself, would do so again. One that was killed is taken for a
-    loss, unless the same has come before in a job that has never begun to work.
+    A process that gave up, or exited by itself, would do so again. One that was killed counts as a loss,
+    unless one was killed by the same signal in the round before, and no job has formed.
 
     Args:
-        failures: those that count, in the order of happening; at least one.
+        failures: those that count, the first one first; at least one.
         node: what the node is called; empty if there is no other.
     """
     first = next((one for one in failures if one.gave_up), failures[0])
@@ -241,7 +241,7 @@ class Nodes:
         """Waits for the others in a thread, and puts the end of that into the inbox.
 
         Args:
-            wait: does it; returns why it was too long, if it was, and what the others have said.
+            wait: waits; returns what the others have said, and why it gave up, if it did.
         """
         term = self.inbox.term
 
@@ -335,7 +335,7 @@ def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """What it means, for who has started this node, that a round does not begin because of this error."""
+    """The exit code if a round does not begin because of this error."""
     if isinstance(error, BadNode):
         return BAD_NODE
     lost = (elastic.RendezvousConnectionError, elastic.RendezvousTimeoutError, StoreError)
@@ -365,7 +365,7 @@ def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
         if end.again or end.signum is not None or end.ended_by:
             return end
     elif end.lost:
-        # Where they have given up, or were left alone, so will all others.
+        # Ranks that gave up, or found no others, do so on all nodes.
         is_over = not end.failures or any(one.gave_up or one.was_stranded for one in end.failures)
         if not is_over and nodes.states().get("active", 1) > 1:
             end = dataclasses.replace(end, left=JobResult(BAD_NODE, "its ranks are lost, the others go on"))

@@ -265,9 +265,9 @@ class Failure:
         error_file: where its exception was recorded; empty if it was not.
         ended_by: the error of another rank that ended the job, and this process with it; empty if none did.
         kernel_kills: how many processes the kernel has killed here for lack of memory since this one began.
-        gave_up: whether it has left the job since going on is of no use.
-        was_stranded: whether it has left the job as the store, or the other ranks, did not come.
-        came_before: whether one has failed like it before all ranks were restarted, and no job had formed.
+        gave_up: whether it left the job for good, because going on is of no use.
+        was_stranded: whether it left the job because the store or the other ranks did not answer.
+        came_before: whether a process ended with this exit code in the round before, and no job has formed.
     """
 
     rank: int
@@ -419,7 +419,7 @@ def count_kernel_kills(events: Path | None = None) -> int:
 
 @functools.cache
 def kills_file(own: Path = Path("/proc/self/cgroup"), cgroups: Path = _CGROUPS) -> Path | None:
-    """The file in which the nearest cgroup that counts such kills does so; None if none does.
+    """The file of the nearest cgroup that counts such kills; None if none does.
 
     Args:
         own: says which cgroups a process is in; a container may see them under other names.

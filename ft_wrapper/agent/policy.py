@@ -252,7 +252,7 @@ class JobInStore:
         return self._record(slot, pid).gave_up
 
     def has_stranded(self, slot: int, pid: int) -> bool:
-        """Whether a slot's process has left it as the store, or the other ranks, did not come."""
+        """Whether a slot's process has left it because the store or the other ranks did not answer."""
 
         def read_faults() -> list[Fault]:
             head = self._agreement.iterations.read_head()
@@ -284,8 +284,8 @@ class JobInStore:
             if current is None or ends.outcome_of(current[0].n) != DONE:
                 return None
             view, _ = current
-            # The death of an active rank would have ended it otherwise; and who dies outside of a call, as
-            # after this one, is logged without a fault.
+            # The death of an active rank would have ended the iteration by a fault. The death of a process
+            # outside of a call, as after this one, is logged without one.
             spares, _ = spares_in(self._store, view.n)
             gone = spares & {fault.member for fault in ends.faults_of(view.n)}
             return {member.slot: self._pid_of(member) for member in set(view.members) - gone}

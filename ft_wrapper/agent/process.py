@@ -262,7 +262,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Starts a program in a session of its own; it is killed when this process dies, however that happens.
 
-    Python ignores `NOTICES` until the script handles them: they are not to end it before.
+    A Python program ignores `NOTICES` until the script handles them, so that they do not end it before.
 
     Args:
         command: program and arguments.

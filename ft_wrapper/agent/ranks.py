@@ -65,8 +65,8 @@ class EndTemplate(RankAction):
     """Ends the template: no process is started after it.
 
     Args:
-        signum: the signal that this is for, if it is. Where the template got it, too, its sender has sent it
-            to each process: `Send` of it to all ranks is not carried out then.
+        signum: the signal that causes this, if one does. If the template got it, too, its sender has
+            signalled each process, and the `Send` of it to all ranks is not carried out.
     """
 
     signum: int | None = None
@@ -423,7 +423,7 @@ class Ranks:
         """
         if self._stop is not None or self._clock() - since < END_LIMIT:
             return []
-        words = "%s: waiting at the end for more than %g s after another one has failed, so ended"
+        words = "%s: waited at the end for %g s and are ended: another rank of this node has failed for good"
         log.warning(words, self.names(), END_LIMIT)
         return [*self._begin_stop(again=False), Send(signal.SIGTERM)]
 

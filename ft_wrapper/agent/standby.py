@@ -58,7 +58,7 @@ BOOT = (
 )
 
 _MAX_MESSAGE = 1 << 20
-_TOGETHER = 0.1  # seconds from one process's signal to the next one's, if their sender signals all
+_TOGETHER = 0.1  # seconds between the signals to two processes, if their sender signals all
 _FORK = b"fork"
 # Sent once the first ranks run: they do not wait for what only their replacements need.
 _IMPORT_MORE = b"import more"
@@ -197,7 +197,7 @@ class Standby:
         return False
 
     def got(self, signum: int) -> bool:
-        """Whether a signal of the agent's has ended the template, too: its sender signals all processes."""
+        """Whether a signal to the agent has ended the template, too: its sender signals all processes."""
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(_TOGETHER) == -signum
         return False

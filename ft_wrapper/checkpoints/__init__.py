@@ -210,7 +210,7 @@ class Checkpoints:
             if root != str(self.root):
                 raise JobAbort(
                     f"Checkpoints: active rank {self._rank} names root={str(self.root)!r}, active rank 0 "
-                    f"{root!r}: give the same absolute path on all ranks, and make several in the same order"
+                    f"{root!r}: give all ranks the same absolute path, and make several in one order"
                 )
             if run != self._kept.run:
                 path = self.root / f"run-{run}"

@@ -25,8 +25,8 @@ def mark(environment: Mapping[str, str], pid: int = 0) -> str:
 def check() -> None:
     """Checks that the environment is this process's own.
 
-    One that a launcher has made for this process, below a rank of ours, is its own: what is left in it of the
-    rank's is removed.
+    An environment that a launcher has made for this process, below a rank of ours, is its own; the rank's
+    variables are removed from it.
 
     Raises:
         ValueError: it is another process's.

@@ -29,13 +29,13 @@ class Remembered:
     """What a process remembers of its last wrapped call, for the next one on the same store.
 
     Args:
-        call: number of the next call: of the last one once more, if this process left that with an error.
+        call: number of the next call; the last one's number if this process left that with an error.
         member: who it was; None if the call had completed before it came.
         view: the iteration that ended well, in which it had
         rank: this rank, of
         world_size: so many.
         monitor: keeps watch between the two calls; to be closed once another one has joined.
-        has_failed: whether this process left the last call with an error, so that it makes it once more.
+        has_failed: whether this process left the last call with an error, so that it joins that call again.
     """
 
     call: int

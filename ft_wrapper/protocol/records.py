@@ -190,7 +190,7 @@ class Fault(Record):
         pid: which process.
         at: when it was noticed, in seconds since the epoch; 0 if that is not known.
         stood: where it stood, if it hung.
-        counted: kind and place, if its member left the job by it and it is counted.
+        counted: kind and place, if its member left the job by it and `max_same_faults` counts it.
     """
 
     member: Member
@@ -242,9 +242,9 @@ def count_same_faults(
     Args:
         before: those of the iteration before.
         faults: those of this one, and who had it first.
-        dead: the members that have ended, with what was noted: by what one left the job.
-        lost: whether a rank was lost, which may be why others failed; then those alone count that
-            end the job, or by which a rank left.
+        dead: the members that have ended, with their marks: one says by what its member left the job.
+        lost: whether a rank was lost, which may be why others failed; then only faults count that end the
+            job, or by which a rank left.
     """
     counts = {fault.what: fault.count for fault in before}
     noted = {mark: member for member, marks in dead.items() for mark in marks if mark.startswith(LEFT_BY)}

@@ -355,7 +355,7 @@ def note_process(store: Operations, node: Node) -> None:
 
 
 def _place(node: Node) -> str:
-    """Of which agent a pid is, and where it means that: the boot of this host, the pid namespace."""
+    """An agent, and where its pid is valid: on this host since its boot, in this pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{node.name} {boot} {os.readlink('/proc/self/ns/pid')}"
 

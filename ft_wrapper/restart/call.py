@@ -47,8 +47,8 @@ from .same_faults import Stay, leaves_with_fault, times_before
 log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
-_HUNG = 0.9  # of soft_timeout: others that hang with it are noticed a little later
-# Ranks that say where they stood when they hung, each with up to a kilobyte: all of it is one key.
+_HUNG = 0.9  # of soft_timeout: ranks that hang together are noticed one after the other
+# Ranks that write where they hung, up to a kilobyte each, into one key.
 _WHEREABOUTS = 512
 # Seconds in an iteration: a job that does not work mostly fails soon, and others need the CPUs to begin.
 _WARMS_UP_AFTER = 2.0

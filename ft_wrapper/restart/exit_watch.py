@@ -3,7 +3,7 @@
 Python waits at its end for every thread that is no daemon, and for child processes. A thread of an executor
 that was interrupted in its shutdown, or that hangs in a call for ranks that are no more, keeps the process
 from ever exiting; one that uploads a checkpoint needs its time. So what an interrupted function has left
-running is named, and the agent hears of the wait: it ends the process if another rank has failed.
+running is named, and the agent sees since when the process waits: see `Ranks.waits_at_end`.
 """
 
 import logging

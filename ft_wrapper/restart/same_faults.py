@@ -30,7 +30,7 @@ class Stay:
         is_out_of_memory: whether the device had no memory left.
         hung_at: when it stopped making progress, in monotonic seconds, if that is why the iteration ended.
         hang: where it hung when the iteration ended.
-        has_kept_others_waiting: whether it did so though other ranks had returned.
+        has_kept_others_waiting: whether it hung when other ranks had returned.
     """
 
     entered_at: float = 0.0
@@ -47,8 +47,8 @@ class Stay:
     def count(self, error: BaseException, view: View, limit: int | None, has_progressed: bool) -> None:
         """Names the fault, if it counts: there was no progress before it, and it follows from no other fault.
 
-        A hang that another rank waits behind, having returned, counts whatever the progress was: that rank
-        has come to the end, and would again.
+        A hang counts in spite of progress if another rank has returned and waits for this one: that rank
+        would return again.
 
         Args:
             error: by which the function was left.

@@ -91,10 +91,10 @@ def bounded(what: str, work: Callable[[], object], seconds: float) -> None:
 
 
 def take_or_make(idle: list[T], make: Callable[[], T]) -> T:
-    """One of those that nobody uses just now, or else a new one; from any thread.
+    """Takes an object that nobody uses, or makes a new one; from any thread.
 
     Args:
-        idle: those.
+        idle: those that nobody uses.
         make: makes one.
     """
     try:

@@ -70,9 +70,9 @@ class TCPStore(HoldingStore):
     comes back empty is an error, because all that was agreed is gone.
 
     A server that is busy or stopped is waited for. A host that is silent, as after a loss of power, is lost
-    after half of ``timeout``, though not within 15 s.
+    after half of ``timeout``, but not before 15 s, or ``timeout`` if that is less.
 
-    Several threads may use it, one after the other.
+    Threads may share it: their operations take turns.
 
     Args:
         host_name: host of the server; the environment variable MASTER_ADDR when None.

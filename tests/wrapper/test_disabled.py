@@ -78,7 +78,7 @@ def test_what_takes_the_wrapper_says_so(helper: Any, tmp_path: Path) -> None:
         finally:
             torch.distributed.destroy_process_group()
 
-    with pytest.raises(RestartAbort, match="enabled=False: LiveState and Checkpoints take the wrapper"):
+    with pytest.raises(RestartAbort, match="enabled=False: LiveState and Checkpoints need the wrapper"):
         train()  # type: ignore[call-arg]
 
 
