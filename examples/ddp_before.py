@@ -25,7 +25,7 @@ def train(path, steps):
         optimizer.step()
         if (step + 1) % 20 == 0 and dist.get_rank() == 0:
             save(path, model, optimizer, step + 1)
-    with torch.no_grad():  # no step may be left: a rank may fail after the last one
+    with torch.no_grad():  # not the loop's loss: after a late fault no step is left to do
         return (model(batch(steps)) - 1).square().mean().item()
 
 

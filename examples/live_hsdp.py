@@ -45,7 +45,7 @@ def train(steps, call_wrapper: CallWrapper = None):
         loss = (model(batch(step)) - 1).square().mean()
         loss.backward()
         live.commit()
-    with torch.no_grad():  # no step may be left: a rank may fail after the last one
+    with torch.no_grad():  # not the loop's loss: after a late fault no step is left to do
         return (model(batch(steps)) - 1).square().mean().item()
 
 
