@@ -38,7 +38,6 @@ from ..torch_groups import device, forget, made, warm_up
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.standing import standing
 from . import Settings, forked, same_faults, torch_state
-from .exit_watch import ExitWatch
 from .loop import Left, Performer, RestartLoop
 from .on_restart import Reporter
 from .resources import Resources
@@ -89,7 +88,6 @@ class Call(Performer):
         self.group = KeptGroup(settings.keep_groups)
         began_at = time.monotonic()
         self._stay = Stay()
-        self._exit_watch = ExitWatch()
         self._user_store: PrefixStore | None = None
         self._place: tuple[str, Stood] | None = None  # where this rank stood, of what has ended by a hang
         self.own = Resources(settings, plan, state, function_name, self._look, self._abort, self._tell)
@@ -341,7 +339,7 @@ class Call(Performer):
 
     def tidy_up(self) -> None:
         self._restore()
-        self._exit_watch.note(self.own.memory)
+        self.own.exit_watch.note()
         if self.settings.collect_garbage:
             forget.collect_garbage("restart")
             self.made.warn()  # without a collection, FSDP2's models are all alive

@@ -6,6 +6,7 @@ from ever exiting; one that uploads a checkpoint needs its time. So what an inte
 running is named, and the agent sees since when the process waits: see `Ranks.waits_at_end`.
 """
 
+import functools
 import logging
 import multiprocessing.process
 import threading
@@ -21,30 +22,34 @@ log = logging.getLogger(__name__)
 Running: TypeAlias = threading.Thread | multiprocessing.process.BaseProcess
 
 _noted: weakref.WeakSet[Running] = weakref.WeakSet()
-_memory: RankMemory | None = None  # of the last call that left something
+_memory: RankMemory | None = None  # of the last call, whichever has left something: the agent reads that one
 
 
 class ExitWatch:
-    """Remembers what the function of one wrapped call leaves behind when it is interrupted."""
+    """Remembers what the function of one wrapped call leaves behind when it is interrupted.
 
-    def __init__(self) -> None:
+    Args:
+        memory: the rank's in this call, which its agent reads.
+    """
+
+    def __init__(self, memory: RankMemory) -> None:
+        global _memory
+        _memory = memory
         self._before = weakref.WeakSet(_running())
 
-    def note(self, memory: RankMemory) -> None:
-        """To be called when the function has been left by a fault.
-
-        Args:
-            memory: the rank's, which its agent reads.
-        """
-        global _memory
+    def note(self) -> None:
+        """To be called when the function has been left by a fault."""
         left = [one for one in _running() if not one.daemon and one not in self._before]
-        if left and _memory is None:
-            # As concurrent.futures does, which waits there for its threads: atexit comes after that. What was
-            # registered last is called first.
-            threading._register_atexit(_say_what_is_left)  # type: ignore[attr-defined]
         if left:
+            _watch_the_end()
             _noted.update(left)
-            _memory = memory
+
+
+@functools.cache
+def _watch_the_end() -> None:
+    # As concurrent.futures does, which waits there for its threads: atexit comes after that. What was
+    # registered last is called first.
+    threading._register_atexit(_say_what_is_left)  # type: ignore[attr-defined]
 
 
 def _running() -> list[Running]:

@@ -35,6 +35,7 @@ from ..store import StoreMixin, StorePlan, TCPStore
 from ..store.address import own_address
 from ..torch_groups import being_aborted, forget, variables_restored, warm_up
 from . import Settings
+from .exit_watch import ExitWatch
 from .report import waiting_line
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ class Resources:
             os.environ[identity.PROCESS_ENV] = identity.mark(os.environ, os.getpid())
             self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
             self.memory.lock_life()
+            self.exit_watch = ExitWatch(self.memory)
             self.waiting = shared_memory.Waits(self.memory)
             self.lines: list[Line] = []
             owned.callback(self.close_lines)

@@ -87,9 +87,15 @@ def test_the_functions_children_end_with_the_iteration(job: Job, abort: str, los
     assert {name for name, lived in job[0].value.items() if not lived} == lost
 
 
-def leaves_an_executor(rank: Rank, is_slow: bool) -> Any:
+def leaves_an_executor(rank: Rank, is_slow: bool, calls: int) -> Any:
     """Interrupted before an executor's shutdown, one of whose threads ends when the test says so."""
-    exit_watch.log.addFilter(lambda record: rank.say("waits", words=record.getMessage()) or True)
+    memories: list[Any] = []
+
+    def note(record: Any) -> bool:
+        rank.say("waits", words=record.getMessage(), told=memories[-1].end_stamp > 0.0)
+        return True
+
+    exit_watch.log.addFilter(note)
 
     def write() -> None:
         if is_slow:
@@ -97,8 +103,9 @@ def leaves_an_executor(rank: Rank, is_slow: bool) -> Any:
             rank.say("written")
 
     @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> int:
-        if call_wrapper.iteration == 0:
+    def train(call_wrapper: CallWrapper, call: int) -> int:
+        memories.append(call_wrapper._call.own.memory)  # of this call, which the rank's agent reads
+        if call == call_wrapper.iteration == 0:
             if rank.slot == 1:
                 rank.hear()
                 raise ValueError
@@ -108,18 +115,21 @@ def leaves_an_executor(rank: Rank, is_slow: bool) -> Any:
             rank.train()
         return call_wrapper.iteration
 
-    return train()
+    return [train(call=call) for call in range(calls)]
 
 
-@pytest.mark.parametrize("is_slow", [True, False])
+@pytest.mark.parametrize(("is_slow", "calls"), [(True, 1), (True, 2), (False, 1)])
 @pytest.mark.tcp_only("the store has no part in it")
-def test_a_thread_that_an_interrupted_function_left_is_waited_for(job: Job, is_slow: bool) -> None:
-    job.start(2, leaves_an_executor, is_slow)
+def test_a_thread_that_an_interrupted_function_left_is_waited_for(
+    job: Job, is_slow: bool, calls: int
+) -> None:
+    job.start(2, leaves_an_executor, is_slow, calls)
     job.expect("in", 0)
     job.tell("fail", 1)
     if is_slow:
         (said,) = job.expect("waits", 0)
         assert "waits at its end for what an interrupted function left: thread writer_0" in said["words"]
+        assert said["told"], "the agent hears of it, whichever call has left it"
         job.tell("write", 0)
         job.expect("written", 0)
     job.wait_for_end(leftovers=False)
