@@ -1,7 +1,7 @@
 """Which process the environment of a rank belongs to: a process that has inherited it is not the rank."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ..settings import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
 from .line import AGENT_ENV
@@ -44,3 +44,15 @@ def check() -> None:
             "not that rank; start it without RANK and WORLD_SIZE to run it alone, with torchrun or ftrun to "
             f"run it on several ranks, or without {PROCESS_ENV} if another launcher has set its rank"
         )
+
+
+def mark_own() -> Callable[[], object]:
+    """Marks the environment as this process's own.
+
+    Returns:
+        To be called at the call's end. A launched rank's mark stays: what it starts then is not the rank
+        either.
+    """
+    is_launched = "RANK" in os.environ
+    os.environ[PROCESS_ENV] = mark(os.environ, os.getpid())
+    return lambda: is_launched or os.environ.pop(PROCESS_ENV, None)

@@ -139,7 +139,7 @@ class Resources:
             owned.callback(self.signals.forget)
             owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
             owned.enter_context(variables_restored())
-            os.environ[identity.PROCESS_ENV] = identity.mark(os.environ, os.getpid())
+            owned.callback(identity.mark_own())
             self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
             self.memory.lock_life()
             self.exit_watch = ExitWatch(self.memory)

@@ -48,7 +48,7 @@ _IDLE_LIMIT = 5.0
 _SOON = 0.25  # seconds within which an abort returns
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-VARIABLES = (*_RANKS, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "FT_WRAPPER_PROCESS")
+VARIABLES = (*_RANKS, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 _to_drop: list[list[Any]] = []  # references to released groups, while a thread runs that drops them

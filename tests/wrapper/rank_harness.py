@@ -56,8 +56,8 @@ SETTINGS: dict[str, Any] = {
     "termination_grace_time": 0.5,
 }
 
-# Variables that inductor sets for its own use.
-_INDUCTORS_OWN = ("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
+# Variables that inductor sets for its own use; and what says which process the environment belongs to.
+_STAY = ("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "FT_WRAPPER_PROCESS")
 _WRITTEN_WITHIN = 2.0  # seconds
 _REAPED_WITHIN = 5.0  # seconds; a thread that was joined is in /proc for a moment longer
 _NATIVE = ("pt_gloo_runloop", "gloo_tcp_loop", "pt_tcpstore", "pt_nccl")
@@ -187,7 +187,7 @@ class Things:
             descriptors,
             children,
             handlers,
-            {name: value for name, value in os.environ.items() if name not in _INDUCTORS_OWN},
+            {name: value for name, value in os.environ.items() if name not in _STAY},
             [str(sys.excepthook), str(threading.excepthook), str(os.getcwd())],
         )
 

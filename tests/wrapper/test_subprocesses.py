@@ -50,7 +50,8 @@ result = train()
 if when == "after":
     evaluate()
 with open(f"{os.environ['RANK']}.json", "w") as out:
-    json.dump([result, os.environ.get("FT_WRAPPER_PROCESS", "").partition(" ")[0], runs], out)
+    is_marked = os.environ["FT_WRAPPER_PROCESS"].split()[0] == str(os.getpid())
+    json.dump([result, is_marked, runs], out)
 """
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -72,7 +73,7 @@ def run(
     assert done.returncode == 0, said
     ends = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert [end[0] for end in ends] == [["0", 0], ["1", 0]], said
-    assert [end[1] for end in ends] == (["0", "0"] if outer == "ftrun" else ["", ""]), "as before the call"
+    assert [end[1] for end in ends] == [True, True], "what it starts after the call is not the rank either"
     assert "restart 1" not in said
     (inner,) = ends[0][2]
     return inner
@@ -101,9 +102,12 @@ def test_a_job_that_a_rank_launches_is_a_job_of_its_own(
     assert said.count("inner [2, 0]") == 2, said
 
 
+@pytest.mark.parametrize("when", ["in it", "after"])
 @pytest.mark.parametrize("outer", LAUNCHERS)
-def test_a_process_that_has_inherited_a_ranks_environment_is_refused(tmp_path: Path, outer: str) -> None:
-    code, said, errors = run(tmp_path, outer, "in it", ["inner.py"])
+def test_a_process_that_has_inherited_a_ranks_environment_is_refused(
+    tmp_path: Path, outer: str, when: str
+) -> None:
+    code, said, errors = run(tmp_path, outer, when, ["inner.py"])
     assert (code, said) == (1, "")
     assert "ValueError: this process has inherited the environment of rank 0, process " in errors
 
