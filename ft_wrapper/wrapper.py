@@ -177,6 +177,8 @@ class Unwrapped(CallWrapper):
         return PrefixStore(0, HoldingStore(store))
 
     def process_group(self, backend: str = "gloo", **options: Any) -> Any:
+        if self._state.world_size == 1 and not options.keys() & {"store", "init_method"}:
+            options = {"store": self.store, "rank": 0, "world_size": 1, **options}  # no launcher is needed
         c10d.init_process_group(backend, **options)
         return c10d.group.WORLD
 

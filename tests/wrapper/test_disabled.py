@@ -61,10 +61,13 @@ def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(value: int, call_wrapper: CallWrapper = None) -> Any:  # type: ignore[assignment]
         call_wrapper.ping()
         call_wrapper.store.set("key", "1")
+        group = call_wrapper.process_group()
+        sizes = group.size(), torch.distributed.get_world_size()
+        torch.distributed.destroy_process_group()
         state = call_wrapper.state
-        return value, call_wrapper.store.get("key"), state.rank, state.active_world_size, state.mode
+        return value, call_wrapper.store.get("key"), sizes, state.rank, state.active_world_size, state.mode
 
-    assert train(5) == (5, b"1", 0, 1, Mode.ACTIVE)
+    assert train(5) == (5, b"1", (1, 1), 0, 1, Mode.ACTIVE)
     assert not torch.distributed.is_initialized()
 
 
