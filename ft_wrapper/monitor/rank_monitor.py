@@ -199,9 +199,13 @@ class RankMonitor:
         if self._is_dying:
             return
         self._tell_step(now)
-        to_leave, hard, soft = self._left(now)
+        to_leave, stays, hard, soft = self._left(now)
         if to_leave <= 0.0:
             self._end_rank(pidfd, "did not leave, though the others had gone on without it")
+        elif stays <= 0.0:
+            timeout = self.limits.barrier_timeout
+            words = f"did not leave the function for barrier_timeout={timeout:g} s, though it was interrupted"
+            self._end_rank(pidfd, f"{words} again and again (does it catch RankShouldRestart?)")
         elif hard <= 0.0:
             timeout = self.limits.hard_timeout
             no_gil = self._pauses.since(self.memory.gil_stamp, now)
@@ -215,20 +219,25 @@ class RankMonitor:
             teller = in_background("telling of a soft timeout", lambda: self._publish_soft_timeout(n))
             self._tellers = [*(one for one in self._tellers if one.is_alive()), teller]
 
-    def _left(self, now: float) -> tuple[float, float, float]:
-        """Seconds until the rank has to have left, to the hard and to the soft timeout; those that count."""
+    def _left(self, now: float) -> tuple[float, float, float, float]:
+        """Seconds until the rank has to have left the job, the function; to the hard and the soft timeout.
+
+        Infinite where it does not count.
+        """
         limits, memory, since = self.limits, self.memory, self._pauses.since
         to_leave = limits.termination_grace_time - since(self._left_out_at, now)
-        hard = soft = math.inf
+        stays = hard = soft = math.inf
         if memory.hang_protection_disabled == 0:
             hard = limits.hard_timeout - since(memory.gil_stamp, now)
             if memory.phase == Phase.WATCHED:
                 still = since(memory.progress_stamp(limits.progress_watchdog_interval), now)
                 hard = min(hard, limits.hard_timeout - still)
+                if memory.leave_stamp:  # it moves: it may catch each interruption, as may all others
+                    stays = limits.barrier_timeout - since(memory.leave_stamp, now)
                 # Once an iteration; and a spare's ends nothing.
                 if memory.active and self._reported < memory.iteration:
                     soft = limits.soft_timeout - still
-        return to_leave, hard, soft
+        return to_leave, stays, hard, soft
 
     def await_goodbyes(self) -> None:
         """Waits until all members have said that they need the store no more.

@@ -58,6 +58,7 @@ class RankMemory(ctypes.Structure):
         step_stamp: when the step that the function last told began, also in an iteration before; 0.0 if none.
         monitor_stamp: when the monitor last looked after the rank; 0.0 if it has not yet.
         end_stamp: when the process began to wait, at its end, for what the function has left; else 0.0.
+        leave_stamp: since when it is being interrupted, so that it leaves the function; 0.0 if it is not.
         is_inside: whether the rank is in the function, or a spare.
         has_left: whether an iteration of its call has ended by a fault.
         phase: whether the stamps count. Changed with `enter_phase`.
@@ -78,7 +79,8 @@ class RankMemory(ctypes.Structure):
 
     _fields_ = (
         ("_mutex", ctypes.c_char * _MUTEX_SIZE),
-        *((f"{name}_stamp", ctypes.c_double) for name in ("main", "gil", "ping", "step", "monitor", "end")),
+        *((f"{name}_stamp", ctypes.c_double) for name in ("main", "gil", "ping", "step")),
+        *((f"{name}_stamp", ctypes.c_double) for name in ("monitor", "end", "leave")),
         *((name, ctypes.c_uint64) for name in ("_step", "_first_step")),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
@@ -90,6 +92,7 @@ class RankMemory(ctypes.Structure):
     step_stamp: float
     monitor_stamp: float
     end_stamp: float
+    leave_stamp: float
     phase: int
     iteration: int
     active: bool

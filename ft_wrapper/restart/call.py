@@ -194,6 +194,7 @@ class Call(Performer):
             finally:
                 own.signals.hold()
                 self.progressed = self.progressed or own.memory.has_progressed
+                own.memory.leave_stamp = 0.0
                 own.memory.enter_phase(Phase.WATCHED)  # its pings promise nothing about what comes after it
         except (Exception, RankShouldRestart, JobAbort) as caught:
             if is_spare and isinstance(caught, HealthCheckError):
@@ -380,13 +381,8 @@ class Call(Performer):
         if isinstance(error, Exception):
             self.state.fn_exception = error
         level = logging.INFO if isinstance(error, (JobEnded, Drained)) else logging.ERROR
-        log.log(
-            level,
-            "rank %s (slot %d) leaves the job: %s",
-            self.state.rank,
-            own.member.slot,
-            in_one_line(error),
-        )
+        who, why = (self.state.rank, own.member.slot), in_one_line(error)
+        log.log(level, "rank %s (slot %d) leaves the job: %s", *who, why)
         if isinstance(error, StoreUnavailable):
             own.progress.store_lost = error  # it was tried for long enough; no one can be told
         if watch is not None and not own.memory.active:  # the others end the iteration, some time
@@ -449,6 +445,7 @@ class Call(Performer):
                 ends.log_fault(member.view.n, dataclasses.replace(fault, stood=stood))
 
     def _abort(self) -> None:
+        self.own.memory.leave_stamp = self.own.memory.leave_stamp or time.monotonic()
         for line in list(self.own.lines):
             line.abort()
         if self.settings.abort is not None:

@@ -70,6 +70,7 @@ class Watched:
             iteration=0,
             rank=None,
             active=True,
+            leave_stamp=0.0,
         )
         self.stamp()
         self.store = store = FakeStore()

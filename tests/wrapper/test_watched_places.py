@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import time
 from typing import Any
 from unittest import mock
 
@@ -108,6 +110,37 @@ def hangs(rank: Rank, place: str) -> Any:
         return call_wrapper.iteration
 
     return train()
+
+
+def catches_all(rank: Rank) -> None:
+    @Wrapper(
+        **{
+            **SETTINGS,
+            "soft_timeout": 1.0,
+            "hard_timeout": 2.0,
+            "heartbeat_timeout": 3.5,
+            "barrier_timeout": 4.0,
+        }
+    )
+    def train() -> None:
+        while True:
+            with contextlib.suppress(BaseException):
+                time.sleep(600)
+
+    train()
+
+
+@pytest.mark.tcp_only
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_all_catch_what_interrupts_them_are_ended(job: Job, ranks: int) -> None:
+    job.start(ranks, catches_all)
+    job.wait_for_end()
+    for slot in range(ranks):
+        assert job[slot].code < 0, "it ended by itself"
+        log = job[slot].output.with_name(f"monitor-of-{job[slot].output.name}").read_text()
+        (line,) = [line for line in log.splitlines() if ": its process is ended" in line]
+        assert "did not leave the function for barrier_timeout=4 s, though it was interrupted again" in line
+        assert " stood at test_watched_places.py:" in line
 
 
 @pytest.mark.tcp_only
