@@ -81,3 +81,31 @@ def test_a_call_after_one_that_ended_the_job_says_so(job: Job, kind: str) -> Non
     # What ends this rank alone does not end the job: it comes back to the call.
     is_over = kind in ("raises", "restarts", "ends the job")
     assert seen[2] == [False, "JobEnded"] if is_over else [True, "trained"], seen
+
+
+def comes_back_late(rank: Rank) -> Any:
+    @Wrapper(**{**SETTINGS, **SOON})
+    def train(call_wrapper: CallWrapper, number: int) -> int:
+        if (rank.slot, number) == (1, 0):
+            raise RestartAbort("it gives up")
+        return number
+
+    if rank.slot == 0:
+        return train(number=0)
+    try:
+        train(number=0)
+    except RestartAbort:
+        rank.hear()
+    return train(number=1)
+
+
+def test_a_rank_that_comes_back_when_the_others_have_completed_the_call_is_refused(job: Job) -> None:
+    """Before, it returned None at once: it took the call for its next one."""
+    with job.announced_store() as (_, address):
+        job.start(2, comes_back_late, env={"FT_WRAPPER_STORE": address})
+        job.wait_for_end(0)
+        job.tell("go on", 1)
+        job.wait_for_end(1)
+    assert job[0].value == 0
+    assert job[1].error == "RankDiscarded"
+    assert "slot 1 left call 0 with an error, and others have completed it since" in job[1].text
