@@ -698,20 +698,3 @@ def test_a_full_disk_on_one_rank_costs_one_checkpoint_and_no_process(
     assert "CheckpointException: rank 1: RuntimeError: [enforce fail at inline_container" in logs
     assert [entry.step for entry in folders.look(root).sealed] == [1]
     assert [entry.step for entry in folders.look(root).entries] == [2, 1]
-
-
-def names_another_folder(rank: Rank, folder: str) -> Any:
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> None:
-        Checkpoints(call_wrapper, Path(folder, "all"))
-        Checkpoints(call_wrapper, Path(folder, "own" if rank.slot == 1 else "others"))
-        rank.train()
-
-    train()
-
-
-def test_different_folders_end_the_job_with_a_line_that_names_both(job: Job, tmp_path: Path) -> None:
-    job.start(3, names_another_folder, str(tmp_path))
-    job.wait_for_end()
-    assert [job[slot].error for slot in range(3)] == ["JobEnded", "JobAbort", "JobEnded"]
-    assert str(tmp_path / "own") in job[1].text and str(tmp_path / "others") in job[1].text

@@ -52,12 +52,18 @@ def waits(rank: Rank, what: str, folder: str, soft_timeout: float) -> Any:
     return train()
 
 
+def start(job: Job, what: str, folder: Path, soft_timeout: float) -> None:
+    """Rank 0 waits, or is about to, for rank 1, which hangs."""
+    job.start(2, waits, what, str(folder), soft_timeout)
+    job.expect("ready", 1)
+    job.tell("go", 0)
+    job.expect("waits", 0)
+
+
 @pytest.mark.tcp_only("they are torch's own waits")
 @pytest.mark.parametrize("what", WAITS)
 def test_who_waits_for_a_rank_that_hangs_is_freed_and_named(job: Job, what: str, tmp_path: Path) -> None:
-    job.start(2, waits, what, str(tmp_path), 4.0)
-    job.expect("ready", 1)
-    job.tell("go", 0)
+    start(job, what, tmp_path, 4.0)
     job.wait_for_end(leftovers=what != "rpc")  # torch has no way to end its agent and to begin another one
     assert [job[slot].value for slot in (0, 1)] == [1, 1]
     (line,) = [line for slot in (0, 1) for line in job[slot].log.splitlines() if "restart 1:" in line]
@@ -68,10 +74,7 @@ def test_who_waits_for_a_rank_that_hangs_is_freed_and_named(job: Job, what: str,
 @pytest.mark.tcp_only("they are torch's own waits")
 @pytest.mark.parametrize("what", WAITS)
 def test_who_waits_for_a_rank_that_has_died_is_freed(job: Job, what: str, tmp_path: Path) -> None:
-    job.start(2, waits, what, str(tmp_path), 20.0)
-    job.expect("ready", 1)
-    job.tell("go", 0)
-    job.expect("waits", 0)
+    start(job, what, tmp_path, 20.0)
     job.send_signal(1, signal.SIGKILL)
     job.wait_for_end(leftovers=what not in ("rpc", "async_save"))  # torch's own threads
     assert (job[0].value, job[1].code) == (1, -signal.SIGKILL)
