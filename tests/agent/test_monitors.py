@@ -219,7 +219,8 @@ def test_ranks_are_handed_over_as_long_as_their_processes_run(
     await_level(in_call, 1)
     (late, _), _ = monitors.ranks()
     assert late is second and late.iteration == -1, "it may still be read"
-    assert not (memory := monitors.remove(rank.pid)) or not memory.leaves
+    left = monitors.remove(rank.pid)
+    assert left is second and not left.leaves
     assert len(monitors.ranks()) == 1
 
 
