@@ -18,7 +18,6 @@ from test_nodes import WRAPPED, Cluster
 
 from ft_wrapper.agent.verdict import JobResult, worst
 from ft_wrapper.cli import control
-from ft_wrapper.testing.etcd_server import free_port
 
 # When: in the last call, before it has ended; between two calls; after the last one.
 FAILS = """
@@ -208,10 +207,12 @@ def kill_bad(cluster: Cluster, nodes: list[FtRun]) -> None:
     (cluster.shared / "finish").touch()
 
 
-TAKEN = socket.create_server(("127.0.0.1", 0))
-"""A port that is another program's."""
+TAKEN = socket.socket()
+"""Has a port, so nobody else gets it, and does not listen, so nobody answers there."""
+TAKEN.bind(("127.0.0.1", 0))
+PORT = TAKEN.getsockname()[1]
 DRAINING = ("--drain-timeout", "60", "--drained-exit-code", "9")
-NOBODY = ("--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "is_host=false,read_timeout=1")
+NOBODY = ("--rdzv-endpoint", f"127.0.0.1:{PORT}", "--rdzv-conf", "is_host=false,read_timeout=1")
 ROWS = {
     "done": Row((0,), "done"),
     "done on both": Row((0, 0), "done"),
@@ -220,7 +221,7 @@ ROWS = {
     "raises before it begins": Row((1,), "program", how="raises before", whose="exit code 1"),
     "raises again and again": Row((1,), "program", how="raises"),
     "raises again and again, two nodes": Row((1, 1), "program", how="raises"),
-    "cannot be started": Row((2,), "command line", options=("--master-port", str(TAKEN.getsockname()[1]))),
+    "cannot be started": Row((2,), "command line", options=("--master-port", str(PORT))),
     "killed before it begins": Row(
         (75,), "infrastructure", how="is killed before", whose="killed by SIGKILL"
     ),

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 TIMEOUT = 60.0
@@ -32,7 +32,11 @@ class SilentHost:
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.port = int(self._answer())
+        try:
+            self.port = int(self._answer())
+        except BaseException:
+            self.close()
+            raise
 
     def lose_power(self) -> None:
         """From now on no packet gets in, and none is acknowledged."""
@@ -64,6 +68,8 @@ class SilentHost:
 
     def _answer(self) -> str:
         assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT)
+        assert ready, f"the host did not answer within {TIMEOUT:g} s"
         return self.process.stdout.readline().strip()
 
 
@@ -95,7 +101,6 @@ def _serve(port: int) -> None:
     for line in sys.stdin:
         _filter_all(server.port, _SO_ATTACH_FILTER if line == "silence\n" else _SO_DETACH_FILTER)
         print(line, end="", flush=True)
-    time.sleep(TIMEOUT)
 
 
 if __name__ == "__main__":
