@@ -87,8 +87,9 @@ def be_interrupted() -> None:
 @pytest.mark.timeout(60)
 def test_it_is_the_main_thread_even_if_that_is_being_interrupted() -> None:
     with rank(be_interrupted) as asked:
-        places = [where_it_stands(*asked) for _ in range(10)]
-    assert not [place for place in places if place is None or " in send" in place]
+        places = [where_it_stands(*asked) or "" for _ in range(30)]
+    assert any(places), "none was known"
+    assert not [place for place in places if " in send" in place]
 
 
 @pytest.mark.timeout(60)

@@ -7,13 +7,14 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, TIMEOUT, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.abort import AbortProcesses, AbortTorchDistributed
@@ -87,7 +88,7 @@ def test_the_functions_children_end_with_the_iteration(job: Job, abort: str, los
     assert {name for name, lived in job[0].value.items() if not lived} == lost
 
 
-def leaves_an_executor(rank: Rank, is_slow: bool, calls: int) -> Any:
+def leaves_an_executor(rank: Rank, ends_before: bool, calls: int) -> Any:
     """Interrupted before an executor's shutdown, one of whose threads ends when the test says so."""
     memories: list[Any] = []
 
@@ -98,9 +99,8 @@ def leaves_an_executor(rank: Rank, is_slow: bool, calls: int) -> Any:
     exit_watch.log.addFilter(note)
 
     def write() -> None:
-        if is_slow:
-            rank.hear()
-            rank.say("written")
+        rank.hear()
+        rank.say("written")
 
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper, call: int) -> int:
@@ -113,27 +113,35 @@ def leaves_an_executor(rank: Rank, is_slow: bool, calls: int) -> Any:
             pool.submit(write)
             rank.say("in")
             rank.train()
+        rank.say("in again")
+        for thread in threading.enumerate():
+            if ends_before and thread.name.startswith("writer"):
+                thread.join(TIMEOUT)
         return call_wrapper.iteration
 
     return [train(call=call) for call in range(calls)]
 
 
-@pytest.mark.parametrize(("is_slow", "calls"), [(True, 1), (True, 2), (False, 1)])
+@pytest.mark.parametrize(("ends_before", "calls"), [(True, 1), (False, 1), (False, 2)])
 @pytest.mark.tcp_only("the store has no part in it")
 def test_a_thread_that_an_interrupted_function_left_is_waited_for(
-    job: Job, is_slow: bool, calls: int
+    job: Job, ends_before: bool, calls: int
 ) -> None:
-    job.start(2, leaves_an_executor, is_slow, calls)
+    job.start(2, leaves_an_executor, ends_before, calls)
     job.expect("in", 0)
     job.tell("fail", 1)
-    if is_slow:
-        (said,) = job.expect("waits", 0)
-        assert "waits at its end for what an interrupted function left: thread writer_0" in said["words"]
-        assert said["told"], "the agent hears of it, whichever call has left it"
-        job.tell("write", 0)
-        job.expect("written", 0)
+    job.expect("in again" if ends_before else "waits", 0)
+    job.tell("write", 0)
+    job.expect("written", 0)
     job.wait_for_end(leftovers=False)
     assert [process.code for process in job.ranks.values()] == [0, 0]
+    lines = [said["words"] for said in job[0].said("waits")]
+    assert len(lines) == (not ends_before)
+    line = "the process waits at its end for what an interrupted function left: thread writer_0"
+    assert all(words.startswith(line) for words in lines), lines
+    assert all(said["told"] for said in job[0].said("waits")), (
+        "the agent hears of it, whichever call has left it"
+    )
 
 
 def test_torch_has_what_is_spared() -> None:
