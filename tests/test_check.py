@@ -289,10 +289,13 @@ def without_cuda(good: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_check, "_lookup_seconds", lambda host: 0.0)
 
 
-def test_the_name_service_is_asked() -> None:
-    """However long it takes here."""
+def test_the_name_service_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch asks: for an IPv4 address that is written as an IPv6 one."""
+    asked: list[str] = []
+    monkeypatch.setattr(socket, "getnameinfo", lambda address, flags: asked.append(address[0]))
     assert cli_check._lookup_seconds("127.0.0.1") > 0.0
     assert cli_check._lookup_seconds("no-such-host.invalid") == 0.0
+    assert asked == ["::ffff:127.0.0.1"]
 
 
 @pytest.mark.usefixtures("without_cuda")
