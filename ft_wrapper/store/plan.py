@@ -145,8 +145,9 @@ def plan_store(
     if announced:
         return announced_plan(announced, timeout.total_seconds())
     made = factory
-    if isinstance(made, functools.partial) and not made.args:
+    while isinstance(made, functools.partial) and not made.args:
         factory, kwargs = made.func, {**made.keywords, **(kwargs or {})}
+        made = factory
     if factory is not TCPStore:
         name = getattr(factory, "__name__", type(factory).__name__)
         described = f"{name}({without_secrets(kwargs or {})})"

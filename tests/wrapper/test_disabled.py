@@ -40,7 +40,7 @@ def train(call_wrapper: CallWrapper = None):
     dist.destroy_process_group()
     return rank
 
-sys.stdout.write(f"{train()}\n")  # print would write twice under "python -u", as torchrun says
+sys.stdout.write(f"{train()}\\n")  # print would write twice under "python -u", as torchrun says
 """
 
 

@@ -45,7 +45,10 @@ class Adder:
 
 
 class OddPartial(functools.partial[Any]):
-    """A partial of one of these is not flattened."""
+    """It has an attribute, so a partial of it is not flattened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.is_odd = True
 
 
 BASES: dict[str, Callable[..., Any]] = {
@@ -89,7 +92,7 @@ def test_every_form_is_called_with_its_call_wrapper_on_all_ranks(job: Job) -> No
 @pytest.mark.parametrize("base", BASES)
 def test_a_form_has_a_name_without_its_address(base: str, around: str) -> None:
     name = name_of(made(base, around))
-    assert name.startswith(f"{__name__}.") and " at 0x" not in name
+    assert name.startswith(f"{__name__}.") and " at 0x" not in name and "Partial" not in name
 
 
 async def trains() -> None:
@@ -112,21 +115,26 @@ STORE = {"host_name": "127.0.0.1", "port": 29999}
 
 
 @pytest.mark.parametrize(
-    ("factory", "kwargs"),
+    ("factory", "kwargs", "is_hosted"),
     [
-        (functools.partial(TCPStore), STORE),
-        (functools.partial(TCPStore, timeout=timedelta(seconds=5)), STORE),
-        (functools.partial(TCPStore, **STORE), None),
-        (functools.partial(OddPartial(TCPStore), **STORE), {}),
-        (functools.partial(TCPStore, "127.0.0.1"), {"port": 29999}),
-        (lambda **kwargs: TCPStore(**kwargs), STORE),
+        (functools.partial(TCPStore), STORE, True),
+        (functools.partial(TCPStore, timeout=timedelta(seconds=5)), STORE, True),
+        (functools.partial(TCPStore, **STORE), None, True),
+        (functools.partial(OddPartial(TCPStore), **STORE), {}, True),
+        (functools.partial(TCPStore, "127.0.0.1"), {"port": 29999}, False),
+        (OddPartial(TCPStore, "127.0.0.1"), {"port": 29999}, False),
+        (lambda **kwargs: TCPStore(**kwargs), STORE, False),
     ],
 )
-def test_a_partial_may_make_the_store(factory: Any, kwargs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_may_make_the_store(
+    factory: Any, kwargs: Any, is_hosted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With keywords alone it is taken for the class, and a rank hosts the store."""
     monkeypatch.delenv(plan.ANNOUNCED, raising=False)
     Wrapper(store_factory=factory, store_kwargs=kwargs)
     planned = plan.plan_store(factory, kwargs, timedelta(seconds=9))
     assert " at 0x" not in planned.description
+    assert planned.port == (29999 if is_hosted else None)
 
 
 def test_partials_with_different_arguments_make_different_stores() -> None:
