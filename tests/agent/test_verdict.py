@@ -16,6 +16,8 @@ import pytest
 from agent_job import FtRun, await_that, send
 from test_nodes import WRAPPED, Cluster
 
+from ft_wrapper.agent.nodes import result_of_failures
+from ft_wrapper.agent.outputs import Failure
 from ft_wrapper.agent.verdict import JobResult, worst
 from ft_wrapper.cli import control
 
@@ -229,6 +231,9 @@ ROWS = {
         (1,), "program", how="is killed before", options=("--max-restarts", "1"), whose="killed by SIGKILL"
     ),
     "too few are left": Row((75,), "infrastructure", how="too few", options=("--max-rank-restarts", "0")),
+    "too few are left, two nodes": Row(
+        (75, 76), "bad node", how="too few", options=("--max-rank-restarts", "0"), whose="its ranks are lost"
+    ),
     "crashes in the export": Row(
         (75, 75), "infrastructure", how="crashes in the export", whose="killed by SIGSEGV"
     ),
@@ -270,6 +275,28 @@ def test_each_row_of_the_table(tmp_path: Path, case: str) -> None:
     if case == "crashes in the export":  # the first node had no failure of its own
         assert found[0] == found[1] and ", node 1)" in found[0]["culprit"]
     assert list(tmp_path.glob("result*.*")) == []
+
+
+def died(exitcode: int, rank: int = 0, **more: bool) -> Failure:
+    return Failure(rank, 17, exitcode, 0.0, "", "", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("failures", "code", "culprit"),
+    [
+        pytest.param([died(1)], 1, 0, id="it has raised"),
+        pytest.param([died(-9)], 75, 0, id="it was killed"),
+        pytest.param([died(-9, came_before=True)], 1, 0, id="killed, as before"),
+        pytest.param([died(1, was_stranded=True)], 75, 0, id="it was left alone"),
+        pytest.param([died(-9), died(1, 1)], 75, 0, id="killed, then another one has raised"),
+        pytest.param([died(1), died(-9, 1)], 1, 0, id="it has raised, then another one was killed"),
+        pytest.param([died(-9), died(1, 1, gave_up=True)], 1, 1, id="killed, then another one gave up"),
+        pytest.param([died(1, was_stranded=True, gave_up=True)], 1, 0, id="left alone, and gave up"),
+    ],
+)
+def test_what_failures_mean_for_the_job(failures: list[Failure], code: int, culprit: int) -> None:
+    result = result_of_failures(failures, "")
+    assert (result.exit_code, result.culprit) == (code, f"rank {culprit} (pid 17)")
 
 
 def test_the_worst_result_says_what_to_do() -> None:
