@@ -72,7 +72,7 @@ def test_what_was_raised_fits_into_a_line_of_a_log_and_of_the_store(
     assert store.check(["log"])
 
 
-def test_what_has_no_text_is_said_all_the_same() -> None:
+def test_an_exception_whose_text_cannot_be_had_is_named() -> None:
     assert in_one_line(Broken()) == f"{__name__}.Broken: <exception str() failed>"
 
 

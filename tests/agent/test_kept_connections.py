@@ -112,6 +112,6 @@ def test_a_store_that_no_rank_has_used_serves_the_next_call(is_used: bool) -> No
     again.close()
 
 
-def test_what_is_idle_is_taken_first() -> None:
+def test_an_idle_connection_is_taken_before_a_new_one_is_made() -> None:
     idle = [1, 2]
     assert [take_or_make(idle, lambda: 3) for _ in range(4)] == [2, 1, 3, 3]

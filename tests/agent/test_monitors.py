@@ -224,7 +224,7 @@ def test_ranks_are_handed_over_as_long_as_their_processes_run(
     assert len(monitors.ranks()) == 1
 
 
-def test_who_ends_in_its_call_is_known_whatever_its_exit_code(
+def test_a_rank_that_ends_in_its_call_is_known_whatever_its_exit_code(
     monitors: MonitorService, start: Start, store: TCPStore
 ) -> None:
     rank, other = start(), start()

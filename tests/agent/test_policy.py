@@ -72,7 +72,7 @@ def test_who_lived_for_a_while_was_in_no_crash_loop() -> None:
     st.integers(1, 5),
     st.lists(st.one_of(st.floats(0.0, 60.0), st.floats(0.0, 2 * FAULT_WINDOW)), max_size=60),
 )
-def test_a_replacement_counts_for_the_window_alone(most: int, lives: list[float]) -> None:
+def test_a_replacement_counts_only_within_the_window(most: int, lives: list[float]) -> None:
     budget, started, now = RankBudget(most), list[float](), 0.0
     for lived in lives:
         now += lived

@@ -158,7 +158,7 @@ def test_nodes_waiting() -> None:
         (15.0, 60.0, Action.TAKE_SEAT),
     ],
 )
-def test_who_has_an_index_of_a_scheduler_waits_for_an_agent_that_has_it(
+def test_a_node_with_a_schedulers_index_waits_for_the_agent_that_has_it(
     still: float, known_for: float, action: Action
 ) -> None:
     assert succeed(still, known_for, limit=15.0) is action

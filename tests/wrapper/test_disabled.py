@@ -45,7 +45,7 @@ sys.stdout.write(f"{train()}\\n")  # print would write twice under "python -u", 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_all_of_it_works(tmp_path: Path, ranks: int) -> None:
+def test_all_of_the_call_wrapper_works(tmp_path: Path, ranks: int) -> None:
     (tmp_path / "job.py").write_text(ALL)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = run_python([*launcher, "job.py"], TIMEOUT, cwd=tmp_path)
@@ -72,7 +72,7 @@ def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("helper", [LiveState, Checkpoints])
-def test_what_takes_the_wrapper_says_so(helper: Any, tmp_path: Path) -> None:
+def test_live_state_and_checkpoints_refuse_a_disabled_wrapper(helper: Any, tmp_path: Path) -> None:
     @Wrapper(enabled=False)
     def train(call_wrapper: CallWrapper) -> None:
         call_wrapper.process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -26,7 +26,7 @@ def raises(rank: Rank, kind: str, message: str) -> Any:
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_it_restarts_all_and_its_process_goes_on(job: Job, message: str) -> None:
+def test_an_exception_with_such_a_message_restarts_all_ranks(job: Job, message: str) -> None:
     job.start(2, raises, "error", message)
     assert job.wait() == [1, 1]
     (line,) = (line for one in job.ranks.values() for line in one.log.splitlines() if " restart 1: " in line)
@@ -34,7 +34,7 @@ def test_it_restarts_all_and_its_process_goes_on(job: Job, message: str) -> None
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_it_ends_the_job(job: Job, message: str) -> None:
+def test_a_job_abort_with_such_a_message_ends_the_job(job: Job, message: str) -> None:
     job.start(2, raises, "end", message)
     job.wait_for_end(leftovers=False)
     assert [job[slot].error for slot in range(2)] == ["JobEnded", "JobAbort"]

@@ -94,7 +94,7 @@ def test_a_forked_child_is_not_the_rank(job: Job, end: str, nested: bool) -> Non
 
 
 @pytest.mark.parametrize("end", ["is interrupted", "restarts", "gives up"])
-def test_nor_is_one_that_raises_what_would_end_a_rank(job: Job, end: str) -> None:
+def test_a_forked_child_that_raises_what_ends_a_rank_ends_alone(job: Job, end: str) -> None:
     job.start(2, forks, end, False)
     assert job.wait() == [[0, []], [0, [1]]]
 

@@ -14,7 +14,7 @@ from ft_wrapper.restart.call import Call
 @pytest.mark.parametrize(
     ("rank", "tells"), [(0, True), (511, True), (512, False), (16_383, False), (None, True)]
 )
-def test_the_first_ranks_say_where_they_stood(
+def test_only_the_first_512_ranks_say_where_they_stood(
     monkeypatch: pytest.MonkeyPatch, rank: int | None, tells: bool
 ) -> None:
     agreement = mock.Mock()
