@@ -15,6 +15,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +144,23 @@ def test_a_request_in_parts_gets_no_more_time(nodes: Nodes, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("end", ["\r\n", "\n"])
-def test_a_request_in_two_parts_is_answered(nodes: Nodes, end: str) -> None:
+def test_a_request_in_two_parts_is_answered(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    waits, wait = threading.Semaphore(0), connection.wait
+
+    def note(*arguments: Any) -> list[Any]:
+        waits.release()
+        return wait(*arguments)
+
+    monkeypatch.setattr(connection, "wait", note)
+    monkeypatch.setattr(_Handler, "timeout", TIMEOUT)
     with (
         serve(nodes) as health,
         nodes.inbox.unattended(),
         socket.create_connection(("127.0.0.1", health.server_port), TIMEOUT) as client,
     ):
         client.sendall(f"GET / HTTP/1.0{end}X: ".encode())
+        for _ in range(2):  # for this part, and for the next one
+            assert waits.acquire(timeout=TIMEOUT)
         client.sendall(f"y{end}{end}".encode())
         assert client.recv(12) == b"HTTP/1.0 200"
 

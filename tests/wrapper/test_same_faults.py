@@ -279,7 +279,7 @@ def test_who_leaves_with_exit_code_0_ends_no_job(job: Job) -> None:
 
 
 def hangs(rank: Rank, uneven: bool) -> Any:
-    @Wrapper(**{**SETTINGS, "soft_timeout": 0.6, "hard_timeout": 20.0, "max_same_faults": 2})
+    @Wrapper(**{**SETTINGS, "soft_timeout": 1.5, "hard_timeout": 20.0, "max_same_faults": 2})
     def train(call_wrapper: CallWrapper) -> None:
         if rank.slot == 1:
             if uneven:
