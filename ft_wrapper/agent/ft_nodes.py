@@ -22,7 +22,7 @@ from ..exception import StoreError, StoreUnavailable, TimeoutError
 from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import holders, report_lost
-from ..rendezvous import drains
+from ..rendezvous import drains, ends
 from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
 from ..rendezvous.operations import nodes_waiting
@@ -34,9 +34,9 @@ from ..store.bounded import bounded, call_in_thread, in_background
 from ..store.tcp import SERVER_IS_LIBUV
 from .node_check import NodeCheck, await_pass
 from .nodes import Nodes, Round
-from .policy import STORE_TIMEOUT
+from .policy import STORE_TIMEOUT, JobInStore
 from .signals import News, What
-from .verdict import JobResult, worst
+from .verdict import INFRASTRUCTURE, JobResult, worst
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ class FtNodes(Nodes):
         assert joined is not None and node is not None
         # It may have been lost and be back, in this agent or in another one.
         numbers = range(max(0, node.incarnation - 2), node.incarnation + 1)
-        ends = [_done(dataclasses.replace(node, incarnation=number)) for number in numbers]
-        call_in_thread(lambda: [info.store.delete_key(end) for end in ends], "forgetting this node's end")
+        keys = [ends.done(dataclasses.replace(node, incarnation=number)) for number in numbers]
+        call_in_thread(lambda: [info.store.delete_key(key) for key in keys], "forgetting this node's end")
         self._agents, self._round = info.store, where
         self._knows_that_formed = where.formed
         self._term = (self.inbox.term, joined)
@@ -171,7 +171,7 @@ class FtNodes(Nodes):
             presence.keep_out(why)
             if agents is not None:
                 with contextlib.suppress(DistError):
-                    agents.set(_done(presence.node), "kept out")  # the exit barrier does not wait for it
+                    agents.set(ends.done(presence.node), "kept out")  # the exit barrier does not wait for it
 
         return await_pass(self._check, f"node {presence.node}", keep_out, presence.stay_out)
 
@@ -234,13 +234,9 @@ class FtNodes(Nodes):
         state = None if handler is None else handler.record
         if state is None:
             return {}
-        active = len(state.participants)
-        return {
-            "active": active,
-            "lost": len(state.seats) - active,
-            "waiting": len(state.waiting),
-            "spare": len(state.spares),
-        }
+        active, waiting = len(state.participants), len(state.waiting)
+        lost, spare = len(state.seats) - active, len(state.spares)
+        return {"active": active, "lost": lost, "waiting": waiting, "spare": spare}
 
     def have_formed(self) -> bool:
         state = None if self._handler is None else self._handler.record
@@ -265,8 +261,9 @@ class FtNodes(Nodes):
             self.inbox.put(term, one)
 
     def _lost(self, error: Exception) -> None:
+        why = f"the rendezvous store is lost: {error}"
         if self._term is not None:
-            self.inbox.put(self._term[0], News(What.LOST, f"the rendezvous store is lost: {error}"))
+            self.inbox.put(self._term[0], News(What.LOST, why, result=JobResult(INFRASTRUCTURE, why)))
 
     def _unseated(self, seats: tuple[Seat, ...]) -> None:
         """This node has evicted others. Called in the keep-alive thread, so the work is done in another."""
@@ -282,7 +279,7 @@ class FtNodes(Nodes):
         state = handler.refresh()
         for seat in seats:
             if seat.occupant is not None and state.place_of(seat.occupant) is None:
-                agents.set(_done(seat.occupant), "lost")  # the exit barrier does not wait for it any more
+                agents.set(ends.done(seat.occupant), "lost")  # the exit barrier does not wait for it any more
         if state.policy is not RoundPolicy.RANK:
             return  # all ranks are restarted, or their store went with the node
         with contextlib.closing(connect(address, STORE_TIMEOUT)) as store:
@@ -305,7 +302,8 @@ class FtNodes(Nodes):
             return
         if handler.is_host:
             # The others cannot go on without the store.
-            self.fail(f"node {handler.node}, which hosts the rendezvous store, has left: {why}")
+            why = f"node {handler.node}, which hosts the rendezvous store, has left: {why}"
+            self.fail(why, JobResult(INFRASTRUCTURE, why).to_text())
             return
         self._term = None
         self._left_unheard = True
@@ -321,7 +319,7 @@ class FtNodes(Nodes):
                 cleanup.callback(store.close)
                 dead = holders(Agreement(store), drains.slots_of(seat))
             if self._agents is not None and node is not None:
-                self._agents.set(_done(node), "left")
+                self._agents.set(ends.done(node), "left")
             handler.leave()
             self._left_unheard = False
             if store is not None:
@@ -371,7 +369,7 @@ class FtNodes(Nodes):
         if as_host_only and not needed:
             return False
         timeout = None if as_host_only else self._exit_barrier_timeout
-        self._await(lambda: _await_all(handler, timeout, said))
+        self._await(lambda: _await_all(handler, where, timeout, said))
         return True
 
     def finish(self, result: str) -> None:
@@ -415,31 +413,41 @@ def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) 
     return in_background(f"reporting the death of {names}", report)
 
 
-def _await_all(handler: FtRendezvousHandler, timeout: float | None, said: str) -> News:
+def _await_all(handler: FtRendezvousHandler, where: Round, timeout: float | None, said: str) -> News:
     """Waits until all nodes that take part are done; says which were not waited for any longer."""
     node = handler.node
     assert node is not None
     agents = handler.agents_store()
-    agents.set(_done(node), said)
+    ends.say(agents, node, said)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         state = handler.refresh()
         if state.closed:
             return News(What.CLOSED, result=JobResult.from_text(state.result))
-        done = [other for other in state.participants if agents.check([_done(other)])]
-        waited_for = [other for other in state.participants if other not in done]
+        waited_for = [other for other in state.participants if not agents.check([ends.done(other)])]
         left = deadline - time.monotonic()
         if not waited_for or left <= 0:
             names = ", ".join(map(str, waited_for))
             why = f"not waited for any longer, after {timeout:g} s: node {names}" if names else ""
-            result = worst(JobResult.from_text(agents.get(_done(other)).decode()) for other in done)
-            return News(What.CLOSED, why, result=result)
+            return News(What.CLOSED, why, result=_result_of_all(state, where, waited_for, agents))
         with contextlib.suppress(DistStoreError):
-            agents.wait([_done(other) for other in waited_for], timedelta(seconds=min(left, _LOOK_AT_NODES)))
+            keys = [ends.done(other) for other in waited_for]
+            agents.wait(keys, timedelta(seconds=min(left, _LOOK_AT_NODES)))
 
 
-def _done(node: Node) -> str:
-    return f"done/{node.name}"
+def _result_of_all(state: Record, where: Round, waited_for: list[Node], agents: Store) -> JobResult | None:
+    """The worst that a node has said of its ranks; one that has said nothing went before they had ended.
+
+    That is of no account if the job has gone on, and ended, without them.
+    """
+    said = ends.said(agents, [seat for seat in state.seats if seat.occupant not in waited_for])
+    silent = [seat for seat in said if not said[seat]]
+    if silent and state.policy is RoundPolicy.RANK:
+        with contextlib.closing(JobInStore(where.store, lambda: True, lambda ask, _: ask())) as job:
+            slots = set(job.finished_with() or ())
+        silent = [seat for seat in silent if slots.intersection(drains.slots_of(seat))]
+    lost = (JobResult(INFRASTRUCTURE, f"node {seat.last} went before its ranks had ended") for seat in silent)
+    return worst([*map(JobResult.from_text, said.values()), *lost])
 
 
 # What the record means for a node and its ranks. Pure -------------------------------------------------------

@@ -250,7 +250,8 @@ class Nodes:
             try:
                 news = wait()
             except (elastic.RendezvousError, StoreError, DistError) as error:
-                news = News(What.CLOSED, f"the other nodes are not waited for: {error}")
+                why = f"the other nodes are not waited for: {error}"
+                news = News(What.CLOSED, why, result=JobResult(INFRASTRUCTURE, why))
             finally:
                 self.inbox.put(term, news)
 

@@ -273,7 +273,7 @@ class Ranks:
         again = self._stop is not None and self._stop.again
         # The store may be gone with the node that ended the job. And it has to say nothing but this.
         is_ended = self._outcome.ended_by or self._outcome.signum is not None
-        asked = bool(self._failures) and not again and not is_ended
+        asked = bool(self._failures or self._leaving) and not again and not is_ended
         finished = self._job.finished_with() if asked else None
         counted: list[Failure] = []
         forgiven: list[Failure] = []
@@ -285,16 +285,19 @@ class Ranks:
                 counts = failure.rank - self.round.base_rank not in self._healed
             (counted if counts else forgiven).append(failure)
         own = [failure for failure in counted if not failure.ended_by]
-        failed_ranks = {failure.rank for failure in counted}
+        all_failed = len({failure.rank for failure in counted}) == self._nproc()
+        # Those that were asked to leave when it was too late have come to the job's end instead.
+        left = {self.round.rank(rank) for rank in self._leaving}.difference(finished or ())
         return dataclasses.replace(
             self._outcome,
             failures=own,
-            forgiven=forgiven,
+            forgiven=[failure for failure in forgiven if failure.rank not in left],
             again=again,
             elsewhere=self._outcome.elsewhere
             or (JobResult(PROGRAM, counted[0].ended_by) if counted and not own else None),
-            lost=finished is None and not again and len(failed_ranks) == self._nproc(),
-            drained=not again and len(self._leaving) == self._nproc(),
+            # Nobody goes on without the ranks of a plain script.
+            lost=all_failed and finished is None and not again and self._job.has_formed(),
+            drained=not again and len(left) == self._nproc(),
             node=self.round.node,
         )
 
@@ -353,6 +356,7 @@ class Ranks:
             self._group.ended(rank)
         if rank in self._leaving and self._stop is None:
             log.info("rank %d has left the job, as it was asked to", self.round.rank(rank))
+            self._failures += [failure] if failure is not None else []  # for `end`: it may not have left
             return []
         if failure is None or self._stop is not None:
             return []  # what a signal of ours ended did not fail of its own accord

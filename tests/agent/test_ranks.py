@@ -501,6 +501,30 @@ def test_a_node_is_drained_when_all_of_its_ranks_are() -> None:
     assert node.ranks.is_over and node.ranks.end().drained
 
 
+def test_what_comes_to_the_end_of_the_job_was_not_drained() -> None:
+    for exitcode, failures in ((0, 0), (3, 1), (-15, 1)):
+        node = Node().run()
+        node.ranks.told(News(What.DRAIN, "ftrun drain", within=30.0))
+        node.succeeds(0)
+        node.fails(1, exitcode=exitcode) if exitcode else node.succeeds(1)
+        node.job.finished = {0: None, 1: None}
+        end = node.ranks.end()
+        assert (len(end.failures), end.drained, end.lost) == (failures, False, False)
+        node.job.finished = {2: None}  # without this node
+        end = node.ranks.end()
+        assert (end.failures, end.forgiven, end.drained) == ([], [], True)
+
+
+def test_nobody_goes_on_without_the_ranks_of_a_plain_script() -> None:
+    for formed in (True, False):
+        node = Node().run()
+        node.job.formed = formed
+        for rank in (0, 1):
+            node.job.given_up = pid(rank)
+            node.fails(rank)
+        assert node.ranks.end().lost == formed
+
+
 def test_the_next_round_starts_all_again() -> None:
     node = Node().run()
     node.ranks.told(DRAIN)

@@ -299,6 +299,119 @@ def test_what_failures_mean_for_the_job(failures: list[Failure], code: int, culp
     assert (result.exit_code, result.culprit) == (code, f"rank {culprit} (pid 17)")
 
 
+# Nodes that end before the others --------------------------------------------------------------------------
+
+UNEVEN = """
+    import os, sys, time
+    from ft_wrapper import CallWrapper, Wrapper
+
+    folder, slow, kind, how = sys.argv[1:]
+    rank = os.environ["RANK"]
+
+    def wait_if_slow(where):
+        open(f"{folder}/{where}.{rank}", "w").close()
+        while rank == slow and not os.path.exists(f"{folder}/finish"):
+            time.sleep(0.02)
+
+    @Wrapper(use_global_iteration=True)
+    def train(call_wrapper: CallWrapper = None):
+        call_wrapper.step(0)
+        if kind == "in":
+            wait_if_slow("in")
+
+    if kind != "plain":
+        train()
+    wait_if_slow("after")
+    if how == "exits" and rank == "1":
+        sys.exit(3)
+"""
+OURSELVES = "the test hosts the store"
+
+
+@dataclasses.dataclass(frozen=True)
+class Going:
+    """Two nodes of a job, the second of which ends otherwise than the first, or earlier."""
+
+    slow: str
+    """The rank that waits."""
+    kind: str
+    """Where it waits: in the function, after it, or in a script without one."""
+    code: int
+    """Of the nodes that are there at the end."""
+    signum: int | None = None
+    """What the second node gets."""
+    how: str = "-"
+    options: tuple[str, ...] = ()
+    hosts: str = OURSELVES
+    finishes: str = ""
+    """The slow rank ends when this is said by its node; it never does if empty."""
+
+
+BURIED, DRAINED = "no heartbeat from node", "to leave the job"
+GOINGS = {
+    "lost, plain": Going("1", "plain", 75, signal.SIGKILL),
+    "lost in the export": Going("1", "after", 75, signal.SIGKILL),
+    "ended, plain": Going("1", "plain", 75, signal.SIGTERM),
+    "ended in the export": Going("1", "after", 75, signal.SIGTERM),
+    "lost once it was done": Going("0", "after", 0, signal.SIGKILL, finishes=BURIED),
+    "lost once it had failed": Going("0", "after", 1, signal.SIGKILL, how="exits", finishes=BURIED),
+    "lost in the function": Going("0", "in", 0, signal.SIGKILL, finishes=BURIED),
+    "no rank of a plain script is left": Going(
+        "", "plain", 1, how="exits", options=("--restart-policy", "rank", "--max-rank-restarts", "0")
+    ),
+    "the host is lost": Going("1", "after", 75, signal.SIGKILL, hosts="1"),
+    "drained too late": Going("1", "in", 0, signal.SIGTERM, options=DRAINING, finishes=DRAINED),
+    "drained too late, and fails": Going(
+        "1", "in", 1, signal.SIGTERM, how="exits", options=DRAINING, finishes=DRAINED
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOINGS)
+def test_what_a_node_that_went_had_to_do_is_lost_unless_it_has_said_otherwise(
+    tmp_path: Path, case: str
+) -> None:
+    going = GOINGS[case]
+    with Cluster(tmp_path, UNEVEN, nnodes="2") as cluster:
+        cluster.arguments += [going.slow, going.kind, going.how]
+        nodes = {}
+        if going.hosts == OURSELVES:
+            cluster.host_store()
+        for name in ("0", "1") if going.hosts == OURSELVES else ("1", "0"):
+            nodes[name] = cluster.start(name, "--result-file", str(tmp_path / name), *going.options)
+        if going.signum is not None:
+            quick = "1" if going.slow == "0" else "0"
+            where = "in" if going.kind == "in" else "after"
+            await_that((cluster.shared / f"{where}.{going.slow}").exists, *nodes.values())
+            if where == "after":
+                await_that(lambda: "waiting for the other nodes" in nodes[quick].said, *nodes.values())
+            else:
+                await_that(lambda: "a job has formed" in nodes["1"].said, *nodes.values())
+            nodes["1"].process.send_signal(going.signum)
+        if going.finishes:
+            await_that(lambda: going.finishes in nodes[going.slow].said, nodes[going.slow])
+            (cluster.shared / "finish").touch()
+        there = [name for name in nodes if name == "0" or going.signum is None or going.finishes == DRAINED]
+        codes = {name: nodes[name].end() for name in there}
+    said = "\n---\n".join(node.said for node in nodes.values())
+    assert codes == dict.fromkeys(there, going.code), said
+    results = [json.loads((tmp_path / name).read_text()) for name in there]
+    assert {result["verdict"] for result in results} == {
+        {0: "done", 1: "program"}.get(going.code, "infrastructure")
+    }
+
+
+def test_a_spare_node_says_how_the_job_has_ended(tmp_path: Path) -> None:
+    with Cluster(tmp_path, UNEVEN, nnodes="1:1") as cluster:
+        cluster.arguments += ["0", "after", "-"]
+        host = cluster.start("0")
+        await_that((cluster.shared / "after.0").exists, host)
+        spare = cluster.start("1")
+        await_that(lambda: "is a spare" in spare.said, host, spare)
+        host.process.send_signal(signal.SIGTERM)
+        assert (host.end(), spare.end()) == (143, 75), spare.said
+
+
 def test_the_worst_result_says_what_to_do() -> None:
     draw = random.Random(13)
     for _ in range(200):
