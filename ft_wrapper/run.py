@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -36,8 +37,9 @@ from .agent.nodes import End, Nodes, exit_code_of
 from .agent.one_node import OneNode
 from .agent.options import Options, parse_args
 from .agent.policy import Policy
+from .agent.signals import handle_notices
 from .agent.verdict import JobResult
-from .cli import control, status
+from .cli import control, result_file, status
 from .cli.check import print_findings
 from .log_lines import JSON, choose_format, make_formatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
@@ -102,7 +104,7 @@ def _conclude(options: Options, result: JobResult) -> int:
     if result.verdict == "drained":
         result = dataclasses.replace(result, exit_code=options.drained_exit_code)
     if options.result_file:
-        outputs.write_result(options.result_file, result.to_text())
+        result_file.write(options.result_file, result.to_text())
     return result.exit_code
 
 
@@ -255,10 +257,12 @@ def command() -> NoReturn:
     Before Python 3.14 a thread that returns from torch's code while Python ends aborts the process. Where one
     is still there, waiting for a store say, the process ends without Python's own last steps.
     """
+    handle_notices(lambda *_: None)  # also before the agent takes them over, and after
     code = main()
+    handle_notices(signal.SIG_IGN)  # as Python takes its own handlers out at its end
     if any(thread.daemon for thread in threading.enumerate()):
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         os._exit(code)
     sys.exit(code)

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
@@ -625,6 +626,25 @@ def test_a_notice_does_not_end_another_program(tmp_path: Path, traps: bool) -> N
     assert (tmp_path / "noted").exists() == traps
 
 
+def test_notices_end_nothing_before_the_nodes_meet_and_when_all_is_over() -> None:
+    """They come in one after the other, from the beginning to the end of the process."""
+    code = (
+        "from ft_wrapper import run; main = run.main; run.main = lambda: print('runs', flush=True) or main()"
+    )
+    words = ["-c", f"{code}; run.command()", "--no-python", "true"]
+    with start_python(words, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "runs\n"
+            deadline = time.monotonic() + TIMEOUT
+            while process.poll() is None and time.monotonic() < deadline:
+                process.send_signal(signal.SIGUSR1)
+                process.send_signal(signal.SIGUSR2)
+        finally:
+            process.kill()
+    assert process.wait(TIMEOUT) == 0
+
+
 def test_a_notice_that_is_ignored_stays_so(launch: Launch) -> None:
     job = launch(1, shell="trap '' USR1;")
     assert job.ranks[0].ask("note SIGUSR1") == "done"
@@ -840,6 +860,29 @@ def test_log_directory_that_cannot_be_made(tmp_path: Path, capfd: pytest.Capture
     (tmp_path / "file").touch()
     assert main(["--log-dir", str(tmp_path / "file" / "logs"), "--no-python", "true"]) == 2
     assert str(tmp_path / "file" / "logs") in capfd.readouterr().err
+
+
+def test_result_files_that_cannot_be_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for wrong in (tmp_path, tmp_path / "nowhere" / "result"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--result-file", str(wrong), "--no-python", "true"])
+        said = capfd.readouterr().err
+        assert f"--result-file {wrong}: name a file" in said
+        assert said.count("\n") == 1
+    late = tmp_path / "late"
+    assert main(["--result-file", str(late), "--no-python", "mkdir", str(late)]) == 0
+    assert f"--result-file {late} cannot be written" in caplog.text
+    assert list(tmp_path.iterdir()) == [late]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_nothing_is_shown_where_there_is_no_console(tmp_path: Path, closed: str) -> None:
+    words = f"-m ft_wrapper.run --tee 3 --no-python echo hello {closed}"
+    command = ["sh", "-c", f"exec {sys.executable} {words}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
 def test_exit_code_of_the_program(tmp_path: Path) -> None:

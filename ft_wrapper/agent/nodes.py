@@ -315,7 +315,7 @@ def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
         except elastic.RendezvousGracefulExitError as error:
             log.info("%s", error)
             return End(elsewhere=nodes.closed_with())
-        except (OSError, StoreError, ValueError, elastic.RendezvousError) as error:
+        except (OSError, StoreError, ValueError, DistError, elastic.RendezvousError) as error:
             why = _words(error)
             nodes.leave(f"it could not go on: {why}")
             if is_first:
@@ -340,7 +340,7 @@ def exit_code_of(error: BaseException | None) -> int:
     if isinstance(error, BadNode):
         return BAD_NODE
     lost = (elastic.RendezvousConnectionError, elastic.RendezvousTimeoutError, StoreError)
-    return INFRASTRUCTURE if isinstance(error, lost) else COMMAND_LINE
+    return INFRASTRUCTURE if isinstance(error, (*lost, DistError, TimeoutError)) else COMMAND_LINE
 
 
 def _words(error: Exception) -> str:

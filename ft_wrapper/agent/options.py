@@ -129,6 +129,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     nproc = parser.nproc()
     if args.log_dir and args.log_dir != os.devnull and os.path.isfile(args.log_dir):
         parser.error(f"--log-dir {args.log_dir}: is a file; name a directory")
+    result = args.result_file
+    if result and (os.path.isdir(result) or not os.path.isdir(os.path.dirname(os.path.abspath(result)))):
+        parser.error(f"--result-file {result}: name a file, in a folder that is there")
     if args.log_format not in FORMATS:
         parser.error(f"--log-format {args.log_format}: use {' or '.join(FORMATS)}")
     policy = _policy(parser, args)

@@ -124,7 +124,8 @@ class Logs:
         files = RankFiles(stdout, stderr, own(to.error_files[rank]))
         shown = self._tails[rank, incarnation] = []
         for path, console in tails.items():
-            shown.append(Tail(path, console, self._prefix_of(rank)))
+            if console:  # None where this process was started without one
+                shown.append(Tail(path, console, self._prefix_of(rank)))
         return files
 
     def _prefix_of(self, rank: int) -> str:
@@ -350,21 +351,6 @@ def write_own_error_file(cause: Failure | Exception) -> None:
             handler.dump_error_file(cause.error_file, cause.exitcode)
     except (OSError, ValueError) as error:
         log.warning("%s=%s cannot be written: %s", ERROR_FILE_ENV, os.environ[ERROR_FILE_ENV], error)
-
-
-def write_result(path: str, text: str) -> None:
-    """Writes how the job has ended to ``--result-file``: it is there as a whole, or not at all.
-
-    Args:
-        path: of the file.
-        text: the result.
-    """
-    try:
-        with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(file.name, path)
-    except OSError as error:
-        log.error("--result-file %s cannot be written: %s", path, error)
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:

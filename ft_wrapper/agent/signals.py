@@ -161,6 +161,13 @@ def queued(ending: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
         yield queue
 
 
+def handle_notices(handler: Callable[[int, types.FrameType | None], object] | signal.Handlers) -> None:
+    """Sets the handler of all `NOTICES`; one that is being ignored stays so. Main thread only."""
+    for signum in NOTICES:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, handler)
+
+
 def signal_name(signum: int) -> str:
     """``SIGTERM`` for 15; real-time signals, which have no name each, by number."""
     try:

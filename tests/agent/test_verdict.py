@@ -15,11 +15,25 @@ from pathlib import Path
 import pytest
 from agent_job import FtRun, await_that, send
 from test_nodes import WRAPPED, Cluster
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
-from ft_wrapper.agent.nodes import result_of_failures
+from ft_wrapper.agent.nodes import (
+    BadNode,
+    CannotStart,
+    End,
+    Nodes,
+    Round,
+    alone,
+    exit_code_of,
+    result_of_failures,
+    run_rounds,
+)
 from ft_wrapper.agent.outputs import Failure
+from ft_wrapper.agent.signals import SIGNALS, SignalQueue, queued
 from ft_wrapper.agent.verdict import JobResult, worst
 from ft_wrapper.cli import control
+from ft_wrapper.exception import StoreUnavailable, TimeoutError
 
 # When: in the last call, before it has ended; between two calls; after the last one.
 FAILS = """
@@ -410,6 +424,47 @@ def test_a_spare_node_says_how_the_job_has_ended(tmp_path: Path) -> None:
         await_that(lambda: "is a spare" in spare.said, host, spare)
         host.process.send_signal(signal.SIGTERM)
         assert (host.end(), spare.end()) == (143, 75), spare.said
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DistNetworkError("its server is gone"), 75),
+        (DistStoreError("it does not answer"), 75),
+        (StoreUnavailable("it does not answer"), 75),
+        (TimeoutError("it takes too long"), 75),
+        (RendezvousConnectionError("it is lost"), 75),
+        (BadNode("a fan"), 76),
+        (ValueError("that port is in use"), 2),
+        (RendezvousError("other options"), 2),
+    ],
+)
+def test_why_a_round_does_not_begin(error: Exception, code: int, rounds: int) -> None:
+    class Others(Nodes):
+        def next_round(self) -> Round:
+            left = next(joined, None)
+            if left is None:
+                raise error
+            return left
+
+    class Ranks:
+        def start(self, where: Round) -> None:
+            pass
+
+        def wait(self, signals: SignalQueue) -> End:
+            return End(again=True)
+
+    joined = iter([alone("host:1", 1)] * rounds)
+    others = Others()
+    with contextlib.closing(others), queued(SIGNALS) as signals:
+        if rounds:
+            end = run_rounds(others, Ranks(), signals)
+            assert end.result() == JobResult(max(code, 75), f"the next round has not begun: {error}")
+        else:
+            with pytest.raises(CannotStart, match=str(error)) as raised:
+                run_rounds(others, Ranks(), signals)
+            assert exit_code_of(raised.value.__cause__) == code
 
 
 def test_the_worst_result_says_what_to_do() -> None:
