@@ -94,8 +94,10 @@ def _filter_all(port: int, option: int) -> None:
 
 
 def _serve(port: int) -> None:
+    from ft_wrapper.agent.process import die_with
     from ft_wrapper.store import TCPStoreServer
 
+    die_with(os.getppid())  # also while it is stopped
     server = TCPStoreServer(port, "localhost")
     print(server.port, flush=True)
     for line in sys.stdin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -169,16 +170,35 @@ def test_two_threads_of_one_client_forget_nothing_that_was_told(connect: Connect
 # Signals -------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def stopped(host: SilentHost) -> Iterator[None]:
+    """The server is stopped. It goes on after a minute: a call that hears no signal would be out for ever."""
+    has_gone_on = threading.Event()
+
+    def go_on() -> None:
+        host.go_on()
+        has_gone_on.set()
+
+    timer = threading.Timer(60.0, go_on)
+    host.stop()
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        host.go_on()
+    assert not has_gone_on.is_set(), "the signal was held up"
+
+
 def test_a_signal_is_not_held_up_by_a_call_that_is_out(host: SilentHost, connect: Connect) -> None:
     store = connect(LONG)
     store.hears_signals = True
     for client in (store, store.clone()):
-        host.stop()
         signalling = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
-        with queued((signal.SIGTERM,)) as signals, pytest.raises(Signalled), signals.raised():
+        with stopped(host), queued((signal.SIGTERM,)) as signals, pytest.raises(Signalled), signals.raised():
             signalling.start()
             client.add("n", 1)
-        host.go_on()
         signalling.join()
         client.add("n", 1)
     client.close()
@@ -187,15 +207,13 @@ def test_a_signal_is_not_held_up_by_a_call_that_is_out(host: SilentHost, connect
 def test_a_question_about_the_job_is_given_up_at_a_signal(host: SilentHost, connect: Connect) -> None:
     """At one that comes while the question is out, and at one that nobody has read yet."""
     job = JobInStore(f"localhost:{host.port}", lambda: False, interruptible)
-    host.stop()
     signalling = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
-    with queued((signal.SIGTERM, signal.SIGCHLD)) as signals:
+    with stopped(host), queued((signal.SIGTERM, signal.SIGCHLD)) as signals:
         signalling.start()
         assert not job.has_formed()
         assert job.finished_with() is None
         assert signals.read() == [signal.SIGTERM]  # who waits for signals gets it
         assert job.finished_with() is None  # and waits no longer than a second for the next answer
     signalling.join()
-    host.go_on()
     job.has_formed()  # all that was asked is answered
     job.close()
