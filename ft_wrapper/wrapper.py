@@ -172,8 +172,7 @@ class Unwrapped(CallWrapper):
 
     @functools.cached_property
     def store(self) -> PrefixStore:
-        alone = self._state.world_size == 1
-        store = c10d.HashStore() if alone else next(c10d.rendezvous("env://"))[0]
+        store = c10d.HashStore() if self._state.world_size == 1 else next(c10d.rendezvous("env://"))[0]
         return PrefixStore(0, HoldingStore(store))
 
     def process_group(self, backend: str = "gloo", **options: Any) -> Any:
