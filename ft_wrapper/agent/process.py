@@ -305,15 +305,14 @@ def die_with(parent: int, ignored: Sequence[int] = ()) -> None:
 
 
 def await_adoption(parent: int) -> None:
-    """Waits until this process, whose own parent is about to exit, is a child of another one.
+    """Waits until this process is the child of another one: of the nearest subreaper, or of init.
 
     Args:
-        parent: that other one, the nearest subreaper. It is not waited for if it has died.
+        parent: whose child it has been so far, and which is about to exit.
     """
-    own = os.getppid()
-    if own != parent:
+    if os.getppid() == parent:
         with contextlib.suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(own)
+            pidfd = os.pidfd_open(parent)
             connection.wait([pidfd])  # the kernel hands children over before it says that a process has ended
             os.close(pidfd)
 

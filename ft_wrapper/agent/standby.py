@@ -343,6 +343,7 @@ def _fork() -> dict[str, object] | None:
 
 def _fork_again(write_end: socket.socket) -> None:
     """In the process between: forks the rank, writes its pid and ends. Returns in the rank."""
+    between = os.getpid()
     try:
         pid = os.fork()
     except OSError:
@@ -350,6 +351,7 @@ def _fork_again(write_end: socket.socket) -> None:
     if pid != 0:
         write_end.send(str(pid).encode())
         os._exit(0)
+    await_adoption(between)
 
 
 # In the rank -------------------------------------------------------------------------------------------
@@ -358,7 +360,6 @@ def _fork_again(write_end: socket.socket) -> None:
 def _become_what_is_ordered(orders: socket.socket, agent: int) -> str:
     """Waits for the agent's order, then makes this process like one started by exec; returns its rank."""
     os.setsid()
-    await_adoption(agent)
     die_with(agent)
     data, fds, _, _ = socket.recv_fds(orders, _MAX_MESSAGE, 2)
     if not data:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import select
 import subprocess
+import textwrap
 
 import pytest
+from support.warm_ftrun import run_python
 
 from ft_wrapper.agent.process import adopted
 
@@ -48,3 +50,26 @@ def test_orphans_are_reaped_and_other_children_are_not() -> None:
         with pytest.raises(ChildProcessError):
             os.waitpid(orphan, os.WNOHANG)
         orphans.reap([])  # without children
+
+
+# As the template does, for a rank; but both the process between and the agent have ended when it looks.
+LATE = """
+    import os, select
+    from ft_wrapper.agent.process import await_adoption, die_with
+
+    agent = os.getpid()
+    if os.fork() == 0:
+        between = os.getpid()
+        both = [os.pidfd_open(agent), os.pidfd_open(between)]
+        if os.fork() == 0:
+            for pidfd in both:
+                select.select([pidfd], [], [])
+            await_adoption(between)
+            die_with(agent)
+    os._exit(0)
+"""
+
+
+def test_a_rank_that_was_forked_as_the_agent_ended_does_not_stay() -> None:
+    """It holds the standard streams: whoever reads them to the end waits for it."""
+    assert run_python(["-c", textwrap.dedent(LATE)], timeout=TIMEOUT).returncode == 0

@@ -289,14 +289,13 @@ def main(control_fd: int) -> Program:
     gc.enable()
     # Ctrl-C is for the test, which ends this process, and for the ftruns.
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    test = os.getppid()
     with socket.socket(fileno=control_fd) as control:
         control.send(b"ready")
         while True:
             data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 2)
             if not data:
                 return "", {}
-            pid = _fork_for(test)
+            pid = _fork_twice()
             if pid == 0:
                 break
             for fd in fds:
@@ -311,11 +310,12 @@ def main(control_fd: int) -> Program:
     return _become_other(first, arguments, request["cwd"])
 
 
-def _fork_for(parent: int) -> int:
-    """Forks a process that is a child of another one, a subreaper; its pid, and 0 in it."""
+def _fork_twice() -> int:
+    """Forks a process that is a child of the nearest subreaper, the test; its pid, and 0 in it."""
     read_end, write_end = os.pipe()
     between = os.fork()
     if between == 0:
+        parent = os.getpid()
         pid = os.fork()
         if pid != 0:
             os.write(write_end, str(pid).encode())
