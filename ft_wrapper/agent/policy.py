@@ -252,15 +252,18 @@ class JobInStore:
         return self._record(slot, pid).gave_up
 
     def has_stranded(self, slot: int, pid: int) -> bool:
-        """Whether a slot's process has left it because the store or the other ranks did not answer."""
+        """Whether a slot's process has left it because the store or the other ranks did not answer.
 
-        def read_faults() -> list[Fault]:
+        Also if the store does not answer now: then what the process has met is the same.
+        """
+
+        def read_faults() -> list[Fault] | None:
             head = self._agreement.iterations.read_head()
             return [] if head is None else self._agreement.ends.faults_of(head.n)
 
-        none: list[Fault] = []
-        faults = self._ask(read_faults, f"how slot {slot} has left the job is not known", none)
-        return any((f.member.slot, f.pid) == (slot, pid) and f.message.startswith(_STRANDED) for f in faults)
+        faults = self._ask(read_faults, f"how slot {slot} has left the job is not known", None)
+        its = (f.message for f in faults or () if (f.member.slot, f.pid) == (slot, pid))
+        return faults is None or any(message.startswith(_STRANDED) for message in its)
 
     def ended_by(self, slot: int, pid: int) -> str:
         """What ended the job, if a slot's process left it because of another rank's error."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -12,11 +14,14 @@ from ft_wrapper.agent.policy import (
     FAULT_WINDOW,
     LONGEST_DELAY,
     SETTLED,
+    JobInStore,
     Policy,
     RankBudget,
     Remedy,
     RestartPolicy,
 )
+from ft_wrapper.exception import StoreError
+from ft_wrapper.store import TCPStoreServer
 
 
 @dataclasses.dataclass
@@ -137,3 +142,20 @@ def test_group_never_replaces_alone() -> None:
     ]
     assert policy.restarts == 2
     assert not policy.replaces(0)
+
+
+def test_who_fails_while_the_store_is_lost_was_stranded_by_that() -> None:
+    lost: list[str] = []
+
+    def call(question: Callable[[], object], seconds: float | None) -> object:
+        if lost:
+            raise StoreError(lost[0])
+        return question()
+
+    server = TCPStoreServer(0)
+    job = JobInStore(f"localhost:{server.port}", lambda: False, call)
+    with contextlib.closing(server), contextlib.closing(job):
+        assert not job.has_stranded(0, 7)
+        lost.append("it is gone")
+        assert job.has_stranded(0, 7)
+        assert not job.has_given_up(0, 7)
