@@ -74,7 +74,8 @@ FAILS = """
         await_that(lambda: not os.path.exists(f"/proc/{pid}"))
         host, _, port = os.environ["FT_WRAPPER_STORE"].rpartition(":")
         ends = Agreement(TCPStore(host, int(port))).ends
-        await_that(lambda: ends.deaths_of(call_wrapper.iteration))  # else it is taken for one after the end
+        # Else it is taken for one after the end. Before it has begun to wait, its death ends the iteration.
+        await_that(lambda: call_wrapper.iteration or ends.deaths_of(call_wrapper.iteration))
 
     def fail_as_spare():
         await_that(lambda: os.path.exists(f"{folder}/inside"))
