@@ -17,7 +17,6 @@ from torch.distributed import DistError
 from .. import store
 from ..exception import StoreError, StoreUnavailable
 from ..protocol import Agreement, keys
-from ..protocol.entering import spares_in
 from ..protocol.operations import read
 from ..protocol.records import DONE, Fault, MemberRecord
 from ..store import Member
@@ -289,8 +288,8 @@ class JobInStore:
             view, _ = current
             # The death of an active rank would have ended the iteration by a fault. The death of a process
             # outside of a call, as after this one, is logged without one.
-            spares, _ = spares_in(self._store, view.n)
-            gone = spares & {fault.member for fault in ends.faults_of(view.n)}
+            dead, entering = {fault.member for fault in ends.faults_of(view.n)}, self._agreement.entering
+            gone = {one for one in dead if not entering.may_be_active(view.n, one)}
             return {member.slot: self._pid_of(member) for member in set(view.members) - gone}
 
         return self._ask(read_finished, "whether the job has finished is not known", None)
