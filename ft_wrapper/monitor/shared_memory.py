@@ -224,7 +224,7 @@ class RankMemory(ctypes.Structure):
 
     def leave_iteration(self) -> None:
         """The rank is out of the function, by a fault."""
-        self.is_inside, self.has_left = False, True
+        self.is_inside, self.has_left, self.leave_stamp = False, True, 0.0
 
     @property
     def has_progressed(self) -> bool:

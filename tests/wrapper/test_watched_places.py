@@ -143,6 +143,26 @@ def test_ranks_that_all_catch_what_interrupts_them_are_ended(job: Job, ranks: in
         assert " stood at test_watched_places.py:" in line
 
 
+def raises_once(rank: Rank) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> float:
+        if call_wrapper.iteration == 0:
+            if rank.slot == 0:
+                raise ValueError("told to")
+            rank.train()
+        return call_wrapper._call.own.memory.leave_stamp
+
+    return train()
+
+
+@pytest.mark.tcp_only
+def test_no_rank_is_still_to_leave_once_it_has_entered_again(job: Job) -> None:
+    """Neither the one that left by itself, before it was asked to, nor the other one."""
+    job.start(2, raises_once)
+    job.wait_for_end()
+    assert [job[slot].value for slot in (0, 1)] == [0.0, 0.0]
+
+
 @pytest.mark.tcp_only
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_hangs_anywhere_is_ended(job: Job, place: str) -> None:
