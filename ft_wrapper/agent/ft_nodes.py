@@ -279,7 +279,7 @@ class FtNodes(Nodes):
         state = handler.refresh()
         for seat in seats:
             if seat.occupant is not None and state.place_of(seat.occupant) is None:
-                agents.set(ends.done(seat.occupant), "lost")  # the exit barrier does not wait for it any more
+                agents.set(ends.done(seat.occupant), "lost")  # the exit barrier no longer waits for it
         if state.policy is not RoundPolicy.RANK:
             return  # all ranks are restarted, or their store went with the node
         with contextlib.closing(connect(address, STORE_TIMEOUT)) as store:

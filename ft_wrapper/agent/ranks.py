@@ -295,7 +295,7 @@ class Ranks:
             again=again,
             elsewhere=self._outcome.elsewhere
             or (JobResult(PROGRAM, counted[0].ended_by) if counted and not own else None),
-            # Nobody goes on without the ranks of a plain script.
+            # A plain script needs all its ranks.
             lost=all_failed and finished is None and not again and self._job.has_formed(),
             drained=not again and len(left) == self._nproc(),
             node=self.round.node,

@@ -8,7 +8,7 @@ from .record import Node, Seat
 
 
 def done(node: Node) -> str:
-    """The key that is set once nobody has to wait for a node any more."""
+    """The key that is set once the others need not wait for a node."""
     return f"done/{node.name}"
 
 
