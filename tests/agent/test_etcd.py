@@ -16,6 +16,7 @@ from etcd_users import require_login
 from test_nodes import CONF, WRAPPED, Cluster, lose, pids_of, places
 from training import Training
 
+from ft_wrapper.agent.verdict import INFRASTRUCTURE
 from ft_wrapper.run import main
 from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.etcd_messages import Span, Transaction, put
@@ -135,7 +136,7 @@ def test_a_fault_in_an_outage_longer_than_barrier_timeout_ends_the_job(
         families = [process for node in nodes for process in node.family()]
         lose_majority(members)
         (cluster.shared / "fail").touch()
-        assert [node.end() for node in nodes] == [1, 1], nodes[0].said
+        assert [node.end() for node in nodes] == [INFRASTRUCTURE] * 2, nodes[0].said
         assert all_gone(families, TIMEOUT) == []
     hints = "see whether its members run, can be reached, and have a majority"
     for node in nodes:
@@ -145,7 +146,7 @@ def test_a_fault_in_an_outage_longer_than_barrier_timeout_ends_the_job(
             assert "StoreUnavailable" in line and members.endpoints in line and hints in line
         assert "InternalError" not in node.said
         last = node.said.splitlines()[-1]
-        assert "ftrun: no rank is left here, and none can be started again" in last
+        assert "exit code 75 (infrastructure): no rank is left here, and none can be started again" in last
         assert members.endpoints in last and hints in last
 
 
@@ -235,7 +236,7 @@ def test_who_was_stopped_for_longer_than_the_lease_is_told_and_uses_no_number_ag
         (before,) = cluster.await_inside(1, other)
         for pid in (stopped.process.pid, *(process.pid for process in family)):
             send(pid, signal.SIGCONT)
-        assert stopped.end() == 1, stopped.said
+        assert stopped.end() == INFRASTRUCTURE, stopped.said
         assert all_gone(family, TIMEOUT) == []
         assert cluster.inside(1) == []
         cluster.finish(other)
