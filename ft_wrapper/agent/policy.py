@@ -253,7 +253,7 @@ class JobInStore:
     def has_stranded(self, slot: int, pid: int) -> bool:
         """Whether a slot's process has left it because the store or the other ranks did not answer.
 
-        Also if the store does not answer now: then what the process has met is the same.
+        True also if the store does not answer now: the process met the same.
         """
 
         def read_faults() -> list[Fault] | None:

@@ -427,7 +427,7 @@ class Ranks:
         """
         if self._stop is not None or self._clock() - since < END_LIMIT:
             return []
-        words = "%s: waited at the end for %g s and are ended: another rank of this node has failed for good"
+        words = "%s: waited %g s to exit and are ended: another rank of this node failed for good"
         log.warning(words, self.names(), END_LIMIT)
         return [*self._begin_stop(again=False), Send(signal.SIGTERM)]
 

@@ -8,7 +8,7 @@ from .record import Node, Seat
 
 
 def done(node: Node) -> str:
-    """The key that is set once the others need not wait for a node."""
+    """The key that marks a node as done."""
     return f"done/{node.name}"
 
 

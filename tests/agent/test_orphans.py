@@ -71,5 +71,5 @@ LATE = """
 
 
 def test_a_rank_that_was_forked_as_the_agent_ended_does_not_stay() -> None:
-    """It holds the standard streams: whoever reads them to the end waits for it."""
+    """Else it would keep stdout open, and its reader waiting."""
     assert run_python(["-c", textwrap.dedent(LATE)], timeout=TIMEOUT).returncode == 0
