@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
+from torch.distributed import PrefixStore
 
 from ft_wrapper.cli import status
-from ft_wrapper.rendezvous.register import version_key
-from ft_wrapper.store import TCPStoreServer, connect
+from ft_wrapper.rendezvous.register import agents_prefix, version_key
+from ft_wrapper.store import TCPStore, TCPStoreServer, connect
 from ft_wrapper.testing.etcd_server import free_port
 
 # Silence of five seconds: on a busy machine no one who lives is silent for so long.
@@ -132,6 +133,13 @@ class Cluster:
             assert found is not None
             self._endpoint = found[1]
         return node
+
+    def await_word_of(self, node_id: str) -> None:
+        """Waits until a node of the first round has told the others how its ranks have ended."""
+        host, _, port = self._endpoint.rpartition(":")
+        with contextlib.closing(TCPStore(host, int(port))) as store:
+            agents = PrefixStore(agents_prefix(0), store.torch_store)
+            agents.wait([f"said/{node_id}"], timedelta(seconds=TIMEOUT))
 
     def await_first(self) -> None:
         """Waits until the first node has said which options are the job's: others are compared with these."""

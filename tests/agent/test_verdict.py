@@ -324,7 +324,8 @@ UNEVEN = """
     rank = os.environ["RANK"]
 
     def wait_if_slow(where):
-        open(f"{folder}/{where}.{rank}", "w").close()
+        with open(f"{folder}/{where}.{rank}", "a") as entries:
+            entries.write("x")
         while rank == slow and not os.path.exists(f"{folder}/finish"):
             time.sleep(0.02)
 
@@ -400,11 +401,15 @@ def test_what_a_node_that_went_had_to_do_is_lost_unless_it_has_said_otherwise(
             await_that((cluster.shared / f"{where}.{going.slow}").exists, *nodes.values())
             if where == "after":
                 await_that(lambda: "waiting for the other nodes" in nodes[quick].said, *nodes.values())
+                cluster.await_word_of(quick)  # it is on its way yet when the line comes
             else:
                 await_that(lambda: "a job has formed" in nodes["1"].said, *nodes.values())
             nodes["1"].process.send_signal(going.signum)
         if going.finishes:
             await_that(lambda: going.finishes in nodes[going.slow].said, nodes[going.slow])
+            if going.finishes == BURIED and going.kind == "in":  # and the death is logged: it has restarted
+                entries = cluster.shared / f"in.{going.slow}"
+                await_that(lambda: entries.stat().st_size > 1, nodes[going.slow])
             (cluster.shared / "finish").touch()
         there = [name for name in nodes if name == "0" or going.signum is None or going.finishes == DRAINED]
         codes = {name: nodes[name].end() for name in there}
