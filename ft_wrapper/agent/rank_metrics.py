@@ -103,7 +103,8 @@ class RankMetrics:
             memories = [memory for memory, _ in ranks if memory is not None and memory.iteration >= 0]
             known.iteration = max((memory.iteration for memory in memories), default=known.iteration)
             # A step of the newest iteration counts, though an older one got further.
-            steps = [(memory.iteration, memory.step) for memory in memories if memory.step is not None]
+            told = [(memory.iteration, memory.step) for memory in memories]
+            steps = [(n, step) for n, step in told if step is not None]
             _, known.step = max(steps, default=(0, known.step))
             known.progress = max(known.progress or 0.0, *map(_progress, memories), 0.0) or None
             return copy.deepcopy(known)

@@ -232,8 +232,9 @@ class RankMonitor:
             if memory.phase == Phase.WATCHED:
                 still = since(memory.progress_stamp(limits.progress_watchdog_interval), now)
                 hard = min(hard, limits.hard_timeout - still)
-                if memory.leave_stamp:  # it moves: it may catch each interruption, as may all others
-                    stays = limits.barrier_timeout - since(memory.leave_stamp, now)
+                # It moves: it may catch each interruption, as may all others. Read once: it leaves just now.
+                if interrupted_at := memory.leave_stamp:
+                    stays = limits.barrier_timeout - since(interrupted_at, now)
                 # Once an iteration; and a spare's ends nothing.
                 if memory.active and self._reported < memory.iteration:
                     soft = limits.soft_timeout - still

@@ -199,7 +199,8 @@ class RankMemory(ctypes.Structure):
     @property
     def rank(self) -> int | None:
         """The rank that the rank assignment gave in this iteration; None until it has given one."""
-        return None if self._rank < 0 else self._rank
+        rank = self._rank  # read once, as all that the other side writes
+        return None if rank < 0 else rank
 
     @rank.setter
     def rank(self, value: int | None) -> None:
@@ -214,7 +215,8 @@ class RankMemory(ctypes.Structure):
     @property
     def step(self) -> int | None:
         """The step that the function last told in this iteration; None if it has told none."""
-        return None if self._step == _NO_STEP else self._step
+        step = self._step
+        return None if step == _NO_STEP else step
 
     def enter_iteration(self, n: int) -> None:
         """The rank is in another iteration: it has no rank yet, and has told no step."""
