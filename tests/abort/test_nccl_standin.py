@@ -165,11 +165,19 @@ def test_a_communicator_in_the_making_is_left(nccl: ctypes.CDLL) -> None:
     assert making.group.left_with == (errno.EINVAL, -errno.EINVAL)
 
 
-def open_by_c(nccl: ctypes.CDLL, ending: contextlib.ExitStack) -> int:
-    """A server that Python knows nothing of, but for its descriptor."""
+def open_by_c(nccl: ctypes.CDLL, ending: contextlib.ExitStack, *, is_polled: bool = False) -> int:
+    """A server that Python knows nothing of, but for its descriptor; a thread may be polling it."""
     fd: int = nccl.serve()
     ending.callback(os.close, fd)
+    if is_polled:
+        polling = select.poll()
+        polling.register(fd, select.POLLIN)
+        thread = in_thread(polling.poll)
+        # Left running, it might come to poll what has the number by then.
+        ending.callback(thread.join, TIMEOUT)
     ending.callback(shut_down, fd, socket.SHUT_RDWR)  # who waits there leaves
+    while is_polled and not any(fd in fds for fds, _ in from_outside._polls()):
+        assert thread.is_alive()
     return fd
 
 
@@ -190,10 +198,7 @@ def test_nothing_is_shut_down_where_the_kernel_does_not_tell(
 
     making = Making(nccl)
     with contextlib.ExitStack() as ending, monkeypatch.context() as patch:
-        server = open_by_c(nccl, ending)
-        polling = select.poll()
-        polling.register(server, select.POLLIN)
-        in_thread(polling.poll)
+        server = open_by_c(nccl, ending, is_polled=True)
         name, value = ("system_call", refuse) if lacks == "syscall" else ("_PPOLL", None)
         patch.setattr(from_outside, name, value)
         for _ in range(2):
@@ -231,10 +236,8 @@ def test_servers_of_others_go_on(nccl: ctypes.CDLL) -> None:
     with contextlib.ExitStack() as ending:
         servers = {"before": open_by_c(nccl, ending)}
         from_outside.note_entry()
-        servers |= {name: open_by_c(nccl, ending) for name in ("polled", "in an epoll")}
-        polling, epoll = select.poll(), ending.enter_context(select.epoll())
-        polling.register(servers["polled"], select.POLLIN)
-        in_thread(polling.poll)
+        servers |= {"polled": open_by_c(nccl, ending, is_polled=True), "in an epoll": open_by_c(nccl, ending)}
+        epoll = ending.enter_context(select.epoll())
         epoll.register(servers["in an epoll"], select.EPOLLIN)
         pythons = {name: open_by_python("127.0.0.1", ending) for name in ("Python's", "accepting")}
         in_thread(lambda: accept_one(pythons["accepting"]))
