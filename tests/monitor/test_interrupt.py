@@ -108,15 +108,21 @@ def monitor(interrupter: Interrupter, then: Callable[[], None] | None = None) ->
 
 
 def interrupted(interrupter: Interrupter, fn: Callable[..., Any], *args: Any) -> RankShouldRestart:
-    """Runs the function, interrupts it, and returns what came out."""
-    with monitor(interrupter) as begin:
+    """Runs the function, interrupts it, perhaps before its first line, and returns what came out."""
 
-        def call() -> None:
-            begin()
-            fn(*args)
+    def call(begin: Callable[[], None]) -> None:
+        begin()
+        fn(*args)
 
-        with pytest.raises(RankShouldRestart) as caught:
-            interrupter.call(call)
+    return interrupted_inside(interrupter, call)
+
+
+def interrupted_inside(
+    interrupter: Interrupter, fn: Callable[[Callable[[], None]], Any]
+) -> RankShouldRestart:
+    """Runs the function, which calls what it gets where it may be interrupted; returns what came out."""
+    with monitor(interrupter) as begin, pytest.raises(RankShouldRestart) as caught:
+        interrupter.call(fn, begin)
     return caught.value
 
 
@@ -277,8 +283,9 @@ def test_a_function_written_in_c_is_freed(interrupter: Interrupter) -> None:
 def test_a_generators_finally_runs(interrupter: Interrupter) -> None:
     ended: list[str] = []
 
-    def waiting() -> Iterator[int]:
+    def waiting(begin: Callable[[], None]) -> Iterator[int]:
         try:
+            begin()
             time.sleep(60)
             yield 1
         finally:
@@ -291,12 +298,12 @@ def test_a_generators_finally_runs(interrupter: Interrupter) -> None:
             time.sleep(0.1)  # several resends long
             ended.append("suspended")
 
-    def fn() -> None:
+    def fn(begin: Callable[[], None]) -> None:
         for _ in suspended():
-            for _ in waiting():
+            for _ in waiting(begin):
                 pass
 
-    interrupted(interrupter, fn)
+    interrupted_inside(interrupter, fn)
     gc.collect()
     assert ended == ["waiting", "suspended"]
 
@@ -304,16 +311,18 @@ def test_a_generators_finally_runs(interrupter: Interrupter) -> None:
 def test_swallowing_it_does_not_help(interrupter: Interrupter) -> None:
     swallowed: list[RankShouldRestart] = []
 
-    def fn() -> str:
+    def fn(begin: Callable[[], None]) -> str:
         while len(swallowed) < 5:
             try:
+                begin()
                 time.sleep(60)
             except BaseException as error:
                 swallowed.append(error)  # type: ignore[arg-type]
         return "returned all the same"
 
-    interrupted(interrupter, fn)
-    assert [type(error) for error in swallowed] == [RankShouldRestart] * 5
+    interrupted_inside(interrupter, fn)
+    # Mostly five: on a busy machine one may come between two tries, and is not swallowed.
+    assert {type(error) for error in swallowed} == {RankShouldRestart}
 
 
 def test_an_interruption_before_the_function_began(interrupter: Interrupter) -> None:
@@ -340,13 +349,14 @@ def test_arguments_results_and_errors_pass_through(interrupter: Interrupter) -> 
 
 
 def test_an_exception_of_an_interrupted_function_becomes_the_cause(interrupter: Interrupter) -> None:
-    def fn() -> None:
+    def fn(begin: Callable[[], None]) -> None:
         try:
+            begin()
             time.sleep(60)
         except BaseException:
             raise OSError("the connection was shut down") from None
 
-    error = interrupted(interrupter, fn)
+    error = interrupted_inside(interrupter, fn)
     assert isinstance(error.__cause__, OSError)
 
 
@@ -557,10 +567,11 @@ def test_cleaning_up_after_it_is_not_interrupted() -> None:
             time.sleep(0.1)
             cleaned.append("deleted")
 
-    def fn() -> None:
+    def fn(begin: Callable[[], None]) -> None:
         held = Deleted()
         try:
             try:
+                begin()
                 time.sleep(60)
             finally:
                 try:
@@ -575,7 +586,7 @@ def test_cleaning_up_after_it_is_not_interrupted() -> None:
         del held
 
     with installed(unwind_grace=LIMIT) as interrupter:
-        error = interrupted(interrupter, fn)
+        error = interrupted_inside(interrupter, fn)
     error.__traceback__ = None
     del error
     gc.collect()
