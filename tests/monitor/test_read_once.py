@@ -16,6 +16,8 @@ from ft_wrapper.settings import Limits
 from ft_wrapper.store import Member
 from ft_wrapper.testing import FakeStore
 
+NOW = time.monotonic()
+
 
 def flickering(*values: float) -> Any:
     """A field that holds the next of these values whenever it is read; what is written to it is ignored."""
@@ -26,7 +28,7 @@ def flickering(*values: float) -> Any:
 class Flickering(RankMemory):
     """Memory of a rank that leaves the function, and enters the next iteration, at each read."""
 
-    leave_stamp = flickering(time.monotonic(), 0.0)
+    leave_stamp = flickering(NOW, 0.0)
     _rank = flickering(3, -1)
     _step = flickering(7, _NO_STEP)
 
@@ -36,7 +38,7 @@ def test_a_rank_that_leaves_as_its_monitor_looks_is_not_ended() -> None:
         memory.enter_phase(Phase.WATCHED)
         monitor = RankMonitor(FakeStore, Member(0, 0), memory, os.getpid(), Limits(), mock.Mock())
         for _ in range(10):
-            assert min(monitor._left(time.monotonic())) > 0.0
+            assert min(monitor._left(NOW)) > 0.0
         monitor.close()
 
 
