@@ -135,7 +135,7 @@ class Cluster:
         return node
 
     def await_word_of(self, node_id: str) -> None:
-        """Waits until a node of the first round has told the others how its ranks have ended."""
+        """Waits for a node's word, in the first round, on how its ranks ended."""
         host, _, port = self._endpoint.rpartition(":")
         with contextlib.closing(TCPStore(host, int(port))) as store:
             agents = PrefixStore(agents_prefix(0), store.torch_store)

@@ -113,7 +113,7 @@ class Progress:
             raise Violation(f"I14: the job forms without the slots {sorted(missing)} that it begins with")
         if not self.simulation.knows_store:
             return
-        # A lost node's deaths are logged late: whoever decides may have looked before.
+        # A lost node's deaths are logged late, perhaps after the decision has read the log.
         told_at = history.dead_at.get(keys.BEFORE_FIRST, -math.inf)
         for member in self._agreement.ends.deaths_of(keys.BEFORE_FIRST).intersection(roster):
             process = history.owners[member]
