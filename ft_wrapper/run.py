@@ -45,6 +45,7 @@ from .log_lines import JSON, choose_format, make_formatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
 from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
 from .report import command as report
+from .store import secret
 from .store.address import address_of_this_node, is_this_host, loopback
 
 __all__ = ["command", "main", "parse_args", "run"]
@@ -72,6 +73,8 @@ def run(options: Options) -> int:
         The exit code, which says what to do: see `verdict`, and docs/launching.md.
     """
     with ExitStack() as cleanup:
+        cleanup.callback(secret.use, None)
+        secret.use(options.secret)
         try:
             logs_specs = options.logs_specs(
                 log_dir=cleanup.enter_context(_log_dir(options)),

@@ -22,6 +22,7 @@ from .._text import without_secrets
 from ..log_lines import FORMAT_ENV, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME
+from ..store.secret import SECRET_ENV
 from .node_check import TIMEOUT
 from .nodes import EXIT_BARRIER_TIMEOUT
 from .policy import RANK_RESTARTS, Policy
@@ -441,6 +442,11 @@ def _add_own(parser: Parser) -> None:
         default="0",
     )
     add("--drained-exit-code N", "exit code of a node that was drained (default: 0)", default="0")
+    add(
+        "--job-secret-file PATH",
+        "the job's secret, the same on all nodes, by which its processes know each other in the store; "
+        f"(default: {SECRET_ENV}; else on one node, and on etcd with a login, the job makes one)",
+    )
     add("--result-file PATH", "write how the job ended to this file, as JSON (default: no file)")
     add(
         "--exit-barrier-timeout SECONDS",

@@ -27,8 +27,9 @@ from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
 from ..rendezvous.operations import nodes_waiting
 from ..rendezvous.record import Drain, Node, Record, RoundPolicy, Seat
+from ..rendezvous.register import RECORD_KEY
 from ..rendezvous.settings import Identity, Settings
-from ..store import Member, StoreMixin, TCPStore, connect
+from ..store import Member, StoreMixin, TCPStore, connect, secret
 from ..store.address import host_port
 from ..store.bounded import bounded, call_in_thread, in_background
 from ..store.tcp import SERVER_IS_LIBUV
@@ -96,10 +97,13 @@ class FtNodes(Nodes):
         self._term = None
         self.inbox.begin_term()
         if self._handler is None:
+            backend = self._make_backend()
+            with contextlib.closing(backend.connect()) as store:
+                secret.announce(store, self.agent, RECORD_KEY)
             self._handler = FtRendezvousHandler(
                 self._settings,
                 self._identity,
-                self._make_backend(),
+                backend,
                 on_unseated=self._unseated,
                 on_change=self._look,
                 on_lost=self._lost,

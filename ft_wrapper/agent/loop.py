@@ -18,10 +18,12 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from .. import events
 from .._files import check_open_files
+from .._text import without_secrets
 from ..monitor.identity import PROCESS_ENV, mark
-from ..monitor.line import AGENT_ENV
 from ..monitor.service import MonitorService
 from ..monitor.signals import caught
+from ..protocol.keys import HEAD
+from ..store.secret import AGENT_ENV, announce, warn_if_open
 from ..store.tcp import raise_file_limit
 from . import ranks
 from .group import Group
@@ -29,6 +31,7 @@ from .nodes import End, Nodes, Round
 from .outputs import ERROR_FILE_ENV, Failure, Logs, count_kernel_kills, opened, read_failure
 from .policy import JobInStore, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
+from .secret_keeper import SecretKeeper
 from .signals import SignalQueue, interruptible, raised, signal_name
 from .standby import Standby
 
@@ -93,8 +96,9 @@ class Loop:
             self._orphans = made.enter_context(adopted())
             self._selector = made.enter_context(selectors.DefaultSelector())
             self._logs = made.enter_context(Logs(logs_specs, job.role, log_line_prefix))
-            service = MonitorService(job.run_id, group.rank_metrics.restarted)
+            service = MonitorService(job.run_id, group.rank_metrics.restarted, nodes.agent)
             self._monitors = made.enter_context(closing(service))
+            made.enter_context(closing(SecretKeeper(nodes.agent)))
             group.rank_metrics.ranks = service.ranks
             if standby and program.script is not None:
                 self._start_standby()
@@ -123,12 +127,15 @@ class Loop:
         self._group.begin_round(where)
         events.emit("round_started", job=self._job.run_id, node=where.node)
         self._close_store()
+        if where.group_rank == 0:
+            warn_if_open(without_secrets(where.store))
         raise_file_limit()
         nproc = self._job.nproc
         # Otherwise ranks could not reach the store, and the others would call them missing.
         check_open_files(_FILES_OF_ALL + nproc * _FILES_OF_A_RANK, f"with {nproc} ranks this process")
         with raised():
             self._in_store = JobInStore(where.store, self._nodes.have_formed, interruptible)
+            announce(self._in_store.store, self._nodes.agent, HEAD)
         starts = self._ranks.begin_round(where, self._in_store)
         first_rank = where.base_rank if where.node else 0
         self._logs.begin_round({each.rank: self._environment(each) for each in starts}, first_rank)

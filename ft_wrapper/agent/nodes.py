@@ -15,6 +15,7 @@ from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
 from ..log_lines import note_node
+from ..monitor.service import service_name
 from ..store.bounded import in_background
 from .outputs import Failure
 from .signals import Inbox, News, Signalled, SignalQueue, What, signal_name
@@ -152,10 +153,12 @@ class Nodes:
 
     Attributes:
         inbox: news from the others.
+        agent: what this node's ranks find in ``FT_WRAPPER_AGENT``.
     """
 
     def __init__(self) -> None:
         self.inbox = Inbox()
+        self.agent = service_name()
 
     def next_round(self) -> Round:
         """Waits until the next round has formed, for as long as that takes. A signal handler may raise in it.

@@ -9,10 +9,11 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ..exception import StoreError
+from ..protocol.operations import write
 from ..rendezvous.presence import LOOK_AGAIN
 from ..rendezvous.record import Node, Record, RoundPolicy, Seat
 from ..rendezvous.register import Register, endpoint_key, version_key
-from ..store import TCPStore, TCPStoreServer
+from ..store import TCPStore, TCPStoreServer, secret
 from ..store.address import host_port, loopback
 from ..store.bounded import in_background
 from .ft_nodes import asked_of, what_follows
@@ -51,10 +52,13 @@ class OneNode(Nodes):
         self._role = role
         self._rounds = 0
         self._of_round = contextlib.ExitStack()
+        self._given = secret.job_secret()
 
     def next_round(self) -> Round:
         self._of_round.close()
         self.inbox.begin_term()
+        if self._given is None:  # another one, so that nothing of an earlier round is taken
+            secret.use(secret.make())
         if self._check is not None:
             await_pass(self._check, "this node", lambda why: None, threading.Event().wait)
         try:
@@ -76,6 +80,7 @@ class OneNode(Nodes):
 
     def close(self) -> None:
         self._of_round.close()
+        secret.use(self._given)
         super().close()
 
     def _watch(self, server: TCPStoreServer) -> None:
@@ -95,7 +100,7 @@ class OneNode(Nodes):
         store = TCPStore(self._address, server.port, timeout=STORE_TIMEOUT)
         register = Register(store, Record(1, 1))
         waker = Register(store.clone(), Record(1, 1))
-        store.set(endpoint_key(record.round), address)
+        write(store, endpoint_key(record.round), address)
         first, _ = register.replace(register.read(), record)
         term, over = self.inbox.term, threading.Event()
 
@@ -107,6 +112,7 @@ class OneNode(Nodes):
                     with contextlib.suppress(DistStoreError):  # nothing has come for so long
                         # Not `Register.wait`, whose client tries to find a store again that is closed.
                         store.torch_store.wait([key], timedelta(seconds=LOOK_AGAIN))
+                        register.forget_wake(known.version, register.read().record)
                     known = register.read().record
                     news = what_follows(known, node, record.round)
                     for one in asked_of(known, node) if news is None else [news]:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config,
 from ..log_lines import FORMATS, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
+from ..store import secret as store_secret
 from ..store.address import without_brackets
 from . import command_line
 from .command_line import Parser, name
@@ -71,6 +73,7 @@ class Options:
         node_check: what this node has to pass before it takes a seat; None: nothing.
         result_file: where to write how the job has ended; empty for nowhere.
         drained_exit_code: of this process once its node was drained.
+        secret: of the job, if the user gives it.
     """
 
     nproc_per_node: int
@@ -106,6 +109,7 @@ class Options:
     node_check: NodeCheck | None = None
     result_file: str = ""
     drained_exit_code: int = 0
+    secret: bytes | None = dataclasses.field(default=None, repr=False)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -129,6 +133,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     nproc = parser.nproc()
     if args.log_dir and args.log_dir != os.devnull and os.path.isfile(args.log_dir):
         parser.error(f"--log-dir {args.log_dir}: is a file; name a directory")
+    secret = _secret(parser, args.job_secret_file)
     result = args.result_file
     if result and (os.path.isdir(result) or not os.path.isdir(os.path.dirname(os.path.abspath(result)))):
         parser.error(f"--result-file {result}: name a file, in a folder that is there")
@@ -163,6 +168,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         log_format=args.log_format,
         node_check=_node_check(parser, backend, is_ours=backend in OURS),
         result_file=args.result_file or "",
+        secret=secret,
         drained_exit_code=parser.count("--drained-exit-code"),
         **nodes,
     )
@@ -181,6 +187,15 @@ def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> Non
         if value != getattr(defaults, action.dest) or f"PET_{action.dest.upper()}" in os.environ:
             given = action.option_strings[0] if action.nargs == 0 else f"{action.option_strings[0]} {value}"
             parser.warn(f"{given}: has no effect here: this version of ftrun does not know that option")
+
+
+def _secret(parser: Parser, path: str | None) -> bytes | None:
+    """The job's secret, if the user gives it; it is not left in the environment."""
+    try:
+        in_environment = store_secret.given()
+        return store_secret.checked(path, Path(path).read_bytes()) if path else in_environment
+    except (OSError, ValueError) as error:
+        parser.error(f"--job-secret-file {path}: {error}" if path else str(error))
 
 
 def _check_devices(parser: Parser, args: argparse.Namespace, nproc: int) -> None:

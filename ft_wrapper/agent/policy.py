@@ -219,14 +219,14 @@ class JobInStore:
 
     def __init__(self, address: str, have_formed: Callable[[], bool], call: Call) -> None:
         self._call = call
-        self._store = store.connect(address, STORE_TIMEOUT)
-        self._agreement = Agreement(self._store)
+        self.store = store.connect(address, STORE_TIMEOUT)
+        self._agreement = Agreement(self.store)
         self._have_formed = have_formed
         self._unavailable = False
 
     def close(self) -> None:
         """Closes the connection."""
-        self._store.close()
+        self.store.close()
 
     def has_formed(self) -> bool:
         """Whether the ranks are, or were, a wrapped job: its first iteration was decided."""
@@ -240,7 +240,7 @@ class JobInStore:
 
         def read_terms() -> object:
             head = self._agreement.iterations.read_head()
-            text = None if head is None else read(self._store, keys.terms(head.call))
+            text = None if head is None else read(self.store, keys.terms(head.call))
             return {} if text is None else json.loads(text)
 
         terms = self._ask(read_terms, "the terms of the job are not known", None)
@@ -300,7 +300,7 @@ class JobInStore:
         While the store is out of reach the main thread waits long for it only once.
         """
         again = _AGAIN.total_seconds() if self._unavailable else None
-        self._store.patience = again or STORE_TIMEOUT.total_seconds()
+        self.store.patience = again or STORE_TIMEOUT.total_seconds()
         try:
             answer: T = self._call(question, again)
             self._unavailable = False

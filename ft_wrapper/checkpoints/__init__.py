@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import DistStoreError
-
 from ..exception import JobAbort
 from ..protocol import keys
-from ..protocol.operations import claim
+from ..protocol.operations import await_text, claim, write
 from ..protocol.records import FAULT
 from ..settings import as_int, as_timeout
 from ..store import BarrierTimeout
@@ -157,7 +155,7 @@ class Checkpoints:
             path = folders.iteration_folder(self.root, self._run, self._iteration)
             with self._call_wrapper.atomic():
                 folders.seal(self.root, path / f"checkpoint-{step}")
-            store.set(said, "1")
+            write(store, said, "1")
             self._remove_old()
         else:
             self._hear(said, what)
@@ -181,7 +179,8 @@ class Checkpoints:
         said = keys.barrier(f"{what}, look {self._looks}", "found")
         if self._rank == 0:
             path = self._look()
-            self._call_wrapper.store.set(said, "" if path is None else str(path.relative_to(self.root)))
+            found = "" if path is None else str(path.relative_to(self.root))
+            write(self._call_wrapper.store, said, found)
             return path
         name = self._hear(said, what)
         if not name:
@@ -204,7 +203,7 @@ class Checkpoints:
             run = self._kept.run
             if run is None or folders.job_of(self.root, run) != job:
                 run = folders.enter_run(self.root, job)
-            store.set(said, json.dumps([run, job, str(self.root)]))
+            write(store, said, json.dumps([run, job, str(self.root)]))
         else:
             run, job, root = json.loads(self._hear(said, f"Checkpoints in {self.root}"))
             if root != str(self.root):
@@ -256,14 +255,12 @@ class Checkpoints:
 
     def _hear(self, key: str, what: str) -> str:
         """What active rank 0 says."""
-        store = self._call_wrapper.store
-        try:
-            store.wait([key], self._timeout)
-        except DistStoreError:
+        said = await_text(self._call_wrapper.store, key, self._timeout.total_seconds())
+        if said is None:
             raise BarrierTimeout(
                 f"{what}: timed out after {self._timeout}: missing ranks [0] of {self._size}"
-            ) from None
-        return store.get(key).decode()
+            )
+        return said
 
     def _see(self, path: Path, how: str, is_seen: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _SEEN_WITHIN

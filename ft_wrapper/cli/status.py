@@ -30,6 +30,7 @@ from ..store import StoreMixin, connect
 from ..store.address import EtcdAddress, is_etcd
 from ..store.bounded import call_in_thread
 from ..store.plan import ANNOUNCED, connector
+from ..store.secret import found_seal
 
 # Where a job's stores are, by what a user calls the job -----------------------------------------------------
 
@@ -74,7 +75,9 @@ def ranks_store(endpoint: str, store: Operations, record: Record) -> str:
 
 def open_store(address: str, opened: contextlib.ExitStack) -> StoreMixin:
     """Connects to a store, for as long as the stack is open."""
-    return opened.enter_context(contextlib.closing(connect(address, TIMEOUT)))
+    store = opened.enter_context(contextlib.closing(connect(address, TIMEOUT)))
+    store.seal = store.seal or found_seal(store)
+    return store
 
 
 NOT_FORMED = "not formed"

@@ -17,7 +17,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,12 +25,11 @@ from ..exception import InternalError, StoreError
 from ..settings import Limits
 from ..store import Decision, Member, StorePlan, View
 from ..store.bounded import in_background
+from ..store.secret import AGENT_ENV, peer
 from .shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
 
-#: Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front.
-AGENT_ENV = "FT_WRAPPER_AGENT"
 #: Of hello: another Python, with another ft_wrapper, may run the ranks.
 VERSION = 12
 
@@ -39,8 +37,6 @@ _LONGEST = 1 << 16  # bytes of an answer, or of hello
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port
 _SOON = 1.0  # seconds within which a monitor that lives answers, mostly
 _HELLO_TIMEOUT = 10.0  # seconds that the agent may take to look at who is there
-
-_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclasses.dataclass(eq=False)
@@ -328,11 +324,3 @@ def receive_fd(line: socket.socket) -> int:
     if not fds:
         raise ValueError("hello came without a descriptor")
     return fds[0]
-
-
-def peer(line: socket.socket) -> tuple[int, int]:
-    """Who has connected, or listens, at the other end of a Unix socket: process and effective user."""
-    pid, uid, _ = _CREDENTIALS.unpack(
-        line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return pid, uid

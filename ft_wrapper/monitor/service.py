@@ -26,7 +26,8 @@ from ..settings import Limits
 from ..store import StoreMixin
 from ..store.bounded import in_background
 from ..store.plan import StorePlan, announced_plan
-from .line import VERSION, peer, receive, receive_fd, send
+from ..store.secret import peer
+from .line import VERSION, receive, receive_fd, send
 from .rank_monitor import Idle
 from .shared_memory import RankMemory
 from .watch import OnRestart, RankWatch, Stage
@@ -87,14 +88,16 @@ class MonitorService:
     Args:
         job: what the job is called in events.
         on_restart: called for each restart that a rank reports.
+        name: what ranks find in ``FT_WRAPPER_AGENT``; a new one when None.
 
     Raises:
         OSError: no socket can be made.
     """
 
-    def __init__(self, job: str, on_restart: OnRestart = lambda cause, phases: None) -> None:
-        self.name = f"ftrun-{os.getpid()}-{os.urandom(8).hex()}"
-        """What ranks find in ``FT_WRAPPER_AGENT``."""
+    def __init__(
+        self, job: str, on_restart: OnRestart = lambda cause, phases: None, name: str | None = None
+    ) -> None:
+        self.name = name or service_name()
         self._job = job
         self._on_restart = on_restart
         self._changed = threading.Condition()
@@ -305,6 +308,11 @@ class MonitorService:
             self._hearts, self._idle = {}, {}
         for one in ended:
             one.close()
+
+
+def service_name() -> str:
+    """A name for an agent's service, that no other one has."""
+    return f"ftrun-{os.getpid()}-{os.urandom(8).hex()}"
 
 
 def heart_name() -> str:

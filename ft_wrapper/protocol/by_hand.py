@@ -21,7 +21,7 @@ from . import Agreement, keys
 from .entries import to_number
 from .evidence import HeartbeatObserver
 from .joining import Entry
-from .operations import Operations, claim, looks_for, read
+from .operations import Move, Operations, Wake, claim, looks_for, read
 from .records import FAULT, Member, MemberRecord, View
 
 log = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class ByHand(Operations):
             last = "none has" if head is None else f"the last one is {head.n}"
             raise ValueError(f"iteration={iteration} is not ready, it has not been decided: {last}")
         if head.n == iteration:
-            self._job.set(keys.wake_head(iteration), str(head))
+            self._job.execute([Wake(keys.wake_head(iteration), str(head))])
 
     def coordinate_global_iteration_advance(
         self, world_size: int, timeout: timedelta, is_coordinator: bool = False
@@ -321,7 +321,7 @@ class ByHand(Operations):
         key = keys.last_iteration(rank)
         held = claim(job, key, str(iteration))
         while to_number(held, key) < iteration:
-            held = job.compare_set(key, held, str(iteration)).decode()
+            held = job.execute([Move(key, held, str(iteration))])[0] or ""
 
     def get_iteration_for_rank(self, rank: int) -> int:
         """The last iteration that was recorded for a rank; the one that is on if none was."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..exception import InternalError, RankShouldRestart, RestartError, TimeoutError
 from . import keys, operations
-from .entries import present, split_entry, to_number
+from .entries import split_entry, to_number
 from .evidence import Ends
 from .operations import Append, Claim, Count, Operations, Read, ReadLog, Step, Wake, Write, read, read_log
 from .records import FAULT, Member
@@ -190,10 +190,13 @@ class Entering:
         deadline = self.store.now() + timeout
         while True:
             remaining = deadline - self.store.now()
-            said = self.store.hear(keys.wake_meeting(n), min(look_every, remaining))
+            wake = keys.wake_meeting(n)
+            said = self.store.hear(wake, min(look_every, remaining))
+            text = said or read(self.store, keys.meeting(n))
+            if text is not None:
+                return _endpoint_in(n, text, member, sizes)
             if said is not None:
-                said = said or present(keys.meeting(n), read(self.store, keys.meeting(n)))
-                return _endpoint_in(n, said, member, sizes)
+                self.store.delete_key(wake)  # somebody else's: rank 0 would have written the endpoint first
             if self._ends.outcome_of(n) == FAULT:
                 return None
             if remaining <= 0:
@@ -251,7 +254,7 @@ class Barriers(Operations):
                     f"barrier {group_name!r} is for rendezvous_count={rendezvous_count} ranks and {here} came"
                 )
             if here == rendezvous_count:
-                self.set(wake_key, "1")
+                self.execute([Wake(wake_key, "1")])
 
         def missing() -> str:
             return _missing(rendezvous_count, {int(line) for line in read_log(self, arrived_key)})
@@ -302,18 +305,14 @@ class Barriers(Operations):
             contributions = dict(json.loads(line) for line in read_log(self, log_key))
             if len(contributions) == count:
                 results = compute(contributions)
-                self.multi_set(
-                    [keys.barrier(name, f"result/{peer}") for peer in results], list(results.values())
-                )
-                self.compare_set(verdict_key, "", "computed")
-                self.set(wake_key, "1")
+                said = {keys.barrier(name, f"result/{peer}"): text for peer, text in results.items()}
+                self.execute([Write(said), Claim(verdict_key, "computed"), Wake(wake_key, "1")])
         try:
             if not _wait_unless_over(self, wake_key, timeout.total_seconds(), _LOOK_EVERY):
                 here = {json.loads(line)[0] for line in read_log(self, log_key)}
                 raise BarrierTimeout(f"exchange {name!r} timed out after {timeout}: {_missing(count, here)}")
         except (RankShouldRestart, BarrierTimeout):
-            self.compare_set(verdict_key, "", "abandoned")
-            if read(self, verdict_key) != "computed":
+            if operations.claim(self, verdict_key, "abandoned") != "computed":
                 raise
         result = None
         if read(self, verdict_key) == "computed":
@@ -327,8 +326,11 @@ def _wait_unless_over(store: Operations, key: str, seconds: float, chunk: float)
     deadline = store.now() + seconds
     while True:
         remaining = deadline - store.now()
-        if store.hear(key, min(chunk, remaining)) is not None:
-            return True
+        said = store.hear(key, min(chunk, remaining))
+        if said is not None:
+            if said or store.seal is None or read(store, key) is not None:
+                return True
+            store.delete_key(key)  # somebody else's: not all have come
         if store.is_over():
             raise RankShouldRestart("the iteration has ended")
         if remaining <= 0:

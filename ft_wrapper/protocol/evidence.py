@@ -11,7 +11,7 @@ from ..exception import StoreError
 from ..settings import Limits
 from . import entries, keys, operations
 from .operations import LAPSED, Append, Beat, Claim, Operations, Step, Wake, read, read_log
-from .records import DONE, FAULT, GAVE_UP, LEFT_BY, RETURNS, Fault, Member, MemberRecord
+from .records import DONE, FAULT, GAVE_UP, LEFT_BY, RETURNS, Fault, Head, Member, MemberRecord
 
 K = TypeVar("K", bound=Hashable)
 _LASTS = Limits.heartbeat_timeout / 2
@@ -217,7 +217,7 @@ class Ends:
 
         The process that ended it may have been stopped, or cut off with its monitor, before it did so.
         """
-        self.store.set(keys.wake_end(n), "1")
+        self.store.execute([Wake(keys.wake_end(n), "1")])
 
     def outcome_of(self, n: int) -> str | None:
         """How iteration n ended: ``fault``, ``done``, or None while it is on."""
@@ -296,9 +296,19 @@ class Ends:
         Returns:
             How it ended; None if it is still on.
         """
-        if self.store.hear(keys.wake_end(n), seconds) is not None and not may_be_done():
+        is_woken = self.store.hear(keys.wake_end(n), seconds) is not None
+        if is_woken and not may_be_done() and self.store.seal is None:
             return FAULT
-        return self.outcome_of(n)
+        outcome = self.outcome_of(n)
+        if is_woken and outcome is None:
+            head = read(self.store, keys.HEAD)
+            if head is not None and Head.parse(head, keys.HEAD).n > n:
+                return FAULT  # so long ago that what it says is deleted
+            self.store.delete_key(keys.wake_end(n))  # somebody else's, which would wake again and again
+            outcome = self.outcome_of(n)
+            if outcome is not None:
+                self.pass_on_end(n)  # the wake was not
+        return outcome
 
     def finish(self, n: int, active_rank: int, active_world_size: int) -> None:
         """Says that an active rank has returned from the function of n; the last one ends n as done."""
@@ -325,8 +335,8 @@ class Ends:
 
     def say_goodbye(self, member: Member) -> None:
         """A member's last word: it needs the store no more."""
-        self.store.execute([Append(keys.GOODBYES, str(member))])
-        self.store.set(keys.wake_goodbye(str(member)), "1")
+        one = str(member)
+        self.store.execute([Append(keys.GOODBYES, one), Wake(keys.wake_goodbye(one), "1")])
 
     def await_goodbye(self, member: Member, seconds: float) -> bool:
         """Waits for a member's last word; tells whether it came."""

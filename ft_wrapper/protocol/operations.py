@@ -10,6 +10,7 @@ from typing import Self
 from torch.distributed import DistStoreError
 
 from ..exception import StoreError
+from .seal import Seal, forged
 
 _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it must propose
 _LONGEST_LOOK = 8.0
@@ -131,6 +132,37 @@ def under(prefix: str, step: Step) -> Step:
             return dataclasses.replace(step, key=prefix + step.key)
 
 
+def sealed(step: Step, seal: Seal) -> Step:
+    """The same step with what it writes sealed."""
+    match step:
+        case Write(values):
+            return Write({key: seal.close(key, value) for key, value in values.items()})
+        case Append(key, entry):
+            return Append(key, "\n".join(seal.close(key, line) for line in entry.splitlines()))
+        case Wake(key, value) | Claim(key, value):
+            return dataclasses.replace(step, value=seal.close(key, value))
+        case Move(key, expected, desired):
+            return Move(key, expected and seal.close(key, expected), seal.close(key, desired))
+        case _:
+            return step
+
+
+def _opened(step: Step, held: str | None, seal: Seal) -> str | None:
+    """What a step gives, of what it found; where that is no text of the job's, as if it were absent."""
+    match step:
+        case ReadLog(key):
+            lines = (seal.open(key, line) for line in (held or "").splitlines())
+            return "\n".join(line for line in lines if line is not None)
+        case Read(key) if held is not None:
+            return seal.open(key, held)
+        case Claim(key) | Move(key) if held:
+            text = seal.open(key, held)
+            if text is None:
+                raise forged(key)
+            return text
+    return held
+
+
 class Operations:
     """The operations of ``torch.distributed.Store`` that the protocol uses, and steps made of them.
 
@@ -142,6 +174,8 @@ class Operations:
     """Seconds for which an operation is tried again when the store cannot be reached; 0: it is not."""
     nonces: Iterator[str] = iter(lambda: secrets.token_hex(6), "")
     """Names that no other proposal has."""
+    seal: Seal | None = None
+    """Seals what steps write, and opens what they read; torch's operations go as they are. None: nothing."""
 
     def set(self, key: str, value: str | bytes) -> None:
         """Writes a key and wakes those who wait for it."""
@@ -222,6 +256,11 @@ class Operations:
             What it says, as far as the store tells so without being asked again, else ``""``; None if it did
             not come in time.
         """
+        said = self._hear(key, seconds)
+        return (said and self.seal and (self.seal.open(key, said) or "")) or said
+
+    def _hear(self, key: str, seconds: float) -> str | None:
+        """`hear`, as it is in the store."""
         if seconds <= 0:
             return "" if self.check([key]) else None
         try:
@@ -229,6 +268,10 @@ class Operations:
         except DistStoreError:
             return None
         return ""
+
+    def is_forged(self, key: str) -> bool:
+        """Whether somebody who has not the job's secret had written a key when it was read last."""
+        return self.seal is not None and key in self.seal.forged
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out several operations: one after the other, or all at once where a store can.
@@ -242,6 +285,24 @@ class Operations:
         Raises:
             StoreError: what a key holds is no text; names the key.
         """
+        if self.seal is None:
+            return self._perform(steps)
+        closed = [sealed(step, self.seal) for step in steps]
+        given = self._perform(closed)
+        again = False
+        for place, step in enumerate(closed):
+            match step:
+                case Claim(key, desired) | Move(key, _, desired):
+                    held = given[place]
+                    # An absent head begins a job: that of one that is on may not be taken for one.
+                    if held and self.seal.open(key, held) is None and getattr(step, "expected", True):
+                        given[place], again = self._perform([Move(key, held, desired)])[0], True
+        if again:  # who was woken before has found nothing
+            self._perform([step for step in closed if isinstance(step, Wake)])
+        return [_opened(step, held, self.seal) for step, held in zip(steps, given, strict=True)]
+
+    def _perform(self, steps: Sequence[Step]) -> list[str | None]:
+        """`execute`, as it is in the store."""
         return [self._execute_one(step) for step in steps]
 
     def _execute_one(self, step: Step) -> str | None:
@@ -309,6 +370,11 @@ def append_counted(store: Operations, key: str, entry: str, count_key: str) -> i
     return int(store.execute([Append(key, entry), Count(count_key)])[1] or 0)
 
 
+def write(store: Operations, key: str, value: str) -> None:
+    """Writes a key that no one waits for."""
+    store.execute([Write({key: value})])
+
+
 def claim(store: Operations, key: str, value: str) -> str:
     """Writes a register unless it is written; returns what it holds."""
     (held,) = store.execute([Claim(key, value)])
@@ -322,6 +388,20 @@ def to_text(value: bytes, key: str) -> str:
         return value.decode()
     except UnicodeDecodeError:
         raise StoreError(f"store key {key!r} holds {value!r}, which is no text") from None
+
+
+def await_text(store: Operations, key: str, seconds: float) -> str | None:
+    """Waits for a key that says something; None if it was not written in time.
+
+    One that somebody else has written is deleted, since it would not let this wait any more.
+    """
+    deadline = store.now() + seconds
+    while (said := store.hear(key, deadline - store.now())) is not None:
+        text = said or read(store, key)
+        if text is not None:
+            return text
+        store.delete_key(key)
+    return None
 
 
 def looks_for(
@@ -341,6 +421,8 @@ def looks_for(
             until.append(also_after - waited)
         said = store.hear(wake, min(until))
         yield timeout - (store.now() - start), said or ""
+        if said is not None:
+            store.delete_key(wake)  # somebody else's: what leads to a wake of the job's ends the looks
         pause = min(2 * pause, _LONGEST_LOOK)
 
 

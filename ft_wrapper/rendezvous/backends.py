@@ -15,12 +15,13 @@ from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ..exception import StoreError, StoreUnavailable
-from ..protocol.operations import Operations, read
+from ..protocol.operations import Operations, await_text, write
 from ..store import StoreMixin, TCPStore, TCPStoreServer, serve
 from ..store import address as addresses
 from ..store.address import EtcdAddress, host_port, split_host_port
 from ..store.bounded import call_in_thread
 from ..store.plan import connect_etcd
+from ..store.secret import SECRET, job_secret, make, use
 from .record import Record, RoundPolicy
 from .register import Board, agents_prefix, endpoint_key, gone_key
 from .settings import ETCD_NAMES, Settings, etcd_address, read_timeout
@@ -211,6 +212,9 @@ class EtcdBackend(Backend):
         store.patience = read_timeout
         store.set_timeout(timedelta(seconds=read_timeout))
         self._store = store
+        if store.is_private and job_secret() is None:  # only the job's own read it there
+            held = self.connect().compare_set(SECRET, "", make().hex())
+            use(held)
         # torch's side of a store finds the methods of its Python side only as long as that is alive.
         self._agents_stores: list[Store] = []
 
@@ -302,7 +306,7 @@ class WorkerStores:
             address: this node's.
         """
         self._hosted = hosted = host_workers_store(address)  # which ends the last round's
-        store.set(endpoint_key(number), host_port(address, hosted.port))
+        write(store, endpoint_key(number), host_port(address, hosted.port))
         if number >= 2:
             self._forget(store, number - 2)
         return elastic.RendezvousStoreInfo(address, hosted.port)
@@ -325,7 +329,8 @@ class WorkerStores:
         # A caller that is interrupted leaves this client waiting, and needs the other to give up its place.
         waiting = self._backend.connect()
         try:
-            while call_in_thread(lambda: waiting.hear(key, limit), "waiting for the workers' store") is None:
+            what = "waiting for the workers' store"
+            while (text := call_in_thread(lambda: await_text(waiting, key, limit), what)) is None:
                 if self._is_lost(record.round):
                     return None
                 if store.now() >= deadline:
@@ -336,7 +341,6 @@ class WorkerStores:
                     )
         finally:
             waiting.close()
-        text = read(store, key) or ""
         address, port = split_host_port(text)
         if not address or not port.isdecimal():
             raise elastic.RendezvousStateError(f"store key {key!r} holds {text!r}, which is no address")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from .._text import IN_STORE, cut
 from ..exception import StoreError
-from ..protocol.operations import Operations, read
+from ..protocol.operations import Move, Operations, read
 from .record import Node
 from .register import KEPT_OUT_KEY
 
@@ -79,7 +79,7 @@ def _change(store: Operations, change: Callable[[dict[str, KeptOut]], None]) -> 
         after = json.dumps([[*vars(one.node).values(), one.reason, one.since] for one in nodes.values()])
         if nodes == _parse(before):
             return
-        held = store.compare_set(KEPT_OUT_KEY, before, after).decode(errors="replace")
+        held = store.execute([Move(KEPT_OUT_KEY, before, after)])[0] or ""
         if held in (after, before):  # the latter: the store has lost it, which shows elsewhere
             return
         before = held

@@ -15,7 +15,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
 from ..exception import StoreError
-from ..protocol.operations import Append, Operations, read, read_log
+from ..protocol.operations import Append, Move, Operations, read, read_log
 from .record import Admission, Record
 
 log = logging.getLogger(__name__)
@@ -125,11 +125,14 @@ class Register:
 
     def __init__(self, store: Operations, initial: Record) -> None:
         self.store = store
-        self._initial = Snapshot("", initial)
+        self._initial = self._latest = Snapshot("", initial)
 
     def read(self) -> Snapshot:
-        """Reads the record."""
-        return self._snapshot(read(self.store, RECORD_KEY) or "")
+        """Reads the record: the last one of the job's own, where somebody else has overwritten it."""
+        text = read(self.store, RECORD_KEY)
+        if text is None and self._latest.text and self.store.is_forged(RECORD_KEY):
+            return self._latest
+        return self._snapshot(text or "")
 
     def replace(self, before: Snapshot, after: Record) -> tuple[Snapshot, bool]:
         """Replaces the record, unless another node has, and wakes those that wait for that.
@@ -143,7 +146,7 @@ class Register:
         version = before.record.version + 1
         record = dataclasses.replace(after, version=version, writer=next(self.store.nonces))
         desired = record.to_text()
-        held = self.store.compare_set(RECORD_KEY, before.text, desired).decode(errors="replace")
+        held = self.store.execute([Move(RECORD_KEY, before.text, desired)])[0] or ""
         if held == desired:
             # The node that wrote the version before may have died before it could wake the others.
             self.store.multi_set([version_key(version - 1), version_key(version)], ["", ""])
@@ -152,7 +155,8 @@ class Register:
             if record.epoch > max(1, before.record.epoch):
                 self.store.delete_key(log_key(record.epoch - 2))
                 self.store.delete_key(count_key(record.epoch - 2))
-            return Snapshot(desired, record), True
+            self._latest = Snapshot(desired, record)
+            return self._latest, True
         if held == before.text:
             raise RendezvousStateError(
                 f"store key {RECORD_KEY!r} is gone: the store has lost what the nodes agreed on"
@@ -168,7 +172,16 @@ class Register:
         Returns:
             The record; None if nothing came in time: then it has to be read.
         """
-        return self.read() if self.store.hear(version_key(version + 1), seconds) is not None else None
+        if self.store.hear(version_key(version + 1), seconds) is None:
+            return None
+        snapshot = self.read()
+        self.forget_wake(version, snapshot.record)
+        return snapshot
+
+    def forget_wake(self, version: int, now: Record) -> None:
+        """Deletes what has woken a waiter for nothing: it is somebody else's, and would wake it again."""
+        if now.version <= version:
+            self.store.delete_key(version_key(version + 1))
 
     def pass_on(self, snapshot: Snapshot) -> None:
         """Wakes those that wait for a version, if its writer died before it could."""
@@ -197,7 +210,8 @@ class Register:
         if not text:
             return self._initial
         try:
-            return Snapshot(text, Record.from_text(text))
+            self._latest = Snapshot(text, Record.from_text(text))
+            return self._latest
         except ValueError as error:
             raise RendezvousStateError(f"store key {RECORD_KEY!r}: {error}") from error
 

@@ -19,6 +19,7 @@ from .etcd_client import EtcdClient
 from .etcd_messages import EtcdCompacted, EtcdKeys, EtcdRefused, KeyValue, Operation, Span, Transaction
 from .etcd_watch import LOOK_AGAIN, StandingWatch, Watch
 from .mixin import DEFAULT_TIMEOUT, StoreMixin
+from .secret import seal_of
 
 T = TypeVar("T")
 
@@ -90,6 +91,8 @@ class EtcdStore(Store, StoreMixin):
         lease_lasts = int(ttl.total_seconds()) if begins else None
         self._etcd = EtcdJob(client, prefix.rstrip("/") + "/", lease_lasts, self.patience)
         self._keys = EtcdKeys(self._etcd.keys, self._etcd.lease, self._etcd.nonce).within(namespace)
+        self.place = f"{prefix.strip('/')}/{namespace}"
+        self.seal, self.is_private = seal_of(self.place), bool(user or cert)
         self._writer = EtcdWriter(self._etcd)
         self._beats = EtcdBeats(self._etcd)
         self._origin: EtcdStore | None = None
@@ -107,7 +110,8 @@ class EtcdStore(Store, StoreMixin):
         Store.__init__(other)
         other.set_timeout(self.timeout)
         other.patience, other._etcd, other._place = self.patience, self._etcd, self._place
-        other._keys = self._keys.within(namespace)
+        other._keys, other.place = self._keys.within(namespace), self.place + namespace
+        other.seal, other.is_private = seal_of(other.place), self.is_private
         other._writer = EtcdWriter(self._etcd)
         other._beats = EtcdBeats(self._etcd)
         other._origin = self._origin or self  # which keeps the lease alive
@@ -214,7 +218,7 @@ class EtcdStore(Store, StoreMixin):
 
     # The protocol's operations --------------------------------------------------------------------------
 
-    def hear(self, key: str, seconds: float) -> str | None:
+    def _hear(self, key: str, seconds: float) -> str | None:
         deadline = time.monotonic() + seconds
         while key.startswith(names.WAKE) and (standing := self._standing_watch()) is not None:
             remaining = max(0.0, deadline - time.monotonic())
@@ -227,9 +231,9 @@ class EtcdStore(Store, StoreMixin):
                     return None
             if said is not None:
                 return to_text(said, key)
-        return super().hear(key, deadline - time.monotonic())
+        return super()._hear(key, deadline - time.monotonic())
 
-    def execute(self, steps: Sequence[Step]) -> list[str | None]:
+    def _perform(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out steps: as few transactions as they fit in, and a request for each sign of life."""
         given = list[str | None]()
         for group in _groups(steps, _fit_together):

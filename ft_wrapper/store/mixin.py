@@ -16,6 +16,7 @@ from ..protocol.entering import Barriers
 from ..protocol.evidence import Ends
 from ..protocol.operations import Operations, Step, under
 from ..protocol.records import FAULT
+from ..protocol.seal import Seal
 
 T = TypeVar("T")
 
@@ -26,6 +27,11 @@ _LONGEST_LOOK = 4.0
 
 class StoreMixin(Barriers, ByHand):
     """A store: torch's operations, steps, barriers of named groups, and global iterations by hand."""
+
+    place = ""
+    """Which store it is, in what its clients seal."""
+    is_private = False
+    """Whether others than the job's own are kept out of it."""
 
 
 class HoldingStore(StoreMixin):
@@ -198,6 +204,11 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
     def is_over(self) -> bool:
         """Whether a fault has ended the iteration. One that is done has had all whom it needed."""
         return Ends(self._store).outcome_of(self._iteration) == FAULT
+
+    @property
+    def seal(self) -> Seal | None:  # type: ignore[override]
+        """That of the store that it holds, which uses it."""
+        return self._store.seal
 
     @property
     def _job(self) -> ByHand:

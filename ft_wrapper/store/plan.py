@@ -12,6 +12,7 @@ from ..exception import StoreError
 from ..protocol.operations import Operations
 from .address import EtcdAddress, etcd_login, host_port, is_etcd, master_port, split_host_port, tcp_address
 from .mixin import StoreMixin
+from .secret import warn_if_open
 from .tcp import TCPStore, TCPStoreServer
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ def plan_store(
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
         host, _ = tcp_address(None, 1)
+        if os.environ.get("RANK") == "0":
+            warn_if_open(host_port(host, master_port()))
         return _tcp(
             host, master_port(), None, {"timeout": timeout, "namespace": f"ft_wrapper/{run_id}/{attempt}/"}
         )

@@ -28,6 +28,7 @@ from .address import host_port, listening_address, tcp_address
 from .bounded import call_in_thread
 from .lost_host import limit_silence
 from .mixin import DEFAULT_TIMEOUT, HoldingStore
+from .secret import seal_of
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,8 @@ class TCPStore(HoldingStore):
         except DistError as error:
             raise StoreError(f"no TCPStore answers at {self._where}: {error}") from error
         super().__init__(client, namespace)
+        self.place = f"{self.port}/{namespace}"
+        self.seal = seal_of(self.place)
 
     @property
     def _where(self) -> str:

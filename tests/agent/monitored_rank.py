@@ -13,11 +13,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ft_wrapper.monitor.beside import start_monitor
-from ft_wrapper.monitor.line import AGENT_ENV, MonitorLine, ask_agent, receive
+from ft_wrapper.monitor.line import MonitorLine, ask_agent, receive
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.settings import Limits
 from ft_wrapper.store import Member
 from ft_wrapper.store.plan import announced_plan
+from ft_wrapper.store.secret import AGENT_ENV
 
 TIMEOUT = 120.0
 SETTINGS = Limits(

@@ -29,7 +29,7 @@ from support import warm_ftrun
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor import rank_monitor, watch
 from ft_wrapper.monitor import service as module
-from ft_wrapper.monitor.line import AGENT_ENV, VERSION, ask_agent, receive, receive_fd, send
+from ft_wrapper.monitor.line import VERSION, ask_agent, receive, receive_fd, send
 from ft_wrapper.monitor.service import MonitorService
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.protocol import Agreement, keys
@@ -38,6 +38,7 @@ from ft_wrapper.protocol.keys import BEFORE_FIRST
 from ft_wrapper.protocol.records import MemberRecord
 from ft_wrapper.store import Member, TCPStore, TCPStoreServer, View
 from ft_wrapper.store.plan import announced_plan
+from ft_wrapper.store.secret import AGENT_ENV
 
 
 @pytest.fixture(scope="module", autouse=True)

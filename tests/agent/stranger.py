@@ -1,0 +1,250 @@
+"""What another user of the host does to a job whose store it reaches: ``stranger.py PORT ATTACK FOLDER``.
+
+It becomes nobody before it does anything. It says what it has received.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ft_wrapper.protocol import keys
+
+NOBODY = 65534
+SECONDS = 6.0  # for what may have to wait for the job
+LIVE = "ft_wrapper/1/live/state/sealed"
+
+
+class Evil:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (self.command,)
+
+
+class Stranger:
+    """Somebody at a job's store.
+
+    Args:
+        port: of the store.
+        folder: where what it makes others run leaves a trace.
+    """
+
+    def __init__(self, port: int, folder: Path) -> None:
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+        self.port, self.evil = port, Evil(f"touch {folder}/ran_code")
+        self.received = 0
+        self.n = int(self.read(keys.HEAD).split(":")[1])
+        self.nonce = self.read(keys.HEAD).split(":")[2].split()[0]
+
+    def read(self, key: str) -> str:
+        """What a key holds."""
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    # ---- attacks
+
+    def own_store(self, sealed: Callable[[str], str] = lambda text: text) -> None:
+        """Waits as rank 0 in a store of its own, to which the others come in the next iteration."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        text = sealed(f"127.0.0.1 {port} 2 2")
+        waiting = threading.Thread(target=self._wait_as_rank_0, args=(port,), daemon=True)
+        waiting.start()
+        self.store.set(keys.meeting(self.n + 1), text)
+        self.ask_for_restart()
+        deadline = time.monotonic() + SECONDS
+        while waiting.is_alive() and time.monotonic() < deadline:
+            self.store.set(keys.meeting(self.n + 1), text)  # again: rank 0 may have written its own
+            self.store.set(keys.wake_meeting(self.n + 1), text)
+            waiting.join(0.001)
+
+    def _wait_as_rank_0(self, port: int) -> None:
+        limit = timedelta(seconds=SECONDS)
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=0, world_size=2, timeout=limit)
+        self.received += 1
+        said: list[Any] = [None, None]
+        for _ in range(4):
+            dist.all_gather_object(said, self.evil)
+
+    def own_store_with_a_seal_of_zeros(self) -> None:
+        """As `own_store`, with what looks like a seal."""
+        self.own_store(lambda text: f"{text} {'0' * 32}")
+
+    def own_store_with_another_seal(self) -> None:
+        """As `own_store`, with a seal that the job has made, for another key."""
+        self.own_store(lambda text: f"{text} {self.read(keys.meeting(self.n)).split()[-1]}")
+
+    def replayed_meeting(self) -> None:
+        """Copies where the ranks meet into the next iteration's key."""
+        for key, wake in ((keys.meeting, keys.wake_meeting),):
+            self.store.set(key(self.n + 1), self.read(key(self.n)))
+            self.store.set(wake(self.n + 1), self.read(wake(self.n)))
+        self.ask_for_restart()
+
+    def ask_for_restart(self) -> None:
+        """Ends the iteration, as ``ftrun restart`` does."""
+        self.store.compare_set(keys.end(self.n), "", "fault")
+        self.store.set(keys.wake_end(self.n), "1")
+
+    def end_well(self) -> None:
+        """Ends the iteration as if all had returned."""
+        self.store.set(keys.end(self.n), "done")
+        self.store.set(keys.wake_end(self.n), "1")
+
+    def wake_for_nothing(self) -> None:
+        """Wakes all who wait for the end, for the next iteration, and for where it meets."""
+        for _ in range(200):
+            for wake in (keys.wake_end(self.n), keys.wake_head(self.n + 1), keys.wake_meeting(self.n + 1)):
+                self.store.set(wake, "1")
+
+    def own_head(self) -> None:
+        """Decides the next iteration, in which it is alone."""
+        n = self.n + 1
+        decision = {"call": 0, "n": n, "first": 0, "removed": ["0:0", "1:0"], "ranks": [0, 1]}
+        decision |= {
+            "joined": ["7:0"],
+            "joined_ranks": [0],
+            "inserted": [],
+            "world_size": 1,
+            "min_world_size": 1,
+        }
+        self.store.set(keys.decision(n, "abc"), json.dumps(decision))
+        self.store.set(keys.roster(n, "abc"), "[[7, 7, 0]]")
+        self.store.set(keys.HEAD, f"0:{n}:abc")
+        self.store.set(keys.wake_head(n), f"0:{n}:abc")
+        self.ask_for_restart()
+
+    def garbage_for_a_head(self) -> None:
+        """Overwrites which iteration is on."""
+        self.store.set(keys.HEAD, "\0\1\2")
+
+    def bury_all(self) -> None:
+        """Says that all ranks are dead."""
+        self.store.append(keys.dead(self.n), "0:0\n1:0\n")
+        self.store.add(keys.count_gone(self.n), 2)
+        self.ask_for_restart()
+
+    def arrive_for_all(self) -> None:
+        """Says that all ranks have left the function."""
+        self.store.append(keys.arrived(self.n), "0:0 0 2\n1:0 1 2\n")
+        self.store.add(keys.count_gone(self.n), 2)
+
+    def join(self) -> None:
+        """Asks to be let in."""
+        self.store.append(keys.join(self.n), "7:0 0\n")
+        self.store.set(keys.member("7:0"), "{}")
+        self.ask_for_restart()
+
+    def finish_for_all(self) -> None:
+        """Says that all ranks have returned."""
+        self.store.append(keys.finished(self.n), "0\n1\n")
+        self.store.add(keys.count_finished(self.n), 2)
+
+    def take_seats(self) -> None:
+        """Takes all ranks of the next iteration."""
+        for rank in range(2):
+            self.store.set(keys.seat(self.n + 1, rank), "7:0")
+            self.store.append(keys.entered(self.n + 1), f"7:0 {rank} -\n")
+
+    def stop(self) -> None:
+        """Closes the job in the record of its nodes."""
+        record = "ft_wrapper/rendezvous/1/state"
+        changed = json.loads(self.read(record).rpartition(" ")[0] or self.read(record))
+        changed |= {"closed": True, "version": changed["version"] + 1}
+        self.store.set(record, json.dumps(changed))
+        self.store.set(f"ft_wrapper/rendezvous/1/version/{changed['version']}", "")
+
+    def forget_progress(self) -> None:
+        """Says that the state is at another recovery."""
+        for key in self.store.list_keys():
+            if "/live/" in key:
+                self.store.set(key, "99 99")
+
+    def by_command(self) -> None:
+        """Runs ftrun's own commands."""
+        from ft_wrapper.cli import control
+
+        assert control.main_restart([f"127.0.0.1:{self.port}"]) != 0
+        assert control.main_drain(["0", f"127.0.0.1:{self.port}"]) != 0
+        assert control.main_stop([f"127.0.0.1:{self.port}"]) != 0
+
+    def ask_the_agent(self) -> None:
+        """Asks the job's agent for its secret."""
+        for agent in self.read("ft_wrapper/agents").split():
+            with socket.socket(socket.AF_UNIX) as line:
+                line.settimeout(SECONDS)
+                line.connect(f"\0{agent}-secret")
+                data, fds, _, _ = socket.recv_fds(line, 100, 1)
+                self.received += len(data) + len(fds)
+
+    def connect_to_ranks(self) -> None:
+        """Connects to all that listens, and guesses what a rank would say."""
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            port = int(fields[1].split(":")[1], 16)
+            if fields[3] != "0A" or port == self.port:
+                continue
+            for hello in (
+                bytes(20),
+                self.nonce.encode().ljust(16, b"\0") + bytes(4),
+                pickle.dumps(self.evil),
+            ):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as peer:
+                    peer.settimeout(0.2)
+                    peer.sendall(hello)
+                    self.received += len(peer.recv(1 << 16)) >= 1 << 10
+
+    def race_for_gloo(self) -> None:
+        """Overwrites what ranks say of themselves in the store that ``torch.distributed`` uses."""
+        host, port, *_ = self.read(keys.meeting(self.n)).split()
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=5))
+        for key in store.list_keys() if hasattr(store, "list_keys") else []:
+            store.set(key, pickle.dumps(self.evil))
+
+    def forge_reports(self) -> None:
+        """Writes what ranks tell people, and what a checkpoint's rank 0 tells the others."""
+        self.store.append(keys.faults(self.n), "{}\n")
+        self.store.set(keys.restarted(self.n + 1), "{}")
+        for key in self.store.list_keys():
+            if "/barrier/" in key:
+                self.store.set(key, pickle.dumps(self.evil))
+
+
+ATTACKS = [name for name, of in vars(Stranger).items() if inspect.isfunction(of) and name[0] != "_"]
+ATTACKS.remove("read")
+
+
+def main() -> None:
+    """Attacks once."""
+    port, attack, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    "localhost".encode("idna")  # imports what nobody may not read
+    import ft_wrapper.cli.control  # noqa: F401
+
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    stranger = Stranger(port, folder)
+    getattr(stranger, attack)()
+    print(f"received {stranger.received}", flush=True)
+    os._exit(0)  # torch would wait for peers that do not come
+
+
+if __name__ == "__main__":
+    main()
