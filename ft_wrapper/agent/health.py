@@ -1,9 +1,10 @@
 """Whether the agent's main loop is alive, by HTTP.
 
 With ``TORCHELASTIC_HEALTH_CHECK_PORT`` set, a GET of any path is answered 200 if the loop is, and 503 if it
-is not, with a few facts as JSON. The loop sleeps while nothing happens, so it is woken and asked to answer,
-within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is for Prometheus (`metrics`). A POST
-of ``/drain?within=SECONDS`` from this host asks that this node leave the job in order, before it is lost.
+is not, with a few facts as JSON. Only this host reaches a bare port. The loop sleeps while nothing happens,
+so it is woken and asked to answer, within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is
+for Prometheus (`metrics`). A POST of ``/drain?within=SECONDS`` from this host asks that this node leave the
+job in order, before it is lost.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from torch.distributed.elastic.agent.server import local_elastic_agent as theirs
 
-from ..store.address import split_host_port
+from ..store.address import host_port, loopback, split_host_port
 from .group import Group
 from .metrics import metrics
 from .nodes import CannotStart, Nodes
@@ -54,7 +55,7 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
     """Answers in a thread for each request, and waits for connections in one of its own. A context manager.
 
     Args:
-        host: a name or address of this host; empty for all of its IPv4 addresses.
+        host: a name or address of this host, where it listens; the loopback if empty.
         port: where; 0 for a free one.
         answer: what answers requests, see `application`.
         inbox: which wakes the loop.
@@ -66,7 +67,7 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
     request_queue_size = _MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, answer: "WSGIApplication", inbox: Inbox) -> None:
-        found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host or loopback(), port, type=socket.SOCK_STREAM)
         self.address_family, _, _, _, address = found[0]
         super().__init__(address, _Handler)  # type: ignore[arg-type]
         self.set_app(answer)
@@ -233,7 +234,7 @@ def health(group: Group, nodes: Nodes, run_id: str) -> Iterator[Health | None]:
         way_out = "a name or address of this host" if is_elsewhere else "another port"
         raise CannotStart(f"{ADDRESS_ENV}={where}: {error.strerror}; choose {way_out}") from error
     with server:
-        log.info("the health endpoint is at port %d%s", server.server_port, host and f" of {host}")
+        log.info("the health endpoint is at %s", host_port(host or loopback(), server.server_port))
         yield server
 
 

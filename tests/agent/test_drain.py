@@ -226,7 +226,7 @@ def test_a_notice_by_http_drains_a_node(tmp_path: Path) -> None:
         cluster.host_store()
         nodes = [cluster.start(name, environment={PORT: "0"} if name == "1" else {}) for name in "012"]
         await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
-        found = re.search(r"the health endpoint is at port (\d+)", nodes[1].said)
+        found = re.search(r"the health endpoint is at 127\.0\.0\.1:(\d+)", nodes[1].said)
         assert found is not None
         url = f"http://localhost:{found[1]}/drain?within="
         with pytest.raises(urllib.error.HTTPError, match="400"):

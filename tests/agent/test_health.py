@@ -7,9 +7,11 @@ import errno
 import json
 import os
 import re
+import resource
 import select
 import socket
 import socketserver
+import subprocess
 import sys
 import threading
 import urllib.error
@@ -129,6 +131,49 @@ def test_further_connections_are_closed(nodes: Nodes, monkeypatch: pytest.Monkey
         silent.shutdown(socket.SHUT_WR)
         assert silent.recv(1) == b""
         assert get(health.server_port)[0] == 200
+
+
+HOLD = """
+import select, socket, sys
+port, count, refused = map(int, sys.argv[1:])
+poll = select.poll()
+held = {}
+for _ in range(count):
+    one = socket.create_connection(("127.0.0.1", port), 60)
+    held[one.fileno()] = one
+    one.send(b"G")
+    poll.register(one, select.POLLIN)
+while refused:
+    for fd, _ in poll.poll(60_000) or sys.exit("nothing is refused"):
+        poll.unregister(fd)
+        refused -= 1
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_agent_keeps_its_descriptors(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many connections come: few more files than those connections may be open here."""
+    monkeypatch.setattr(_Handler, "timeout", TIMEOUT * 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count, own = 300, 8
+    with serve(nodes) as health, nodes.inbox.unattended(), contextlib.ExitStack() as files:
+        command = [
+            sys.executable,
+            "-c",
+            HOLD,
+            *map(str, (health.server_port, count, count - _MOST_CONNECTIONS)),
+        ]
+        holding = files.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        assert holding.stdout is not None
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + _MOST_CONNECTIONS + own + 2, hard))
+        assert holding.stdout.readline() == "held\n"
+        for _ in range(own):
+            files.enter_context(open(os.devnull))
 
 
 def test_a_request_in_parts_gets_no_more_time(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,14 +310,15 @@ def test_facts_name_no_rank_before_there_are_any() -> None:
         ("127.0.0.1:0", "127.0.0.1", "127.0.0.2"),
         ("localhost:0", "127.0.0.1", "127.0.0.2"),
         ("[::1]:0", "::1", "127.0.0.1"),
-        ("0", "127.0.0.2", ""),
-        (":0", "127.0.0.2", ""),
+        ("0", "127.0.0.1", "127.0.0.2"),
+        (":0", "127.0.0.1", "127.0.0.2"),
+        ("0.0.0.0:0", "127.0.0.2", ""),
     ],
 )
 def test_where_it_answers(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, where: str, asked: str, others: str
 ) -> None:
-    """At one address, or at all; 127.0.0.2 is this host, too."""
+    """At the loopback, at another address, or at all; 127.0.0.2 is this host, too."""
     if ":" in asked and not is_this_host(asked):
         pytest.skip("this host has no IPv6")
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", where)

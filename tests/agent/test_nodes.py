@@ -245,7 +245,7 @@ def places(
 
 def told_states(node: FtRun) -> dict[str, int]:
     """What a node tells Prometheus of all nodes: how many are in each state."""
-    found = re.search(r"the health endpoint is at port (\d+) of 127.0.0.1", node.said)
+    found = re.search(r"the health endpoint is at 127\.0\.0\.1:(\d+)", node.said)
     assert found is not None, node.said
     with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/metrics", timeout=TIMEOUT) as answer:
         told = re.findall(r'^ft_wrapper_nodes{.*state="(\w+)"} (\d+)', answer.read().decode(), re.MULTILINE)
