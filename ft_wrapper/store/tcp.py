@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore as TorchTCPStore
 from torch.distributed import DistError, DistNetworkError
 from torch.torch_version import TorchVersion
 
-from .._files import check_open_files
+from .._files import check_open_files, quiet_torch
 from ..exception import StoreError, TimeoutError
 from ..protocol.keys import LIFE
 from ..protocol.operations import Operations, to_text
@@ -304,7 +304,8 @@ def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
 
     Anyone who reaches it may read and write everything: a TCPStore knows no users.
 
-    The limit of open files of this process is raised as far as it goes: see `raise_file_limit`.
+    The limit of open files of this process is raised as far as it goes, see `raise_file_limit`, and torch's
+    C++ code in it logs errors only.
 
     On a socket of one family: a server of torch's own making listens on IPv6 and sees ``127.0.0.1`` as
     ``::ffff:127.0.0.1``, whose name it looks up for each client, which no hosts file answers.
@@ -318,16 +319,16 @@ def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
         OSError: the port is taken, the host is unknown, or this process may not open enough files.
     """
     raise_file_limit()
+    quiet_torch()
     check_open_files(_FILES_OF_A_SERVER, "a process that hosts a store")
     family, address = listening_address(host_name, port)
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
-        port = listener.getsockname()[1]
-        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
-        options["master_listen_fd"] = listener.detach()  # the server closes it
-        return TorchTCPStore(host_name, port, **options, use_libuv=SERVER_IS_LIBUV)
+        port, fd = listener.getsockname()[1], listener.detach()  # which the server closes
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
+        return TorchTCPStore(host_name, port, timeout=timeout, use_libuv=SERVER_IS_LIBUV, **options)
 
 
 def raise_file_limit() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import queue
 import resource
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -401,3 +403,52 @@ def test_store_carries_more_ranks_than_the_soft_limit_of_open_files_has_room_for
                 assert clone.add("ranks", 0) == rank + 1
         out, _ = host.communicate(timeout=60.0)
     assert out.split() == ["64", str(hard)]
+
+
+# What torch's C++ code prints
+
+QUIET_HOST = """
+import sys
+from ft_wrapper.store import TCPStoreServer
+server = TCPStoreServer(0, "127.0.0.1")
+print(server.port, flush=True)
+sys.stdin.read()
+server.close()
+"""
+
+
+ENDS_CONNECTION = (1, 1 << 62)
+
+
+@pytest.mark.parametrize(
+    ("level", "requests"),
+    [("", [*itertools.product(range(20), (1 << 31, 1 << 62)), ENDS_CONNECTION]), ("INFO", [ENDS_CONNECTION])],
+)
+def test_nonsense_costs_no_stack_trace_unless_the_user_wants_it(
+    level: str, requests: list[tuple[int, int]]
+) -> None:
+    """A trace takes 8 ms, in which the server answers no one: 1,000 strangers stopped a job for 8 s."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    if level:
+        environment["TORCH_CPP_LOG_LEVEL"] = level
+    with contextlib.ExitStack() as owned:
+        host = owned.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", QUIET_HOST],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+        owned.callback(host.kill)
+        assert host.stdout is not None
+        port = int(host.stdout.readline())
+        for query, length in requests:
+            with socket.create_connection(("127.0.0.1", port), 60.0) as stranger:
+                stranger.sendall(struct.pack("<BIBQ", 0, 0x3C85F7CE, query, length))  # a hello, and a request
+                if (query, length) == ENDS_CONNECTION:
+                    with contextlib.suppress(ConnectionResetError):
+                        assert stranger.recv(1) == b""
+        _, said = host.communicate(timeout=LONG.total_seconds())
+    assert bool(said) == bool(level), said
