@@ -7,13 +7,50 @@ import logging
 import os
 import resource
 import select
+import stat
 
 log = logging.getLogger(__name__)
 
 
 def owners_only(path: str, flags: int) -> int:
-    """Opens a file; a new one only its owner may read. For ``open(…, opener=…)``."""
-    return os.open(path, flags, 0o600)
+    """Opens a file of this user for writing; a new one only its owner may read. For ``open(…, opener=…)``.
+
+    At a path that others know, they may have put a link, a file of theirs or a pipe, which gets nothing. A
+    device is as good as a file: only root makes one.
+
+    Args:
+        path: the file.
+        flags: as for ``os.open``.
+
+    Raises:
+        OSError: it is another's, or cannot be opened.
+    """
+    # A pipe that nobody reads would stop this process for good.
+    fd = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    found = os.fstat(fd)
+    if not (stat.S_ISCHR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid())):
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "Not a regular file of this user", path)
+    if flags & os.O_TRUNC and found.st_size:
+        os.ftruncate(fd, 0)
+    return fd
+
+
+def check_own_file(name: str, path: str) -> None:
+    """Checks that `owners_only` can open a file; makes it if it is not there.
+
+    Args:
+        name: of the setting or variable that names the file, for the error.
+        path: the file.
+
+    Raises:
+        OSError: it cannot. The message says why, and what to do.
+    """
+    try:
+        os.close(owners_only(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC))
+    except OSError as error:
+        way_out = "name a regular file of this user, no link, or a new one in a folder that is there"
+        raise OSError(f"{name}={path}: {error.strerror}; {way_out}") from error
 
 
 def check_open_files(more: int, who: str) -> None:

@@ -14,7 +14,7 @@ import socket
 import time
 from typing import Any
 
-from ._files import owners_only
+from ._files import check_own_file, owners_only
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,16 @@ ENV = "FT_WRAPPER_EVENTS"
 def are_wanted() -> bool:
     """Whether events are written."""
     return bool(os.environ.get(ENV))
+
+
+def check() -> None:
+    """Checks that events can be written, if they are wanted.
+
+    Raises:
+        OSError: they cannot; names the variable, and says what to do.
+    """
+    if are_wanted():
+        check_own_file(ENV, os.environ[ENV])
 
 
 def started() -> float:

@@ -13,22 +13,21 @@ import copy
 import dataclasses
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
-from torch.distributed.elastic.multiprocessing import LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from . import events
 from ._files import replace_broken_streams
 from ._text import without_secrets
 from .agent import classic_nodes, ft_nodes, outputs
@@ -39,7 +38,7 @@ from .agent.options import Options, parse_args
 from .agent.policy import Policy
 from .agent.signals import handle_notices
 from .agent.verdict import JobResult
-from .cli import control, result_file, status
+from .cli import control, log_folder, result_file, status
 from .cli.check import print_findings
 from .log_lines import JSON, choose_format, make_formatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
@@ -76,8 +75,9 @@ def run(options: Options) -> int:
         cleanup.callback(secret.use, None)
         secret.use(options.secret)
         try:
+            events.check()
             logs_specs = options.logs_specs(
-                log_dir=cleanup.enter_context(_log_dir(options)),
+                log_dir=cleanup.enter_context(log_folder.open_folder(options)),
                 redirects=options.redirects,
                 tee=options.tee,
                 local_ranks_filter=options.local_ranks_filter,
@@ -207,22 +207,6 @@ def _report(options: Options, end: End) -> JobResult:
         whose = f"{result.culprit}: " if result.culprit else ""
         log.error("exit code %d (%s): %s%s", result.exit_code, result.verdict, whose, result.why)
     return result
-
-
-@contextmanager
-def _log_dir(options: Options) -> Iterator[str]:
-    """The directory for log files; a temporary one is removed if nothing was written there."""
-    if options.log_dir is not None:
-        yield options.log_dir
-        return
-    path = tempfile.mkdtemp(prefix="ftrun_")
-    try:
-        if options.redirects != Std.NONE or options.tee != Std.NONE:
-            log.info("log files are in %s", path)
-        yield path
-    finally:
-        if not any(files for _, _, files in os.walk(path)):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _set_up_logging(options: Options) -> None:

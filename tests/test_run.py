@@ -868,12 +868,24 @@ def test_log_directory_that_cannot_be_made(tmp_path: Path, capfd: pytest.Capture
 def test_result_files_that_cannot_be_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for wrong in (tmp_path, tmp_path / "nowhere" / "result"):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    for wrong in (
+        tmp_path,
+        tmp_path / "nowhere" / "result",
+        pipe,
+        link,
+        Path("/dev/null"),
+        Path("/dev/stderr"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             main(["--result-file", str(wrong), "--no-python", "true"])
         said = capfd.readouterr().err
         assert f"--result-file {wrong}: name a file" in said
         assert said.count("\n") == 1
+    pipe.unlink()
+    link.unlink()
     late = tmp_path / "late"
     assert main(["--result-file", str(late), "--no-python", "mkdir", str(late)]) == 0
     assert f"--result-file {late} cannot be written" in caplog.text

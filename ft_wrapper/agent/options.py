@@ -134,9 +134,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     if args.log_dir and args.log_dir != os.devnull and os.path.isfile(args.log_dir):
         parser.error(f"--log-dir {args.log_dir}: is a file; name a directory")
     secret = _secret(parser, args.job_secret_file)
-    result = args.result_file
-    if result and (os.path.isdir(result) or not os.path.isdir(os.path.dirname(os.path.abspath(result)))):
-        parser.error(f"--result-file {result}: name a file, in a folder that is there")
+    result = args.result_file or ""
+    is_other = os.path.islink(result) or (os.path.exists(result) and not os.path.isfile(result))
+    if result and (is_other or not os.path.isdir(os.path.dirname(os.path.abspath(result)))):
+        parser.error(f"--result-file {result}: name a file, which is replaced, in a folder that is there")
     if args.log_format not in FORMATS:
         parser.error(f"--log-format {args.log_format}: use {' or '.join(FORMATS)}")
     policy = _policy(parser, args)

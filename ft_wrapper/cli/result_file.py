@@ -14,9 +14,9 @@ def write(path: str, text: str) -> None:
         path: of the file.
         text: the result.
     """
-    part = f"{path}.{os.getpid()}"
+    part = f"{path}.{os.urandom(8).hex()}"  # a name that no other user knows, who could put a link there
     try:
-        with open(part, "w", encoding="utf-8") as file:
+        with open(part, "x", encoding="utf-8") as file:
             file.write(text + "\n")
         os.replace(part, path)
     except OSError as error:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import torch
 
-from .._files import owners_only
+from .._files import check_own_file, owners_only
 from ..exception import StoreError
 from ..protocol.heart import Heart
 from ..settings import Limits
@@ -77,8 +77,12 @@ def start_monitor(
 
     Raises:
         StoreError: the port to host is taken.
+        OSError: one of the files is another user's, or cannot be opened; says which.
         RuntimeError: CUDA is in use, and the plan cannot be sent to another Python.
     """
+    for setting, path in (("monitor_process_logfile", logfile), ("monitor_process_pidfile", pidfile)):
+        if path is not None:
+            check_own_file(setting, path)
     task = _Task(limits, plan, hosts, logfile, pidfile, os.getpid(), heart_name())
     ours, theirs = socket.socketpair()
     with theirs:
@@ -208,7 +212,7 @@ def _redirect(logfile: str | None, pidfile: str | None) -> None:
     os.dup2(null, 0)
     out = null
     if logfile is not None:
-        out = os.open(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        out = owners_only(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     if pidfile is not None:
