@@ -49,6 +49,27 @@ def test_workers_find_a_pipe_of_their_own(tmp_path: Path, monkeypatch: pytest.Mo
     assert not os.path.exists(*paths)
 
 
+@pytest.mark.parametrize("umask", [0, 0o022])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_only_this_user_may_open_the_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, is_named: bool
+) -> None:
+    """Who writes to it can have any process of this user killed; who reads from it takes timers away."""
+    if not is_named:
+        monkeypatch.delenv("TORCHELASTIC_TIMER_FILE")
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = os.umask(umask)
+    try:
+        with watchdog("job") as path:
+            assert os.stat(path).st_mode & 0o777 == 0o600
+            if not is_named:
+                assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
+            assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    assert not list(tmp_path.iterdir())
+
+
 def test_there_is_none_unless_asked_for(monkeypatch: pytest.MonkeyPatch, pipe: Path) -> None:
     monkeypatch.delenv("TORCHELASTIC_ENABLE_FILE_TIMER")
     with watchdog("job") as path:

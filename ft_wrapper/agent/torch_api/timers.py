@@ -10,7 +10,6 @@ import logging
 import os
 import tempfile
 import threading
-import uuid
 from collections.abc import Iterator
 
 from torch.distributed.elastic.agent.server import local_elastic_agent as theirs
@@ -53,7 +52,7 @@ def watchdog(run_id: str) -> Iterator[str]:
         run_id: the job.
 
     Returns:
-        A context: the named pipe; empty if there is no watchdog.
+        A context: the named pipe, which this user alone may open; empty if there is no watchdog.
 
     Raises:
         OSError: the pipe cannot be made.
@@ -61,12 +60,15 @@ def watchdog(run_id: str) -> Iterator[str]:
     if os.environ.get(theirs.TORCHELASTIC_ENABLE_FILE_TIMER) != "1":
         yield ""
         return
-    path = os.environ.get(theirs.TORCHELASTIC_TIMER_FILE) or os.path.join(
-        tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"
-    )
-    server = _Server(path, run_id, max_interval=_TIMERS_INTERVAL, daemon=True)
-    server.start()
-    try:
-        yield path
-    finally:
-        server.stop()
+    with tempfile.TemporaryDirectory(prefix="ft_wrapper_timers_") as own:
+        path = os.environ.get(theirs.TORCHELASTIC_TIMER_FILE) or os.path.join(own, "pipe")
+        umask = os.umask(0o077)  # who writes to the pipe can have any process of this user killed
+        try:
+            server = _Server(path, run_id, max_interval=_TIMERS_INTERVAL, daemon=True)
+        finally:
+            os.umask(umask)
+        server.start()
+        try:
+            yield path
+        finally:
+            server.stop()
