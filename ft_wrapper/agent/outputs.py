@@ -12,6 +12,7 @@ import signal
 import socket
 import string
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ PREFIX_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 _TAIL_INTERVAL = 0.1  # seconds between two looks at a file that is shown
 _AT_ONCE = 1 << 20  # bytes of it
+_BLOCK = 4096  # bytes; less may still have room at the end of a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,6 +271,7 @@ class Failure:
         gave_up: whether it left the job for good, because going on is of no use.
         was_stranded: whether it left the job because the store or the other ranks did not answer.
         came_before: whether a process ended with this exit code in the round before, and no job has formed.
+        lost_output: where nothing can be written to its log files, which and why; else empty.
     """
 
     rank: int
@@ -284,6 +287,7 @@ class Failure:
     gave_up: bool = False
     was_stranded: bool = False
     came_before: bool = False
+    lost_output: str = ""
 
     def how(self) -> str:
         """Says in words how the process ended."""
@@ -291,7 +295,8 @@ class Failure:
             return f"killed by SIGKILL (out of memory? the kernel has killed {self.kernel_kills} meanwhile)"
         if self.exitcode < 0:
             return f"killed by {signal_name(-self.exitcode)}"
-        return f"exit code {self.exitcode}" + ("" if self.exitcode else " in its wrapped call")
+        said = f"exit code {self.exitcode}" + ("" if self.exitcode else " in its wrapped call")
+        return f"{said} ({self.lost_output}; its prints fail and are lost)" if self.lost_output else said
 
 
 def read_failure(rank: int, pid: int, incarnation: int, exitcode: int, files: RankFiles) -> Failure:
@@ -306,6 +311,7 @@ def read_failure(rank: int, pid: int, incarnation: int, exitcode: int, files: Ra
     """
     error, when, recorded_in = "", time.time(), ""
     logs = [file for file in (files.stdout, files.stderr) if file not in ("", os.devnull)]
+    lost_output = next(filter(None, map(_why_lost, logs)), "")
     if os.path.isfile(files.error_file):
         logs.insert(0, files.error_file)
         try:
@@ -318,7 +324,18 @@ def read_failure(rank: int, pid: int, incarnation: int, exitcode: int, files: Ra
             error = (message.strip().splitlines() or [""])[0]
             if 0 < recorded < when:
                 when = recorded
-    return Failure(rank, pid, exitcode, when, error, logs[-1] if logs else "", incarnation, recorded_in)
+    failed = Failure(rank, pid, exitcode, when, error, logs[-1] if logs else "", incarnation, recorded_in)
+    return dataclasses.replace(failed, lost_output=lost_output)
+
+
+def _why_lost(log_file: str) -> str:
+    """Why nothing more can be written beside a log file, as on a full disk; empty if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=os.path.dirname(log_file), buffering=0) as probe:
+            probe.write(bytes(_BLOCK))
+    except OSError as error:
+        return f"{log_file} cannot be written: {error.strerror}"
+    return ""
 
 
 def _read_record(error_file: str) -> tuple[str, float]:
