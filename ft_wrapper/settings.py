@@ -19,6 +19,10 @@ from typing import Any, Generic, TypeVar
 FORMATION_SIZE_ENV = "FT_WRAPPER_FORMATION_SIZE"
 #: How many ranks are to be active, as ``ftrun`` was told.
 ACTIVE_WORLD_SIZE_ENV = "FT_WRAPPER_ACTIVE_WORLD_SIZE"
+#: The most that WORLD_SIZE may say: the ranks of a job are listed in each of its processes.
+MOST_RANKS = 1 << 20
+#: Seconds that any wait may last: Python's and the kernel's waits raise an error for much more.
+LONGEST = 2**31 - 1
 
 Given = TypeVar("Given")
 Kept = TypeVar("Kept")
@@ -76,8 +80,9 @@ def as_seconds(name: str, value: Any, *, from_zero: bool = False) -> float:
             f"not {type(value).__name__}; pass timedelta(seconds=...)"
         )
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if not abs(seconds) < timedelta.max.total_seconds():
-        raise ValueError(f"{name}={value!r} must be finite; pass a timedelta or a number of seconds")
+    if not abs(seconds) <= LONGEST:
+        words = f"must be finite, at most {LONGEST} seconds; pass a timedelta or a number of seconds"
+        raise ValueError(f"{name}={value!r} {words}")
     if seconds < 0 or (seconds == 0 and not from_zero):
         raise ValueError(f"{name}={value!r} must be {'at least' if from_zero else 'more than'} 0 seconds")
     return float(seconds)
@@ -266,6 +271,32 @@ class Limits:
         return {name: value.value if isinstance(value, OnJoin) else value for name, value in values.items()}
 
 
+def int_from_env(name: str, least: int, most: int, way_out: str) -> int | None:
+    """Reads a whole number from the environment; None if the variable is not set.
+
+    Args:
+        name: of the variable.
+        least: the least that it may be.
+        most: the most.
+        way_out: for the error: who sets it, or why there are these limits.
+
+    Raises:
+        ValueError: it is no number, or beyond the limits.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        number = int(text)
+    except ValueError:  # for too many digits, too
+        number = least - 1
+    if not least <= number <= most:
+        raise ValueError(
+            f"environment variable {name}={text!r} must be an integer in {least}..{most}; {way_out}"
+        )
+    return number
+
+
 def formation_size(world_size: int) -> int:
     """The number of ranks that the job begins with: its slots are 0 to one less.
 
@@ -276,13 +307,5 @@ def formation_size(world_size: int) -> int:
     Raises:
         ValueError: FT_WRAPPER_FORMATION_SIZE is no number from 1 to ``world_size``.
     """
-    text = os.environ.get(FORMATION_SIZE_ENV)
-    if text is None:
-        return world_size
-    if not text.isdecimal() or not 1 <= int(text) <= world_size:
-        raise ValueError(
-            f"environment variable {FORMATION_SIZE_ENV}={text!r} must be an integer in 1..{world_size}, "
-            f"because WORLD_SIZE={world_size}: the number of ranks that the job began with; remove it "
-            "otherwise"
-        )
-    return int(text)
+    why = f"because WORLD_SIZE={world_size}: the number of ranks that the job began with; remove it otherwise"
+    return int_from_env(FORMATION_SIZE_ENV, 1, world_size, why) or world_size

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from .settings import Limits
+from .settings import MOST_RANKS, Limits, int_from_env
 
 if TYPE_CHECKING:
     from .protocol.by_hand import ByHand
 
 _TIMEOUT = timedelta(seconds=Limits.barrier_timeout)
+_LAUNCH = "start the script with ftrun or torchrun, which set both"
 
 
 class Mode(enum.Enum):
@@ -69,19 +70,14 @@ class State:
         Raises:
             ValueError: only one of them is set, one is no integer, or the rank is out of range.
         """
-        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-            return cls(rank=0, world_size=1)
-        rank, world_size = _int_from_env("RANK"), _int_from_env("WORLD_SIZE")
-        if world_size < 1:
+        missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
+        if len(missing) == 1:
             raise ValueError(
-                f"WORLD_SIZE={world_size} must be at least 1; launchers set it, see docs: launching"
+                f"environment variable {missing[0]} is not set, though its companion is; {_LAUNCH}"
             )
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"RANK={rank} must lie in 0..{world_size - 1}, because WORLD_SIZE={world_size}; "
-                "start the script with ftrun or torchrun, which set both"
-            )
-        return cls(rank=rank, world_size=world_size)
+        world_size = int_from_env("WORLD_SIZE", 1, MOST_RANKS, _LAUNCH) or 1
+        why = f"because WORLD_SIZE={world_size}; {_LAUNCH}"
+        return cls(rank=int_from_env("RANK", 0, world_size - 1, why) or 0, world_size=world_size)
 
     def set_distributed_vars(self) -> None:
         """Sets ``RANK`` and ``WORLD_SIZE`` for ``torch.distributed``: active rank and active world size."""
@@ -171,19 +167,3 @@ class FrozenState:
     mode: Mode = Mode.INITIALIZED
     fn_exception: Exception | None = None
     use_global_iteration: bool = False
-
-
-def _int_from_env(name: str) -> int:
-    value = os.environ.get(name)
-    if value is None:
-        raise ValueError(
-            f"environment variable {name} is not set, though its companion is; "
-            "start the script with ftrun or torchrun, which set both"
-        )
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(
-            f"environment variable {name}={value!r} is not an integer; "
-            "start the script with ftrun or torchrun, which set it"
-        ) from None

@@ -24,7 +24,7 @@ from .monitor.shared_memory import RankMemory
 from .protocol.membership import Membership
 from .restart import Settings, check_together, default_assignment, name_of
 from .restart.call import Call
-from .settings import ACTIVE_WORLD_SIZE_ENV, Limits, about, formation_size
+from .settings import ACTIVE_WORLD_SIZE_ENV, MOST_RANKS, Limits, about, formation_size, int_from_env
 from .state import FrozenState, Mode, State
 from .store import PrefixStore
 from .store.mixin import HoldingStore
@@ -344,15 +344,8 @@ def _launched_active_world_size() -> int | None:
     Raises:
         ValueError: the variable is no number of at least 1.
     """
-    text = os.environ.get(ACTIVE_WORLD_SIZE_ENV)
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(
-            f"environment variable {ACTIVE_WORLD_SIZE_ENV}={text!r} must be an integer of at least 1; ftrun "
-            "sets it by --active-world-size and --spare-nodes; remove it otherwise"
-        )
-    return int(text)
+    way_out = "ftrun sets it by --active-world-size and --spare-nodes; remove it otherwise"
+    return int_from_env(ACTIVE_WORLD_SIZE_ENV, 1, MOST_RANKS, way_out)
 
 
 def _begins_job(call: Call) -> bool:

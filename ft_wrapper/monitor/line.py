@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 VERSION = 12
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
+_LONGEST_POLL = 2**31 - 1  # milliseconds: some 25 days
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port
 _SOON = 1.0  # seconds within which a monitor that lives answers, mostly
 _HELLO_TIMEOUT = 10.0  # seconds that the agent may take to look at who is there
@@ -203,7 +204,7 @@ class MonitorLine:
         """Waits for an event of the socket; whether it has come."""
         poll = select.poll()
         poll.register(self.line, event)
-        return bool(poll.poll(seconds * 1000))
+        return bool(poll.poll(min(seconds * 1000, _LONGEST_POLL)))
 
     def _say_bye(self) -> None:
         self._leaving = True

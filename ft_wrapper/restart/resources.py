@@ -32,7 +32,7 @@ from ..rank_assignment import RankDiscarded
 from ..settings import Limits, formation_size
 from ..state import State
 from ..store import StoreMixin, StorePlan, TCPStore
-from ..store.address import own_address
+from ..store.address import is_this_host, own_address
 from ..torch_groups import being_aborted, forget, variables_restored, warm_up
 from . import Settings
 from .exit_watch import ExitWatch
@@ -230,6 +230,9 @@ class Resources:
         if line is not None:
             return line
         limits = dataclasses.replace(limits, replaced=replaced)
+        if self._hosts and not is_this_host(self.plan.host):
+            words = "this rank hosts the store, and %s leads to no address of this host: see MASTER_ADDR"
+            log.warning(words, self.plan.host)
         try:
             return self._monitor_process(limits, logfile, pidfile)
         except StoreError:

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from .._text import without_secrets
+from ..settings import int_from_env
 
 ETCD_SCHEME = "etcd"
 DEFAULT_PREFIX = "ft_wrapper"
@@ -63,9 +64,18 @@ def is_this_host(host: str) -> bool:
     """Whether a name, if it can be looked up, or an address leads to this host."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for what is no name of a host
         return False
     return any(_is_own(family, address) for family, _, _, _, address in found)
+
+
+def why_unknown(host: str) -> str:
+    """Why a host's name or address cannot be looked up here; empty if it can."""
+    try:
+        socket.getaddrinfo(without_brackets(host), None)
+    except (OSError, UnicodeError) as error:  # the latter for what is no name of a host
+        return f"unknown: {getattr(error, 'strerror', None) or error}"
+    return ""
 
 
 def listening_address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
@@ -149,7 +159,8 @@ def tcp_address(host_name: str | None, port: int | None) -> tuple[str, int]:
     """Completes an address from MASTER_ADDR and MASTER_PORT + 1.
 
     Raises:
-        ValueError: a variable that is needed is missing or malformed; names it, its value and what to do.
+        ValueError: what is given, or a variable that is needed, is missing or malformed; names it, its value
+            and what to do.
     """
     if host_name is None:
         host_name = without_brackets(os.environ.get("MASTER_ADDR", ""))
@@ -162,6 +173,10 @@ def tcp_address(host_name: str | None, port: int | None) -> tuple[str, int]:
         port = master_port() + 1
     if not isinstance(port, int) or not 0 < port < 65536:
         raise ValueError(f"port={port!r} of the store must lie in 1..65535")
+    try:
+        host_name.encode("idna")
+    except UnicodeError as error:  # what each look-up would raise
+        raise ValueError(f"host_name={host_name!r} of the store is no name of a host: {error}") from None
     return host_name, port
 
 
@@ -171,18 +186,13 @@ def master_port() -> int:
     Raises:
         ValueError: it is missing or no port.
     """
-    text = os.environ.get("MASTER_PORT")
-    if text is None:
+    launch = "start the script with ftrun or torchrun, which set it"
+    port = int_from_env("MASTER_PORT", 1, 65534, launch)
+    if port is None:
         raise ValueError(
-            "environment variable MASTER_PORT is not set; start the script with ftrun or torchrun, "
-            "which set it, or pass store_kwargs={'port': ...}"
+            f"environment variable MASTER_PORT is not set; {launch}, or pass store_kwargs={{'port': ...}}"
         )
-    if not text.isdigit() or not 0 < int(text) < 65535:
-        raise ValueError(
-            f"environment variable MASTER_PORT={text!r} must be an integer in 1..65534; "
-            "start the script with ftrun or torchrun, which set it"
-        )
-    return int(text)
+    return port
 
 
 # etcd --------------------------------------------------------------------------------------------------

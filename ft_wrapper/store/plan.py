@@ -101,7 +101,7 @@ def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
     if is_etcd(address):
         return functools.partial(connect_etcd, EtcdAddress.parse(address), timeout)
     host, port = split_host_port(address)
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         shown = _text.without_secrets(address)
         raise ValueError(f"{shown!r} must be host:port, or etcd://host:port/prefix")
     host, number = tcp_address(host, int(port))

@@ -326,9 +326,12 @@ def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
-        port, fd = listener.getsockname()[1], listener.detach()  # which the server closes
-        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
-        return TorchTCPStore(host_name, port, timeout=timeout, use_libuv=SERVER_IS_LIBUV, **options)
+        port = listener.getsockname()[1]
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
+        options["master_listen_fd"] = listener.detach()  # the server closes it
+        # Its own client takes no way that may lead elsewhere: it would wait, and ignore all that ends a wait.
+        own = host_name if address[0] else {socket.AF_INET6: "::1"}.get(family, "127.0.0.1")
+        return TorchTCPStore(own, port, **options, use_libuv=SERVER_IS_LIBUV)
 
 
 def raise_file_limit() -> None:

@@ -23,6 +23,7 @@ from store_helpers import Background, Proxy
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol.operations import read_log
 from ft_wrapper.store import TCPStore, TCPStoreServer, tcp
+from ft_wrapper.store.bounded import call_in_thread
 from ft_wrapper.store.plan import plan_store
 from ft_wrapper.store.tcp import wait_for_port
 
@@ -238,6 +239,16 @@ def test_server_on_a_host_whose_name_is_not_known() -> None:
         StoreError, match=r"'no-such-host\.invalid': the name cannot be looked up here .*/etc/hosts"
     ):
         TCPStoreServer(0, "no-such-host.invalid")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
+def test_server_on_a_host_that_is_another_one_is_there_at_once(host: str) -> None:
+    """Its address may be a proxy's. Its own client took that way, too, and waited for five minutes."""
+    server = call_in_thread(lambda: TCPStoreServer(0, host), "opening the server", 20)
+    with contextlib.closing(server):
+        is_v6 = ":" in host
+        client = TCPStore("::1" if is_v6 else "127.0.0.1", server.port, timeout=timedelta(seconds=10))
+        client.close()
 
 
 def test_no_descriptors_left_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import functools
 import os
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -75,7 +77,7 @@ WRONG_TYPES: list[tuple[str, Any]] = [
 WRONG_VALUES: list[tuple[str, Any]] = [
     *[(name, value) for name in DURATIONS for value in (-1, timedelta(seconds=-1))],
     *[(name, 0) for name in DURATIONS[:10]],
-    *[(name, float(value)) for name in DURATIONS for value in ("nan", "inf")],
+    *[(name, float(value)) for name in DURATIONS for value in ("nan", "inf", "1e10", "1e300")],
     ("monitor_process_logfile", "monitor-{rank}.log"),
     ("monitor_process_pidfile", "./{rank}.pid"),
     ("min_world_size", 0),
@@ -232,6 +234,60 @@ def test_what_cannot_be_called_is_refused() -> None:
         Wrapper()(5)  # type: ignore[type-var]
 
 
+# ---- durations that are long, and can be waited for
+
+LONG = """
+from datetime import timedelta
+from ft_wrapper import Wrapper
+
+year = timedelta(days=365)
+
+@Wrapper(barrier_timeout=3 * year, hard_timeout=2 * year, soft_timeout=year, heartbeat_timeout=year,
+         completion_timeout=year, termination_grace_time=year, rejoin_wait=year, fault_window=year)
+def train():
+    return "returned"
+
+print(train())
+"""
+
+
+def alone(script: Path, text: str, address: str = "127.0.0.1") -> subprocess.CompletedProcess[str]:
+    """Runs a script as the only rank of a job."""
+    environment = {**os.environ, **GOOD, "WORLD_SIZE": "1", "MASTER_PORT": str(free_port() - 1)}
+    environment.pop("FT_WRAPPER_STORE", None)
+    environment["MASTER_ADDR"] = address
+    script.write_text(text)
+    line = [sys.executable, str(script)]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_call_may_wait_for_years(tmp_path: Path) -> None:
+    """The kernel's waits take 25 days at most; a call whose settings are longer ended with an error."""
+    ended = alone(tmp_path / "train.py", LONG)
+    assert (ended.returncode, ended.stdout) == (0, "returned\n"), ended.stderr
+
+
+FOREIGN = """
+from ft_wrapper import Wrapper
+
+@Wrapper(barrier_timeout=3, hard_timeout=2, soft_timeout=1.5, heartbeat_timeout=2)
+def train():
+    print("entered")
+
+train()
+"""
+
+
+def test_a_store_at_an_address_of_another_host_is_named(tmp_path: Path) -> None:
+    """Its host's monitor waited for its own server, at an address of documentation's, and said nothing."""
+    ended = alone(tmp_path / "train.py", FOREIGN, "192.0.2.1")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "this rank hosts the store, and 192.0.2.1 leads to no address of this host" in ended.stderr
+    assert (
+        "StoreError: store at 192.0.2.1:" in ended.stderr and "cannot be reached within 3 s" in ended.stderr
+    )
+
+
 # ---- the environment. In this process: had anything been started, `nothing_left_behind` would see it.
 
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -260,6 +316,9 @@ def nothing() -> None:
         ("WORLD_SIZE", None),
         ("WORLD_SIZE", "two"),
         ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", "99999999999999999999"),
+        ("WORLD_SIZE", "9" * 5000),
+        ("RANK", "9" * 5000),
         ("MASTER_ADDR", None),
         ("MASTER_ADDR", ""),
         ("MASTER_PORT", None),
@@ -267,6 +326,13 @@ def nothing() -> None:
         ("MASTER_PORT", "0"),
         ("MASTER_PORT", "65535"),
         ("MASTER_PORT", "-5"),
+        ("MASTER_PORT", "²"),
+        ("MASTER_PORT", "9" * 5000),
+        ("MASTER_ADDR", "a..b"),
+        ("MASTER_ADDR", "x" * 70),
+        ("FT_WRAPPER_FORMATION_SIZE", "9" * 5000),
+        ("FT_WRAPPER_STORE", "localhost:²"),
+        ("FT_WRAPPER_STORE", "x..y:1"),
         ("FT_WRAPPER_STORE", "localhost"),
         ("FT_WRAPPER_STORE", "localhost:http"),
         ("FT_WRAPPER_STORE", "localhost:70000"),
@@ -282,12 +348,15 @@ def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: str,
     with pytest.raises(ValueError) as caught:
         Wrapper(nothing)()
     message = str(caught.value)
-    assert variable in message or (variable == "FT_WRAPPER_STORE" and "port=70000" in message)
-    if value:
-        assert value in message or "port=70000" in message
+    is_host = variable == "MASTER_ADDR" and value
+    assert (f"host_name={value!r}" if is_host else variable) in message
+    if variable == "FT_WRAPPER_STORE":
+        assert any(part in message for part in (repr(value), "port=70000", "host_name='x..y'"))
+    elif value:
+        assert value in message
     else:
-        assert "not set" in message or "not an integer" in message
-    assert "ftrun" in message or "docs" in message or "port=70000" in message
+        assert "not set" in message or "must be an integer" in message
+    assert "ftrun" in message or "remove it" in message or is_host
 
 
 def good_environment(monkeypatch: pytest.MonkeyPatch) -> None:
