@@ -20,6 +20,15 @@ log = logging.getLogger(__name__)
 
 ENV = "FT_WRAPPER_EVENTS"
 
+# Fields that readers take for what they are, and without which a record, or one of an event, says nothing.
+_TEXTS = ("event", "job", "host", "boot", "nonce", "kind", "message", "line", "after")
+_TIMES = ("monotonic", "time", "started", "began", "since")
+_NUMBERS = (*_TIMES, "pid", "child", "slot", "incarnation", "iteration", "call", "step", "committed")
+_MOST = 6e10  # a time of day beyond that is in no year that a date can have
+_NEEDED = {"event", "host", "pid", "monotonic"}
+_OF_RANKS = {"register": {"slot", "incarnation"}, "decided": {"iteration"}, "fault": {"slot"}}
+_NEEDED_BY = {**_OF_RANKS, "rank_started": {"child"}, "rank_ended": {"child"}, "restarted": {"line"}}
+
 
 def are_wanted() -> bool:
     """Whether events are written."""
@@ -90,26 +99,35 @@ def _report(path: str, trouble: str) -> None:
 def read(path: str) -> list[dict[str, Any]]:
     """Reads an events file, in the order of writing.
 
-    A crash or a full disk may have cut a line short. Such lines are left out, with a warning.
+    A crash or a full disk may have cut a line short. Such lines are left out, with a warning, and so are
+    those that no process of ours has written. A field that is None is left out, too.
 
     Args:
         path: the file.
 
     Raises:
-        ValueError: no line is a JSON object; the message names file and line.
+        ValueError: no line is the record of an event; the message names file and line.
     """
     records, damaged = [], []
     with open(path, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
-            record = None
-            with contextlib.suppress(json.JSONDecodeError):
-                record = json.loads(line)
-            if isinstance(record, dict):
-                records.append(record)
-            else:
+            try:
+                records.append(_checked(json.loads(line)))
+            except (ValueError, TypeError, AttributeError, RecursionError):  # the last for what is too deep
                 damaged.append(number)
     if damaged and not records:
-        raise ValueError(f"{path}:{damaged[0]} is not a JSON record, and no other line is")
+        raise ValueError(f"{path}:{damaged[0]} is not a JSON record of an event, and no other line is")
     if damaged:
         log.warning("%s: %d damaged lines are left out, the first is line %d", path, len(damaged), damaged[0])
     return records
+
+
+def _checked(found: Any) -> dict[str, Any]:
+    """A record whose readers need not look what its fields are; raises an error if it is none."""
+    record = {name: value for name, value in found.items() if value is not None}
+    "".join(record.get(name, "") for name in _TEXTS).encode()
+    numbers = [record.get(name, 0) for name in _NUMBERS]
+    needed = _NEEDED | _NEEDED_BY.get(record.get("event", ""), set())
+    if not all(abs(number) < _MOST for number in numbers) or not needed <= record.keys():
+        raise ValueError("a field is missing, or is no number")
+    return record

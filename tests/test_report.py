@@ -7,10 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ft_wrapper import events
 from ft_wrapper.report import PHASES, command, make_reports
@@ -185,9 +188,49 @@ def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_damaged_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A machine that crashed has cut one short, and goes on behind it; bytes of another file are in one."""
     path = tmp_path / "events"
-    path.write_bytes(b'{"event": "a"}\n{"event": "b", "ho{"event": "c"}\n7\n\xff\xfe\n{"event": "d"}\n')
+    first, last = (json.dumps(records("h", [(1.0, event, 0, 1)])[0]).encode() for event in "ad")
+    path.write_bytes(first + b'\n{"event": "b", "ho{"event": "c"}\n7\n\xff\xfe\n' + last + b"\n")
     assert [record["event"] for record in events.read(str(path))] == ["a", "d"]
     assert "3 damaged lines are left out, the first is line 2" in caplog.text
+
+
+WRONG = st.sampled_from([None, -1, "x", [], {}, 1e308, True, 10**30, "\ud800", float("nan"), 2.5, -1e14])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_events_of_another_kind_are_left_out(data: st.DataObject) -> None:
+    """Values that no process of ours writes, and fields that are missing: a page all the same, or a line."""
+    found = [dict(record) for record in two_ranks()]
+    found += [
+        {**found[0], "event": "register", "incarnation": 0, "started": 99.0, "time": 1e9, "nonce": "n"},
+        {**found[0], "event": "rank_started", "child": 1},
+        {**found[0], "event": "rank_ended", "child": 1},
+        {**found[0], "event": "restarted", "line": "restart 1"},
+        {**found[0], "event": "decided", "after": "m", "nonce": "n", "call": 0},
+        {**found[0], "event": "step", "step": 3, "began": 101.0, "committed": 2},
+    ]
+    for record in data.draw(st.lists(st.sampled_from(found), max_size=8)):
+        if not record:
+            continue
+        field = data.draw(st.sampled_from(sorted(record)))
+        if data.draw(st.booleans()):
+            record[field] = data.draw(WRONG)
+        else:
+            del record[field]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events"
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in data.draw(st.permutations(found))))
+        assert command.main([str(path), "--html", f"{folder}/page.html"]) == 0
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 200_000, '{"event": ' + "9" * 5000 + "}", '{"event": "enter", "pid": NaN}']
+)
+def test_a_line_that_json_cannot_read_is_left_out(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.write_text(f"{line}\n{json.dumps(two_ranks()[0])}\n")
+    assert len(events.read(str(path))) == 1
 
 
 @pytest.mark.parametrize(
@@ -196,7 +239,7 @@ def test_damaged_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
         (None, "No such file"),
         ("", "there are no events: was FT_WRAPPER_EVENTS set"),
         ("{", ":1 is not a JSON record"),
-        ('{"event": "enter"}', "a record lacks 'host'"),
+        ('{"event": "enter"}', ":1 is not a JSON record of an event"),
     ],
 )
 def test_files_that_are_none(

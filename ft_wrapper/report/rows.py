@@ -143,7 +143,7 @@ def _lives(records: Sequence[Record]) -> list[Life]:
             children[int(record["child"])] = moment
         elif event == "register":
             started = float(record.get("started", moment))
-            if pid in lives and abs(started - began[pid]) > _SAME_START:
+            if pid in lives and abs(started - began.get(pid, started)) > _SAME_START:
                 older.append(lives.pop(pid))  # another process has its number now
             if pid not in lives:
                 began[pid] = started
