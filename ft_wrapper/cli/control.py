@@ -7,6 +7,7 @@ the iteration, as a fault does.
 import argparse
 import contextlib
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from ..protocol.records import FAULT, Fault
 from ..rendezvous import drains, moves
 from ..rendezvous.record import Record
 from ..rendezvous.register import Register
+from ..settings import LONGEST
 from ..store import StoreMixin
 from ..store.plan import ANNOUNCED
 from .status import ENDPOINT, check_endpoint, meeting_place, open_store, ranks_store, read_record
@@ -284,8 +286,10 @@ def main_drain(argv: Sequence[str] | None = None) -> int:
         help=f"after this long, terminate ranks that have not left (default: {WITHIN:g})",
     )
     args = parser.parse_args(argv)
-    if not 0 <= args.within < float("inf"):
-        parser.error(f"--within {args.within}: must be at least 0 and finite")
+    if not re.fullmatch(r"slot:\d+|node:.+|(?!slot:|node:).+", args.target, re.DOTALL):
+        parser.error(f"{args.target!r}: name a node or a slot: NODE, node:ID, SLOT or slot:N")
+    if not 0 <= args.within <= LONGEST:
+        parser.error(f"--within {args.within}: must be at least 0 and finite, and at most {LONGEST} seconds")
     return _carry_out("drain", args, lambda endpoint, why: drain(endpoint, args.target, args.within, why))
 
 

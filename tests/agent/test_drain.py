@@ -324,7 +324,26 @@ def test_commands_that_cannot_be_carried_out(name: str, capsys: pytest.CaptureFi
     assert (no_rank if name == "restart" else no_node) in said
 
 
-@pytest.mark.parametrize("within", ["-1", "inf", "nan", "soon"])
+@pytest.mark.parametrize("target", ["", "slot:", "slot:x", "slot:-1", "slot:1.5", "node:"])
+def test_a_drain_of_nothing_is_told_before_it_connects(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "Job", None)
+    with pytest.raises(SystemExit) as end:
+        control.main_drain([target, "localhost:1"])
+    assert end.value.code == 2
+    assert f"{target!r}: name a node or a slot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["0", "node-7", "node:0", "slot:3", "slot", "node", "a:b", "Knoten 7\n"])
+def test_a_drain_of_what_may_be_there_connects(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(control, "drain", lambda _, target, *__: asked.append(target) or "done")
+    assert control.main_drain([target, "localhost:1"]) == 0
+    assert asked == [target]
+
+
+@pytest.mark.parametrize("within", ["-1", "inf", "nan", "soon", "1e300"])
 def test_a_drain_within_a_wrong_time(within: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         control.main_drain(["0", "localhost:1", "--within", within])
