@@ -99,6 +99,9 @@ class LiveState:
             self._copy_every = copy_every = as_limit("copy_every", copy_every, at_least=1) or 50
             self._form = form = _form(build, mesh)
         _check_group(call_wrapper)
+        if dist.get_rank() == 0 and (others := dist.get_world_size() - 1) < self._buddies:
+            # No error: the job may have lost the others.
+            log.warning("live state: buddies=%d, but there are %d other ranks", buddies, others)
         self._call_wrapper = call_wrapper
         call = call_wrapper._call
         self._iteration = call.own.member.view.n
@@ -174,8 +177,7 @@ class LiveState:
         Raises:
             JobAbort: a step ended without `commit`.
         """
-        total = as_int("total", total, at_least=0)
-        return (step for step, _ in self._loop("steps()", total, None))
+        return (step for step, _ in self._loop("steps()", as_int("total", total, at_least=0), None))
 
     def batches(self, loader: Iterable[Any], steps: int | None = None) -> Iterator[tuple[int, Any]]:
         """Iterates over the remaining steps, as `steps` does, each with its batch: the same after a fault.
@@ -206,17 +208,16 @@ class LiveState:
     def _loop(self, what: str, total: int | None, loader: Iterable[Any] | None) -> Iterator[tuple[int, Any]]:
         self._kept.buffers.put_back(self._objects)  # a warm-up pass since the recovery is no step
         self._marks.set(self._form.parameters(self._objects))
-        rank = self._performer.rank
         data: Generator[Any, None, None] = (None for _ in itertools.count())
         if loader is not None:
-            data = endless(loader, self._seed, self.step, rank, dist.get_world_size())
+            data = endless(loader, self._seed, self.step, dist.get_rank(), dist.get_world_size())
         with contextlib.closing(data):
             while total is None or self.step < total:
                 step = self.step
                 self._check_iteration(what)
                 self._call_wrapper.ping(step)
                 batch = next(data)  # before the seed: what a loader draws does not move a step's numbers
-                self._seed_by(step, rank)
+                self._seed_by(step, dist.get_rank())
                 self._open = step
                 yield step, batch
                 if self._open is not None:

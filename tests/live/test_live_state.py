@@ -651,6 +651,23 @@ def test_without_a_living_holder_all_go_back_to_the_copies(job: Job) -> None:
     assert [one[1:] for one in lived] == [[4, "COPIES"]] * 3
 
 
+def lone(rank: Rank) -> Any:
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        return trained(call_wrapper, buddies=2)
+
+    return train()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_more_buddies_than_other_ranks_are_told_and_no_error(job: Job, ranks: int) -> None:
+    job.start(ranks, lone)
+    job.wait()
+    logged = "".join(process.log for process in job.ranks.values())
+    assert logged.count("live state: buddies=2, but there are 0 other ranks") == (ranks == 1)
+    assert logged.count("buddies=2, but") == (ranks == 1)
+
+
 def test_copies_that_did_not_arrive_are_sent_again_after_the_restart(job: Job) -> None:
     job.start(4, has_buddies, {"1:5:2": "kill"}, 4)
     job.wait_for_end()
