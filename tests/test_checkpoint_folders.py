@@ -238,6 +238,8 @@ def test_empty_folders_of_earlier_iterations_go(tmp_path: Path) -> None:
 def test_each_job_has_a_run_of_its_own(tmp_path: Path) -> None:
     assert [folders.enter_run(tmp_path, job) for job in ("one", "two", "one", "two")] == [1, 2, 1, 2]
     assert [folders.job_of(tmp_path, run) for run in (1, 2, 3)] == ["one", "two", ""]
+    (tmp_path / "run-1" / "job").write_bytes(b"\xff\0garbage")
+    assert folders.enter_run(tmp_path, "one") == 3, "what is damaged is another job's"
 
 
 def test_a_torn_run_belongs_to_no_job(tmp_path: Path) -> None:

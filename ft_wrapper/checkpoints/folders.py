@@ -86,7 +86,7 @@ def run_numbers(root: Path) -> list[int]:
 def job_of(root: Path, run: int) -> str:
     """The job whose run it is; empty if that cannot be read."""
     with contextlib.suppress(OSError):
-        return (root / f"run-{run}" / JOB_FILE).read_text().strip()
+        return (root / f"run-{run}" / JOB_FILE).read_text(errors="replace").strip()
     return ""
 
 

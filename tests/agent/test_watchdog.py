@@ -70,6 +70,12 @@ def test_only_this_user_may_open_the_pipe(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_pipe_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_TIMER_FILE", f"{tmp_path}/no/timers")
+    with pytest.raises(FileNotFoundError, match=f"TORCHELASTIC_TIMER_FILE: .*'{tmp_path}/no/timers'"):
+        watchdog("job").__enter__()
+
+
 def test_there_is_none_unless_asked_for(monkeypatch: pytest.MonkeyPatch, pipe: Path) -> None:
     monkeypatch.delenv("TORCHELASTIC_ENABLE_FILE_TIMER")
     with watchdog("job") as path:

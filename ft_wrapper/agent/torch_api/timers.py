@@ -65,6 +65,9 @@ def watchdog(run_id: str) -> Iterator[str]:
         umask = os.umask(0o077)  # who writes to the pipe can have any process of this user killed
         try:
             server = _Server(path, run_id, max_interval=_TIMERS_INTERVAL, daemon=True)
+        except OSError as error:  # which names no file
+            what = f"{theirs.TORCHELASTIC_TIMER_FILE}: {error.strerror}"
+            raise OSError(error.errno, what, path) from error
         finally:
             os.umask(umask)
         server.start()
