@@ -49,6 +49,20 @@ def chosen_format() -> str:
     return said if said in FORMATS else TEXT
 
 
+def level_of_ftrun() -> str:
+    """What ``LOGLEVEL`` says, else ``INFO``. torch reads it, too, as its elastic package is imported.
+
+    Raises:
+        SystemExit: it is no level, as torch would say with a traceback (2; one line on stderr).
+    """
+    said = os.environ.get("LOGLEVEL", "INFO")
+    if said not in logging.getLevelNamesMapping():
+        known = ", ".join(logging.getLevelNamesMapping())
+        print(f"ftrun: error: LOGLEVEL={said}: there is no such level; use {known}", file=sys.stderr)
+        sys.exit(2)
+    return said
+
+
 def make_formatter(program: str | None = None) -> logging.Formatter:
     """What formats the lines of this process.
 

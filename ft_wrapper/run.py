@@ -22,6 +22,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+from .log_lines import JSON, choose_format, level_of_ftrun, make_formatter, note_node
+
+level_of_ftrun()  # before torch's elastic package fails
+
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -40,7 +44,6 @@ from .agent.signals import handle_notices
 from .agent.verdict import JobResult
 from .cli import control, log_folder, result_file, status
 from .cli.check import print_findings
-from .log_lines import JSON, choose_format, make_formatter, note_node
 from .rendezvous.backends import DEFAULT_PORT, make_backend
 from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
 from .report import command as report
@@ -214,7 +217,7 @@ def _set_up_logging(options: Options) -> None:
     console = logging.StreamHandler()
     console.setFormatter(make_formatter("ftrun"))
     logging.basicConfig(handlers=[console])
-    logging.getLogger("ft_wrapper").setLevel(os.environ.get("LOGLEVEL", "INFO"))
+    logging.getLogger("ft_wrapper").setLevel(level_of_ftrun())
     if options.rendezvous is None:
         note_node(0)
 

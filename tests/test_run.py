@@ -826,7 +826,7 @@ BAD = {
     "endpoint": (["--nnodes", "2", "--rdzv-endpoint", "a:b:c", "x.py"], ["--rdzv-endpoint a:b:c"]),
     "node id": ([*MEET, "--node-id", "a b", "x.py"], ["'a b'", "letters, digits"]),
     "no such backend": ([*MEET, "--rdzv-backend", "carrier", "x.py"], ["--rdzv-backend carrier", "c10d"]),
-    "monitor interval": (["--monitor-interval", "0", "x.py"], ["--monitor-interval 0", "more than 0"]),
+    "monitor interval": (["--monitor-interval", "0", "x.py"], ["--monitor-interval 0", "at least 0.001"]),
     "exit barrier": (["--exit-barrier-timeout", "-1", "x.py"], ["--exit-barrier-timeout -1", "at least 0"]),
 }
 

@@ -22,6 +22,7 @@ from .._text import without_secrets
 from ..log_lines import FORMAT_ENV, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME
+from ..settings import LONGEST
 from ..store.secret import SECRET_ENV
 from .node_check import TIMEOUT
 from .nodes import EXIT_BARRIER_TIMEOUT
@@ -34,6 +35,9 @@ DEFAULT_RDZV_ID = "none"
 DEFAULT_MASTER_ADDR = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
 NO_HANDLER = "null"  # for events
+
+_MOST = 2**31 - 1  # of anything that is counted
+_MOST_RANKS = 4096  # of one node: each is a process, with files and memory of its own here
 
 #: Options of torchrun's that do nothing here, though they ask for something: what to do instead.
 NO_EFFECT = {
@@ -91,6 +95,11 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Parses the command line, for the questions after single values."""
         self.given = self.parse_args(argv)
+        for action in self._actions:
+            if action.option_strings and getattr(self.given, action.dest, None) == "" != action.default:
+                option = action.option_strings[0]  # torchrun takes its own ones empty
+                say = self.warn if option in self._theirs else self.error
+                say(f"{option} '': is empty; give it a value, or leave it out")
         return self.given
 
     def error(self, message: str) -> NoReturn:
@@ -130,8 +139,8 @@ class Parser(argparse.ArgumentParser):
             found: int = determine_local_world_size(value)
         except ValueError as error:
             self.error(f"--nproc-per-node {value}: use a number above 0, cpu, gpu, xpu or auto ({error})")
-        if found < 1:
-            self.error(f"--nproc-per-node {value}: at least one rank is needed")
+        if not 1 <= found <= _MOST_RANKS:
+            self.error(f"--nproc-per-node {value}: use a number of at least one and at most {_MOST_RANKS}")
         return found
 
     def nodes(self) -> tuple[int, int]:
@@ -140,40 +149,32 @@ class Parser(argparse.ArgumentParser):
         numbers = [_number(part) for part in value.split(":")]
         least, most = numbers[0], numbers[-1]
         if least is None or most is None or len(numbers) > 2:
-            self.error(f"--nnodes {value}: use a number, or the least and the most: 2:4")
+            self.error(f"--nnodes {value}: use a number up to {_MOST}, or the least and the most: 2:4")
         if least < 1:
             self.error(f"--nnodes {value}: at least one node is needed")
         if least > most:
             self.error(f"--nnodes {value}: the least, {least}, is more than the most, {most}; swap them")
         return least, most
 
-    def count(self, option: str, default: int = 0) -> int:
-        """A number of at least 0; the default if there is no value."""
+    def count(self, option: str, default: int = 0, most: int = _MOST) -> int:
+        """A number from 0 to the most; the default if there is no value."""
         value = getattr(self.given, name(option))
-        if value is None:
+        if not value:  # a variable PET_… may be empty
             return default
         number = _number(value)
-        if number is None or number < 0:
-            self.error(f"{option} {value}: use a number of at least 0")
+        if number is None or not 0 <= number <= most:
+            self.error(f"{option} {value}: use a number of at least 0 and at most {most}")
         return number
 
-    def master_port(self, default: int) -> int:
-        """A port; 0 for a free one."""
-        value = self.given.master_port or str(default)
-        number = _number(value)
-        if number is None or not 0 <= number <= 65535:
-            self.error(f"--master-port {value}: use a number up to 65535")
-        return number
-
-    def seconds(self, option: str) -> float:
-        """A duration."""
+    def seconds(self, option: str, least: float = 0.0) -> float:
+        """A duration that is not less."""
         value = getattr(self.given, name(option))
         try:
             found = float(value)
         except ValueError:
             self.error(f"{option} {value}: is not a number of seconds")
-        if not 0 <= found < float("inf"):
-            self.error(f"{option} {value}: must be at least 0 and finite")
+        if not least <= found <= LONGEST:
+            self.error(f"{option} {value}: must be at least {least:g} and finite, at most {LONGEST} seconds")
         return found
 
     def streams(self, option: str, nproc: int) -> Std | dict[int, Std]:
@@ -240,9 +241,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _number(value: str) -> int | None:
-    """A whole number as torchrun takes it, with spaces around it and a sign; None if it is none."""
+    """A whole number as torchrun takes it, with spaces around it and a sign; None if it is none, or huge."""
     try:
-        return int(value)
+        return number if abs(number := int(value)) <= _MOST else None
     except ValueError:
         return None
 
@@ -296,6 +297,10 @@ def make_parser() -> Parser:
     _add_own(parser)
     for option, why in EXPLAINED.items():
         parser._option_string_actions[option].help = why
+    for action in parser._actions:
+        variable = f"PET_{action.dest.upper()}"
+        if isinstance(action, check_env) and os.environ.get(variable, "0") not in ("0", "1"):
+            raise ValueError(f"{variable}={os.environ[variable]}")
     script, arguments = parser._get_positional_actions()
     script.metavar, script.help = "script", "what each rank runs"
     arguments.metavar, arguments.help = "...", "its arguments"

@@ -184,7 +184,8 @@ class Loop:
         """Waits for the next event, or until something is due."""
         now = time.monotonic()
         due = self._ranks.due()
-        timeout = None if due is None else max(0.0, due - now)
+        # epoll takes no more than some 25 days.
+        timeout = None if due is None else min(max(0.0, due - now), 1e6)
         if self._standby is not None and self._ranks.are_asked_for:
             # Its answers up to then are read first, so looking late whether it is overdue does no harm.
             timeout = STANDBY_TIMEOUT if timeout is None else min(timeout, STANDBY_TIMEOUT)

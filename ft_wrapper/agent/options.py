@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import string
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +22,11 @@ from ..log_lines import FORMATS, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
 from ..store import secret as store_secret
-from ..store.address import without_brackets
+from ..store.address import why_unknown, without_brackets
 from . import command_line
 from .command_line import Parser, name
 from .node_check import NodeCheck
-from .outputs import PREFIX_ENV
+from .outputs import ERROR_FILE_ENV, PREFIX_ENV, PREFIX_WORDS
 from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
 
@@ -163,14 +164,14 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         logs_specs=parser.logs_specs(),
         virtual_local_rank=bool(args.virtual_local_rank),
         run_id="" if args.standalone or args.rdzv_id == command_line.DEFAULT_RDZV_ID else args.rdzv_id,
-        log_line_prefix=args.log_line_prefix_template or os.environ.get(PREFIX_ENV) or None,
+        log_line_prefix=_log_line_prefix(parser, args),
         warnings=tuple(parser.warnings),
         check=bool(args.check),
         log_format=args.log_format,
         node_check=_node_check(parser, backend, is_ours=backend in OURS),
         result_file=args.result_file or "",
         secret=secret,
-        drained_exit_code=parser.count("--drained-exit-code"),
+        drained_exit_code=parser.count("--drained-exit-code", most=255),
         **nodes,
     )
 
@@ -188,6 +189,18 @@ def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> Non
         if value != getattr(defaults, action.dest) or f"PET_{action.dest.upper()}" in os.environ:
             given = action.option_strings[0] if action.nargs == 0 else f"{action.option_strings[0]} {value}"
             parser.warn(f"{given}: has no effect here: this version of ftrun does not know that option")
+    error_file = os.environ.get(ERROR_FILE_ENV, "")
+    if error_file and not os.path.isdir(os.path.dirname(os.path.abspath(error_file))):
+        parser.warn(f"{ERROR_FILE_ENV}={error_file}: no effect: there is no such folder")
+
+
+def _log_line_prefix(parser: Parser, args: argparse.Namespace) -> str | None:
+    given = args.log_line_prefix_template or os.environ.get(PREFIX_ENV) or None
+    template = string.Template(given or "")
+    if not template.is_valid() or not PREFIX_WORDS.issuperset(template.get_identifiers()):
+        names = ", ".join(f"${{{word}}}" for word in sorted(PREFIX_WORDS))
+        parser.warn(f"--log-line-prefix-template {given}: only {names} are filled in")
+    return given
 
 
 def _secret(parser: Parser, path: str | None) -> bytes | None:
@@ -288,17 +301,15 @@ def _nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy)
         most = 1
     found: dict[str, Any] = {
         "active_world_size": _active_world_size(parser, args, most, nproc, spares),
-        "monitor_interval": parser.seconds("--monitor-interval"),
+        "monitor_interval": parser.seconds("--monitor-interval", 1e-3),
         "exit_barrier_timeout": parser.seconds("--exit-barrier-timeout"),
     }
-    if found["monitor_interval"] == 0:
-        parser.error("--monitor-interval 0: must be more than 0")
     found["devices"] = _devices(parser, args, most, spares, found["active_world_size"])
     is_alone = args.standalone or (most + spares == 1 and not args.rdzv_endpoint)
     if not args.standalone:
         _check_backend(parser, args)
         _check_node_rank(parser, args, most + spares, is_alone)
-    port = parser.master_port(command_line.DEFAULT_MASTER_PORT)
+    port = parser.count("--master-port", command_line.DEFAULT_MASTER_PORT, 65535)
     if is_alone:
         _warn_of_what_is_superfluous(parser, args)
         # As torchrun, which has a free one with --standalone; a script may name it: init_method="tcp://…".
@@ -450,6 +461,9 @@ def _parameters(
 ) -> RendezvousParameters:
     backend = NAME if args.rdzv_backend == STATIC else args.rdzv_backend
     config = _config(parser, args, backend, nproc)
+    if args.local_addr and (why := why_unknown(args.local_addr)):
+        # No error: a pod's own name is known a little after the pod begins.
+        parser.warn(f"--local-addr {args.local_addr}: others reach this node by it; here it is {why}")
     try:
         if backend not in ETCD_NAMES:
             parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
@@ -508,9 +522,7 @@ def _node_check(parser: Parser, backend: str, *, is_ours: bool) -> NodeCheck | N
         why = "there are no built-in checks; use --node-check CMD"
         parser.error(f"--node-checks {given.node_checks}: {why}, such as examples/cluster/node_check.sh")
     command = given.node_check or ""
-    timeout = parser.seconds("--node-check-timeout")
-    if timeout == 0:
-        parser.error("--node-check-timeout 0: must be more than 0")
+    timeout = min(parser.seconds("--node-check-timeout", 1e-3), 1e6)  # poll takes no more than some 25 days
     if backend and not is_ours and command:
         why = f"there, the others wait for a node that stays out; use --rdzv-backend {NAME}"
         parser.contradict(f"--node-check {command}", f"--rdzv-backend {backend}", why)

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 #: torchrun's: what comes before each line shown, a template as for ``--log-line-prefix-template``.
 PREFIX_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+PREFIX_WORDS = frozenset({"role_name", "rank", "local_rank", "hostname"})
 #: torch's: where a process records the exception that ends it.
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 _TAIL_INTERVAL = 0.1  # seconds between two looks at a file that is shown

@@ -267,7 +267,7 @@ def test_the_checks_of_an_earlier_version_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--node-check-timeout", "0"], "--node-check-timeout 0: must be more than 0"),
+        (["--node-check-timeout", "0"], "--node-check-timeout 0: must be at least 0.001 and finite"),
         (["--node-check-timeout", "soon"], "--node-check-timeout soon: is not a number of seconds"),
         (["--node-check-retries", "-1"], "--node-check-retries -1: use a number of at least 0"),
         (
