@@ -9,7 +9,7 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ..exception import StoreError
-from ..protocol.operations import write
+from ..protocol.operations import write_text
 from ..rendezvous.presence import LOOK_AGAIN
 from ..rendezvous.record import Node, Record, RoundPolicy, Seat
 from ..rendezvous.register import Register, endpoint_key, version_key
@@ -22,6 +22,7 @@ from .nodes import Nodes, Round, alone
 from .policy import STORE_TIMEOUT
 
 _END_TIMEOUT = 5.0
+_FORGED = 0.1
 
 
 class OneNode(Nodes):
@@ -100,7 +101,7 @@ class OneNode(Nodes):
         store = TCPStore(self._address, server.port, timeout=STORE_TIMEOUT)
         register = Register(store, Record(1, 1))
         waker = Register(store.clone(), Record(1, 1))
-        write(store, endpoint_key(record.round), address)
+        write_text(store, endpoint_key(record.round), address)
         first, _ = register.replace(register.read(), record)
         term, over = self.inbox.term, threading.Event()
 
@@ -112,7 +113,8 @@ class OneNode(Nodes):
                     with contextlib.suppress(DistStoreError):  # nothing has come for so long
                         # Not `Register.wait`, whose client tries to find a store again that is closed.
                         store.torch_store.wait([key], timedelta(seconds=LOOK_AGAIN))
-                        register.forget_wake(known.version, register.read().record)
+                        if register.read().record.version == known.version:
+                            over.wait(_FORGED)  # somebody else has written it, who is not to keep this busy
                     known = register.read().record
                     news = what_follows(known, node, record.round)
                     for one in asked_of(known, node) if news is None else [news]:

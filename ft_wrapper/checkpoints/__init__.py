@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ..exception import JobAbort
 from ..protocol import keys
-from ..protocol.operations import await_text, claim, write
+from ..protocol.entries import present
+from ..protocol.operations import claim, read, write_text
 from ..protocol.records import FAULT
 from ..settings import as_int, as_timeout
 from ..store import BarrierTimeout
@@ -155,7 +156,7 @@ class Checkpoints:
             path = folders.iteration_folder(self.root, self._run, self._iteration)
             with self._call_wrapper.atomic():
                 folders.seal(self.root, path / f"checkpoint-{step}")
-            write(store, said, "1")
+            write_text(store, said, "1")
             self._remove_old()
         else:
             self._hear(said, what)
@@ -180,7 +181,7 @@ class Checkpoints:
         if self._rank == 0:
             path = self._look()
             found = "" if path is None else str(path.relative_to(self.root))
-            write(self._call_wrapper.store, said, found)
+            write_text(self._call_wrapper.store, said, found)
             return path
         name = self._hear(said, what)
         if not name:
@@ -203,7 +204,7 @@ class Checkpoints:
             run = self._kept.run
             if run is None or folders.job_of(self.root, run) != job:
                 run = folders.enter_run(self.root, job)
-            write(store, said, json.dumps([run, job, str(self.root)]))
+            write_text(store, said, json.dumps([run, job, str(self.root)]))
         else:
             run, job, root = json.loads(self._hear(said, f"Checkpoints in {self.root}"))
             if root != str(self.root):
@@ -255,12 +256,13 @@ class Checkpoints:
 
     def _hear(self, key: str, what: str) -> str:
         """What active rank 0 says."""
-        said = await_text(self._call_wrapper.store, key, self._timeout.total_seconds())
+        store = self._call_wrapper.store
+        said = store.hear(key, self._timeout.total_seconds())
         if said is None:
             raise BarrierTimeout(
                 f"{what}: timed out after {self._timeout}: missing ranks [0] of {self._size}"
             )
-        return said
+        return said or present(key, read(store, key))
 
     def _see(self, path: Path, how: str, is_seen: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _SEEN_WITHIN

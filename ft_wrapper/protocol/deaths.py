@@ -47,7 +47,7 @@ def report_deaths(
     deadline = agreement.store.now() + timeout
     told = dict(dead)
     while True:
-        head = agreement.iterations.read_head(None if view is None else view.head)
+        head = agreement.iterations.read_head()
         if head is None:
             n = keys.BEFORE_FIRST
             agreement.ends.log_deaths(n, told, ends=False, returns=returns)
@@ -116,25 +116,25 @@ def await_others(agreement: Agreement, view: View, timeout: float) -> None:
 
     if is_over():
         return
-    for heard in _looks(agreement, view.n, view, agreement.store.now() + timeout):
+    for heard in _looks(agreement, view.n, agreement.store.now() + timeout):
         # Where head has moved long ago, the wake has been deleted.
-        if heard or agreement.iterations.read_head(view.head) != view.head or is_over():
+        if heard or agreement.iterations.read_head() != view.head or is_over():
             return
 
 
-def _looks(agreement: Agreement, n: int, view: View | None, deadline: float) -> Iterator[bool]:
+def _looks(agreement: Agreement, n: int, deadline: float) -> Iterator[bool]:
     """Waits until head moves from n; at growing intervals should no wake come: yields whether one has."""
-    pause, known = _FIRST_LOOK, None if view is None else view.head
+    pause = _FIRST_LOOK
     while (left := deadline - agreement.store.now()) > 0:
-        yield agreement.iterations.await_move(n, min(pause, left), known)
+        yield agreement.store.hear(keys.wake_head(n + 1), min(pause, left)) is not None
         pause = min(2 * pause, _LONGEST_LOOK)
 
 
 def _await_move(agreement: Agreement, n: int, view: View | None, deadline: float) -> bool:
-    for heard in _looks(agreement, n, view, deadline):
+    for heard in _looks(agreement, n, deadline):
         if heard:
             return True
-        head = agreement.iterations.read_head(None if view is None else view.head)
+        head = agreement.iterations.read_head()
         if head is not None and head.n > n:
             return True  # long ago: the wake has been deleted
         if view is not None and agreement.iterations.advance(view, None):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..exception import InternalError, RankShouldRestart, RestartError, TimeoutError
 from . import keys, operations
-from .entries import split_entry, to_number
+from .entries import present, split_entry, to_number
 from .evidence import Ends
 from .operations import Append, Claim, Count, Operations, Read, ReadLog, Step, Wake, Write, read, read_log
 from .records import FAULT, Member
@@ -190,13 +190,10 @@ class Entering:
         deadline = self.store.now() + timeout
         while True:
             remaining = deadline - self.store.now()
-            wake = keys.wake_meeting(n)
-            said = self.store.hear(wake, min(look_every, remaining))
-            text = said or read(self.store, keys.meeting(n))
-            if text is not None:
-                return _endpoint_in(n, text, member, sizes)
+            said = self.store.hear(keys.wake_meeting(n), min(look_every, remaining))
             if said is not None:
-                self.store.delete_key(wake)  # somebody else's: rank 0 would have written the endpoint first
+                said = said or present(keys.meeting(n), read(self.store, keys.meeting(n)))
+                return _endpoint_in(n, said, member, sizes)
             if self._ends.outcome_of(n) == FAULT:
                 return None
             if remaining <= 0:
@@ -326,11 +323,8 @@ def _wait_unless_over(store: Operations, key: str, seconds: float, chunk: float)
     deadline = store.now() + seconds
     while True:
         remaining = deadline - store.now()
-        said = store.hear(key, min(chunk, remaining))
-        if said is not None:
-            if said or store.seal is None or read(store, key) is not None:
-                return True
-            store.delete_key(key)  # somebody else's: not all have come
+        if store.hear(key, min(chunk, remaining)) is not None:
+            return True
         if store.is_over():
             raise RankShouldRestart("the iteration has ended")
         if remaining <= 0:

@@ -11,7 +11,7 @@ from ..exception import StoreError
 from ..settings import Limits
 from . import entries, keys, operations
 from .operations import LAPSED, Append, Beat, Claim, Operations, Step, Wake, read, read_log
-from .records import DONE, FAULT, GAVE_UP, LEFT_BY, RETURNS, Fault, Head, Member, MemberRecord
+from .records import DONE, FAULT, GAVE_UP, LEFT_BY, RETURNS, Fault, Member, MemberRecord
 
 K = TypeVar("K", bound=Hashable)
 _LASTS = Limits.heartbeat_timeout / 2
@@ -296,19 +296,9 @@ class Ends:
         Returns:
             How it ended; None if it is still on.
         """
-        is_woken = self.store.hear(keys.wake_end(n), seconds) is not None
-        if is_woken and not may_be_done() and self.store.seal is None:
+        if self.store.hear(keys.wake_end(n), seconds) is not None and not may_be_done():
             return FAULT
-        outcome = self.outcome_of(n)
-        if is_woken and outcome is None:
-            head = read(self.store, keys.HEAD)
-            if head is not None and Head.parse(head, keys.HEAD).n > n:
-                return FAULT  # so long ago that what it says is deleted
-            self.store.delete_key(keys.wake_end(n))  # somebody else's, which would wake again and again
-            outcome = self.outcome_of(n)
-            if outcome is not None:
-                self.pass_on_end(n)  # the wake was not
-        return outcome
+        return self.outcome_of(n)
 
     def finish(self, n: int, active_rank: int, active_world_size: int) -> None:
         """Says that an active rank has returned from the function of n; the last one ends n as done."""

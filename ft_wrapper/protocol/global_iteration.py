@@ -64,39 +64,14 @@ class GlobalIteration:
         self.ends = ends
         self.heartbeats = heartbeats
 
-    def read_head(self, known: Head | None = None) -> Head | None:
-        """Which iteration is on; None before the first decision.
-
-        Args:
-            known: what it was; taken where somebody else has written it, which the next decision replaces.
-
-        Raises:
-            StoreError: somebody else has written it, and nothing is known.
-        """
-        return self._head_in(read(self.store, keys.HEAD), known)
-
-    def _head_in(self, text: str | None, known: Head | None) -> Head | None:
-        if text is None and self.store.is_forged(keys.HEAD):
-            if known is None:
-                raise forged(keys.HEAD)
-            return known
+    def read_head(self) -> Head | None:
+        """Which iteration is on; None before the first decision."""
+        text = read(self.store, keys.HEAD)
+        if text is None and self.store.seal is not None and self.store.check([keys.HEAD]):
+            text = read(self.store, keys.HEAD)  # it may have been written just now
+            if text is None:
+                raise forged(keys.HEAD)  # an absent one would begin a job
         return None if text is None else Head.parse(text, keys.HEAD)
-
-    def await_move(self, n: int, seconds: float, known: Head | None) -> bool:
-        """Waits to be woken because head has moved from n; tells whether it has.
-
-        Args:
-            n: the iteration.
-            seconds: how long to wait.
-            known: see `read_head`.
-        """
-        if self.store.hear(keys.wake_head(n + 1), seconds) is None:
-            return False
-        head = None if self.store.seal is None else self.read_head(known)
-        if self.store.seal is None or (head is not None and head.n > n):
-            return True
-        self.store.delete_key(keys.wake_head(n + 1))  # somebody else's, which would wake again and again
-        return False
 
     def read_decision(self, head: Head) -> Decision:
         """The decision behind a head."""
@@ -288,7 +263,7 @@ class GlobalIteration:
             absent: list[Member] = []
             between_calls = False
             for look, (remaining, said) in enumerate(looks):
-                head, decision = self._read_ahead(said, view.head)
+                head, decision = self._read_ahead(said)
                 if head != view.head:
                     return self._follow(view, member, head, decision)
                 if member in self.ends.deaths_of(view.n):
@@ -321,7 +296,7 @@ class GlobalIteration:
                     drop_missing=remaining <= 0,
                     hold=limit - remaining < rejoin_wait,
                 )
-                head = self.read_head(view.head)
+                head = self.read_head()
                 if head != view.head:
                     return self._follow(view, member, head)
                 if remaining <= 0:
@@ -421,13 +396,13 @@ class GlobalIteration:
         events.emit("decide", iteration=decision.n)
         return Proposed(decision, proposal, stands == str(proposal))
 
-    def _read_ahead(self, said: str, known: Head | None) -> tuple[Head | None, Decision | None]:
+    def _read_ahead(self, said: str) -> tuple[Head | None, Decision | None]:
         """Reads head; and the decision behind it, if it is where somebody said that it was likely to be."""
         if not said:
-            return self.read_head(known), None
+            return self.read_head(), None
         likely = Head.parse(said, keys.HEAD)
         text, decision = self.store.execute([Read(keys.HEAD), Read(keys.decision(likely.n, likely.nonce))])
-        head = self._head_in(text, known)
+        head = None if text is None else Head.parse(text, keys.HEAD)
         return head, None if decision is None or head != likely else entries.decision_in(head, decision)
 
     def _follow(

@@ -20,7 +20,7 @@ from .entering import active_ranks_in
 from .entries import to_number
 from .evidence import beat_lasts
 from .neighbours import NeighbourWatch, Sight
-from .operations import Delete, Operations, Read, beats, read, write
+from .operations import Delete, Operations, Read, beats, read, write_text
 from .records import Head, Member, View
 
 log = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ class Housekeeper:
             self._size_known = note_wanted(self._store, view.n)
         if not self._settled and self._store.now() - self._since >= self._settles_after:
             # A restart from it is not one of a crash loop.
-            write(self._store, keys.SETTLED, str(view.n))
+            write_text(self._store, keys.SETTLED, str(view.n))
             # One that beats after all is there again by that.
             self._past += [one for one, seen in self._hearts.items() if beats(self._store, one) == seen]
             self._settled = True
@@ -282,7 +282,7 @@ def note_wanted(store: Operations, n: int) -> bool:
     meeting, wanted = store.execute([Read(keys.meeting(n)), Read(keys.WANTED)])
     active = active_ranks_in(n, meeting)
     if active > to_number(wanted or "0", keys.WANTED):
-        write(store, keys.WANTED, str(active))
+        write_text(store, keys.WANTED, str(active))
     return active > 0
 
 

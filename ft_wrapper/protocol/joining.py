@@ -19,7 +19,7 @@ from .entering import Entering
 from .entries import to_number
 from .evidence import HeartbeatObserver
 from .global_iteration import GlobalIteration, keeps_lookout
-from .operations import Count, Operations, claim, looks_for, read, write
+from .operations import Count, Operations, claim, looks_for, read, write_text
 from .records import DONE, FAULT, Decision, Member, MemberRecord, View, roster_from_json
 
 _FIRST_LOOK = 0.5  # seconds until a process that wants in looks at head again, should no wake reach it
@@ -94,7 +94,7 @@ class Joining:
 
     def write_record(self, member: Member, record: MemberRecord) -> None:
         """Says what is known of a member's process."""
-        write(self.store, keys.member(str(member)), record.to_json())
+        write_text(self.store, keys.member(str(member)), record.to_json())
 
     def newest_of(self, slot: int) -> Member:
         """The last member that took the slot."""
@@ -356,7 +356,7 @@ class _Attempt:
 
     def wait_for_end(self, view: View, outcome: str | None) -> None:
         """Waits a little: the job is in an earlier call than the one that the process came for."""
-        self._wait(view, 0.0, has_ended=outcome is not None)
+        self._wait(keys.wake_end(view.n) if outcome is None else keys.wake_head(view.n + 1), 0.0)
 
     def act(self, view: View) -> None:
         """Does what may bring the next iteration about, then waits a little for it."""
@@ -366,10 +366,10 @@ class _Attempt:
                 self.joining.ends.end_iteration(view.n, FAULT)
             else:
                 # Not beyond that moment; and from then on at times, should it be wanted later.
-                self._wait(view, due - self._store.now(), has_ended=False)
+                self._wait(keys.wake_end(view.n), due - self._store.now())
                 return
         self._propose(view)
-        self._wait(view, 0.0, has_ended=True)
+        self._wait(keys.wake_head(view.n + 1), 0.0)
 
     def _window(self, view: View) -> float:
         again = min(max(0, self.joining.restless(view.n) - 1), _LONGEST_WINDOW)
@@ -422,14 +422,11 @@ class _Attempt:
         everybody = {member.slot for member in view.members}
         return everybody <= back or now - max(self._asked_at, self._ended_at) >= self.limits.join_window
 
-    def _wait(self, view: View, at_most: float, *, has_ended: bool) -> None:
+    def _wait(self, wake: str, at_most: float) -> None:
         pause = min(self._pause, at_most) if at_most > 0 else self._pause
         if pause == self._pause:
             self._pause = min(2 * self._pause, _LONGEST_LOOK, max(_FIRST_LOOK, self.limits.heartbeat_timeout))
-        if has_ended:
-            self._iterations.await_move(view.n, pause, view.head)
-        else:
-            self.joining.ends.wait_for_end(view.n, pause)
+        self._store.hear(wake, pause)
 
 
 def _first_decision(members: tuple[Member, ...], limits: Limits) -> Decision:

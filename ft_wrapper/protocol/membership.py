@@ -292,7 +292,7 @@ class Membership:
             RankDiscarded: the others have gone on without this member meanwhile.
         """
         outcome = self._await_outcome(active_rank, active_world_size)
-        head = self.agreement.iterations.read_head(self.view.head)
+        head = self.agreement.iterations.read_head()
         # Its keys may have been deleted by then, and what stands there be this member's own late word.
         if head is not None and head.n > self.view.n + 1:
             raise RankDiscarded(self._left_out())
@@ -424,7 +424,7 @@ class Membership:
         with contextlib.suppress(exception.StoreUnavailable):
             outcome = self.agreement.ends.wait_for_end(self.view.n, seconds)
             if outcome is None:
-                head = self.agreement.iterations.read_head(self.view.head)
+                head = self.agreement.iterations.read_head()
                 # A late wake of an end that is deleted would be heard again and again.
                 return FAULT if head is not None and head.n > self.view.n else None
             return outcome

@@ -114,14 +114,14 @@ class NeighbourWatch:
                 return
             if self._agreement.store.now() >= deadline:
                 return
-            self._head = self._agreement.iterations.read_head(view.head)
+            self._head = self._agreement.iterations.read_head()
             if self._has_passed(view):
                 break
             self._pause *= 2
         self._suspicion = None
 
     def _look_at_head(self, view: View, own: frozenset[Member]) -> None:
-        self._head = self._agreement.iterations.read_head(view.head)
+        self._head = self._agreement.iterations.read_head()
         self.left_out = frozenset()
         if self._head is not None and self._has_passed(view):
             self.left_out = own - self._listed(self._head)
@@ -143,7 +143,7 @@ class NeighbourWatch:
             silent -= self._agreement.ends.deaths_of(view.n)
         self._suspicion = None
         if silent:
-            self._head = self._agreement.iterations.read_head(view.head)  # what was seen last may be long ago
+            self._head = self._agreement.iterations.read_head()  # what was seen last may be long ago
             if self._has_passed(view):
                 return frozenset()
             self._suspicion = view, min(own.intersection(view.members)), silent

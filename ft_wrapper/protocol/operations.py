@@ -16,6 +16,7 @@ _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it mus
 _LONGEST_LOOK = 8.0
 _STAGGER = 0.05  # seconds between one member's look and the next one's
 _LAST_STAGGER = 2.0
+_FORGED = 0.1  # seconds between looks at a key that somebody else has written, which wakes again and again
 
 #: What `Beats` gives where a sign of life does not hold any more. No count is negative.
 LAPSED = -1
@@ -88,7 +89,7 @@ class Claim:
     """Writes a register unless it is written. Gives what it holds then."""
 
     key: str
-    value: str
+    desired: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,29 +139,15 @@ def sealed(step: Step, seal: Seal) -> Step:
         case Write(values):
             return Write({key: seal.close(key, value) for key, value in values.items()})
         case Append(key, entry):
-            return Append(key, "\n".join(seal.close(key, line) for line in entry.splitlines()))
-        case Wake(key, value) | Claim(key, value):
-            return dataclasses.replace(step, value=seal.close(key, value))
+            return Append(key, seal.close(key, entry))
+        case Wake(key, value):
+            return Wake(key, seal.close(key, value))
+        case Claim(key, desired):
+            return Claim(key, seal.close(key, desired))
         case Move(key, expected, desired):
             return Move(key, expected and seal.close(key, expected), seal.close(key, desired))
         case _:
             return step
-
-
-def _opened(step: Step, held: str | None, seal: Seal) -> str | None:
-    """What a step gives, of what it found; where that is no text of the job's, as if it were absent."""
-    match step:
-        case ReadLog(key):
-            lines = (seal.open(key, line) for line in (held or "").splitlines())
-            return "\n".join(line for line in lines if line is not None)
-        case Read(key) if held is not None:
-            return seal.open(key, held)
-        case Claim(key) | Move(key) if held:
-            text = seal.open(key, held)
-            if text is None:
-                raise forged(key)
-            return text
-    return held
 
 
 class Operations:
@@ -176,6 +163,8 @@ class Operations:
     """Names that no other proposal has."""
     seal: Seal | None = None
     """Seals what steps write, and opens what they read; torch's operations go as they are. None: nothing."""
+    is_private = False
+    """Whether others than the job's own are kept out of the store."""
 
     def set(self, key: str, value: str | bytes) -> None:
         """Writes a key and wakes those who wait for it."""
@@ -256,8 +245,17 @@ class Operations:
             What it says, as far as the store tells so without being asked again, else ``""``; None if it did
             not come in time.
         """
-        said = self._hear(key, seconds)
-        return (said and self.seal and (self.seal.open(key, said) or "")) or said
+        deadline, left = self.now() + seconds, seconds
+        while (said := self._hear(key, left)) is not None and self.seal is not None:
+            text = self.seal.open(key, said or self._read(key) or "")
+            if text is not None:
+                return text
+            # Not deleted: one of the job's own may be there by now.
+            self._hear(next(self.nonces), min(_FORGED, left))
+            left = deadline - self.now()
+            if left <= 0:
+                return None
+        return said
 
     def _hear(self, key: str, seconds: float) -> str | None:
         """`hear`, as it is in the store."""
@@ -268,10 +266,6 @@ class Operations:
         except DistStoreError:
             return None
         return ""
-
-    def is_forged(self, key: str) -> bool:
-        """Whether somebody who has not the job's secret had written a key when it was read last."""
-        return self.seal is not None and key in self.seal.forged
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out several operations: one after the other, or all at once where a store can.
@@ -288,18 +282,23 @@ class Operations:
         if self.seal is None:
             return self._perform(steps)
         closed = [sealed(step, self.seal) for step in steps]
-        given = self._perform(closed)
-        again = False
-        for place, step in enumerate(closed):
-            match step:
-                case Claim(key, desired) | Move(key, _, desired):
-                    held = given[place]
-                    # An absent head begins a job: that of one that is on may not be taken for one.
-                    if held and self.seal.open(key, held) is None and getattr(step, "expected", True):
-                        given[place], again = self._perform([Move(key, held, desired)])[0], True
-        if again:  # who was woken before has found nothing
-            self._perform([step for step in closed if isinstance(step, Wake)])
-        return [_opened(step, held, self.seal) for step, held in zip(steps, given, strict=True)]
+        if self.is_private:
+            given = self._perform(closed)
+        else:  # one after the other: a wake is not to come before what it is about
+            given = [self._own(step, self._perform([step])[0], self.seal) for step in closed]
+        told = Read | ReadLog | Claim | Move
+        return [
+            self.seal.open(step.key, held) if isinstance(step, told) and held else held
+            for step, held in zip(steps, given, strict=True)
+        ]
+
+    def _own(self, step: Step, held: str | None, seal: Seal) -> str | None:
+        """What a register holds; where somebody else has written it, it is written as if it were absent."""
+        if not (isinstance(step, Claim | Move) and held and seal.check(step.key, held) is None):
+            return held
+        if isinstance(step, Move) and not step.expected:
+            raise forged(step.key)  # an absent head begins a job: that of one that is on is none
+        return self._perform([Move(step.key, held, step.desired)])[0]
 
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
         """`execute`, as it is in the store."""
@@ -316,9 +315,9 @@ class Operations:
                 return str(self.add(key, 0))
             case Beat(key):
                 self.add(key, 1)
-            case Claim(key, value):
+            case Claim(key, desired):
                 # On an absent key some stores answer with what was expected, which says nothing.
-                held = to_text(self.compare_set(key, "", value), key) or self._read(key)
+                held = to_text(self.compare_set(key, "", desired), key) or self._read(key)
                 if held is None:
                     raise StoreError(f"store key {key!r} is gone, though it was written just now")
                 return held
@@ -370,9 +369,9 @@ def append_counted(store: Operations, key: str, entry: str, count_key: str) -> i
     return int(store.execute([Append(key, entry), Count(count_key)])[1] or 0)
 
 
-def write(store: Operations, key: str, value: str) -> None:
+def write_text(store: Operations, key: str, text: str) -> None:
     """Writes a key that no one waits for."""
-    store.execute([Write({key: value})])
+    store.execute([Write({key: text})])
 
 
 def claim(store: Operations, key: str, value: str) -> str:
@@ -388,20 +387,6 @@ def to_text(value: bytes, key: str) -> str:
         return value.decode()
     except UnicodeDecodeError:
         raise StoreError(f"store key {key!r} holds {value!r}, which is no text") from None
-
-
-def await_text(store: Operations, key: str, seconds: float) -> str | None:
-    """Waits for a key that says something; None if it was not written in time.
-
-    One that somebody else has written is deleted, since it would not let this wait any more.
-    """
-    deadline = store.now() + seconds
-    while (said := store.hear(key, deadline - store.now())) is not None:
-        text = said or read(store, key)
-        if text is not None:
-            return text
-        store.delete_key(key)
-    return None
 
 
 def looks_for(
@@ -421,8 +406,6 @@ def looks_for(
             until.append(also_after - waited)
         said = store.hear(wake, min(until))
         yield timeout - (store.now() - start), said or ""
-        if said is not None:
-            store.delete_key(wake)  # somebody else's: what leads to a wake of the job's ends the looks
         pause = min(2 * pause, _LONGEST_LOOK)
 
 

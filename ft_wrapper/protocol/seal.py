@@ -1,6 +1,6 @@
 """Seals: what tells the texts of the job's own processes from those of others who reach the store.
 
-A text is followed by an HMAC-SHA256 (RFC 2104), cut to 128 bits, of the key's name and the text, under the
+Each line is followed by an HMAC-SHA256 (RFC 2104), cut to 128 bits, of the key's name and the line, under the
 job's secret. So a text that is copied to another key is not taken there. One that is written back to its own
 key is: a seal does not tell old from new.
 """
@@ -9,17 +9,14 @@ import hmac
 from collections.abc import Callable
 
 from ..exception import StoreError
+from . import keys
 
 _SIZE = 16  # bytes
 
 
 def forged(key: str) -> StoreError:
-    """The error for a key that the job has to write, and somebody else has written."""
+    """The error for a key that the job has to write, or read, and somebody else has written."""
     return StoreError(f"store key {key!r} was not written with the secret that this process has")
-
-
-def _ignore(key: str) -> None:
-    return None
 
 
 class Seal:
@@ -29,18 +26,13 @@ class Seal:
         secret: of the job; None to open texts unseen, where nothing follows from them but what is shown.
         store: which store it is for: a text of another one's is not taken.
         on_forged: told the key of a text that is not sealed with this secret, once for each key.
-
-    Attributes:
-        forged: keys that held such a text when they were read last.
     """
 
-    def __init__(
-        self, secret: bytes | None, store: str = "", on_forged: Callable[[str], None] = _ignore
-    ) -> None:
+    def __init__(self, secret: bytes | None, store: str, on_forged: Callable[[str], None]) -> None:
         self._secret = secret and hmac.digest(secret, store.encode(), "sha256")
         self._on_forged = on_forged
-        self._told = set[str]()
-        self.forged = set[str]()
+        self._last: dict[str, str] = {}
+        self._forged = set[str]()
 
     def sign(self, what: str, said: bytes) -> bytes:
         """Signs bytes.
@@ -64,18 +56,27 @@ class Seal:
 
     def close(self, key: str, text: str) -> str:
         """A text as it goes into a key."""
-        return f"{text} {self.sign(key, text.encode()).hex()}"
+        return "\n".join(f"{line} {self.sign(key, line.encode()).hex()}" for line in text.split("\n"))
 
-    def open(self, key: str, sealed: str) -> str | None:
-        """The text that a key holds; None if it is not the job's."""
-        text, _, signed = sealed.rpartition(" ")
-        if self._secret is None:
-            return text
-        if hmac.compare_digest(signed.encode(), self.sign(key, text.encode()).hex().encode()):
-            self.forged.discard(key)
-            return text
-        self.forged.add(key)
-        if key not in self._told:
-            self._told.add(key)
+    def check(self, key: str, held: str) -> str | None:
+        """The job's own lines in what a key holds; None if there are none."""
+        lines = [line.rpartition(" ") for line in held.splitlines()]
+        own = [line for line, _, signed in lines if self._is_own(key, line, signed)]
+        if len(own) < len(lines) and key not in self._forged:
+            self._forged.add(key)
             self._on_forged(key)
-        return None
+        return "\n".join(own) if own else None
+
+    def open(self, key: str, held: str) -> str | None:
+        """As `check`; of a key that is no iteration's, and is the job's no more, what it held before."""
+        text = self.check(key, held)
+        if keys.iteration_of(key) is not None:
+            return text
+        if text is not None:
+            self._last[key] = text
+        return self._last.get(key)
+
+    def _is_own(self, key: str, line: str, signed: str) -> bool:
+        if self._secret is None:
+            return True
+        return hmac.compare_digest(self.sign(key, line.encode()).hex().encode(), signed.encode())

@@ -15,7 +15,7 @@ from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ..exception import StoreError, StoreUnavailable
-from ..protocol.operations import Operations, await_text, write
+from ..protocol.operations import Operations, read, write_text
 from ..store import StoreMixin, TCPStore, TCPStoreServer, serve
 from ..store import address as addresses
 from ..store.address import EtcdAddress, host_port, split_host_port
@@ -306,7 +306,7 @@ class WorkerStores:
             address: this node's.
         """
         self._hosted = hosted = host_workers_store(address)  # which ends the last round's
-        write(store, endpoint_key(number), host_port(address, hosted.port))
+        write_text(store, endpoint_key(number), host_port(address, hosted.port))
         if number >= 2:
             self._forget(store, number - 2)
         return elastic.RendezvousStoreInfo(address, hosted.port)
@@ -329,8 +329,7 @@ class WorkerStores:
         # A caller that is interrupted leaves this client waiting, and needs the other to give up its place.
         waiting = self._backend.connect()
         try:
-            what = "waiting for the workers' store"
-            while (text := call_in_thread(lambda: await_text(waiting, key, limit), what)) is None:
+            while call_in_thread(lambda: waiting.hear(key, limit), "waiting for the workers' store") is None:
                 if self._is_lost(record.round):
                     return None
                 if store.now() >= deadline:
@@ -341,6 +340,7 @@ class WorkerStores:
                     )
         finally:
             waiting.close()
+        text = read(store, key) or ""
         address, port = split_host_port(text)
         if not address or not port.isdecimal():
             raise elastic.RendezvousStateError(f"store key {key!r} holds {text!r}, which is no address")

@@ -13,7 +13,7 @@ from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
 from ..protocol.evidence import CounterObserver, beat_lasts
-from ..protocol.operations import Beat, Operations, beats, read, write
+from ..protocol.operations import Beat, Operations, beats, read, write_text
 from . import kept_out, moves, operations
 from .operations import Action, Announced, Context
 from .record import Admission, Node, Place, Record, Seat, differences, digest
@@ -351,7 +351,7 @@ def observer(store: Operations, timeout: float) -> CounterObserver[Node]:
 
 def note_process(store: Operations, node: Node) -> None:
     """Notes that this process is a node's agent, for one that comes with the same id."""
-    write(store, process_key(node.id), f"{_place(node)} {os.getpid()}")
+    write_text(store, process_key(node.id), f"{_place(node)} {os.getpid()}")
 
 
 def _place(node: Node) -> str:

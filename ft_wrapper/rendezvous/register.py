@@ -15,7 +15,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
 from ..exception import StoreError
-from ..protocol.operations import Append, Move, Operations, read, read_log
+from ..protocol.operations import Append, Move, Operations, Write, read, read_log, write_text
 from .record import Admission, Record
 
 log = logging.getLogger(__name__)
@@ -125,14 +125,11 @@ class Register:
 
     def __init__(self, store: Operations, initial: Record) -> None:
         self.store = store
-        self._initial = self._latest = Snapshot("", initial)
+        self._initial = Snapshot("", initial)
 
     def read(self) -> Snapshot:
-        """Reads the record: the last one of the job's own, where somebody else has overwritten it."""
-        text = read(self.store, RECORD_KEY)
-        if text is None and self._latest.text and self.store.is_forged(RECORD_KEY):
-            return self._latest
-        return self._snapshot(text or "")
+        """Reads the record."""
+        return self._snapshot(read(self.store, RECORD_KEY) or "")
 
     def replace(self, before: Snapshot, after: Record) -> tuple[Snapshot, bool]:
         """Replaces the record, unless another node has, and wakes those that wait for that.
@@ -149,14 +146,13 @@ class Register:
         held = self.store.execute([Move(RECORD_KEY, before.text, desired)])[0] or ""
         if held == desired:
             # The node that wrote the version before may have died before it could wake the others.
-            self.store.multi_set([version_key(version - 1), version_key(version)], ["", ""])
+            self.store.execute([Write({version_key(version - 1): "", version_key(version): ""})])
             if version > KEPT_VERSIONS:
                 self.store.delete_key(version_key(version - KEPT_VERSIONS))
             if record.epoch > max(1, before.record.epoch):
                 self.store.delete_key(log_key(record.epoch - 2))
                 self.store.delete_key(count_key(record.epoch - 2))
-            self._latest = Snapshot(desired, record)
-            return self._latest, True
+            return Snapshot(desired, record), True
         if held == before.text:
             raise RendezvousStateError(
                 f"store key {RECORD_KEY!r} is gone: the store has lost what the nodes agreed on"
@@ -172,22 +168,13 @@ class Register:
         Returns:
             The record; None if nothing came in time: then it has to be read.
         """
-        if self.store.hear(version_key(version + 1), seconds) is None:
-            return None
-        snapshot = self.read()
-        self.forget_wake(version, snapshot.record)
-        return snapshot
-
-    def forget_wake(self, version: int, now: Record) -> None:
-        """Deletes what has woken a waiter for nothing: it is somebody else's, and would wake it again."""
-        if now.version <= version:
-            self.store.delete_key(version_key(version + 1))
+        return self.read() if self.store.hear(version_key(version + 1), seconds) is not None else None
 
     def pass_on(self, snapshot: Snapshot) -> None:
         """Wakes those that wait for a version, if its writer died before it could."""
         key = version_key(snapshot.record.version)
         if not self.store.check([key]):
-            self.store.set(key, "")
+            write_text(self.store, key, "")
 
     def announce(self, epoch: int, admission: Admission) -> int:
         """Appends an admission to a log; returns how many there are, by the count."""
@@ -210,8 +197,7 @@ class Register:
         if not text:
             return self._initial
         try:
-            self._latest = Snapshot(text, Record.from_text(text))
-            return self._latest
+            return Snapshot(text, Record.from_text(text))
         except ValueError as error:
             raise RendezvousStateError(f"store key {RECORD_KEY!r}: {error}") from error
 

@@ -16,7 +16,6 @@ from ..protocol.entering import Barriers
 from ..protocol.evidence import Ends
 from ..protocol.operations import Operations, Step, under
 from ..protocol.records import FAULT
-from ..protocol.seal import Seal
 
 T = TypeVar("T")
 
@@ -30,8 +29,6 @@ class StoreMixin(Barriers, ByHand):
 
     place = ""
     """Which store it is, in what its clients seal."""
-    is_private = False
-    """Whether others than the job's own are kept out of it."""
 
 
 class HoldingStore(StoreMixin):
@@ -206,11 +203,6 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
         return Ends(self._store).outcome_of(self._iteration) == FAULT
 
     @property
-    def seal(self) -> Seal | None:  # type: ignore[override]
-        """That of the store that it holds, which uses it."""
-        return self._store.seal
-
-    @property
     def _job(self) -> ByHand:
         return cast(ByHand, self._store)._job
 
@@ -220,6 +212,10 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
     def get(self, key: str) -> bytes:
         self.wait([key])
         return super().get(key)
+
+    def hear(self, key: str, seconds: float) -> str | None:
+        woken = super().hear(key, seconds) is not None  # as long as the iteration is on
+        return self._store.hear(self._full(key), 0.1) if woken else None
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
         return self._store.execute([under(self.namespace, step) for step in steps])

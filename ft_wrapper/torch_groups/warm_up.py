@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from ..monitor.frames import forget_frames
 from ..protocol import keys
-from ..protocol.operations import Operations, read, write
+from ..protocol.operations import Operations, read, write_text
 from ..store.bounded import in_background
 from .forget import forget_compiled_code_at_entry
 
@@ -71,7 +71,7 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
 def tell_of_cuda(store: Operations) -> None:
     """Tells the replacements of lost processes that CUDA is in use. Without CUDA it does nothing."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        write(store, keys.CUDA, str(torch.cuda.device_count()))
+        write_text(store, keys.CUDA, str(torch.cuda.device_count()))
 
 
 def make_context_early(store: Operations, incarnation: int) -> None:

@@ -24,10 +24,17 @@ def sealed_stores(scheduler: Scheduler, scenario: Scenario) -> Any:
     def connect_with_secret(name: str) -> Any:
         store = connect(name)
         if name != "stranger":
-            store.seal = Seal(b"the secret of the job")
+            store.seal = Seal(b"the secret of the job", "", lambda key: None)
         return store
 
     return connect_with_secret
+
+
+class _Patient(Scheduler):
+    """One with more steps: a wait that a stranger wakes looks ten times a second."""
+
+    def __init__(self, *args: Any, max_steps: int, **kwargs: Any) -> None:
+        super().__init__(*args, max_steps=10 * max_steps, **kwargs)
 
 
 class WithStranger(Simulation):
@@ -38,6 +45,8 @@ class WithStranger(Simulation):
     Attributes:
         written: how many times it wrote.
     """
+
+    schedulers = _Patient
 
     def __init__(self, scenario: Scenario, seed: int = 0, *, policy: Policy | None = None) -> None:
         super().__init__(scenario, seed, policy=policy, stores=sealed_stores)
