@@ -6,9 +6,8 @@ all in the caller's thread, and ends at once when the rank is interrupted.
 """
 
 import struct
-from collections.abc import Sequence
 
-from .wire import Address, Lines
+from .wire import Addresses, Lines
 
 Values = tuple[int, int, int]
 
@@ -26,7 +25,7 @@ class Ballot(Lines):
 
     purpose = "vote"
 
-    def open(self, addresses: Sequence[Address]) -> None:
+    def open(self, addresses: Addresses) -> None:
         """Connects; all active ranks call it.
 
         Args:

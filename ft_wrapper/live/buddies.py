@@ -2,8 +2,8 @@
 
 import collections
 import dataclasses
+import json
 import os
-import pickle
 import queue
 import socket
 import threading
@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from .plan import Copy, Plan
+from .gathering import Sign, unsigned, verified
+from .plan import Copy, Plan, copy_of
 from .transfer import Stream, Tensors, carry
 from .tree import Flat, empty_like
-from .wire import Address, Lines
+from .wire import Addresses, Lines
 
 _JOIN_PATIENCE = 5.0
 
@@ -113,11 +114,13 @@ class Buddies(Lines):
         rank: the caller's active rank.
         host: address to listen on, at which the other ranks reach this one.
         timeout: seconds to wait for another rank.
+        sign: of the iteration.
     """
 
-    def __init__(self, copies: Copies, rank: int, host: str, timeout: float) -> None:
-        super().__init__(rank, host, timeout)
+    def __init__(self, copies: Copies, rank: int, host: str, timeout: float, sign: Sign = unsigned) -> None:
+        super().__init__(rank, host, timeout, sign)
         self._copies = copies
+        self._turn = 0
         self._todo: queue.SimpleQueue[Packed | None] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # empty while one is on its way
         self._sent.put(None)
@@ -126,7 +129,7 @@ class Buddies(Lines):
         self._thread = threading.Thread(target=self._run, name="ft_wrapper-buddies", daemon=True)
         self._thread.start()
 
-    def open(self, addresses: Sequence[Address], nodes: Sequence[str], buddies: int) -> None:
+    def open(self, addresses: Addresses, nodes: Sequence[str], buddies: int) -> None:
         """Connects; all active ranks call it.
 
         Args:
@@ -186,14 +189,18 @@ class Buddies(Lines):
             streams = Stream(self, to, True, mine), Stream(self, since, False, theirs)
             carry(streams, self._timeout)
 
-        head = torch.frombuffer(
-            bytearray(pickle.dumps((packed.copy, packed.flat.skeleton))), dtype=torch.uint8
-        )
+        self._turn += 1
+        about = json.dumps(dataclasses.asdict(packed.copy), default=sorted).encode()
+        said = about + b"\n" + packed.flat.skeleton
+        said += self._sign(f"copy {self._turn} {self._rank} {to}", said)
+        head = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         size = torch.empty(1, dtype=torch.int64)
         swap([torch.tensor([len(head)])], [size])
         text = torch.empty(int(size), dtype=torch.uint8)
         swap([head], [text])
-        copy, skeleton = pickle.loads(bytes(text.tolist()))
+        what = f"copy {self._turn} {since} {self._rank}"
+        said = verified(self._sign, since, what, bytes(text.tolist()))
+        about, _, skeleton = said.partition(b"\n")
         flat = empty_like(skeleton)
         swap(packed.flat.tensors, flat.tensors)
-        return Packed(copy, flat)
+        return Packed(copy_of(json.loads(about)), flat)

@@ -6,7 +6,6 @@ anything that writes through ``.data``.
 """
 
 import ctypes
-import pickle
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _broadcast_coalesced
 
 from .form import Objects, Tensors, attributes_of, buffers_of, parts, put_attributes, put_buffers
-from .tree import Flat, flatten, is_dense, is_plain, unflatten
+from .gathering import Sign, unsigned, verified
+from .tree import flatten, from_bytes, is_dense, is_plain, to_bytes, unflatten
 
 _BUCKET = 1 << 20  # bytes in one broadcast
 _COUNTER = "num_batches_tracked"
@@ -93,7 +93,9 @@ class Buffers:
         put_attributes(objects, {name: values[name] for name in values.keys() - common}, self._old)
         self._seen = _versions(_find(objects)[1])
 
-    def share(self, objects: Objects, tell: Callable[[bytes], bytes], group: Any) -> None:
+    def share(
+        self, objects: Objects, tell: Callable[[bytes], bytes], group: Any, sign: Sign = unsigned
+    ) -> None:
         """Gives all active ranks the buffers of rank 0; collective, after `look`.
 
         The others undo their own changes, so only rank 0's are sent. ``DistributedDataParallel`` does this
@@ -103,16 +105,17 @@ class Buffers:
             objects: whose they are.
             tell: broadcasts bytes from rank 0, as `Ballot.tell`.
             group: of all active ranks, for host memory.
+            sign: of the iteration.
         """
         live, kept, is_first = buffers_of(parts(objects)), self._kept or {}, dist.get_rank() == 0
         changed = self._changed & (live.keys() | self._common)
         has_others = self.odd or any(_form_of(live[name]) != _form_of(kept[name]) for name in changed)
-        flat = flatten(live) if is_first and has_others else None
-        whole = flat and Flat(flat.skeleton, [tensor.cpu() for tensor in flat.tensors])
-        said = tell(pickle.dumps((sorted(changed), whole)) if changed else b"")
-        names, whole = pickle.loads(said) if said else ((), None)
-        if whole is not None:
-            put_buffers(objects, unflatten(whole))
+        whole = to_bytes(flatten(live)) if is_first and has_others else b""
+        mine = "\n".join(sorted(changed)).encode(), whole and whole + sign("buffers", whole)
+        text, _, whole = tell(b"\0".join(mine) if changed else b"").partition(b"\0")
+        names = text.decode().split("\n")
+        if whole:
+            put_buffers(objects, unflatten(from_bytes(verified(sign, 0, "buffers", whole))))
             return
         if not is_first and (has_others or not changed.issubset(names)):
             put_buffers(objects, {name: self._before(name, live) for name in self._common}, self._old)

@@ -4,7 +4,7 @@ There is one description of it, for transfers, copies and checks alike. Each par
 is cast and no layout changed, as ``Optimizer.load_state_dict`` would do.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Form:
         is_sharded: parameters are DTensors.
     """
 
-    shard: Hashable = "whole"
+    shard: str = "whole"
     is_sharded = False
 
     def __init__(self, build: Callable[[], Objects]) -> None:

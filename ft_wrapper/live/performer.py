@@ -22,7 +22,8 @@ from .buffers import Buffers
 from .commit import Kept, Performer
 from .data_parallel import DataParallel
 from .form import Form, Objects, has_gradient, optimizers, parts
-from .plan import Copy, Holding, Plan, Register, Route, Rung
+from .gathering import Gather, unsigned
+from .plan import Copy, Holding, Plan, Register, Route, Rung, holding_of
 from .transfer import move
 from .tree import Flat, checksum, named
 
@@ -118,7 +119,11 @@ class TorchPerformer(Performer):
         self._settings = settings
         self._group = _host_group()
         self._host = own_address(os.environ["MASTER_ADDR"])
-        self._ballot = Ballot(self.rank, self._host, call.settings.hard_timeout)
+        self._seal = seal = call.own.member.agreement.store.seal
+        about = f"live {call.own.member.view.n} {name}"
+        self._sign = unsigned if seal is None else lambda what, said: seal.sign(f"{about} {what}", said)
+        self._gather = Gather(self._sign, self._group)
+        self._ballot = Ballot(self.rank, self._host, call.settings.hard_timeout, self._sign)
         call.helpers.callback(call.end_fields.clear)
         call.own.lines.append(self._ballot)
         self._nodes: Sequence[str] = ()
@@ -143,7 +148,7 @@ class TorchPerformer(Performer):
         if odd := [name for name in buffers.odd if name.rpartition(".")[0] not in self._kept.modes]:
             raise JobAbort(f"buffer {odd[0]!r} is in a module that build() did not make; make it there")
         if len(self._nodes) > 1:
-            buffers.share(objects, self._ballot.tell, self._group)
+            buffers.share(objects, self._ballot.tell, self._group, self._sign)
         self._agree_on_infinities()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()  # what an abort ends early leaves garbage behind
@@ -202,13 +207,13 @@ class TorchPerformer(Performer):
         outline = checks.outline_of_arguments(self._users.update, self._settings) + self._kept.built
         register = self._read_register() if self.rank == 0 else Register()
         about = own_node(), self._ballot.address, checks.digest_of(outline)
-        holdings, registers, *others = zip(*self._gather((mine, register, *about)), strict=True)
-        self._nodes, addresses, digests = others
+        own = dataclasses.asdict(mine), dataclasses.astuple(register), *about
+        holdings, registers, self._nodes, addresses, digests = zip(*self._gather(own), strict=True)
         if len({*digests}) > 1:
             difference = checks.first_difference(self._gather(outline))
             raise JobAbort(f"the ranks do not build the same state: {difference}")
         self._ballot.open(addresses)
-        return [*holdings], registers[0]
+        return [*map(holding_of, holdings)], Register(*registers[0])
 
     def copies(self) -> tuple[Copy, ...]:
         """See `Performer`."""
@@ -247,7 +252,8 @@ class TorchPerformer(Performer):
 
     def _move(self, routes: tuple[Route, ...], source: Callable[[], Flat]) -> Flat | None:
         timeout = self._call.settings.soft_timeout / 2
-        moved = move(routes, self.rank, source, self._gather, host=self._host, timeout=timeout)
+        host, sign = self._host, self._sign
+        moved = move(routes, self.rank, source, self._gather, host=host, timeout=timeout, sign=sign)
         if moved.bytes:
             event = "sent" if moved.flat is None else "received"
             self._call.own.member.emit(event, bytes=moved.bytes, seconds=moved.seconds)
@@ -305,6 +311,7 @@ class TorchPerformer(Performer):
             with self.atomic():
                 # Not set: a rank 0 that was paused, and went on long after it was evicted, writes nothing.
                 now = f"{register.sealed} {register.origin}"
+                now = self._seal.close(self._key, now) if self._seal else now
                 self._call.own.member.agreement.store.compare_set(self._key, self._register, now)
         self._kept.copies.drop_given_up(register.origin, plan.step)
 
@@ -321,7 +328,7 @@ class TorchPerformer(Performer):
         if len(self._nodes) > 1:
             copies, timeout = self._kept.copies, self._call.settings.hard_timeout
             with self.atomic():  # so that its thread is always ended
-                self._buddies = Buddies(copies, self.rank, self._host, timeout)
+                self._buddies = Buddies(copies, self.rank, self._host, timeout, self._sign)
                 self._call.own.lines.append(self._buddies)
                 self._call.helpers.callback(self._buddies.end)
             addresses, stored = zip(*self._gather((self._buddies.address, copies.stored)), strict=True)
@@ -340,12 +347,8 @@ class TorchPerformer(Performer):
         store = self._call.own.member.agreement.store
         with self.atomic():
             self._register = store.get(self._key).decode() if store.check([self._key]) else ""
-        return Register(*map(int, self._register.split()))
-
-    def _gather(self, mine: Any) -> list[Any]:
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, mine, self._group)
-        return said
+        text = self._seal.open(self._key, self._register) if self._seal else self._register
+        return Register(*map(int, (text or "").split()))
 
 
 def _host_group() -> Any:

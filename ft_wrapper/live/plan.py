@@ -2,7 +2,8 @@
 
 import dataclasses
 import enum
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 _MOST_HOLDERS = 8  # that one receiver is served by
 
@@ -136,6 +137,17 @@ class Plan:
     def route_of(self, rank: int) -> Route | None:
         """How a rank receives its shard; None if it does not."""
         return next((route for route in self.routes if route.receiver == rank), None)
+
+
+def copy_of(said: Mapping[str, Any]) -> Copy:
+    """A copy that has been a dictionary in JSON."""
+    return Copy(**{**said, "origins": frozenset(said["origins"])})
+
+
+def holding_of(said: Mapping[str, Any]) -> Holding:
+    """A holding that has been a dictionary in JSON."""
+    held = said["held"] and Held(**{**said["held"], "ready": frozenset(said["held"]["ready"])})
+    return Holding(**{**said, "held": held, "copies": tuple(map(copy_of, said["copies"]))})
 
 
 def make_plan(holdings: Sequence[Holding], register: Register) -> Plan:

@@ -4,7 +4,7 @@ An FSDP2 module keeps its iteration's process groups in many places. So it is no
 the meta device, where that costs neither memory nor time for values, and takes the local tensors over.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class Sharded(Form):
         place = mesh.get_coordinate()
         if place is None:
             raise ValueError(f"mesh={mesh} does not have this rank; pass one of all active ranks")
-        self.shard: Hashable = f"shard {place[-1]} of {mesh.size(mesh.ndim - 1)}"
+        self.shard = f"shard {place[-1]} of {mesh.size(mesh.ndim - 1)}"
         self._mesh = mesh
 
     def build(self) -> Objects:

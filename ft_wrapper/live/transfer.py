@@ -7,6 +7,7 @@ A receiver opens a connection to each holder. The holder sends its part of the b
 and the receiver confirms with one byte.
 """
 
+import base64
 import contextlib
 import selectors
 import struct
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .gathering import Sign, unsigned
 from .plan import Route
 from .tree import Flat, empty_like, extend, joined, layout, pieces, share, spread
 from .wire import Lines
@@ -58,6 +60,7 @@ def move(
     *,
     host: str,
     timeout: float,
+    sign: Sign = unsigned,
     at: Seam = _idle,
 ) -> Moved:
     """Carries out the transfers of a plan; all active ranks call it with the same routes.
@@ -72,6 +75,7 @@ def move(
         gather: an all-gather over all active ranks, in their order.
         host: address to listen on, at which the other ranks reach this one.
         timeout: seconds without a single byte from or to a rank after which it counts as stalled.
+        sign: of the iteration.
         at: called with ``"transfer"`` after each piece sent and each received, for tests.
 
     Raises:
@@ -86,8 +90,9 @@ def move(
     is_first = any(route.holders[0] == rank for route in routes)
     received = Flat(b"", [])
     going, coming = dict[int, _Part](), dict[int, _Part]()
-    with contextlib.closing(Lines(rank, host, timeout)) as lines:
-        offer = lines.address, layout(flat.tensors), flat.skeleton if is_first else b""
+    with contextlib.closing(Lines(rank, host, timeout, sign)) as lines:
+        skeleton = base64.b64encode(flat.skeleton).decode() if is_first else ""
+        offer = lines.address, layout(flat.tensors), skeleton
         addresses, layouts, skeletons = zip(*gather(offer), strict=True)
         for route in routes:
             # The same state may be laid out in another way: what shares its memory at one holder need not
@@ -95,7 +100,7 @@ def move(
             holders = [one for one in route.holders if layouts[one] == layouts[route.holders[0]]]
             parts = {holder: (index, len(holders)) for index, holder in enumerate(holders)}
             if route.receiver == rank:
-                received, coming = empty_like(skeletons[holders[0]]), parts
+                received, coming = empty_like(base64.b64decode(skeletons[holders[0]])), parts
             elif rank in parts:
                 going[route.receiver] = parts[rank]
         lines.connect(addresses, going, coming)

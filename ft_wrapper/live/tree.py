@@ -4,12 +4,15 @@ import ctypes
 import dataclasses
 import functools
 import io
+import itertools
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+from .pickles import Unpickler, admit, loads
 
 PIECE = 1 << 20
 """Bytes that are sent, received and summed up at once: a tensor's alone, or those of small ones together."""
@@ -46,6 +49,7 @@ def flatten(
 
     Raises:
         TypeError: a tensor's contents are not plain memory (a DTensor, a sparse one); names it by its path.
+            Or another rank would not load the state, see `pickles.admit`.
     """
     tensors: list[torch.Tensor] = []
     numbers: dict[tuple[Any, ...], int] = {}
@@ -53,6 +57,7 @@ def flatten(
     class Pickler(pickle.Pickler):
         def persistent_id(self, value: Any) -> tuple[int, Any] | None:
             if not isinstance(value, torch.Tensor):
+                admit(value)
                 return None
             tensor, layout = local(value)
             if not is_plain(tensor):
@@ -78,7 +83,7 @@ def empty_like(skeleton: bytes) -> Flat:
 
     Dense tensors have the strides that they had, all others are contiguous.
     """
-    forms, _ = pickle.loads(skeleton)
+    forms, _ = loads(skeleton)
     tensors = [
         torch.empty(shape, dtype=dtype, device="cpu")
         if stride is None
@@ -96,19 +101,22 @@ def unflatten(
     Args:
         flat: what `flatten` returned, here or on another rank.
         together: makes a tensor of what ``local`` gave.
+
+    Raises:
+        TypeError: the skeleton has a class or function that is not to be loaded.
     """
-    forms, tree = pickle.loads(flat.skeleton)
+    forms, tree = loads(flat.skeleton)
     there = [
         tensor if tensor.device.type == device else tensor.to(device)
         for tensor, (_, _, _, device) in zip(flat.tensors, forms, strict=True)
     ]
 
-    class Unpickler(pickle.Unpickler):
+    class Reader(Unpickler):
         def persistent_load(self, one: Any) -> torch.Tensor:
             number, layout = one
             return together(there[number], layout)
 
-    return Unpickler(io.BytesIO(tree)).load()
+    return Reader(io.BytesIO(tree)).load()
 
 
 def named(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -249,7 +257,21 @@ def joined(views: list[memoryview]) -> memoryview | bytearray:
     return views[0] if len(views) == 1 else bytearray().join(views)
 
 
-def spread(piece: memoryview | bytearray, views: list[memoryview]) -> None:
+def to_bytes(flat: Flat) -> bytes:
+    """A state with its contents, in a row."""
+    views = itertools.chain.from_iterable(pieces(flat.tensors, 0, sys.maxsize))
+    return b"".join([len(flat.skeleton).to_bytes(_WORD), flat.skeleton, *views])
+
+
+def from_bytes(said: bytes) -> Flat:
+    """A state from `to_bytes`, in host memory."""
+    end = _WORD + int.from_bytes(said[:_WORD])
+    flat = empty_like(said[_WORD:end])
+    spread(said[end:], itertools.chain.from_iterable(pieces(flat.tensors, 0, sys.maxsize)))
+    return flat
+
+
+def spread(piece: memoryview | bytes | bytearray, views: Iterable[memoryview]) -> None:
     """Copies a piece's bytes to where they belong."""
     at = 0
     for view in views:

@@ -21,7 +21,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_wrapper import CallWrapper, LiveState, Wrapper, events
+from ft_wrapper.live.gathering import Gather
 from ft_wrapper.live.performer import TorchPerformer
+from ft_wrapper.store.secret import use
 
 pytestmark = pytest.mark.tcp_only("a test starts two jobs, each of which begins with its store")
 
@@ -79,7 +81,10 @@ def trained(
 # ---- what goes on
 
 
-def trains(rank: Rank, faults: dict[str, str], active: int = 2, **arguments: Any) -> Any:
+def trains(rank: Rank, faults: dict[str, str], active: int = 2, secret: str = "", **arguments: Any) -> Any:
+    if secret:
+        use(secret.encode())
+
     @Wrapper(**SETTINGS, active_world_size=active)
     def train(call_wrapper: CallWrapper) -> list[Any]:
         def at(step: int) -> None:
@@ -105,6 +110,42 @@ def test_an_exception_loses_no_step(job: Job, clean_digest: dict[str, str]) -> N
     assert clean[0] == clean[1] and clean[0][1:] == [0, "CHECKPOINT"]
     job.start(2, trains, {"0:2:1": "raise", "1:4:0": "raise"})
     assert job.wait() == [[clean[0][0], 4, "PEERS"]] * 2
+
+
+def test_a_job_with_a_secret_loses_no_step_either(job: Job) -> None:
+    """Whatever the ranks say to each other is signed: gathers, hellos, a transfer, copies, the register."""
+    job.start(3, trains, {"0:2:1": "kill", "1:4:0": "raise"}, secret="of this job", buddies=1, copy_every=2)
+    job.wait_for_end()
+    lived = [process.value for process in job.ranks.values() if process.code == 0]
+    assert len(lived) == 2 and lived[0] == lived[1]
+    assert [one[1:] for one in lived] == [[4, "PEERS"]] * 2
+    assert "outside the job" not in "".join(process.log for process in job.ranks.values())
+
+
+def has_an_intruder(rank: Rank, secret: str) -> Any:
+    """In iteration 0 what comes as active rank 1's is not signed: as by who came first to gloo's keys."""
+    from ft_wrapper.live import live_state
+
+    class Intruded(TorchPerformer):
+        def gather(self, *arguments: Any) -> Any:
+            assert self._seal is not None
+            if self._call.own.member.view.n == 0 and self.rank == 1:
+                sign = self._sign
+                self._gather = Gather(
+                    lambda what, said: bytes(16) if what.endswith(" 1") else sign(what, said), self._group
+                )
+            return super().gather(*arguments)
+
+    live_state.TorchPerformer = Intruded  # type: ignore[misc]
+    return trains(rank, {}, secret=secret)
+
+
+def test_who_has_not_the_secret_costs_a_restart_and_no_more(job: Job) -> None:
+    job.start(2, has_an_intruder, "of this job")
+    for value in job.wait():
+        assert value[1:] == [0, "CHECKPOINT"]
+    logs = "".join(process.log for process in job.ranks.values())
+    assert "active rank 1's is not signed with the job's secret" in logs
 
 
 def test_a_step_that_fails_on_each_try_ends_the_job(job: Job) -> None:

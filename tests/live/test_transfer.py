@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from ft_wrapper.live import transfer, wire
+from ft_wrapper.live.gathering import unsigned
 from ft_wrapper.live.plan import Route
 from ft_wrapper.live.transfer import Moved, move
 from ft_wrapper.live.tree import Flat, flatten, unflatten
@@ -106,9 +107,9 @@ class Ranks:
             return flatten(self.states[rank])
 
         def with_threads(mine: object) -> list[Any]:
-            self.said[rank] = pickle.dumps(mine)
+            self.said[rank] = json.dumps(mine)
             self.barrier.wait(LIMIT)
-            said = [pickle.loads(one) for one in self.said]
+            said = [json.loads(one) for one in self.said]
             return self.gathered[rank](said) if rank in self.gathered else said
 
         return move(
@@ -231,19 +232,20 @@ def test_strangers_are_ignored() -> None:
     with contextlib.ExitStack() as stack:
 
         def connect(address: Any) -> socket.socket:
-            return stack.enter_context(socket.create_connection(address, LIMIT))
+            return stack.enter_context(socket.create_connection(tuple(address), LIMIT))
 
         strangers = []
 
         def intrude(said: list[Any]) -> list[Any]:
             _, address, nonce = said[0][0]
+            mine = nonce.encode()[:16]
             connect(address).close()
             strangers.append(connect(address))  # says nothing
-            for hello in (bytes(16), nonce):
+            for hello in (bytes(16), mine):
                 strangers.append(connect(address))
-                strangers[-1].sendall(hello + (1 if hello == bytes(16) else 7).to_bytes(4, "big"))
+                strangers[-1].sendall(hello)
             strangers.append(connect(address))
-            strangers[-1].sendall(nonce[:7])  # stops in the middle
+            strangers[-1].sendall(mine[:7])  # stops in the middle
             for stranger in strangers[1:3]:
                 assert stranger.recv(1) == b"", "a stranger was answered"
             return said
@@ -261,7 +263,7 @@ def damaging(address: Any, place: int, size: int) -> Iterator[Any]:
         server.settimeout(LIMIT)
 
         def carry() -> None:
-            with server.accept()[0] as line, socket.create_connection(address, LIMIT) as holder:
+            with server.accept()[0] as line, socket.create_connection(tuple(address), LIMIT) as holder:
                 line.settimeout(LIMIT)
                 holder.sendall(line.recv(100))
                 at = 0
@@ -289,8 +291,8 @@ def test_damaged_bytes_are_noticed(place: int) -> None:
 
         def detour(said: list[Any]) -> list[Any]:
             address, *rest = said[0]
-            through = stack.enter_context(damaging(address.name, place % size, size))
-            return [(address._replace(name=through), *rest), *said[1:]]
+            through = stack.enter_context(damaging(address[1], place % size, size))
+            return [([address[0], through, address[2]], *rest), *said[1:]]
 
         ranks.gathered[1] = detour
         sent, received = ranks.run()
@@ -306,7 +308,7 @@ def test_a_holder_that_nobody_listens_for() -> None:
     with socket.socket() as bound:
         bound.bind((HOST, 0))  # and does not listen
         ranks.gathered[1] = lambda said: [
-            (said[0][0]._replace(name=bound.getsockname()), *said[0][1:]),
+            ([said[0][0][0], bound.getsockname(), said[0][0][2]], *said[0][1:]),
             *said[1:],
         ]
         sent, received = ranks.run()
@@ -458,9 +460,9 @@ def test_the_main_thread_is_interrupted_while_it_waits(here: int, interruptible:
 def connect_and_leave(ranks: Ranks) -> None:
     """Has the holder, which may wait for its receiver, see that it is gone."""
     with contextlib.suppress(OSError, TypeError):  # it has ended, or has not said where it is
-        _, name, nonce = pickle.loads(ranks.said[0])[0]
-        with socket.create_connection(name, LIMIT) as line:
-            line.sendall(nonce + (1).to_bytes(4, "big"))
+        _, name, nonce = json.loads(ranks.said[0])[0]
+        with socket.create_connection(tuple(name), LIMIT) as line:
+            line.sendall(wire.hello(unsigned, "transfer", [nonce], 1, 0))
 
 
 @pytest.mark.parametrize("here", [0, 1], ids=["holder", "receiver"])

@@ -1,0 +1,231 @@
+"""Connections between ranks, where anybody may connect: who says no hello delays nobody, nor is answered."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import resource
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_wrapper.live import wire
+from ft_wrapper.live.ballot import Ballot
+from ft_wrapper.live.gathering import Sign, unsigned
+from ft_wrapper.live.wire import Lines, hello
+from ft_wrapper.protocol.seal import Seal
+
+HOST, LIMIT = "127.0.0.1", 60.0
+FORK = multiprocessing.get_context("fork")
+pytestmark = pytest.mark.timeout(120)
+
+
+def sealed(what: str, said: bytes) -> bytes:
+    return Seal(b"the job's").sign(what, said)
+
+
+SIGNS = pytest.mark.parametrize("sign", [sealed, unsigned], ids=["secret", "open"])
+
+
+@contextlib.contextmanager
+def ballots(size: int, sign: Sign = sealed, timeout: float = LIMIT) -> Iterator[list[Ballot]]:
+    with contextlib.ExitStack() as stack:
+        made = [Ballot(rank, HOST, timeout, sign) for rank in range(size)]
+        for one in made:
+            stack.callback(one.close)
+        yield made
+
+
+def vote_all(made: Sequence[Ballot]) -> None:
+    addresses = [one.address for one in made]
+
+    def vote(one: Ballot, rank: int) -> Any:
+        one.open(addresses)
+        return one.vote((rank + 5, -rank, 7))
+
+    with ThreadPoolExecutor(len(made)) as threads:
+        votes = [*threads.map(vote, made, range(len(made)), timeout=LIMIT)]
+    assert votes == [(5, 1 - len(made), 7)] * len(made)
+
+
+class Strangers(contextlib.ExitStack):
+    """Connections of who is no rank."""
+
+    def connect(self, one: Lines, said: bytes = b"") -> socket.socket:
+        line: socket.socket = self.enter_context(socket.create_connection(one.address.name[:2], LIMIT))
+        line.sendall(said)
+        return line
+
+
+def is_closed(line: socket.socket) -> bool:
+    """Waits for the end of a connection, on which nothing is said."""
+    try:
+        return line.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+# ---- many of them
+
+
+KINDS: dict[str, Callable[[], bytes]] = {
+    "silent": lambda: b"",
+    "half a hello": lambda: secrets.token_bytes(7),
+    "another hello": lambda: secrets.token_bytes(16),
+    "much": lambda: secrets.token_bytes(4000),
+    "http": lambda: b"GET / HTTP/1.1\r\n\r\n",
+}
+
+
+@SIGNS
+@pytest.mark.parametrize("count", [3, 200])
+@pytest.mark.parametrize("kind", KINDS)
+def test_strangers_do_not_delay_a_vote(kind: str, count: int, sign: Sign) -> None:
+    """They come first, and to all ranks; and are gone afterwards."""
+    with Strangers() as strangers, ballots(3, sign) as made:
+        lines = [strangers.connect(made[number % 3], KINDS[kind]()) for number in range(count)]
+        vote_all(made)
+        assert all(map(is_closed, lines))
+
+
+@given(st.lists(st.sampled_from([*KINDS]), max_size=12), st.integers(1, 5))
+def test_drawn_strangers(kinds: list[str], size: int) -> None:
+    with Strangers() as strangers, ballots(size) as made:
+        for number, kind in enumerate(kinds):
+            strangers.connect(made[number % size], KINDS[kind]())
+        vote_all(made)
+
+
+def test_who_is_silent_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_STRANGERS", 4)
+    with Strangers() as strangers, ballots(2) as made, ThreadPoolExecutor(1) as threads:
+        lines = [strangers.connect(made[0]) for _ in range(10)]
+        opens = threads.submit(made[0].open, [one.address for one in made])
+        assert all(map(is_closed, lines[:5])), "while it waits for rank 1: four may stay, and that one"
+        for each in lines[5:]:
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                each.recv(1)
+        made[1].open([one.address for one in made])
+        opens.result(LIMIT)
+
+
+def test_strangers_do_not_use_up_the_files_of_a_process() -> None:
+    """A rank may open ten files more, and 40 strangers are there before the other rank."""
+    with Strangers() as strangers, ballots(2) as made:
+        for _ in range(40):
+            strangers.connect(made[0])
+
+        def rank_0() -> None:
+            used = {*map(int, os.listdir("/proc/self/fd"))}
+            free = [number for number in range(1000) if number not in used]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free[10], 1000))
+            made[0].open([one.address for one in made])
+            os._exit(made[0].vote((5, 5, 5)) != (3, 3, 3))
+
+        process = FORK.Process(target=rank_0)
+        process.start()
+        try:
+            made[1].open([one.address for one in made])
+            assert made[1].vote((3, 3, 3)) == (3, 3, 3)
+            process.join(LIMIT)
+            assert process.exitcode == 0
+        finally:
+            process.kill()
+            process.join(LIMIT)
+
+
+def test_a_flood_does_not_keep_a_rank_waiting_for_one_that_does_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is always one more that wants to be accepted."""
+    with Strangers() as strangers, ballots(2, timeout=0.2) as made:
+        monkeypatch.setattr(Lines, "_welcome", lambda *_: None)
+        strangers.connect(made[0])
+        with pytest.raises(TimeoutError, match=r"active rank 1 has not come to a vote in 0\.2 s"):
+            made[0].open([one.address for one in made])
+
+
+# ---- hellos
+
+
+@SIGNS
+@pytest.mark.parametrize("size", [1, 7, 15])
+def test_a_hello_may_come_in_parts(size: int, sign: Sign) -> None:
+    with Strangers() as strangers, ballots(2, sign) as made, ThreadPoolExecutor(1) as threads:
+        said = hello(sign, "vote", [one.address.nonce for one in made], 1, 0)
+        opens = threads.submit(made[0].connect, [one.address for one in made], [1], [])
+        line = strangers.connect(made[0], said[:size])
+        assert is_closed(strangers.connect(made[0], bytes(16))), "it came later, so the part has been read"
+        line.sendall(said[size:])
+        opens.result(LIMIT)
+        made[0].to[1].sendall(b"x")
+        assert line.recv(1) == b"x"
+
+
+@SIGNS
+def test_a_hello_is_for_one_connection_of_one_pair(sign: Sign) -> None:
+    """Of all purposes, moves, speakers, hearers: none is that of another, nor has it a nonce in it."""
+    seen = set()
+    for nonces in ([letter * 32 for letter in letters] for letters in ("abc", "dbc", "aef")):
+        for purpose, hearer, speaker in itertools.product(("vote", "transfer"), range(3), range(3)):
+            said = hello(sign, purpose, nonces, hearer, speaker)
+            assert len(said) == 16
+            assert all(bytes.fromhex(one) != said and one.encode()[:16] != said for one in nonces)
+            seen.add((said, purpose, nonces[speaker], nonces[0] if sign is unsigned else "", hearer, speaker))
+    assert len({said for said, *_ in seen}) == len(seen)
+
+
+@SIGNS
+def test_who_does_not_know_the_secret_does_not_know_a_hello(sign: Sign) -> None:
+    """All that goes through a process group is not enough; in an open job rank 0's nonce is."""
+    with Strangers() as strangers, ballots(2, sign) as made, ThreadPoolExecutor(1) as threads:
+        addresses = [one.address for one in made]
+        nonces = [one.nonce for one in addresses]
+        opens = threads.submit(made[0].connect, addresses, [1], [])
+        forged = [
+            strangers.connect(made[0], hello(unsigned, "vote", ["0" * 32, nonces[0]], 1, 1)),
+            strangers.connect(made[0], hello(sealed, "transfer", nonces, 1, 0)),
+            strangers.connect(made[0], hello(sign, "vote", nonces, 0, 1)),
+            *(strangers.connect(made[0], bytes.fromhex(one)) for one in nonces),
+        ]
+        if sign is sealed:
+            forged.append(strangers.connect(made[0], hello(unsigned, "vote", nonces, 1, 0)))
+        assert all(map(is_closed, forged))
+        line = strangers.connect(made[0], hello(sign, "vote", nonces, 1, 0))
+        opens.result(LIMIT)
+        made[0].to[1].sendall(b"x")
+        assert line.recv(1) == b"x"
+
+
+@SIGNS
+def test_a_hello_is_taken_once(sign: Sign) -> None:
+    with Strangers() as strangers, ballots(3, sign) as made, ThreadPoolExecutor(1) as threads:
+        addresses = [one.address for one in made]
+        said = [hello(sign, "vote", [one.nonce for one in addresses], rank, 0) for rank in range(3)]
+        opens = threads.submit(made[0].connect, addresses, [1, 2], [])
+        lines = [strangers.connect(made[0], said[1]) for _ in range(5)]
+        assert all(map(is_closed, lines[1:]))
+        strangers.connect(made[0], said[2])
+        opens.result(LIMIT)
+        made[0].to[1].sendall(b"x")
+        assert lines[0].recv(1) == b"x"
+
+
+@SIGNS
+def test_a_hello_of_before_opens_nothing(sign: Sign) -> None:
+    """The next move, or iteration, has other listeners."""
+    with Strangers() as strangers, ballots(2, sign) as before, ballots(2, sign, 0.2) as made:
+        old = hello(sign, "vote", [one.address.nonce for one in before], 1, 0)
+        line = strangers.connect(made[0], old)
+        with pytest.raises(TimeoutError, match=r"rank 1 has not come to a vote in 0\.2 s; strangers came: 1"):
+            made[0].connect([one.address for one in made], [1], [])
+        assert is_closed(line)
