@@ -11,19 +11,24 @@ import torch
 
 from ft_wrapper.live import buddies
 from ft_wrapper.live.buddies import Buddies, Copies, pack
+from ft_wrapper.live.gathering import Sign
 from ft_wrapper.live.plan import Copy
 from ft_wrapper.live.transfer import Stream, carry
 from ft_wrapper.live.tree import flatten
+from ft_wrapper.protocol.seal import Seal
 
 LARGE = 64 << 20  # bytes: more than the sockets take, which may be 36 MB
 
 
 @contextlib.contextmanager
-def opened(size: int, count: int) -> Iterator[tuple[list[Buddies], list[Copies]]]:
+def opened(
+    size: int, count: int, sign: list[Sign] | None = None
+) -> Iterator[tuple[list[Buddies], list[Copies]]]:
     """Those of so many ranks, each on a node of its own."""
     with contextlib.ExitStack() as stack:
         copies = [Copies() for _ in range(size)]
-        ranks = [Buddies(copies[rank], rank, "127.0.0.1", 60.0) for rank in range(size)]
+        sign = sign or [signs(b"the job's")] * size
+        ranks = [Buddies(copies[rank], rank, "127.0.0.1", 60.0, sign[rank]) for rank in range(size)]
         for one in ranks:
             stack.callback(one.close)
             stack.callback(one.end)
@@ -56,6 +61,27 @@ def test_each_rank_gets_the_copies_of_those_whose_buddy_it_is(size: int, count: 
                 assert f"shard {int(weight[0])}" == copy.shard and torch.equal(
                     weight, weight[:1].expand(1000)
                 )
+
+
+def signs(secret: bytes) -> Sign:
+    """Hellos with the job's secret, and copies with this one."""
+    job, other = Seal(b"the job's"), Seal(secret)
+    return lambda what, said: (other if what.startswith("copy") else job).sign(what, said)
+
+
+def test_a_copy_that_is_not_signed_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+    monkeypatch.setattr(buddies, "empty_like", read.append)
+    with opened(2, 1, [signs(b"the job's"), signs(b"another")]) as (ranks, copies):
+        for rank, one in enumerate(ranks):
+            send(one, rank, 2)
+        for rank, one in enumerate(ranks):
+            with pytest.raises(RuntimeError) as caught:
+                one.await_sent()
+            assert f"active rank {1 - rank}'s is not signed with the job's secret" in str(
+                caught.value.__cause__
+            )
+        assert not read and [len(each.known()) for each in copies] == [1, 1]
 
 
 def test_an_abort_ends_what_is_on_its_way_and_no_other_rank_notices() -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from ft_wrapper import CallWrapper, LiveState, Wrapper
 from ft_wrapper.live.buffers import Buffers
 from ft_wrapper.live.performer import TorchPerformer, default_update
+from ft_wrapper.protocol.seal import Seal
 
 STEPS = 40
 KINDS = ("data", "in place", "assign", "register", "delete", "none", "other data", "inference", "alias")
@@ -203,6 +204,17 @@ def test_an_interruption_at_any_line_leaves_what_can_be_put_back(
         buffers.put_back(objects, ["model.0", "model.1", "model.2"])
         assert digest(model) == before
     assert number > 50
+
+
+@pytest.mark.parametrize("forged", [b"", bytes(16), Seal(b"another").sign("buffers", b"")])
+def test_buffers_that_are_not_signed_are_not_read(forged: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr("ft_wrapper.live.buffers.from_bytes", lambda said: pytest.fail("it was read"))
+    objects, buffers = build(), Buffers()
+    buffers.keep(objects)
+    buffers.look(objects)
+    with pytest.raises(RuntimeError, match="active rank 0's is not signed with the job's secret"):
+        buffers.share(objects, lambda said: b"one\0what it is" + forged, None, Seal(b"the job's").sign)
 
 
 def shares(rank: Rank, kind: str, killed: int = -1) -> Any:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ft_wrapper import CallWrapper, LiveState, Wrapper, events
 from ft_wrapper.live.gathering import Gather
 from ft_wrapper.live.performer import TorchPerformer
+from ft_wrapper.protocol import keys
 from ft_wrapper.store.secret import use
 
 pytestmark = pytest.mark.tcp_only("a test starts two jobs, each of which begins with its store")
@@ -146,6 +147,30 @@ def test_who_has_not_the_secret_costs_a_restart_and_no_more(job: Job) -> None:
         assert value[1:] == [0, "CHECKPOINT"]
     logs = "".join(process.log for process in job.ranks.values())
     assert "active rank 1's is not signed with the job's secret" in logs
+
+
+def has_a_forged_register(rank: Rank, secret: str) -> Any:
+    """Somebody writes that another recovery was sealed: all that the ranks hold would be void."""
+    if secret:
+        use(secret.encode())
+
+    @Wrapper(**SETTINGS)
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        def at(step: int) -> None:
+            if (call_wrapper.iteration, step) == (0, 3):
+                call_wrapper._call.own.member.agreement.store.set(keys.live("state"), "99 99")
+                raise ValueError("in step 3")
+
+        return trained(call_wrapper, at)
+
+    return train()
+
+
+@pytest.mark.parametrize(("secret", "goes_on"), [("of this job", [3, "PEERS"]), ("", [0, "CHECKPOINT"])])
+def test_a_forged_register_makes_no_state_void(job: Job, secret: str, goes_on: list[Any]) -> None:
+    """In a job with a secret; an open one loses its steps."""
+    job.start(2, has_a_forged_register, secret)
+    assert [one[1:] for one in job.wait()] == [goes_on] * 2
 
 
 def test_a_step_that_fails_on_each_try_ends_the_job(job: Job) -> None:
