@@ -9,7 +9,6 @@ script that uses no wrapper is ended, or restarted, as a whole. Options have tor
 """
 
 import atexit
-import copy
 import dataclasses
 import logging
 import os
@@ -20,35 +19,28 @@ import threading
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from .log_lines import JSON, choose_format, level_of_ftrun, make_formatter, note_node
 
 level_of_ftrun()  # before torch's elastic package fails
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from . import events
 from ._files import replace_broken_streams
 from ._text import without_secrets
-from .agent import classic_nodes, ft_nodes, outputs
-from .agent.elastic import CannotStart, Launch, LocalElasticAgent, WorkerSpec
-from .agent.nodes import End, Nodes, exit_code_of
-from .agent.one_node import OneNode
+from .agent import outputs
+from .agent.elastic import CannotStart, Launch, LocalElasticAgent
+from .agent.nodes import End, exit_code_of
 from .agent.options import Options, parse_args
-from .agent.policy import Policy
 from .agent.signals import handle_notices
 from .agent.verdict import JobResult
 from .cli import control, log_folder, result_file, status
 from .cli.check import print_findings
-from .rendezvous.backends import DEFAULT_PORT, make_backend
-from .rendezvous.settings import ETCD_NAMES, NAME, read_parameters
+from .cli.meeting import make_spec, meet
 from .report import command as report
 from .store import secret
-from .store.address import address_of_this_node, is_this_host, loopback
 
 __all__ = ["command", "main", "parse_args", "run"]
 
@@ -115,7 +107,7 @@ def _conclude(options: Options, result: JobResult) -> int:
 
 
 def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
-    spec = _spec(options, max_restarts=options.max_restarts)
+    spec = make_spec(options, max_restarts=options.max_restarts)
     spec.virtual_local_rank = options.virtual_local_rank  # no argument in older torch
     run_id = (options.rendezvous or options).run_id or str(uuid.uuid4())
     active, devices = options.active_world_size, options.devices
@@ -131,65 +123,6 @@ def _agent(options: Options, logs_specs: LogsSpecs) -> LocalElasticAgent:
         signals=options.signals,
         launch=launch,
         drain_timeout=options.drain_timeout,
-    )
-
-
-def _spec(options: Options, **more: Any) -> WorkerSpec:
-    # No handler: the nodes meet by `meet`.
-    return WorkerSpec(options.role, options.nproc_per_node, None, entrypoint=options.script, **more)  # type: ignore[arg-type]
-
-
-# How the nodes find each other -----------------------------------------------------------------------------
-
-
-def meet(options: Options) -> Nodes:
-    """This node's part among the others. Does not connect yet.
-
-    Args:
-        options: the job.
-    """
-    parameters = options.rendezvous
-    if parameters is None:
-        address = _address_alone(options.address)
-        check = options.node_check
-        return OneNode(options.nproc_per_node, address, options.port, role=options.role, check=check)
-    if parameters.backend in (NAME, *ETCD_NAMES):
-        return _ft(options, parameters)
-    return _classic(options, parameters)
-
-
-def _address_alone(given: str) -> str:
-    """Where a node that is alone hosts its store: where the user says, if that is this host."""
-    if given and not is_this_host(given):
-        used = loopback()
-        log.warning("--master-addr %s leads to no address of this host: its ranks use %s", given, used)
-        return used
-    return given or loopback()
-
-
-def _ft(options: Options, parameters: RendezvousParameters) -> ft_nodes.FtNodes:
-    settings, identity = read_parameters(parameters)
-    agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
-    # A node that says less agrees with nodes of a version that had no such options.
-    more = {"active_world_size": options.active_world_size, "spare_nodes": options.spare_nodes}
-    agreed |= {name: str(number) for name, number in more.items() if number}
-    return ft_nodes.FtNodes(
-        lambda: make_backend(parameters),
-        dataclasses.replace(settings, agreed=agreed),
-        identity,
-        replaces=options.policy is not Policy.GROUP,
-        exit_barrier_timeout=options.exit_barrier_timeout,
-        check=options.node_check,
-    )
-
-
-def _classic(options: Options, parameters: RendezvousParameters) -> classic_nodes.ClassicNodes:
-    host_name, _ = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
-    parameters = copy.copy(parameters)
-    parameters.local_addr = parameters.local_addr or address_of_this_node(host_name)
-    spec = _spec(options, monitor_interval=options.monitor_interval, local_addr=parameters.local_addr)
-    return classic_nodes.ClassicNodes(
-        spec, options.exit_barrier_timeout, lambda: get_rendezvous_handler(parameters)
     )
 
 

@@ -31,7 +31,6 @@ from .nodes import End, Nodes, Round
 from .outputs import ERROR_FILE_ENV, Failure, Logs, count_kernel_kills, opened, read_failure
 from .policy import JobInStore, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
-from .secret_keeper import SecretKeeper
 from .signals import SignalQueue, interruptible, raised, signal_name
 from .standby import Standby
 
@@ -98,7 +97,6 @@ class Loop:
             self._logs = made.enter_context(Logs(logs_specs, job.role, log_line_prefix))
             service = MonitorService(job.run_id, group.rank_metrics.restarted, nodes.agent)
             self._monitors = made.enter_context(closing(service))
-            made.enter_context(closing(SecretKeeper(nodes.agent)))
             group.rank_metrics.ranks = service.ranks
             if standby and program.script is not None:
                 self._start_standby()

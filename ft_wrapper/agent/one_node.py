@@ -1,6 +1,7 @@
 """A node without others: it hosts the store of its ranks, and the record that commands are written into."""
 
 import contextlib
+import os
 import socket
 import threading
 from datetime import timedelta
@@ -59,7 +60,7 @@ class OneNode(Nodes):
         self._of_round.close()
         self.inbox.begin_term()
         if self._given is None:  # another one, so that nothing of an earlier round is taken
-            secret.use(secret.make())
+            secret.use(os.urandom(32))
         if self._check is not None:
             await_pass(self._check, "this node", lambda why: None, threading.Event().wait)
         try:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..exception import JobAbort
 from ..protocol import keys
+from ..protocol.operations import Claim, Move, read
 from ..restart.call import Call
 from ..store.address import own_address
 from . import checks
@@ -310,9 +311,9 @@ class TorchPerformer(Performer):
         if self.rank == 0:
             with self.atomic():
                 # Not set: a rank 0 that was paused, and went on long after it was evicted, writes nothing.
-                now = f"{register.sealed} {register.origin}"
-                now = self._seal.close(self._key, now) if self._seal else now
-                self._call.own.member.agreement.store.compare_set(self._key, self._register, now)
+                before, now = self._register, f"{register.sealed} {register.origin}"
+                step = Move(self._key, before, now) if before else Claim(self._key, now)
+                self._call.own.member.agreement.store.execute([step])
         self._kept.copies.drop_given_up(register.origin, plan.step)
 
     # ---- copies in host memory
@@ -344,11 +345,9 @@ class TorchPerformer(Performer):
             self._buddies.send(pack(copy, self._form.export(self._kept.objects)))
 
     def _read_register(self) -> Register:
-        store = self._call.own.member.agreement.store
         with self.atomic():
-            self._register = store.get(self._key).decode() if store.check([self._key]) else ""
-        text = self._seal.open(self._key, self._register) if self._seal else self._register
-        return Register(*map(int, (text or "").split()))
+            self._register = read(self._call.own.member.agreement.store, self._key) or ""
+        return Register(*map(int, self._register.split()))
 
 
 def _host_group() -> Any:

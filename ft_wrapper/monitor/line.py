@@ -312,16 +312,3 @@ def receive(line: socket.socket) -> dict[str, Any]:
         data += more
     message: dict[str, Any] = json.loads(data)
     return message
-
-
-def receive_fd(line: socket.socket) -> int:
-    """Receives the descriptor that comes before the first message, for the caller to close.
-
-    Raises:
-        OSError: as for `receive`.
-        ValueError: there is none.
-    """
-    _, fds, _, _ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    if not fds:
-        raise ValueError("hello came without a descriptor")
-    return fds[0]

@@ -26,8 +26,8 @@ from ..settings import Limits
 from ..store import StoreMixin
 from ..store.bounded import in_background
 from ..store.plan import StorePlan, announced_plan
-from ..store.secret import peer
-from .line import VERSION, receive, receive_fd, send
+from ..store.secret import ASKS, hand_out, peer
+from .line import VERSION, receive, send
 from .rank_monitor import Idle
 from .shared_memory import RankMemory
 from .watch import OnRestart, RankWatch, Stage
@@ -243,6 +243,13 @@ class MonitorService:
         attended.pid = pid
         if uid != os.geteuid():
             raise _Refused(f"process {pid} is user {uid}'s")
+        begins, fds, _, _ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        received = owned.enter_context(contextlib.ExitStack())
+        for fd in fds:
+            received.callback(os.close, fd)
+        if begins == ASKS:
+            hand_out(line)
+            return
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -250,8 +257,9 @@ class MonitorService:
         owned.callback(os.close, pidfd)
         # With the pidfd at hand: the number cannot have become another process's, unless that is ours, too.
         process = self._process_of(pid)
-        limits, plan, memory = _hear_hello(line)
+        limits, plan, memory = _hear_hello(line, fds)
         owned.callback(memory.close)
+        received.close()
         attended.replaced = process.replaced and limits.use_global_iteration
         if plan is None:
             raise _Refused(f"process {pid} has a monitor process")
@@ -320,18 +328,15 @@ def heart_name() -> str:
     return keys.shared_heart(os.urandom(8).hex())
 
 
-def _hear_hello(line: socket.socket) -> tuple[Limits, StorePlan | None, RankMemory]:
+def _hear_hello(line: socket.socket, fds: list[int]) -> tuple[Limits, StorePlan | None, RankMemory]:
     """Receives hello; without a plan if no monitor is wanted."""
     try:
-        fd = receive_fd(line)
-        try:
-            hello = receive(line)
-            if hello["version"] != VERSION:
-                raise ValueError(f"version {hello['version']} instead of {VERSION}")
-            limits = Limits.from_json(hello["settings"])
-            plan = announced_plan(**hello["store"]) if hello["watch"] else None
-            return limits, plan, RankMemory.from_fd(fd)
-        finally:
-            os.close(fd)
+        (fd,) = fds
+        hello = receive(line)
+        if hello["version"] != VERSION:
+            raise ValueError(f"version {hello['version']} instead of {VERSION}")
+        limits = Limits.from_json(hello["settings"])
+        plan = announced_plan(**hello["store"]) if hello["watch"] else None
+        return limits, plan, RankMemory.from_fd(fd)
     except (EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise _Refused(f"no proper hello: {error!r}") from error

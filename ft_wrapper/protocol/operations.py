@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
 from torch.distributed import DistStoreError
 
@@ -133,21 +133,15 @@ def under(prefix: str, step: Step) -> Step:
             return dataclasses.replace(step, key=prefix + step.key)
 
 
-def sealed(step: Step, seal: Seal) -> Step:
+def sealed(step: Any, seal: Seal) -> Step:
     """The same step with what it writes sealed."""
-    match step:
-        case Write(values):
-            return Write({key: seal.close(key, value) for key, value in values.items()})
-        case Append(key, entry):
-            return Append(key, seal.close(key, entry))
-        case Wake(key, value):
-            return Wake(key, seal.close(key, value))
-        case Claim(key, desired):
-            return Claim(key, seal.close(key, desired))
-        case Move(key, expected, desired):
-            return Move(key, expected and seal.close(key, expected), seal.close(key, desired))
-        case _:
-            return step
+    if isinstance(step, Write):
+        return Write({key: seal.close(key, value) for key, value in step.values.items()})
+    texts = {name: getattr(step, name, None) for name in ("value", "entry", "desired", "expected")}
+    absent = None, "" if isinstance(step, Move) else None  # what a register is expected to hold
+    written = {name: seal.close(step.key, text) for name, text in texts.items() if text not in absent}
+    made: Step = dataclasses.replace(step, **written)
+    return made
 
 
 class Operations:
@@ -280,17 +274,17 @@ class Operations:
             StoreError: what a key holds is no text; names the key.
         """
         if self.seal is None:
-            return self._perform(steps)
+            return [self._execute_one(step) for step in steps]
         closed = [sealed(step, self.seal) for step in steps]
         if self.is_private:
             given = self._perform(closed)
         else:  # one after the other: a wake is not to come before what it is about
             given = [self._own(step, self._perform([step])[0], self.seal) for step in closed]
-        told = Read | ReadLog | Claim | Move
-        return [
-            self.seal.open(step.key, held) if isinstance(step, told) and held else held
-            for step, held in zip(steps, given, strict=True)
-        ]
+        for place, (step, held) in enumerate(zip(steps, given, strict=True)):
+            is_text = isinstance(step, Read) or (isinstance(step, ReadLog | Claim | Move) and held)
+            if is_text and held is not None:
+                given[place] = self.seal.open(keys_of(step)[0], held)
+        return given
 
     def _own(self, step: Step, held: str | None, seal: Seal) -> str | None:
         """What a register holds; where somebody else has written it, it is written as if it were absent."""
@@ -301,7 +295,7 @@ class Operations:
         return self._perform([Move(step.key, held, step.desired)])[0]
 
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
-        """`execute`, as it is in the store."""
+        """What `execute` does with steps that are sealed."""
         return [self._execute_one(step) for step in steps]
 
     def _execute_one(self, step: Step) -> str | None:

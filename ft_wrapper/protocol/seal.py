@@ -28,7 +28,9 @@ class Seal:
         on_forged: told the key of a text that is not sealed with this secret, once for each key.
     """
 
-    def __init__(self, secret: bytes | None, store: str, on_forged: Callable[[str], None]) -> None:
+    def __init__(
+        self, secret: bytes | None, store: str = "", on_forged: Callable[[str], None] = lambda key: None
+    ) -> None:
         self._secret = secret and hmac.digest(secret, store.encode(), "sha256")
         self._on_forged = on_forged
         self._last: dict[str, str] = {}
@@ -60,7 +62,7 @@ class Seal:
 
     def check(self, key: str, held: str) -> str | None:
         """The job's own lines in what a key holds; None if there are none."""
-        lines = [line.rpartition(" ") for line in held.splitlines()]
+        lines = [line.rpartition(" ") for line in held.splitlines() or [""]]
         own = [line for line, _, signed in lines if self._is_own(key, line, signed)]
         if len(own) < len(lines) and key not in self._forged:
             self._forged.add(key)

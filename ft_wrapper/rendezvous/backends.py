@@ -21,7 +21,6 @@ from ..store import address as addresses
 from ..store.address import EtcdAddress, host_port, split_host_port
 from ..store.bounded import call_in_thread
 from ..store.plan import connect_etcd
-from ..store.secret import SECRET, job_secret, make, use
 from .record import Record, RoundPolicy
 from .register import Board, agents_prefix, endpoint_key, gone_key
 from .settings import ETCD_NAMES, Settings, etcd_address, read_timeout
@@ -212,9 +211,6 @@ class EtcdBackend(Backend):
         store.patience = read_timeout
         store.set_timeout(timedelta(seconds=read_timeout))
         self._store = store
-        if store.is_private and job_secret() is None:  # only the job's own read it there
-            held = self.connect().compare_set(SECRET, "", make().hex())
-            use(held)
         # torch's side of a store finds the methods of its Python side only as long as that is alive.
         self._agents_stores: list[Store] = []
 

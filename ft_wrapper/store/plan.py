@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from .. import _text
 from ..exception import StoreError
 from ..protocol.operations import Operations
+from . import secret
 from .address import EtcdAddress, etcd_login, host_port, is_etcd, master_port, split_host_port, tcp_address
 from .mixin import StoreMixin
-from .secret import warn_if_open
 from .tcp import TCPStore, TCPStoreServer
 
 if TYPE_CHECKING:
@@ -123,7 +123,10 @@ def connect_etcd(address: EtcdAddress, timeout: timedelta, *, begins: bool = Fal
     from .etcd import EtcdStore  # only now: it needs a library that comes with an extra
 
     given = dataclasses.asdict(address) | etcd_login() | {"ttl": timedelta(seconds=address.ttl)}
-    return EtcdStore(**given, timeout=timeout, begins=begins)
+    store = EtcdStore(**given, timeout=timeout, begins=begins)
+    if begins and store.is_private:
+        secret.agree(store)
+    return store
 
 
 def plan_store(
@@ -159,7 +162,7 @@ def plan_store(
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
         host, _ = tcp_address(None, 1)
         if os.environ.get("RANK") == "0":
-            warn_if_open(host_port(host, master_port()))
+            secret.warn_if_open(host_port(host, master_port()))
         return _tcp(
             host, master_port(), None, {"timeout": timeout, "namespace": f"ft_wrapper/{run_id}/{attempt}/"}
         )

@@ -1,13 +1,14 @@
 """The job's secret, by which its processes know each other's texts in the store; see `protocol.seal`.
 
-The agent makes one, or is given it, and hands it to processes of its user through a socket. It is never in
+The agent makes one, or is given it, and hands it to processes of its user through its socket. It is never in
 the environment of a rank, whose children would inherit it.
 """
 
+import contextlib
+import fcntl
 import functools
 import logging
 import os
-import secrets
 import socket
 import struct
 
@@ -21,26 +22,24 @@ log = logging.getLogger(__name__)
 #: Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front.
 AGENT_ENV = "FT_WRAPPER_AGENT"
 SECRET_ENV = "FT_WRAPPER_SECRET"
-LEAST = 16
-"""Bytes of a secret that a user gives."""
-#: Log: where the job's agents hand out its secret. It is not sealed: who asks looks who answers.
+#: What a process says to an agent's socket in place of hello, to be given the secret.
+ASKS = b"?"
+#: Log: the job's agents, each with its socket. It is not sealed: who asks looks who answers.
 AGENTS = "ft_wrapper/agents"
 #: Register: the job's secret, where only its own can read the store.
 SECRET = "ft_wrapper/secret"
-_MOST = 64  # agents that are asked
+_LEAST, _MOST = 16, 4096  # bytes of a secret that a user gives
+_ASKED = 64  # agents, at most
 _TIMEOUT = 10.0  # seconds: an agent answers at once
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _CREDENTIALS = struct.Struct("3i")
-_LONGEST = 1 << 12
-
-_secret: bytes | None = None
-_is_known = False
+_known: list[bytes | None] = []  # empty until it is known
 _told: list[str] = []
 
 
 def use(secret: bytes | None) -> None:
     """From now on this process's clients of stores have this secret; None: the job is open."""
-    global _secret, _is_known
-    _secret, _is_known = secret, True
+    _known[:] = [secret]
 
 
 def job_secret() -> bytes | None:
@@ -48,39 +47,40 @@ def job_secret() -> bytes | None:
 
     The agent is asked once. Where there is none, ``FT_WRAPPER_SECRET`` is read, and removed.
     """
-    if not _is_known:
+    if not _known:
         agent = os.environ.get(AGENT_ENV)
         use(_ask(agent) if agent else given())
-    return _secret
+    return _known[0]
+
+
+def agree(store: StoreMixin) -> None:
+    """Takes the secret that stands in a store which only the job's own can read, or makes it."""
+    if job_secret() is None:
+        use(store.compare_set(SECRET, "", os.urandom(32).hex()))
 
 
 def given() -> bytes | None:
-    """The secret in ``FT_WRAPPER_SECRET``, which is removed: None if it is not set.
+    """The secret in ``FT_WRAPPER_SECRET``, which is removed; None if it is not set.
 
     Raises:
-        ValueError: it is too short.
+        ValueError: it is too short, or too long.
     """
-    return checked(SECRET_ENV, text.encode()) if (text := os.environ.pop(SECRET_ENV, "")) else None
+    text = os.environ.pop(SECRET_ENV, "")
+    return checked(SECRET_ENV, text.encode()) if text else None
 
 
 def checked(where: str, secret: bytes) -> bytes:
     """A secret that a user has given, without white space around it.
 
     Raises:
-        ValueError: it is too short; names where it stands.
+        ValueError: it is too short, or too long; names where it stands.
     """
-    secret = secret.strip()
-    if len(secret) < LEAST:
+    if not _LEAST <= len(secret.strip()) <= _MOST:
         raise ValueError(
-            f"{where}: a secret of {len(secret)} bytes could be guessed; give {LEAST} or more, as from "
-            "'openssl rand -hex 32', another one for each job"
+            f"{where}: a secret has {_LEAST} to {_MOST} bytes, and this one {len(secret.strip())}; give each "
+            "job its own, as from 'openssl rand -hex 32'"
         )
-    return secret
-
-
-def make() -> bytes:
-    """A secret that no other job has."""
-    return secrets.token_bytes(32)
+    return secret.strip()
 
 
 def seal_of(store: str) -> Seal | None:
@@ -90,7 +90,7 @@ def seal_of(store: str) -> Seal | None:
         store: which store it is, the same for all its clients.
     """
     secret = job_secret()
-    return None if secret is None else _seal(secret, store)
+    return None if secret is None else Seal(secret, store, functools.partial(_warn, store))
 
 
 def found_seal(store: StoreMixin) -> Seal | None:
@@ -106,12 +106,12 @@ def found_seal(store: StoreMixin) -> Seal | None:
     Raises:
         StoreError: it cannot be used.
     """
-    if store.check([SECRET]):
-        return _seal(store.get(SECRET), store.place)
     if not store.check([AGENTS]):
         return None
-    names = store.get(AGENTS).decode(errors="replace").split()[-_MOST:]
-    return _seal(next(filter(None, map(_ask, reversed(names))), None), store.place)
+    agents = store.get(AGENTS).decode(errors="replace").split()[-_ASKED:]
+    kept = store.get(SECRET) if store.check([SECRET]) else None
+    secret = kept or next(filter(None, map(_ask, reversed(agents))), None)
+    return Seal(secret, store.place, functools.partial(_warn, store.place))
 
 
 def announce(store: StoreMixin, agent: str, record: str) -> None:
@@ -119,21 +119,22 @@ def announce(store: StoreMixin, agent: str, record: str) -> None:
 
     Args:
         store: one of the job's.
-        agent: where it hands it out.
+        agent: its socket.
         record: a key that the job has written if it is on.
 
     Raises:
         StoreError: this agent has not the job's secret.
     """
     secret = job_secret()
-    if secret is not None:
-        if read(store, record) is None and store.check([record]):
-            raise forged(record)
-        store.append(AGENTS, f"{agent}\n")
-        if store.is_private:
-            store.set(SECRET, secret)
-    elif store.check([AGENTS]):
-        raise StoreError(f"the job has a secret: give this node its --job-secret-file, or set {SECRET_ENV}")
+    if secret is None:
+        if store.check([AGENTS]):
+            raise StoreError(f"the job has a secret: set {SECRET_ENV} to it on this node, too")
+        return
+    if read(store, record) is None and store.check([record]):
+        raise forged(record)
+    store.append(AGENTS, f"{agent}\n")
+    if store.is_private:
+        store.set(SECRET, secret)
 
 
 def warn_if_open(store: str) -> None:
@@ -155,36 +156,33 @@ def peer(line: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def address_of(agent: str) -> str:
-    """Where an agent hands out the secret: the name of an abstract Unix socket."""
-    return f"\0{agent}-secret"
+def hand_out(line: socket.socket) -> None:
+    """Sends the secret to who has asked for it, in memory that no one can change; empty if there is none."""
+    with open(os.memfd_create("secret", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb", buffering=0) as memory:
+        memory.write(job_secret() or b"")
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
+        socket.send_fds(line, [ASKS], [memory.fileno()])
 
 
 def _ask(agent: str) -> bytes | None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+    """The secret that an agent of this user on this host hands out; None if there is no such agent."""
+    with socket.socket(socket.AF_UNIX) as line, contextlib.suppress(OSError):
         line.settimeout(_TIMEOUT)
-        try:
-            line.connect(address_of(agent))
-            if peer(line)[1] not in (os.geteuid(), 0):
-                return None  # somebody else's, who may have any reason to answer
-            _, fds, _, _ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        except (OSError, ValueError) as error:
-            log.debug("agent %s gives no secret: %s", agent, error)
-            return None
-    try:
-        return os.pread(fds[0], _LONGEST, 0) if fds else None
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def _seal(secret: bytes | None, store: str) -> Seal:
-    return Seal(secret, store, functools.partial(_warn, store))
+        line.connect(f"\0{agent}")
+        if peer(line)[1] == os.geteuid():  # else somebody's who may have any reason to answer
+            line.sendall(ASKS)
+            for fd in socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)[1]:
+                with open(fd, "rb") as memory:
+                    return os.pread(memory.fileno(), _MOST, 0) or None
+    return None
 
 
 def _warn(store: str, key: str) -> None:
-    log.error(
-        "store %s: key %s was not written with this job's secret: ignored. Somebody else writes there, "
-        "or a node has another secret (SECURITY.md)",
+    """Names the first key; with the others, and in each client, it would say the same."""
+    log.log(
+        logging.DEBUG if store in _told else logging.ERROR,
+        "store %s: key %s was not written with this job's secret: ignored. Somebody else writes there, or a "
+        "node has another secret (SECURITY.md)",
         *(store, key),
     )
+    _told.append(store)

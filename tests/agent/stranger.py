@@ -1,6 +1,6 @@
-"""What another user of the host does to a job whose store it reaches: ``stranger.py PORT ATTACK FOLDER``.
+"""What somebody else does to a job whose store they reach: ``stranger.py OWN HOST PORT ATTACK FOLDER``.
 
-It becomes nobody before it does anything. It says what it has received.
+It becomes nobody before it does anything; OWN is its own address. It says what it has received.
 """
 
 from __future__ import annotations
@@ -42,16 +42,20 @@ class Stranger:
     """Somebody at a job's store.
 
     Args:
+        own: its own address, as the job's hosts reach it.
+        host: of the store.
         port: of the store.
         folder: where what it makes others run leaves a trace.
     """
 
-    def __init__(self, port: int, folder: Path) -> None:
-        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
-        self.port, self.evil = port, Evil(f"touch {folder}/ran_code")
+    def __init__(self, own: str, host: str, port: int, folder: Path) -> None:
+        self.store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
+        self.own, self.host, self.port = own, host, port
+        self.evil = Evil(f"touch {folder}/ran_code")
         self.received = 0
-        self.n = int(self.read(keys.HEAD).split(":")[1])
-        self.nonce = self.read(keys.HEAD).split(":")[2].split()[0]
+        head = self.read(keys.HEAD).split()
+        _, n, self.nonce = head[0].split(":") if head else ("0", "0", "")  # none where only nodes meet
+        self.n = int(n)
 
     def read(self, key: str) -> str:
         """What a key holds."""
@@ -62,9 +66,9 @@ class Stranger:
     def own_store(self, sealed: Callable[[str], str] = lambda text: text) -> None:
         """Waits as rank 0 in a store of its own, to which the others come in the next iteration."""
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+            free.bind((self.own, 0))
             port = free.getsockname()[1]
-        text = sealed(f"127.0.0.1 {port} 2 2")
+        text = sealed(f"{self.own} {port} 2 2")
         waiting = threading.Thread(target=self._wait_as_rank_0, args=(port,), daemon=True)
         waiting.start()
         self.store.set(keys.meeting(self.n + 1), text)
@@ -77,7 +81,7 @@ class Stranger:
 
     def _wait_as_rank_0(self, port: int) -> None:
         limit = timedelta(seconds=SECONDS)
-        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=0, world_size=2, timeout=limit)
+        dist.init_process_group("gloo", f"tcp://{self.own}:{port}", rank=0, world_size=2, timeout=limit)
         self.received += 1
         said: list[Any] = [None, None]
         for _ in range(4):
@@ -181,18 +185,20 @@ class Stranger:
         """Runs ftrun's own commands."""
         from ft_wrapper.cli import control
 
-        assert control.main_restart([f"127.0.0.1:{self.port}"]) != 0
-        assert control.main_drain(["0", f"127.0.0.1:{self.port}"]) != 0
-        assert control.main_stop([f"127.0.0.1:{self.port}"]) != 0
+        endpoint = f"{self.host}:{self.port}"
+        assert control.main_restart([endpoint]) != 0
+        assert control.main_drain(["0", endpoint]) != 0
+        assert control.main_stop([endpoint]) != 0
 
     def ask_the_agent(self) -> None:
         """Asks the job's agent for its secret."""
         for agent in self.read("ft_wrapper/agents").split():
             with socket.socket(socket.AF_UNIX) as line:
                 line.settimeout(SECONDS)
-                line.connect(f"\0{agent}-secret")
-                data, fds, _, _ = socket.recv_fds(line, 100, 1)
-                self.received += len(data) + len(fds)
+                line.connect(f"\0{agent}")
+                line.sendall(b"?")
+                _, fds, _, _ = socket.recv_fds(line, 100, 1)
+                self.received += len(fds)
 
     def connect_to_ranks(self) -> None:
         """Connects to all that listens, and guesses what a rank would say."""
@@ -233,14 +239,14 @@ ATTACKS.remove("read")
 
 def main() -> None:
     """Attacks once."""
-    port, attack, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    own, host, port, attack, folder = sys.argv[1:]
     "localhost".encode("idna")  # imports what nobody may not read
     import ft_wrapper.cli.control  # noqa: F401
 
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
-    stranger = Stranger(port, folder)
+    stranger = Stranger(own, host, int(port), Path(folder))
     getattr(stranger, attack)()
     print(f"received {stranger.received}", flush=True)
     os._exit(0)  # torch would wait for peers that do not come

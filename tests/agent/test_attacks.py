@@ -1,42 +1,89 @@
-"""A user without rights on the host at a job's store: nothing of theirs is run, and the job goes on."""
+"""Somebody without rights at a job's store: nothing of theirs is run, and the job goes on."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import stranger
 from agent_job import FtRun
+from test_network import PORT, Network, made
 
 HERE = Path(__file__).parent
 TIMEOUT = 60.0
-UNDISTURBED = 1  # the iteration in which the job ends: rank 1 raises once
-SILENT = {"by_command", "ask_the_agent", "connect_to_ranks", "race_for_gloo", "wake_for_nothing"}
-"""Attacks that write nothing which the job would read."""
+UNDISTURBED = "1"  # the iteration in which the job ends: rank 1 raises once
+SILENT = {"by_command", "ask_the_agent", "connect_to_ranks", "race_for_gloo", "finish_for_all"}
+"""Attacks that write nothing which a job reads that goes on."""
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which takes root")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which takes root")
 
 
-@needs_root
-@pytest.mark.parametrize("attack", stranger.ATTACKS)
-def test_the_job_goes_on(attack: str, tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)  # so that nothing but the job's own checks keeps what a stranger runs from it
-    with FtRun(
-        tmp_path / "job", "--nproc-per-node", "2", str(HERE / "attacked_rank.py"), str(tmp_path)
-    ) as job:
-        job.await_file(tmp_path / "half")
-        port = re.search(r"ftrun status \S+:(\d+)", job.said)
-        assert port is not None
-        command = [sys.executable, str(HERE / "stranger.py"), port[1], attack, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-        assert "received 0" in done.stdout, done.stderr
-        (tmp_path / "go_on").touch()
-        assert job.process.wait(TIMEOUT) == 0, job.said
-    assert not (tmp_path / "ran_code").exists()
-    ended = re.findall(r"rank (\d) done in iteration (\d+): (\S+)", job.said)
-    assert [(rank, n) for rank, n, _ in sorted(ended)] == [("0", str(UNDISTURBED)), ("1", str(UNDISTURBED))]
-    assert ("was not written with this job's secret" in job.said) == (attack not in SILENT), job.said
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One into which anybody may write: so only the job's own checks keep from it what a stranger has run."""
+    tmp_path.chmod(0o777)
+    return tmp_path
+
+
+def attack(
+    name: str, folder: Path, nodes: Sequence[FtRun], own: str, at: str = "", before: Sequence[str] = ()
+) -> str:
+    """Attacks a job that is half through, and waits for its end; returns what it has said."""
+    nodes[0].await_file(folder / "half")
+    found = re.search(r"ftrun status (\S+)", "\n".join(node.said for node in nodes))
+    assert found is not None
+    host, _, port = (at or found[1]).rpartition(":")
+    command = [*before, sys.executable, str(HERE / "stranger.py"), own, host, port, name, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    (folder / "go_on").touch()
+    said = "\n".join(f"{node.end()}\n{node.said}" for node in nodes)
+    assert "received 0" in done.stdout, done.stderr
+    assert not (folder / "ran_code").exists()
+    ended = re.findall(r"rank (\d) done in iteration (\d+)", said)
+    assert sorted(ended) == [("0", UNDISTURBED), ("1", UNDISTURBED)], said
+    assert " 0 steps lost" in said, said
+    return said
+
+
+@pytest.mark.parametrize("name", stranger.ATTACKS)
+def test_another_user_of_the_host(name: str, folder: Path) -> None:
+    script = str(HERE / "attacked_rank.py"), str(folder)
+    with FtRun(folder / "job", "--nproc-per-node", "2", *script) as job:
+        said = attack(name, folder, [job], "127.0.0.1")
+    assert ("was not written with this job's secret" in said) == (name not in SILENT), said
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Two hosts of a job, and one that is none of its own."""
+    with made(Network(3)) as network:
+        yield network
+
+
+@pytest.mark.parametrize("name", ["own_store", "own_head", "stop", "connect_to_ranks"])
+def test_another_host(name: str, folder: Path, network: Network) -> None:
+    rendezvous = "--nnodes", "2", "--rdzv-endpoint", f"{network.address(0)}:{PORT}", "--rdzv-id", "job"
+    (folder / "secret").write_text("a secret of this job alone")
+    with contextlib.ExitStack() as running:
+        nodes = [
+            running.enter_context(
+                FtRun(
+                    folder / f"node{host}",
+                    *rendezvous,
+                    *("--local-addr", network.address(host), "--job-secret-file", str(folder / "secret")),
+                    *(str(HERE / "attacked_rank.py"), str(folder)),
+                    before=network.command(host),
+                    environment={"GLOO_SOCKET_IFNAME": "eth0"},
+                )
+            )
+            for host in range(2)
+        ]
+        at = rendezvous[3] if name == "stop" else ""
+        said = attack(name, folder, nodes, network.address(2), at, network.command(2))
+    assert ("was not written with this job's secret" in said) == (name not in SILENT), said

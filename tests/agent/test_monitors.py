@@ -29,7 +29,7 @@ from support import warm_ftrun
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor import rank_monitor, watch
 from ft_wrapper.monitor import service as module
-from ft_wrapper.monitor.line import VERSION, ask_agent, receive, receive_fd, send
+from ft_wrapper.monitor.line import VERSION, ask_agent, receive, send
 from ft_wrapper.monitor.service import MonitorService
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.protocol import Agreement, keys
@@ -291,7 +291,7 @@ def test_an_agent_that_answers_and_hangs_up_is_heard(monkeypatch: pytest.MonkeyP
 
         def answer() -> None:
             with listener.accept()[0] as line:
-                os.close(receive_fd(line))
+                os.close(socket.recv_fds(line, 1, 1)[1][0])
                 assert receive(line)["watch"] is False
                 send(line, {"refused": "there is one already", "replaced": True})
 
@@ -504,6 +504,7 @@ def test_who_is_no_rank_is_refused(
         with socket.socket(socket.AF_UNIX) as line:
             line.settimeout(TIMEOUT)
             line.connect(f"\0{monitors.name}")
+            line.sendall(b"!")
             return str(receive(line)["refused"])
 
     # This process is not below itself.

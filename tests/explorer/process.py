@@ -265,7 +265,7 @@ class SimulatedProcess(Performer):
                 simulation.raised(self, raises)
                 return Left(error=RuntimeError("simulated"))
             # The wrapper waits in another thread, which interrupts this one.
-            if self._job.agreement.ends.wait_for_end(n, scenario.step_seconds, lambda: False) is not None:
+            if store.hear(keys.wake_end(n), scenario.step_seconds) is not None:
                 self._hear_of_end()
                 return Left()
         self.inside = None

@@ -132,7 +132,7 @@ class Holders:
         """Takes an event in."""
         event, pid, n = record["event"], record["pid"], record["iteration"]
         if event == "holds":
-            self._held[pid] = record["shard"], record["sure"]
+            self._held[pid] = record.get("shard"), record["sure"]
         elif event == "inject" and record["point"] in TORN:
             self._held[pid] = None, True
         elif event == "sealed":

@@ -334,8 +334,8 @@ MUTANTS = [
     _job(
         "end-wakes-nobody",
         INTERRUPTION,
-        'Wake(keys.wake_end(n), "1")]',
-        'Wake(keys.wake_end(n - 1), "1")]',
+        'Claim(keys.end(n), outcome), Wake(keys.wake_end(n), "1")]',
+        'Claim(keys.end(n), outcome), Wake(keys.wake_end(n - 1), "1")]',
         "who is in the function hears of the end at once",
     ),
     _job(
@@ -718,15 +718,15 @@ MUTANTS = [
     _job(
         "exchange-wakes-first",
         ENTERING,
-        '                self.compare_set(verdict_key, "", "computed")\n                self.set(wake_key, "1")\n',
-        '                self.set(wake_key, "1")\n                self.compare_set(verdict_key, "", "computed")\n',
+        'Claim(verdict_key, "computed"), Wake(wake_key, "1")',
+        'Wake(wake_key, "1"), Claim(verdict_key, "computed")',
         "who is woken finds the verdict",
     ),
     _job(
         "exchange-is-not-abandoned",
         ENTERING,
-        '            self.compare_set(verdict_key, "", "abandoned")\n',
-        "",
+        'operations.claim(self, verdict_key, "abandoned") != "computed"',
+        'read(self, verdict_key) != "computed"',
         "who gives up rules out that others get their result later",
     ),
 ]

@@ -118,8 +118,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "register",
         "wakes-only-those-who-are-behind",
-        '[version_key(version - 1), version_key(version)], ["", ""]',
-        '[version_key(version - 1)], [""]',
+        'Write({version_key(version - 1): "", version_key(version): ""})',
+        'Write({version_key(version - 1): ""})',
         "who waits for the version that was written is woken",
     ),
     _of(

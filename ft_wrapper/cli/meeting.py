@@ -1,0 +1,79 @@
+"""How the nodes of a job find each other, by its options."""
+
+import copy
+import dataclasses
+import logging
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from ..agent import classic_nodes, ft_nodes
+from ..agent.elastic import WorkerSpec
+from ..agent.nodes import Nodes
+from ..agent.one_node import OneNode
+from ..agent.options import Options
+from ..agent.policy import Policy
+from ..rendezvous.backends import DEFAULT_PORT, make_backend
+from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters
+from ..store.address import address_of_this_node, is_this_host, loopback
+
+log = logging.getLogger("ft_wrapper.run")
+
+
+def meet(options: Options) -> Nodes:
+    """This node's part among the others. Does not connect yet.
+
+    Args:
+        options: the job.
+    """
+    parameters = options.rendezvous
+    if parameters is None:
+        address = _address_alone(options.address)
+        check = options.node_check
+        return OneNode(options.nproc_per_node, address, options.port, role=options.role, check=check)
+    if parameters.backend in (NAME, *ETCD_NAMES):
+        return _ft(options, parameters)
+    return _classic(options, parameters)
+
+
+def _address_alone(given: str) -> str:
+    """Where a node that is alone hosts its store: where the user says, if that is this host."""
+    if given and not is_this_host(given):
+        used = loopback()
+        log.warning("--master-addr %s leads to no address of this host: its ranks use %s", given, used)
+        return used
+    return given or loopback()
+
+
+def _ft(options: Options, parameters: RendezvousParameters) -> ft_nodes.FtNodes:
+    settings, identity = read_parameters(parameters)
+    agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
+    # A node that says less agrees with nodes of a version that had no such options.
+    more = {"active_world_size": options.active_world_size, "spare_nodes": options.spare_nodes}
+    agreed |= {name: str(number) for name, number in more.items() if number}
+    return ft_nodes.FtNodes(
+        lambda: make_backend(parameters),
+        dataclasses.replace(settings, agreed=agreed),
+        identity,
+        replaces=options.policy is not Policy.GROUP,
+        exit_barrier_timeout=options.exit_barrier_timeout,
+        check=options.node_check,
+    )
+
+
+def _classic(options: Options, parameters: RendezvousParameters) -> classic_nodes.ClassicNodes:
+    host_name, _ = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    parameters = copy.copy(parameters)
+    parameters.local_addr = parameters.local_addr or address_of_this_node(host_name)
+    spec = make_spec(options, monitor_interval=options.monitor_interval, local_addr=parameters.local_addr)
+    return classic_nodes.ClassicNodes(
+        spec, options.exit_barrier_timeout, lambda: get_rendezvous_handler(parameters)
+    )
+
+
+def make_spec(options: Options, **more: Any) -> WorkerSpec:
+    """What torch's types call this node's ranks."""
+    # No handler: the nodes meet by `meet`.
+    return WorkerSpec(options.role, options.nproc_per_node, None, entrypoint=options.script, **more)  # type: ignore[arg-type]
