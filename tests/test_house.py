@@ -54,13 +54,13 @@ LINES = {
     "restart": Budget(1200, 1535, CORE),
     "rank_assignment": Budget(500, 514, CORE),
     "protocol": Budget(2170, 2716, CORE),
-    "store": Budget(1670, 2005, CORE),
+    "store": Budget(1670, 2015, CORE),
     "monitor": Budget(2210, 2299, CORE),
     "torch_groups": Budget(1185, 1288, CORE),
     "rendezvous": Budget(1700, 1893, CORE),
     "agent": Budget(3160, 4333, SHELL),
-    # It gave 240 of 550 to what seals take beside the room of their own: protocol 50, store 100, live 90.
-    "agent/torch_api": Budget(310),
+    # It gave 250 of 550 to what seals take beside the room of their own: protocol 50, store 110, live 90.
+    "agent/torch_api": Budget(300),
     "live": Budget(1782, 1950, SHELL),
     "checkpoints": Budget(370),
     "integrations": Budget(370),

@@ -150,11 +150,11 @@ class Entering:
         claim = [] if active_rank is None else [Claim(keys.seat(n, active_rank), str(member))]
         look = [] if told else [Read(keys.meeting(n))]
         given = self.store.execute([*told, *claim, Append(keys.entered(n), entry.to_text()), *look])
-        holder = given[len(told)] if claim else str(member)
-        if holder != str(member):
+        holder = Member.parse(str(given[len(told)]), claim[0].key) if claim else member
+        if holder != member:
             raise InternalError(
                 f"rank_assignment gave active rank {active_rank} of iteration {n} to slot {member.slot} and "
-                f"to slot {str(holder).partition(':')[0]}; it must give each active rank once"
+                f"to slot {holder.slot}; it must give each active rank once"
             )
         return endpoint or _endpoint_in(n, given[-1], member, sizes)
 

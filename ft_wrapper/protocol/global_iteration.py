@@ -408,7 +408,9 @@ class GlobalIteration:
     def _follow(
         self, view: View, member: Member, head: Head | None, decision: Decision | None = None
     ) -> tuple[View, Decision] | None:
-        if head is None or head.n != view.n + 1:
+        if head is None:
+            raise StoreError(f"store key {keys.HEAD!r} is gone, though iteration {view.n} has begun")
+        if head.n != view.n + 1:
             return None  # head has passed an iteration in which this member did not arrive: it is out
         try:
             decision = decision or self.read_decision(head)

@@ -311,12 +311,12 @@ class Operations:
                 self.add(key, 1)
             case Claim(key, desired):
                 # On an absent key some stores answer with what was expected, which says nothing.
-                held = to_text(self.compare_set(key, "", desired), key) or self._read(key)
+                held = self._text(self.compare_set(key, "", desired), key) or self._read(key)
                 if held is None:
                     raise StoreError(f"store key {key!r} is gone, though it was written just now")
                 return held
             case Move(key, expected, desired):
-                return to_text(self.compare_set(key, expected, desired), key)
+                return self._text(self.compare_set(key, expected, desired), key)
             case Count(key):
                 return str(self.add(key, 1))
             case Append(key, entry):
@@ -338,9 +338,13 @@ class Operations:
         if not self.check([key]):
             return None
         try:
-            return to_text(self.get(key), key)
+            return self._text(self.get(key), key)
         except DistStoreError:
             return None  # it was deleted just now
+
+    def _text(self, value: bytes, key: str) -> str:
+        """Decodes what a key holds. Where texts are sealed, what is none is no error: it is not the job's."""
+        return to_text(value, key) if self.seal is None else value.decode(errors="replace")
 
 
 def read(store: Operations, key: str) -> str | None:

@@ -62,7 +62,7 @@ class Seal:
 
     def check(self, key: str, held: str) -> str | None:
         """The job's own lines in what a key holds; None if there are none."""
-        lines = [line.rpartition(" ") for line in held.splitlines() or [""]]
+        lines = [line.rpartition(" ") for line in held.rstrip("\n").split("\n")]
         own = [line for line, _, signed in lines if self._is_own(key, line, signed)]
         if len(own) < len(lines) and key not in self._forged:
             self._forged.add(key)

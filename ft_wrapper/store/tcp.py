@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import errno
 import functools
+import itertools
 import logging
 import os
 import resource
@@ -23,7 +24,7 @@ from torch.torch_version import TorchVersion
 from .._files import check_open_files, quiet_torch
 from ..exception import StoreError, TimeoutError
 from ..protocol.keys import LIFE
-from ..protocol.operations import Operations, to_text
+from ..protocol.operations import Operations
 from .address import host_port, listening_address, tcp_address
 from .bounded import call_in_thread
 from .lost_host import limit_silence
@@ -136,11 +137,23 @@ class TCPStore(HoldingStore):
             self._loss.noted = self._loss.noted or f"store at {self._where}: this process has closed it"
         super().close()
 
+    def add(self, key: str, amount: int) -> int:
+        tries = itertools.count()
+
+        def operation(store: Operations) -> int:
+            if next(tries):  # the server hangs up, each time, if the key holds no number
+                held = store.compare_set(self._full(key), _NEVER, _NEVER).decode(errors="replace")
+                if held != _NEVER and not held.lstrip("-").isdecimal():
+                    raise StoreError(f"store key {key!r} holds {held!r}, where a number belongs")
+            return store.add(self._full(key), amount)
+
+        return self._do(f"add {key}", operation)
+
     def _read(self, key: str) -> str | None:
         # One round trip; check and get take three. A comparison that fails changes nothing and answers with
         # what the key holds, or with the expected value where there is no key.
         value = self.compare_set(key, _NEVER, _NEVER)
-        return None if value == _NEVER.encode() else to_text(value, key)
+        return None if value == _NEVER.encode() else self._text(value, key)
 
     def _do(self, what: str, operation: Callable[[Operations], T]) -> T:
         """Carries out an operation that the server answers."""

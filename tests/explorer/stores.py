@@ -15,7 +15,7 @@ class SimulatedStore(FakeStore):
         # With libuv this wakes those who wait for an absent key.
         if not self._contents.use_libuv:
             return super()._read(key)
-        value = self.compare_set(key, "never", "never").decode()
+        value = self._text(self.compare_set(key, "never", "never"), key)
         return None if value == "never" else value
 
 

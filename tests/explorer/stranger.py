@@ -14,7 +14,7 @@ from .simulation import Simulation
 
 _WRITES = 80
 _LONGEST_PAUSE = 0.5  # seconds, of the job's own time
-_FORGED = "fault", "done", "0:0 0 1", "1:0", "0:0 returns", "0:9:beef", "{}", "[[0, 7, 0]]", "h 1 2 2", "1"
+_FORGED = "fault", "done", "0:0 0 1", "1:0", "0:0 returns", "0:9:beef", "{}", "[[0, 7, 0]]", "h 1 2 2", "\0"
 
 
 def sealed_stores(scheduler: Scheduler, scenario: Scenario) -> Any:
@@ -75,7 +75,7 @@ class WithStranger(Simulation):
             case 1:
                 store.append(self._draw.choice(logs)(n), self._forge(store) + "\n")
             case 2:
-                store.set(self._draw.choice(wakes)(n), self._forge(store))
+                store.set(self._draw.choice(wakes)(n), self._draw.choice([self._forge(store), b"\xff\xfe"]))
             case 3:
                 store.add(self._draw.choice(counts)(n), self._draw.randint(1, 4))
 
@@ -83,6 +83,7 @@ class WithStranger(Simulation):
         """A text of its own, or one of the job's from another key."""
         others = [key for key in store.list_keys() if "count" not in key and "beat" not in key]
         if others and self._draw.random() < 0.5:
-            copied = store._read(self._draw.choice(others)) or ""
+            key = self._draw.choice(others)
+            copied = store.get(key).decode(errors="replace") if store.check([key]) else ""
             return copied.splitlines()[0] if copied else ""
         return self._draw.choice(_FORGED)

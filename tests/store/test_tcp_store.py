@@ -463,3 +463,16 @@ def test_nonsense_costs_no_stack_trace_unless_the_user_wants_it(
                         assert stranger.recv(1) == b""
         _, said = host.communicate(timeout=LONG.total_seconds())
     assert bool(said) == bool(level), said
+
+
+@pytest.mark.parametrize("held", [b"\xff\xfe", b"[]", b"-"])
+def test_a_counter_that_holds_no_number_is_named(held: bytes) -> None:
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(contextlib.closing(TCPStoreServer(0)))
+        store = opened.enter_context(contextlib.closing(TCPStore("localhost", server.port)))
+        assert (store.add("count", 2), store.add("count", -5), store.add("count", 0)) == (2, -3, -3)
+        store.set("count", held)
+        with pytest.raises(StoreError, match=r"store key 'count' holds .*, where a number belongs"):
+            store.add("count", 1)
+        store.set("count", "-7")
+        assert store.add("count", 1) == -6
