@@ -202,11 +202,12 @@ class FtNodes(Nodes):
             client, first = store.torch_store, names.wake_head(names.BEFORE_FIRST + 1)
             while not client.check([names.HEAD]):
                 # torch's older server wakes for what is set, and not for what is compared and set.
-                client.wait([names.HEAD if SERVER_IS_LIBUV else first], _FOREVER)
+                client.wait([names.HEAD if SERVER_IS_LIBUV else store.wake_name(first)], _FOREVER)
             return True
         with contextlib.closing(store):
             while self._is_on(where):
-                if store.hear(names.HEAD, _LOOK_AGAIN) is not None:
+                first = names.wake_head(names.BEFORE_FIRST + 1)
+                if store.check([names.HEAD]) or store.hear(first, _LOOK_AGAIN) is not None:
                     return True
             return False
 

@@ -10,10 +10,9 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ..exception import StoreError
-from ..protocol.operations import write_text
 from ..rendezvous.presence import LOOK_AGAIN
 from ..rendezvous.record import Node, Record, RoundPolicy, Seat
-from ..rendezvous.register import Register, endpoint_key, version_key
+from ..rendezvous.register import Register, announce_endpoint, version_key
 from ..store import TCPStore, TCPStoreServer, secret
 from ..store.address import host_port, loopback
 from ..store.bounded import in_background
@@ -23,7 +22,6 @@ from .nodes import Nodes, Round, alone
 from .policy import STORE_TIMEOUT
 
 _END_TIMEOUT = 5.0
-_FORGED = 0.1
 
 
 class OneNode(Nodes):
@@ -102,7 +100,7 @@ class OneNode(Nodes):
         store = TCPStore(self._address, server.port, timeout=STORE_TIMEOUT)
         register = Register(store, Record(1, 1))
         waker = Register(store.clone(), Record(1, 1))
-        write_text(store, endpoint_key(record.round), address)
+        announce_endpoint(store, record.round, address)
         first, _ = register.replace(register.read(), record)
         term, over = self.inbox.term, threading.Event()
 
@@ -113,9 +111,7 @@ class OneNode(Nodes):
                     key = version_key(known.version + 1)
                     with contextlib.suppress(DistStoreError):  # nothing has come for so long
                         # Not `Register.wait`, whose client tries to find a store again that is closed.
-                        store.torch_store.wait([key], timedelta(seconds=LOOK_AGAIN))
-                        if register.read().record.version == known.version:
-                            over.wait(_FORGED)  # somebody else has written it, who is not to keep this busy
+                        store.torch_store.wait([store.wake_name(key)], timedelta(seconds=LOOK_AGAIN))
                     known = register.read().record
                     news = what_follows(known, node, record.round)
                     for one in asked_of(known, node) if news is None else [news]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..exception import JobAbort
 from ..protocol import keys
 from ..protocol.entries import present
-from ..protocol.operations import claim, read, write_text
+from ..protocol.operations import Wake, Write, claim, read
 from ..protocol.records import FAULT
 from ..settings import as_int, as_timeout
 from ..store import BarrierTimeout
@@ -156,7 +156,7 @@ class Checkpoints:
             path = folders.iteration_folder(self.root, self._run, self._iteration)
             with self._call_wrapper.atomic():
                 folders.seal(self.root, path / f"checkpoint-{step}")
-            write_text(store, said, "1")
+            self._say(said, "1")
             self._remove_old()
         else:
             self._hear(said, what)
@@ -181,7 +181,7 @@ class Checkpoints:
         if self._rank == 0:
             path = self._look()
             found = "" if path is None else str(path.relative_to(self.root))
-            write_text(self._call_wrapper.store, said, found)
+            self._say(said, found)
             return path
         name = self._hear(said, what)
         if not name:
@@ -194,7 +194,6 @@ class Checkpoints:
 
     def _enter(self) -> int:
         """The number of the job's run: active rank 0 finds or begins it."""
-        store = self._call_wrapper.store
         said = keys.barrier("Checkpoints", f"{self._number}/run")  # by number: the roots may differ
         if self._rank == 0:
             job_store = self._call_wrapper._call.own.member.agreement.store
@@ -204,7 +203,7 @@ class Checkpoints:
             run = self._kept.run
             if run is None or folders.job_of(self.root, run) != job:
                 run = folders.enter_run(self.root, job)
-            write_text(store, said, json.dumps([run, job, str(self.root)]))
+            self._say(said, json.dumps([run, job, str(self.root)]))
         else:
             run, job, root = json.loads(self._hear(said, f"Checkpoints in {self.root}"))
             if root != str(self.root):
@@ -254,15 +253,18 @@ class Checkpoints:
 
     # ---- other ranks
 
-    def _hear(self, key: str, what: str) -> str:
+    def _say(self, key: str, text: str) -> None:
         """What active rank 0 says."""
+        self._call_wrapper.store.execute([Write({key: text}), Wake(f"{key}/wake", "")])
+
+    def _hear(self, key: str, what: str) -> str:
+        """What it has said."""
         store = self._call_wrapper.store
-        said = store.hear(key, self._timeout.total_seconds())
-        if said is None:
+        if store.hear(f"{key}/wake", self._timeout.total_seconds()) is None:
             raise BarrierTimeout(
                 f"{what}: timed out after {self._timeout}: missing ranks [0] of {self._size}"
             )
-        return said or present(key, read(store, key))
+        return present(key, read(store, key))
 
     def _see(self, path: Path, how: str, is_seen: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _SEEN_WITHIN

@@ -165,4 +165,4 @@ def call_of(key: str) -> int | None:
 
 _OF_CALL = re.compile(rf"{_ROOT}/terms/(\d+)$")
 _OF_ITERATION = re.compile(rf"{_ROOT}/(?:{'|'.join(_kinds)})/(-?\d+)(?:/|$)")
-_OF_MEMBER = re.compile(rf"{_ROOT}/(?:member|heartbeat|wake/goodbye)/(\d+):(\d+)$")
+_OF_MEMBER = re.compile(rf"{_ROOT}/(?:member|heartbeat|wake/goodbye)/(\d+):(\d+)(?:/|$)")

@@ -104,9 +104,10 @@ class NeighbourWatch:
         if self._suspicion is None:
             return
         view, watcher, silent = self._suspicion
-        deadline = self._agreement.store.now() + seconds
+        store = self._agreement.store
+        deadline = store.now() + seconds
         # No wait: it would time out again and again for as long as a lost spare is in a healthy iteration.
-        if not self._agreement.store.check([keys.wake_end(view.n)]):
+        if not store.check([store.wake_name(keys.wake_end(view.n))]):
             self._pause = _FIRST_TRY
             return
         while not self._agreement.iterations.advance(view, watcher, silent=silent):

@@ -16,7 +16,6 @@ _FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it mus
 _LONGEST_LOOK = 8.0
 _STAGGER = 0.05  # seconds between one member's look and the next one's
 _LAST_STAGGER = 2.0
-_FORGED = 0.1  # seconds between looks at a key that somebody else has written, which wakes again and again
 
 #: What `Beats` gives where a sign of life does not hold any more. No count is negative.
 LAPSED = -1
@@ -137,6 +136,8 @@ def sealed(step: Any, seal: Seal) -> Step:
     """The same step with what it writes sealed."""
     if isinstance(step, Write):
         return Write({key: seal.close(key, value) for key, value in step.values.items()})
+    if isinstance(step, Wake):
+        step = Wake(seal.name(step.key), step.value)
     texts = {name: getattr(step, name, None) for name in ("value", "entry", "desired", "expected")}
     absent = None, "" if isinstance(step, Move) else None  # what a register is expected to hold
     written = {name: seal.close(step.key, text) for name, text in texts.items() if text not in absent}
@@ -239,20 +240,8 @@ class Operations:
             What it says, as far as the store tells so without being asked again, else ``""``; None if it did
             not come in time.
         """
-        deadline, left = self.now() + seconds, seconds
-        while (said := self._hear(key, left)) is not None and self.seal is not None:
-            text = self.seal.open(key, said or self._read(key) or "")
-            if text is not None:
-                return text
-            # Not deleted: one of the job's own may be there by now.
-            self._hear(next(self.nonces), min(_FORGED, left))
-            left = deadline - self.now()
-            if left <= 0:
-                return None
-        return said
-
-    def _hear(self, key: str, seconds: float) -> str | None:
-        """`hear`, as it is in the store."""
+        if self.seal is not None:
+            key = self.wake_name(key)
         if seconds <= 0:
             return "" if self.check([key]) else None
         try:
@@ -260,6 +249,10 @@ class Operations:
         except DistStoreError:
             return None
         return ""
+
+    def wake_name(self, key: str) -> str:
+        """What a key that wakes somebody is called in the store; with a seal no one else can guess it."""
+        return key if self.seal is None else self.seal.name(key)
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out several operations: one after the other, or all at once where a store can.
@@ -311,12 +304,12 @@ class Operations:
                 self.add(key, 1)
             case Claim(key, desired):
                 # On an absent key some stores answer with what was expected, which says nothing.
-                held = self._text(self.compare_set(key, "", desired), key) or self._read(key)
+                held = to_text(self.compare_set(key, "", desired), key, self.seal is None) or self._read(key)
                 if held is None:
                     raise StoreError(f"store key {key!r} is gone, though it was written just now")
                 return held
             case Move(key, expected, desired):
-                return self._text(self.compare_set(key, expected, desired), key)
+                return to_text(self.compare_set(key, expected, desired), key, self.seal is None)
             case Count(key):
                 return str(self.add(key, 1))
             case Append(key, entry):
@@ -338,13 +331,9 @@ class Operations:
         if not self.check([key]):
             return None
         try:
-            return self._text(self.get(key), key)
+            return to_text(self.get(key), key, self.seal is None)
         except DistStoreError:
             return None  # it was deleted just now
-
-    def _text(self, value: bytes, key: str) -> str:
-        """Decodes what a key holds. Where texts are sealed, what is none is no error: it is not the job's."""
-        return to_text(value, key) if self.seal is None else value.decode(errors="replace")
 
 
 def read(store: Operations, key: str) -> str | None:
@@ -379,8 +368,10 @@ def claim(store: Operations, key: str, value: str) -> str:
     return held
 
 
-def to_text(value: bytes, key: str) -> str:
-    """Decodes what a key holds; an error names the key."""
+def to_text(value: bytes, key: str, is_ours: bool = True) -> str:
+    """Decodes what a key holds; an error names the key. What may be somebody else's is decoded anyhow."""
+    if not is_ours:
+        return value.decode(errors="replace")
     try:
         return value.decode()
     except UnicodeDecodeError:

@@ -60,6 +60,10 @@ class Seal:
         """A text as it goes into a key."""
         return "\n".join(f"{line} {self.sign(key, line.encode()).hex()}" for line in text.split("\n"))
 
+    def name(self, key: str) -> str:
+        """A name for a key that others do not know, as long as no one has written it."""
+        return key if self._secret is None else f"{key}/{self.sign('name', key.encode()).hex()}"
+
     def check(self, key: str, held: str) -> str | None:
         """The job's own lines in what a key holds; None if there are none."""
         lines = [line.rpartition(" ") for line in held.rstrip("\n").split("\n")]

@@ -15,14 +15,14 @@ from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ..exception import StoreError, StoreUnavailable
-from ..protocol.operations import Operations, read, write_text
+from ..protocol.operations import Operations, read
 from ..store import StoreMixin, TCPStore, TCPStoreServer, serve
 from ..store import address as addresses
 from ..store.address import EtcdAddress, host_port, split_host_port
 from ..store.bounded import call_in_thread
 from ..store.plan import connect_etcd
 from .record import Record, RoundPolicy
-from .register import Board, agents_prefix, endpoint_key, gone_key
+from .register import Board, agents_prefix, announce_endpoint, endpoint_key, gone_key, wake_endpoint
 from .settings import ETCD_NAMES, Settings, etcd_address, read_timeout
 
 log = logging.getLogger(__name__)
@@ -302,7 +302,7 @@ class WorkerStores:
             address: this node's.
         """
         self._hosted = hosted = host_workers_store(address)  # which ends the last round's
-        write_text(store, endpoint_key(number), host_port(address, hosted.port))
+        announce_endpoint(store, number, host_port(address, hosted.port))
         if number >= 2:
             self._forget(store, number - 2)
         return elastic.RendezvousStoreInfo(address, hosted.port)
@@ -318,14 +318,14 @@ class WorkerStores:
             RendezvousTimeoutError: that node has not opened it in time.
             RendezvousStateError: what it has written is no address.
         """
-        key = endpoint_key(record.round)
+        key, wake = endpoint_key(record.round), wake_endpoint(record.round)
         if record.policy is RoundPolicy.GROUP:
             self.close()
         deadline, limit = store.now() + self._settings.join_timeout, self._settings.keep_alive_timeout
         # A caller that is interrupted leaves this client waiting, and needs the other to give up its place.
         waiting = self._backend.connect()
         try:
-            while call_in_thread(lambda: waiting.hear(key, limit), "waiting for the workers' store") is None:
+            while call_in_thread(lambda: waiting.hear(wake, limit), "waiting for the workers' store") is None:
                 if self._is_lost(record.round):
                     return None
                 if store.now() >= deadline:
@@ -354,6 +354,7 @@ class WorkerStores:
     def _forget(self, store: Operations, number: int) -> None:
         """Deletes what the agents and workers of an old round have left."""
         store.delete_key(endpoint_key(number))
+        store.delete_key(store.wake_name(wake_endpoint(number)))
         prefix = f"{agents_prefix(number)}/"
         for key in store.list_keys():
             if key.startswith(prefix):

@@ -15,7 +15,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
 from ..exception import StoreError
-from ..protocol.operations import Append, Move, Operations, Write, read, read_log, write_text
+from ..protocol.operations import Append, Move, Operations, Wake, Write, read, read_log
 from .record import Admission, Record
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,17 @@ def process_key(node_id: str) -> str:
 def endpoint_key(round_number: int) -> str:
     """Address of the store that the workers of a round use."""
     return f"{_ROOT}/endpoint/{round_number}"
+
+
+def announce_endpoint(store: Operations, round_number: int, address: str) -> None:
+    """Says where the store is that the workers of a round use."""
+    key = endpoint_key(round_number)
+    store.execute([Write({key: address}), Wake(wake_endpoint(round_number), "")])
+
+
+def wake_endpoint(round_number: int) -> str:
+    """Set once that is written."""
+    return f"{_ROOT}/wake/endpoint/{round_number}"
 
 
 def agents_prefix(round_number: int) -> str:
@@ -146,9 +157,10 @@ class Register:
         held = self.store.execute([Move(RECORD_KEY, before.text, desired)])[0] or ""
         if held == desired:
             # The node that wrote the version before may have died before it could wake the others.
-            self.store.execute([Write({version_key(version - 1): "", version_key(version): ""})])
+            wakes = (self.store.wake_name(version_key(number)) for number in (version - 1, version))
+            self.store.execute([Write(dict.fromkeys(wakes, ""))])
             if version > KEPT_VERSIONS:
-                self.store.delete_key(version_key(version - KEPT_VERSIONS))
+                self.store.delete_key(self.store.wake_name(version_key(version - KEPT_VERSIONS)))
             if record.epoch > max(1, before.record.epoch):
                 self.store.delete_key(log_key(record.epoch - 2))
                 self.store.delete_key(count_key(record.epoch - 2))
@@ -173,8 +185,8 @@ class Register:
     def pass_on(self, snapshot: Snapshot) -> None:
         """Wakes those that wait for a version, if its writer died before it could."""
         key = version_key(snapshot.record.version)
-        if not self.store.check([key]):
-            write_text(self.store, key, "")
+        if not self.store.check([self.store.wake_name(key)]):
+            self.store.execute([Wake(key, "")])
 
     def announce(self, epoch: int, admission: Admission) -> int:
         """Appends an admission to a log; returns how many there are, by the count."""

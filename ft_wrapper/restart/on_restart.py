@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..exception import InternalError, StoreError
 from ..monitor.threads import Watch
 from ..protocol import Agreement, keys
-from ..protocol.operations import Operations, Wake, Write, read
+from ..protocol.operations import Operations, Wake, read
 from ..state import State
 from .report import RestartReport, began_before, make_report
 
@@ -125,7 +125,7 @@ class Reporter:
             remaining = deadline - store.now()
             said = store.hear(key, min(settings.monitor_thread_interval, remaining))
             if said is not None:
-                said = said or read(store, key)
+                said = said or read(store, store.wake_name(key))
                 return RestartReport.from_json(said) if said else None
             active = state.active_world_size or 0
             entered = Agreement(store).entering.entered_in(n).values()
@@ -155,7 +155,7 @@ class Reporter:
         if Agreement(self._own.client).entering.count_active(view.n) != state.active_world_size:
             return
         report = self._make(self._own.client, state, now)
-        self._own.client.execute([Write({keys.restarted(view.n): report.to_json()})])
+        self._own.client.execute([Wake(keys.restarted(view.n), report.to_json())])
         log.warning("%s", report)
         phases = {} if self.ended_at is None else dict(self.phases.seconds)
         if phases:

@@ -218,20 +218,21 @@ class EtcdStore(Store, StoreMixin):
 
     # The protocol's operations --------------------------------------------------------------------------
 
-    def _hear(self, key: str, seconds: float) -> str | None:
-        deadline = time.monotonic() + seconds
-        while key.startswith(names.WAKE) and (standing := self._standing_watch()) is not None:
+    def hear(self, key: str, seconds: float) -> str | None:
+        deadline, name = time.monotonic() + seconds, self.wake_name(key)
+        while name.startswith(names.WAKE) and (standing := self._standing_watch()) is not None:
             remaining = max(0.0, deadline - time.monotonic())
             try:
-                said = standing.hear(self._keys.span(key).key).result(min(remaining, LOOK_AGAIN))
+                said = standing.hear(self._keys.span(name).key).result(min(remaining, LOOK_AGAIN))
             except futures.TimeoutError:
                 # What was written just now may not have been told yet.
-                said = messages.value_of(self._look("hear", [key])[1].get(key, ()))
+                said = messages.value_of(self._look("hear", [name])[1].get(name, ()))
                 if said is None and remaining <= LOOK_AGAIN:
                     return None
             if said is not None:
-                return to_text(said, key)
-        return super()._hear(key, deadline - time.monotonic())
+                text = to_text(said, name)
+                return text if self.seal is None else self.seal.open(name, text) or ""
+        return super().hear(key, deadline - time.monotonic())
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
         return self._perform(steps) if self.seal is None else super().execute(steps)

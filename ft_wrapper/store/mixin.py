@@ -214,8 +214,10 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
         return super().get(key)
 
     def hear(self, key: str, seconds: float) -> str | None:
-        woken = super().hear(key, seconds) is not None  # as long as the iteration is on
-        return self._store.hear(self._full(key), 0.1) if woken else None
+        return super().hear(self.wake_name(key), seconds)
+
+    def wake_name(self, key: str) -> str:
+        return self._store.wake_name(self._full(key)).removeprefix(self.namespace)
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
         return self._store.execute([under(self.namespace, step) for step in steps])

@@ -29,8 +29,7 @@ AGENTS = "ft_wrapper/agents"
 #: Register: the job's secret, where only its own can read the store.
 SECRET = "ft_wrapper/secret"
 _LEAST, _MOST = 16, 4096  # bytes of a secret that a user gives
-_ASKED = 64  # agents, at most
-_TIMEOUT = 10.0  # seconds: an agent answers at once
+_ASKED, _TIMEOUT = 64, 10.0  # agents, at most; seconds: each answers at once
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _CREDENTIALS = struct.Struct("3i")
 _known: list[bytes | None] = []  # empty until it is known

@@ -24,7 +24,7 @@ from torch.torch_version import TorchVersion
 from .._files import check_open_files, quiet_torch
 from ..exception import StoreError, TimeoutError
 from ..protocol.keys import LIFE
-from ..protocol.operations import Operations
+from ..protocol.operations import Operations, to_text
 from .address import host_port, listening_address, tcp_address
 from .bounded import call_in_thread
 from .lost_host import limit_silence
@@ -153,7 +153,7 @@ class TCPStore(HoldingStore):
         # One round trip; check and get take three. A comparison that fails changes nothing and answers with
         # what the key holds, or with the expected value where there is no key.
         value = self.compare_set(key, _NEVER, _NEVER)
-        return None if value == _NEVER.encode() else self._text(value, key)
+        return None if value == _NEVER.encode() else to_text(value, key, self.seal is None)
 
     def _do(self, what: str, operation: Callable[[Operations], T]) -> T:
         """Carries out an operation that the server answers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ft_wrapper.protocol.operations import Step, keys_of
+from ft_wrapper.protocol.operations import Step, keys_of, to_text
 from ft_wrapper.testing import FakeStore
 
 
@@ -15,7 +15,7 @@ class SimulatedStore(FakeStore):
         # With libuv this wakes those who wait for an absent key.
         if not self._contents.use_libuv:
             return super()._read(key)
-        value = self._text(self.compare_set(key, "never", "never"), key)
+        value = to_text(self.compare_set(key, "never", "never"), key, self.seal is None)
         return None if value == "never" else value
 
 

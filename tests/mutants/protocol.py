@@ -270,8 +270,8 @@ MUTANTS = [
     _job(
         "follows-any-head",
         ITERATION,
-        "if head is None or head.n != view.n + 1:",
-        "if head is None:",
+        "        if head.n != view.n + 1:",
+        "        if head.n < 0:",
         "who missed an iteration is out",
     ),
     _job(

@@ -118,8 +118,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "register",
         "wakes-only-those-who-are-behind",
-        'Write({version_key(version - 1): "", version_key(version): ""})',
-        'Write({version_key(version - 1): ""})',
+        "for number in (version - 1, version))",
+        "for number in (version - 1,))",
         "who waits for the version that was written is woken",
     ),
     _of(
@@ -139,8 +139,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "register",
         "passes-on-what-was-passed-on",
-        "if not self.store.check([key])",
-        "if self.store.check([key])",
+        "if not self.store.check([self.store.wake_name(key)])",
+        "if self.store.check([self.store.wake_name(key)])",
         "a wake-up that was lost is passed on",
     ),
     _of(
