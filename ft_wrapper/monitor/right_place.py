@@ -174,7 +174,8 @@ class _Code:
 
     def wrong(self) -> frozenset[int]:
         copies = self._finally_copies()
-        self._wrong |= copies
+        # What a tracer raises at POP_EXCEPT goes past the handler that would restore what was handled before.
+        self._wrong |= copies | {k for k, name in enumerate(self.names) if name == "POP_EXCEPT"}
         for handler, kind in self.kinds.items():
             self._mark_handler(handler, kind)
         for k, guards in enumerate(self.guards):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from apart import apart
 from rank_harness import SETTINGS, Job, Rank
 from torch import nn
 
@@ -195,7 +196,7 @@ def test_an_interruption_at_any_line_leaves_what_can_be_put_back(
         arguments = [lambda said: told, None] if what == "share" else []
         sys.settrace(trace)
         try:
-            getattr(buffers, what)(objects, *arguments)
+            apart(getattr(buffers, what), objects, *arguments)
             break
         except Interrupted:
             pass

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from apart import apart
 
 from ft_wrapper.live import transfer, wire
 from ft_wrapper.live.gathering import unsigned
@@ -489,7 +490,7 @@ def test_the_main_thread_is_interrupted_anywhere(here: int) -> None:
             tracer = sys.gettrace()
             sys.settrace(trace)
             try:
-                ranks.move(here)
+                apart(ranks.move, here)
             except Interrupt:
                 sys.settrace(tracer)
                 ranks.barrier.abort()  # for the case that it has not come there

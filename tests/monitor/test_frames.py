@@ -126,7 +126,7 @@ def test_a_look_at_the_frames_keeps_nothing_alive() -> None:
     def trains() -> weakref.ref[Model]:
         model = Model()
         assert threading.get_ident() in current_frames()
-        assert current_exception(threading.get_ident()) is None
+        assert current_exception(threading.get_ident()) is sys.exc_info()[1]
         return weakref.ref(model)
 
     gc.collect()

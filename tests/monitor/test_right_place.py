@@ -18,6 +18,7 @@ from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+from apart import apart
 
 from ft_wrapper.monitor import right_place
 from ft_wrapper.monitor.right_place import obstacle, wrong_offsets
@@ -383,6 +384,7 @@ class Try:
         finally:
             sys.settrace(previous)
             sys._getframe().f_trace_opcodes = False
+        self.handled = sys.exc_info()[1]
 
     def outside(self, fn: Callable[[Ledger], object]) -> None:
         fn(self.ledger)
@@ -407,13 +409,14 @@ def test_nothing_is_left_at_right_places(fn: Callable[[Ledger], object]) -> None
     rights = leaks = 0
     worked = set()
     for n in range(100_000):
-        attempt = Try(fn, n)
+        attempt = apart(Try, fn, n)
         if attempt.raised_in is None:
             break
         if attempt.right:
             rights += 1
             worked.add(attempt.ledger.worked)
             assert attempt.ledger.taken == 0, f"instruction {n}, in {attempt.raised_in}"
+            assert attempt.handled is None, f"instruction {n}, in {attempt.raised_in}"
         leaks += attempt.ledger.taken != 0
     assert attempt.ledger.taken == 0
     assert n > 20
