@@ -17,6 +17,8 @@ _LONGEST_LOOK = 8.0
 _STAGGER = 0.05  # seconds between one member's look and the next one's
 _LAST_STAGGER = 2.0
 
+_SOMEBODY_ELSES = "surrogateescape"  # how bytes that are no text become one, and what they were again
+
 #: What `Beats` gives where a sign of life does not hold any more. No count is negative.
 LAPSED = -1
 
@@ -177,7 +179,7 @@ class Operations:
         """Appends to a key, atomically."""
         raise NotImplementedError
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
         """Writes a key if it holds what is expected (``""``: is absent). Read the key to see who won."""
         raise NotImplementedError
 
@@ -281,6 +283,8 @@ class Operations:
 
     def _own(self, step: Step, held: str | None, seal: Seal) -> str | None:
         """What a register holds; where somebody else has written it, it is written as if it were absent."""
+        if isinstance(step, Claim) and not held:  # to etcd's transactions an empty key is there
+            return to_text(self.compare_set(step.key, "", step.desired), step.key, is_ours=False)
         if not (isinstance(step, Claim | Move) and held and seal.check(step.key, held) is None):
             return held
         if isinstance(step, Move) and not step.expected:
@@ -369,13 +373,19 @@ def claim(store: Operations, key: str, value: str) -> str:
 
 
 def to_text(value: bytes, key: str, is_ours: bool = True) -> str:
-    """Decodes what a key holds; an error names the key. What may be somebody else's is decoded anyhow."""
-    if not is_ours:
-        return value.decode(errors="replace")
+    """Decodes what a key holds; an error names the key. What may be somebody else's is decoded anyhow.
+
+    `encoded` makes of it what it was, so that it can be written over.
+    """
     try:
-        return value.decode()
+        return value.decode(errors="strict" if is_ours else _SOMEBODY_ELSES)
     except UnicodeDecodeError:
         raise StoreError(f"store key {key!r} holds {value!r}, which is no text") from None
+
+
+def encoded(value: str | bytes) -> bytes:
+    """Encodes what goes into a key, or what it is expected to hold."""
+    return value.encode(errors=_SOMEBODY_ELSES) if isinstance(value, str) else bytes(value)
 
 
 def looks_for(

@@ -85,4 +85,5 @@ class Seal:
     def _is_own(self, key: str, line: str, signed: str) -> bool:
         if self._secret is None:
             return True
-        return hmac.compare_digest(self.sign(key, line.encode()).hex().encode(), signed.encode())
+        signature = self.sign(key, line.encode(errors="surrogateescape")).hex().encode()
+        return hmac.compare_digest(signature, signed.encode(errors="surrogateescape"))

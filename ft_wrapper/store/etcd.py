@@ -11,7 +11,7 @@ from torch.distributed import DistStoreError
 
 from ..exception import StoreError
 from ..protocol import keys as names
-from ..protocol.operations import Beat, Beats, Delete, Read, ReadLog, Step, keys_of, to_text
+from ..protocol.operations import Beat, Beats, Delete, Read, ReadLog, Step, encoded, keys_of, to_text
 from . import etcd_messages as messages
 from .address import DEFAULT_TTL
 from .etcd_changes import EtcdBeats, EtcdJob, EtcdWriter
@@ -142,12 +142,12 @@ class EtcdStore(Store, StoreMixin):
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         """Writes several keys; all at once up to some 60 keys and a megabyte."""
-        pairs = [*zip(keys, map(_to_bytes, values), strict=True)]
+        pairs = [*zip(keys, map(encoded, values), strict=True)]
         for group in _groups(pairs, _fit_in_a_write):
             self._write(dict(group))
 
     def append(self, key: str, value: str | bytes) -> None:
-        entry = _to_bytes(value)
+        entry = encoded(value)
         self._change(Transaction(f"append to {key!r}", [self._keys.append(key, entry)]), {key: entry})
 
     def add(self, key: str, amount: int) -> int:
@@ -162,7 +162,7 @@ class EtcdStore(Store, StoreMixin):
         return self._modify(f"add to {key!r}", key, decide, self._held(key))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        wanted, new = _to_bytes(expected), _to_bytes(desired)
+        wanted, new = encoded(expected), encoded(desired)
 
         def decide(value: bytes | None) -> tuple[list[Operation], bytes]:
             if value == wanted or (value is None and not wanted):
@@ -230,7 +230,7 @@ class EtcdStore(Store, StoreMixin):
                 if said is None and remaining <= LOOK_AGAIN:
                     return None
             if said is not None:
-                text = to_text(said, name)
+                text = to_text(said, name, self.seal is None)
                 return text if self.seal is None else self.seal.open(name, text) or ""
         return super().hear(key, deadline - time.monotonic())
 
@@ -263,7 +263,7 @@ class EtcdStore(Store, StoreMixin):
         )
         answers = iter(self._etcd.transact(Transaction(what, every), self.patience).answers)
         return [
-            self._keys.given(step, [next(answers) for _ in some])
+            self._keys.given(step, [next(answers) for _ in some], self.seal is None)
             for step, some in zip(steps, operations, strict=True)
         ]
 
@@ -393,7 +393,3 @@ def _fit_together(steps: Sequence[Step]) -> bool:
         and len(every) <= _KEYS_A_WRITE
         and len(written) == len(set(written))
     )
-
-
-def _to_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..exception import StoreError
 from ..protocol import operations as steps
-from ..protocol.operations import Step, to_text
+from ..protocol.operations import Step, encoded, to_text
 from .address import Endpoint
 
 #: The most bytes that etcd takes in a request, about, by default.
@@ -385,23 +385,23 @@ class EtcdKeys:
         span = self.span(key)
         holds = [compare(span, "version", 0)]
         if expected:
-            held = compare(Span(span.key), "value", expected.encode())
+            held = compare(Span(span.key), "value", encoded(expected))
             holds = [held, compare(self.entries(key), "version", 0)]
         move = Transaction("move", [put(span.key, desired.encode(), self._lease)], holds, [get(span)])
         return {"request_txn": move.json}
 
-    def given(self, step: Step, answers: Sequence[Answer]) -> str | None:
+    def given(self, step: Step, answers: Sequence[Answer], is_ours: bool) -> str | None:
         """What a step gives by the answers to its operations."""
         match step:
             case steps.Read(key):
                 value = value_of(answers[0].keys)
-                return None if value is None else to_text(value, key)
+                return None if value is None else to_text(value, key, is_ours)
             case steps.ReadLog(key):
-                return to_text(value_of(answers[0].keys) or b"", key).rstrip("\n")
+                return to_text(value_of(answers[0].keys) or b"", key, is_ours).rstrip("\n")
             case steps.Claim(key, desired) | steps.Move(key, _, desired):
                 (moved,) = answers
                 held = desired.encode() if moved.succeeded else value_of(moved.answers[0].keys)
-                return to_text(held or b"", key)
+                return to_text(held or b"", key, is_ours)
             case steps.Beats():
                 return str(next(self._looks) if answers[0].number else steps.LAPSED)
             case steps.Count():

@@ -14,7 +14,7 @@ from ..protocol import keys as names
 from ..protocol.by_hand import ByHand
 from ..protocol.entering import Barriers
 from ..protocol.evidence import Ends
-from ..protocol.operations import Operations, Step, under
+from ..protocol.operations import Operations, Step, encoded, under
 from ..protocol.records import FAULT
 
 T = TypeVar("T")
@@ -76,10 +76,9 @@ class HoldingStore(StoreMixin):
     def append(self, key: str, value: str | bytes) -> None:
         self._tell(f"append {key}", lambda store: store.append(self._full(key), value))
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._do(
-            f"compare_set {key}", lambda store: store.compare_set(self._full(key), expected, desired)
-        )
+    def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
+        full, held = self._full(key), encoded(expected)
+        return self._do(f"compare_set {key}", lambda store: store.compare_set(full, held, desired))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         limit = [] if timeout is None else [timeout]

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
+from ..protocol.operations import encoded
 from ..store import StoreMixin
 from .clock import Clock, Waiter
 
@@ -175,7 +176,7 @@ class FakeStore(Store, StoreMixin):
     # Operations --------------------------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._operate("set", [key], (key, value), lambda: self._write(key, _encode(value)))
+        self._operate("set", [key], (key, value), lambda: self._write(key, encoded(value)))
 
     def get(self, key: str) -> bytes:
         return self._operate("get", [key], (key,), lambda: self._values([key]))[0]
@@ -194,7 +195,7 @@ class FakeStore(Store, StoreMixin):
 
     def append(self, key: str, value: str | bytes) -> None:
         def act() -> None:
-            self._write(key, self._contents.values.get(key, b"") + _encode(value))
+            self._write(key, self._contents.values.get(key, b"") + encoded(value))
 
         self._operate("append", [key], (key, value), act)
 
@@ -205,10 +206,10 @@ class FakeStore(Store, StoreMixin):
             if before is None and expected:
                 if contents.use_libuv and not contents.clock.aside:
                     contents.wake(key)
-                return _encode(expected)
-            if before is not None and before != _encode(expected):
+                return encoded(expected)
+            if before is not None and before != encoded(expected):
                 return before
-            contents.values[key] = _encode(desired)
+            contents.values[key] = encoded(desired)
             if contents.use_libuv:
                 contents.wake(key)
             return contents.values[key]
@@ -235,7 +236,7 @@ class FakeStore(Store, StoreMixin):
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         def act() -> None:
             for key, value in zip(keys, values, strict=True):
-                self._write(key, _encode(value))
+                self._write(key, encoded(value))
 
         self._operate("multi_set", keys, (keys, values), act)
 
@@ -319,10 +320,6 @@ class FakeStore(Store, StoreMixin):
             raise DistStoreError(
                 f"{operation} timed out after {timeout.total_seconds():g} s: keys {sorted(waiter.missing)}"
             )
-
-
-def _encode(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def _injected(what: str, operation: str, keys: Sequence[str]) -> DistNetworkError:

@@ -1,6 +1,6 @@
 """What somebody else does to a job whose store they reach: ``stranger.py OWN HOST PORT ATTACK FOLDER``.
 
-It becomes nobody before it does anything; OWN is its own address. It says what it has received.
+It takes the user id of nobody first. OWN is its own address. It prints how much it has received.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Stranger:
     # ---- attacks
 
     def own_store(self, sealed: Callable[[str], str] = lambda text: text) -> None:
-        """Waits as rank 0 in a store of its own, to which the others come in the next iteration."""
+        """Waits as rank 0 in a store of its own, and tells the others to meet there in the next iteration."""
         with socket.socket() as free:
             free.bind((self.own, 0))
             port = free.getsockname()[1]
@@ -134,6 +134,13 @@ class Stranger:
         self.store.set(keys.HEAD, f"0:{n}:abc")
         self.store.set(keys.wake_head(n), f"0:{n}:abc")
         self.ask_for_restart()
+
+    def bytes_for_texts(self) -> None:
+        """Writes what is no text to the registers of this iteration and of the next one."""
+        for n in (self.n, self.n + 1):
+            for key in (keys.end(n), keys.meeting(n + 1), keys.seat(n + 1, 0), keys.restarted(n + 1)):
+                self.store.set(key, b"\xff\xfe")
+        self.store.set(keys.wake_end(self.n), "1")
 
     def garbage_for_a_head(self) -> None:
         """Overwrites which iteration is on."""
@@ -240,7 +247,7 @@ ATTACKS.remove("read")
 def main() -> None:
     """Attacks once."""
     own, host, port, attack, folder = sys.argv[1:]
-    "localhost".encode("idna")  # imports what nobody may not read
+    "localhost".encode("idna")  # while it can still read the modules that this imports
     import ft_wrapper.cli.control  # noqa: F401
 
     os.setgroups([])

@@ -36,14 +36,16 @@ def attack(
     name: str, folder: Path, nodes: Sequence[FtRun], own: str, at: str = "", before: Sequence[str] = ()
 ) -> str:
     """Attacks a job that is half through, and waits for its end; returns what it has said."""
+    go_on = folder / "go_on"
+    os.mkfifo(go_on)
     nodes[0].await_file(folder / "half")
     found = re.search(r"ftrun status (\S+)", "\n".join(node.said for node in nodes))
     assert found is not None
     host, _, port = (at or found[1]).rpartition(":")
     command = [*before, sys.executable, str(HERE / "stranger.py"), own, host, port, name, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    (folder / "go_on").touch()
-    said = "\n".join(f"{node.end()}\n{node.said}" for node in nodes)
+    with go_on.open("r+b", buffering=0):
+        said = "\n".join(f"{node.end()}\n{node.said}" for node in nodes)
     assert "received 0" in done.stdout, done.stderr
     assert not (folder / "ran_code").exists()
     ended = re.findall(r"rank (\d) done in iteration (\d+)", said)

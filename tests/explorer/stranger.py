@@ -14,7 +14,7 @@ from .simulation import Simulation
 
 _WRITES = 80
 _LONGEST_PAUSE = 0.5  # seconds, of the job's own time
-_FORGED = "fault", "done", "0:0 0 1", "1:0", "0:0 returns", "0:9:beef", "{}", "[[0, 7, 0]]", "h 1 2 2", "\0"
+_FORGED = b"fault|done|0:0 0 1|1:0|0:0 returns|0:9:beef|{}|[[0, 7, 0]]|h 1 2 2|\0|\xff\xfe".split(b"|")
 
 
 def sealed_stores(scheduler: Scheduler, scenario: Scenario) -> Any:
@@ -73,17 +73,17 @@ class WithStranger(Simulation):
             case 0:
                 store.compare_set(self._draw.choice(kinds)(n), "", self._forge(store))
             case 1:
-                store.append(self._draw.choice(logs)(n), self._forge(store) + "\n")
+                store.append(self._draw.choice(logs)(n), self._forge(store) + b"\n")
             case 2:
-                store.set(self._draw.choice(wakes)(n), self._draw.choice([self._forge(store), b"\xff\xfe"]))
+                store.set(self._draw.choice(wakes)(n), self._forge(store))
             case 3:
                 store.add(self._draw.choice(counts)(n), self._draw.randint(1, 4))
 
-    def _forge(self, store: Any) -> str:
+    def _forge(self, store: Any) -> bytes:
         """A text of its own, or one of the job's from another key."""
         others = [key for key in store.list_keys() if "count" not in key and "beat" not in key]
         if others and self._draw.random() < 0.5:
             key = self._draw.choice(others)
-            copied = store.get(key).decode(errors="replace") if store.check([key]) else ""
-            return copied.splitlines()[0] if copied else ""
+            lines: list[bytes] = store.get(key).splitlines() if store.check([key]) else []
+            return lines[0] if lines else b""
         return self._draw.choice(_FORGED)

@@ -18,7 +18,7 @@ from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor.service import MonitorService
 from ft_wrapper.protocol.operations import Append, Claim, Move, Read, ReadLog, Write, read
 from ft_wrapper.protocol.seal import Seal
-from ft_wrapper.store import TCPStore, TCPStoreServer, secret
+from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer, secret
 
 OWN = b"a secret of the job's own"
 
@@ -84,30 +84,25 @@ def test_who_has_no_secret_reads_and_does_not_write() -> None:
         blind.close("key", "text")
 
 
-def test_each_step_is_sealed(server: TCPStoreServer) -> None:
-    secret.use(OWN)
-    with client(server) as own:
-        secret.use(None)
-        with client(server) as stranger:
-            own.execute([Write({"text": "a", "other": "b"}), Append("log", "c"), Claim("register", "d")])
-            steps = [
-                Read("text"),
-                Read("other"),
-                ReadLog("log"),
-                Move("register", "d", "e"),
-                Claim("register", "f"),
-            ]
-            assert own.execute(steps) == ["a", "b", "c", "e", "e"]
-            for key in ("text", "other", "register"):
-                stranger.set(key, "x")
-            stranger.append("log", "x\n")
-            assert own.execute([*steps[:3], Read("absent"), Claim("register", "f")]) == [
-                "a",
-                "b",
-                "c",
-                None,
-                "f",
-            ]
+@pytest.mark.parametrize("forged", [b"x", b"", b"d", b"\xff\xfe", b"a \xff"], ids=repr)
+def test_each_step_is_sealed(job_store: StoreMixin, forged: bytes) -> None:
+    with contextlib.closing(job_store.clone()) as own, contextlib.closing(job_store.clone()) as stranger:
+        own.seal = seal()
+        own.execute([Write({"text": "a", "other": "b"}), Append("log", "c"), Claim("register", "d")])
+        steps = [
+            Read("text"),
+            Read("other"),
+            ReadLog("log"),
+            Move("register", "d", "e"),
+            Claim("register", "f"),
+        ]
+        assert own.execute(steps) == ["a", "b", "c", "e", "e"]
+        for key in ("text", "other", "register"):
+            stranger.set(key, forged)
+        stranger.append("log", forged + b"\n")
+        assert own.execute([*steps[:3], Read("absent"), Claim("register", "f")]) == ["a", "b", "c", None, "f"]
+        stranger.set("register", forged)
+        assert own.execute([Move("register", "f", "g")]) == ["g"] if forged else [None]
 
 
 # Who gets it -----------------------------------------------------------------------------------------------
