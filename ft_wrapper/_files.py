@@ -25,7 +25,7 @@ def owners_only(path: str, flags: int) -> int:
     Raises:
         OSError: it is another's, or cannot be opened.
     """
-    # A pipe that nobody reads would stop this process for good.
+    # O_NONBLOCK: else a pipe without a reader would block here for ever.
     fd = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     found = os.fstat(fd)
     if not (stat.S_ISCHR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid())):

@@ -61,7 +61,7 @@ def said_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("option", COUNTS)
+@pytest.mark.parametrize("option", [*COUNTS, *DURATIONS])
 @given(value=NUMBERS)
 def test_a_number_is_taken_or_refused_in_one_line(option: str, value: str) -> None:
     try:
@@ -71,6 +71,7 @@ def test_a_number_is_taken_or_refused_in_one_line(option: str, value: str) -> No
     else:
         assert 1 <= options.nproc_per_node <= 4096 and 0 <= options.drained_exit_code <= 255
         assert max(options.max_restarts, options.max_rank_restarts, options.spare_nodes) < 2**31
+        assert 0 <= options.shutdown_timeout <= LONGEST and 0 < options.monitor_interval <= LONGEST
 
 
 @pytest.mark.parametrize("option", COUNTS)
@@ -79,17 +80,6 @@ def test_too_large_a_number_is_named_with_the_way_out(
 ) -> None:
     said = said_of(capsys, option, "99999999999999999999")
     assert said.startswith(f"ftrun: error: {option} 99999999999999999999: use a number")
-
-
-@pytest.mark.parametrize("option", DURATIONS)
-@given(value=NUMBERS)
-def test_a_duration_is_one_that_can_be_waited(option: str, value: str) -> None:
-    try:
-        options = parsed(f"{option}={value}")
-    except SystemExit as end:
-        assert end.code == 2
-    else:
-        assert 0 <= options.shutdown_timeout <= LONGEST and 0 < options.monitor_interval <= LONGEST
 
 
 @pytest.mark.parametrize("option", DURATIONS)
