@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Self
 
 from torch.distributed import DistStoreError
 
@@ -110,6 +110,7 @@ class Delete:
 
 
 Step = Read | ReadLog | Beats | Beat | Write | Wake | Append | Count | Claim | Move | Delete
+_TEXTS = Read, ReadLog, Claim, Move  # what gives the text of a key
 
 
 def keys_of(step: Step) -> list[str]:
@@ -134,17 +135,19 @@ def under(prefix: str, step: Step) -> Step:
             return dataclasses.replace(step, key=prefix + step.key)
 
 
-def sealed(step: Any, seal: Seal) -> Step:
+def sealed(step: Step, seal: Seal) -> Step:
     """The same step with what it writes sealed."""
-    if isinstance(step, Write):
-        return Write({key: seal.close(key, value) for key, value in step.values.items()})
-    if isinstance(step, Wake):
-        step = Wake(seal.name(step.key), step.value)
-    texts = {name: getattr(step, name, None) for name in ("value", "entry", "desired", "expected")}
-    absent = None, "" if isinstance(step, Move) else None  # what a register is expected to hold
-    written = {name: seal.close(step.key, text) for name, text in texts.items() if text not in absent}
-    made: Step = dataclasses.replace(step, **written)
-    return made
+    match step:
+        case Append(key, text) | Claim(key, text):
+            return type(step)(key, seal.close(key, text))
+        case Move(key, expected, desired):
+            return Move(key, expected and seal.close(key, expected), seal.close(key, desired))
+        case Wake(key, value):
+            return Wake(name := seal.name(key), seal.close(name, value))
+        case Write(values):
+            return Write({key: seal.close(key, value) for key, value in values.items()})
+        case _:
+            return step
 
 
 class Operations:
@@ -273,23 +276,21 @@ class Operations:
         closed = [sealed(step, self.seal) for step in steps]
         if self.is_private:
             given = self._perform(closed)
-        else:  # one after the other: a wake is not to come before what it is about
-            given = [self._own(step, self._perform([step])[0], self.seal) for step in closed]
-        for place, (step, held) in enumerate(zip(steps, given, strict=True)):
-            is_text = isinstance(step, Read) or (isinstance(step, ReadLog | Claim | Move) and held)
-            if is_text and held is not None:
-                given[place] = self.seal.open(keys_of(step)[0], held)
-        return given
+            return [self._own(step, held, self.seal) for step, held in zip(closed, given, strict=True)]
+        # One after the other: a wake is not to come before what it is about.
+        return [self._own(step, self._perform([step])[0], self.seal) for step in closed]
 
     def _own(self, step: Step, held: str | None, seal: Seal) -> str | None:
-        """What a register holds; where somebody else has written it, it is written as if it were absent."""
-        if isinstance(step, Claim) and not held:  # to etcd's transactions an empty key is there
-            return to_text(self.compare_set(step.key, "", step.desired), step.key, is_ours=False)
-        if not (isinstance(step, Claim | Move) and held and seal.check(step.key, held) is None):
+        """What a step gives, of the job's own; what others wrote to a register is written over."""
+        if held is None or not isinstance(step, _TEXTS) or (not held and isinstance(step, ReadLog | Move)):
             return held
-        if isinstance(step, Move) and not step.expected:
-            raise forged(step.key)  # an absent head begins a job: that of one that is on is none
-        return self._perform([Move(step.key, held, step.desired)])[0]
+        text = seal.check(step.key, held)
+        if text is None and isinstance(step, Claim | Move) and not self.is_private:
+            if isinstance(step, Move) and not step.expected:
+                raise forged(step.key)  # an absent head begins a job: that of one that is on is none
+            written = self.compare_set(step.key, held, step.desired)
+            text = seal.check(step.key, to_text(written, step.key, is_ours=False))
+        return seal.latest(step.key, text)
 
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
         """What `execute` does with steps that are sealed."""
@@ -368,7 +369,8 @@ def write_text(store: Operations, key: str, text: str) -> None:
 def claim(store: Operations, key: str, value: str) -> str:
     """Writes a register unless it is written; returns what it holds."""
     (held,) = store.execute([Claim(key, value)])
-    assert held is not None
+    if held is None:
+        raise forged(key)  # again and again
     return held
 
 

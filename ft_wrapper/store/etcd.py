@@ -231,7 +231,7 @@ class EtcdStore(Store, StoreMixin):
                     return None
             if said is not None:
                 text = to_text(said, name, self.seal is None)
-                return text if self.seal is None else self.seal.open(name, text) or ""
+                return text if self.seal is None else self.seal.check(name, text) or ""
         return super().hear(key, deadline - time.monotonic())
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
