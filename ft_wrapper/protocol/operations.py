@@ -17,7 +17,7 @@ _LONGEST_LOOK = 8.0
 _STAGGER = 0.05  # seconds between one member's look and the next one's
 _LAST_STAGGER = 2.0
 
-_SOMEBODY_ELSES = "surrogateescape"  # how bytes that are no text become one, and what they were again
+_SOMEBODY_ELSES = "surrogateescape"  # keeps bytes that are not UTF-8
 
 #: What `Beats` gives where a sign of life does not hold any more. No count is negative.
 LAPSED = -1
@@ -370,7 +370,7 @@ def claim(store: Operations, key: str, value: str) -> str:
     """Writes a register unless it is written; returns what it holds."""
     (held,) = store.execute([Claim(key, value)])
     if held is None:
-        raise forged(key)  # again and again
+        raise forged(key)  # it was overwritten again
     return held
 
 

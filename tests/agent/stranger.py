@@ -1,6 +1,6 @@
 """What somebody else does to a job whose store they reach: ``stranger.py OWN HOST PORT ATTACK FOLDER``.
 
-It takes the user id of nobody first. OWN is its own address. It prints how much it has received.
+Drops to the user nobody. OWN is its address. Prints how much it received.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Stranger:
     # ---- attacks
 
     def own_store(self, sealed: Callable[[str], str] = lambda text: text) -> None:
-        """Waits as rank 0 in a store of its own, and tells the others to meet there in the next iteration."""
+        """Hosts a store as rank 0 and points the next iteration's ranks at it."""
         with socket.socket() as free:
             free.bind((self.own, 0))
             port = free.getsockname()[1]
