@@ -203,7 +203,8 @@ class Stranger:
             with socket.socket(socket.AF_UNIX) as line:
                 line.settimeout(SECONDS)
                 line.connect(f"\0{agent}")
-                line.sendall(b"?")
+                with contextlib.suppress(BrokenPipeError):  # the agent refuses a user before it reads
+                    line.sendall(b"?")
                 _, fds, _, _ = socket.recv_fds(line, 100, 1)
                 self.received += len(fds)
 
