@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor.service import MonitorService
-from ft_wrapper.protocol.operations import Append, Claim, Move, Read, ReadLog, Write, read
+from ft_wrapper.protocol.operations import Append, Claim, Move, Read, ReadLog, Write, claim, read
 from ft_wrapper.protocol.seal import Seal
 from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer, secret
 
@@ -105,6 +105,23 @@ def test_each_step_is_sealed(job_store: StoreMixin, forged: bytes) -> None:
         assert own.execute([Move("register", "f", "g")]) == ["g"] if forged else [None]
 
 
+def test_a_register_that_is_overwritten_twice_is_named(
+    server: TCPStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client(server) as own, client(server) as stranger:
+        own.seal = seal()
+        compare_set, forgeries = own.compare_set, iter(("one", "two"))
+
+        def beaten(key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+            stranger.set(key, next(forgeries))
+            return compare_set(key, expected, desired)
+
+        monkeypatch.setattr(own, "compare_set", beaten)
+        with pytest.raises(StoreError, match="register"):
+            claim(own, "register", "own")
+        assert stranger.get("register") == b"two"
+
+
 # Who gets it -----------------------------------------------------------------------------------------------
 
 
@@ -130,7 +147,6 @@ def test_processes_of_the_user_get_it_from_the_agent(
     secret.use(OWN)
     with contextlib.closing(MonitorService("job")) as agent, client(server) as own:
         secret.announce(own, agent.name, "record")
-        Write({"record": "1"})
         script = (
             "import os, sys; from ft_wrapper.store import TCPStore, secret; 'a'.encode('idna');"
             "os.setuid(int(sys.argv[1]));"
