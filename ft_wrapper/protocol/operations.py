@@ -110,7 +110,7 @@ class Delete:
 
 
 Step = Read | ReadLog | Beats | Beat | Write | Wake | Append | Count | Claim | Move | Delete
-_TEXTS = Read, ReadLog, Claim, Move  # what gives the text of a key
+_TEXTS = Read, ReadLog, Claim, Move  # these return the text of a key
 
 
 def keys_of(step: Step) -> list[str]:
@@ -277,11 +277,11 @@ class Operations:
         if self.is_private:
             given = self._perform(closed)
             return [self._own(step, held, self.seal) for step, held in zip(closed, given, strict=True)]
-        # One after the other: a wake is not to come before what it is about.
+        # In order: a wake must not overtake its cause.
         return [self._own(step, self._perform([step])[0], self.seal) for step in closed]
 
     def _own(self, step: Step, held: str | None, seal: Seal) -> str | None:
-        """What a step gives, of the job's own; what others wrote to a register is written over."""
+        """A step's result without what strangers wrote; overwrites a register that a stranger wrote."""
         if held is None or not isinstance(step, _TEXTS) or (not held and isinstance(step, ReadLog | Move)):
             return held
         text = seal.check(step.key, held)
@@ -370,7 +370,7 @@ def claim(store: Operations, key: str, value: str) -> str:
     """Writes a register unless it is written; returns what it holds."""
     (held,) = store.execute([Claim(key, value)])
     if held is None:
-        raise forged(key)  # it was overwritten again
+        raise forged(key)  # overwritten twice
     return held
 
 

@@ -81,7 +81,7 @@ class Seal:
         return b"\n".join(own).decode(errors="surrogateescape") if own else None
 
     def latest(self, key: str, text: str | None) -> str | None:
-        """What `check` gave; if that is None, and the key no iteration's, what it gave before."""
+        """The text that `check` gave; if None, the last valid one of a key that outlives iterations."""
         if text is not None and keys.iteration_of(key) is None:
             self._last[key] = text
         return self._last.get(key) if text is None else text

@@ -1,6 +1,6 @@
 """What somebody else does to a job whose store they reach: ``stranger.py OWN HOST PORT ATTACK FOLDER``.
 
-Drops to the user nobody. OWN is its address. Prints how much it received.
+Runs as nobody, from address OWN. Prints how much it received.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Stranger:
             with socket.socket(socket.AF_UNIX) as line:
                 line.settimeout(SECONDS)
                 line.connect(f"\0{agent}")
-                with contextlib.suppress(BrokenPipeError):  # the agent refuses a user before it reads
+                with contextlib.suppress(BrokenPipeError):  # refused before it is read
                     line.sendall(b"?")
                 _, fds, _, _ = socket.recv_fds(line, 100, 1)
                 self.received += len(fds)

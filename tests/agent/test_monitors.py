@@ -504,7 +504,7 @@ def test_who_is_no_rank_is_refused(
         with socket.socket(socket.AF_UNIX) as line:
             line.settimeout(TIMEOUT)
             line.connect(f"\0{monitors.name}")
-            # Another user is refused, and hung up on, before this byte is read: perhaps before it is sent.
+            # The service refuses another user and hangs up without reading this byte.
             with contextlib.suppress(BrokenPipeError):
                 line.sendall(b"!")
             return str(receive(line)["refused"])
