@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_wrapper.restart import Settings
-from ft_wrapper.settings import Limits, Seconds, Setting, about
+from ft_wrapper.settings import Limits, about
 
 PAGE = Path(__file__).parent / "usage.md"
 BEGIN, END = "<!-- made by docs/settings.py -->\n", "<!-- to here -->\n"
@@ -28,7 +28,7 @@ def table() -> str:
     for name in sorted(known, key=about(Limits).__contains__):
         cells = (
             f"`{name}`",
-            _shown(known[name]),
+            _shown(getattr(Settings, name), known[name].is_duration),
             "yes" if known[name].is_shared else " ",
             meanings[name].replace("``", "`"),
         )
@@ -48,9 +48,8 @@ def on_page() -> str:
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 
-def _shown(setting: Setting[Any, Any]) -> str:
-    default = setting.default
-    if isinstance(setting, Seconds):
+def _shown(default: Any, is_duration: bool) -> str:
+    if is_duration:
         return f"{default:g} s"
     if isinstance(default, enum.Enum):
         return f'`"{default.value}"`'

@@ -8,12 +8,11 @@ known to the monitor, and compared between the ranks if it says so. Plug-ins and
 import dataclasses
 import enum
 import functools
-import inspect
 import operator
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, cast
 
 #: How many ranks the job began with, where WORLD_SIZE is more.
 FORMATION_SIZE_ENV = "FT_WRAPPER_FORMATION_SIZE"
@@ -23,9 +22,6 @@ ACTIVE_WORLD_SIZE_ENV = "FT_WRAPPER_ACTIVE_WORLD_SIZE"
 MOST_RANKS = 1 << 20
 #: Seconds that any wait may last: Python's and the kernel's waits raise an error for much more.
 LONGEST = 2**31 - 1
-
-Given = TypeVar("Given")
-Kept = TypeVar("Kept")
 
 
 class OnJoin(enum.StrEnum):
@@ -121,67 +117,52 @@ def _as_on_join(name: str, value: object) -> OnJoin:
 # Settings ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(eq=False)
-class Setting(Generic[Given, Kept]):
-    """A field of a dataclass that a user may set: it is checked when the object is made, and stays.
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is known of a dataclass's field that a user may set.
 
     Args:
-        default: its default.
-        check: given the name and what a user passed; returns what is kept, or raises.
+        check: given the field's name and what a user passed; returns what is kept, or raises.
         is_shared: whether it must be the same on all ranks.
-        shorter_than: settings that it has to be shorter than.
+        is_duration: whether it is kept in seconds; users may pass a ``timedelta``, too.
+        shorter_than: durations that it has to be shorter than.
     """
 
-    default: Kept
-    check: Callable[[str, Any], Kept]
+    check: Callable[[str, Any], Any]
     is_shared: bool = False
+    is_duration: bool = False
     shorter_than: tuple[str, ...] = ()
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance: object, owner: type | None = None) -> Kept:
-        return self.default if instance is None else instance.__dict__[self.name]
-
-    def __set__(self, instance: object, value: Given) -> None:
-        if self.name in vars(instance):
-            raise dataclasses.FrozenInstanceError(f"cannot assign to field {self.name!r}")
-        vars(instance)[self.name] = self.check(self.name, value)
-
-    def as_passed(self, value: Kept) -> object:
+    def as_passed(self, value: object) -> object:
         """What is kept, as users write it."""
+        if self.is_duration:
+            return timedelta(seconds=cast(float, value))
         return value.value if isinstance(value, OnJoin) else value
 
 
-class Seconds(Setting["timedelta | float", float]):
-    """A duration: a user gives it as ``timedelta`` or in seconds, and it is kept in seconds."""
-
-    def __init__(
-        self, default: float, *shorter_than: str, is_shared: bool = False, from_zero: bool = False
-    ) -> None:
-        check = functools.partial(as_seconds, from_zero=from_zero)
-        super().__init__(default, check, is_shared, shorter_than)
-
-    def as_passed(self, value: float) -> timedelta:
-        """What is kept, as users write it."""
-        return timedelta(seconds=value)
+def argument(default: Any, check: Callable[[str, Any], Any], *, is_shared: bool = False) -> Any:
+    """A field of `Limits` or of a class that extends it, with its default; see `Setting`."""
+    return dataclasses.field(default=default, metadata={Setting: Setting(check, is_shared)})
 
 
-class Plain(Setting[Kept, Kept]):
-    """A setting that is kept as it is given."""
+def _duration(default: float, *shorter_than: str, is_shared: bool = False, from_zero: bool = False) -> float:
+    """The same for a duration."""
+    check = functools.partial(as_seconds, from_zero=from_zero)
+    known = Setting(check, is_shared, True, shorter_than)
+    return dataclasses.field(default=default, metadata={Setting: known})
 
 
-def about(settings: type) -> dict[str, Setting[Any, Any]]:
+def about(settings: type) -> dict[str, Setting]:
     """What a user may set, by name."""
-    found = {one.name: inspect.getattr_static(settings, one.name) for one in dataclasses.fields(settings)}
-    return {name: known for name, known in found.items() if isinstance(known, Setting)}
+    fields = dataclasses.fields(settings)
+    return {one.name: one.metadata[Setting] for one in fields if Setting in one.metadata}
 
 
 _count = functools.partial(as_int, at_least=1)
 _count_or_none = functools.partial(as_limit, at_least=1)
 
 
-@dataclasses.dataclass(unsafe_hash=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """What the wrapper, the monitor and the protocol have to know. Plain data that goes through JSON.
 
@@ -222,29 +203,33 @@ class Limits:
         fault_window: how long a fault counts for that.
     """
 
-    monitor_thread_interval: Seconds = Seconds(1.0, "soft_timeout")
-    monitor_process_interval: Seconds = Seconds(1.0, "heartbeat_timeout", "soft_timeout")
-    heartbeat_interval: Seconds = Seconds(1.0, "heartbeat_timeout")
-    progress_watchdog_interval: Seconds = Seconds(1.0, "soft_timeout")
-    soft_timeout: Seconds = Seconds(60.0, "hard_timeout")
-    hard_timeout: Seconds = Seconds(90.0, "barrier_timeout")
-    heartbeat_timeout: Seconds = Seconds(30.0, "barrier_timeout", is_shared=True)
-    barrier_timeout: Seconds = Seconds(120.0, is_shared=True)
-    completion_timeout: Seconds = Seconds(120.0, is_shared=True)
-    last_call_wait: Seconds = Seconds(0.0, from_zero=True)
-    termination_grace_time: Seconds = Seconds(5.0)
-    unwind_grace: Seconds = Seconds(0.5, "hard_timeout")
-    use_global_iteration: Plain[bool] = Plain(False, as_switch, is_shared=True)
-    active_world_size: Plain[int | None] = Plain(None, _count_or_none, is_shared=True)
-    min_world_size: Plain[int] = Plain(1, _count, is_shared=True)
-    on_join: Setting[str, OnJoin] = Setting(OnJoin.DEGRADED, _as_on_join, is_shared=True)
-    join_window: Seconds = Seconds(1.0, is_shared=True, from_zero=True)
-    rejoin_wait: Seconds = Seconds(2.0, is_shared=True, from_zero=True)
-    max_same_faults: Plain[int | None] = Plain(5, _count_or_none, is_shared=True)
-    max_faults: Plain[int | None] = Plain(None, _count_or_none, is_shared=True)
-    fault_window: Seconds = Seconds(3600.0, is_shared=True)
+    monitor_thread_interval: float = _duration(1.0, "soft_timeout")
+    monitor_process_interval: float = _duration(1.0, "heartbeat_timeout", "soft_timeout")
+    heartbeat_interval: float = _duration(1.0, "heartbeat_timeout")
+    progress_watchdog_interval: float = _duration(1.0, "soft_timeout")
+    soft_timeout: float = _duration(60.0, "hard_timeout")
+    hard_timeout: float = _duration(90.0, "barrier_timeout")
+    heartbeat_timeout: float = _duration(30.0, "barrier_timeout", is_shared=True)
+    barrier_timeout: float = _duration(120.0, is_shared=True)
+    completion_timeout: float = _duration(120.0, is_shared=True)
+    last_call_wait: float = _duration(0.0, from_zero=True)
+    termination_grace_time: float = _duration(5.0)
+    unwind_grace: float = _duration(0.5, "hard_timeout")
+    use_global_iteration: bool = argument(False, as_switch, is_shared=True)
+    active_world_size: int | None = argument(None, _count_or_none, is_shared=True)
+    min_world_size: int = argument(1, _count, is_shared=True)
+    on_join: OnJoin = argument(OnJoin.DEGRADED, _as_on_join, is_shared=True)
+    join_window: float = _duration(1.0, is_shared=True, from_zero=True)
+    rejoin_wait: float = _duration(2.0, is_shared=True, from_zero=True)
+    max_same_faults: int | None = argument(5, _count_or_none, is_shared=True)
+    max_faults: int | None = argument(None, _count_or_none, is_shared=True)
+    fault_window: float = _duration(3600.0, is_shared=True)
     # Whether an agent starts another process in place of this one. No argument: the agent says so.
     replaced: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in about(type(self)).items():
+            object.__setattr__(self, name, known.check(name, getattr(self, name)))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Limits":

@@ -328,7 +328,9 @@ def _documented() -> tuple[str, inspect.Signature]:
     before, raises, after = inspect.cleandoc(Wrapper.__doc__ or "").partition("Raises:\n")
     documented = [inspect.cleandoc(one.__doc__ or "").partition("Args:\n")[2] for one in (Settings, Limits)]
     parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=known.as_passed(known.default))
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=known.as_passed(getattr(Settings, name))
+        )
         for name, known in sorted(about(Settings).items(), key=lambda item: item[0] in about(Limits))
     ]
     text = [before + "Args:", *documented, "", raises + after]

@@ -15,7 +15,7 @@ from ..finalize import Finalize
 from ..health_check import HealthCheck
 from ..initialize import Initialize
 from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, ShiftRanks
-from ..settings import Limits, Plain, about, as_switch
+from ..settings import Limits, about, argument, as_switch
 from ..store import StoreMixin, TCPStore, without_secrets
 from ..terminate import Terminate
 from .report import RestartReport
@@ -71,15 +71,15 @@ def _check_arguments(wrong: str, function: Any, *arguments: object) -> None:
         raise TypeError(f"{wrong}: {error}") from None
 
 
-def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> Plain[Any]:
+def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> Any:
     words = f"a {kind.__module__}.{kind.__name__}: derive from it"
-    return Plain(default, functools.partial(_check_kind, kind=kind, words=words), is_shared)
+    return argument(default, functools.partial(_check_kind, kind=kind, words=words), is_shared=is_shared)
 
 
 _mapping = functools.partial(_check_kind, kind=Mapping, words="a dict of arguments for store_factory")
 
 
-@dataclasses.dataclass(unsafe_hash=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Limits):
     """All that a wrapped call is told by its `Wrapper`.
 
@@ -117,22 +117,22 @@ class Settings(Limits):
             as a hang in the function.
     """
 
-    store_factory: Plain[Callable[..., StoreMixin]] = Plain(TCPStore, _check_factory)
-    store_kwargs: Plain[Mapping[str, Any] | None] = Plain(None, _mapping)
-    initialize: Plain[Initialize | None] = _plug_in(Initialize)
-    abort: Plain[Abort | None] = _plug_in(Abort, Compose(AbortProcesses(), AbortTorchDistributed()))
-    finalize: Plain[Finalize | None] = _plug_in(Finalize)
-    health_check: Plain[HealthCheck | None] = _plug_in(HealthCheck)
-    completion: Plain[Completion | None] = _plug_in(Completion)
-    terminate: Plain[Terminate | None] = _plug_in(Terminate)
-    rank_assignment: Plain[RankAssignment | None] = _plug_in(RankAssignment, is_shared=True)
-    monitor_process_logfile: Plain[str | None] = Plain(None, _check_path)
-    monitor_process_pidfile: Plain[str | None] = Plain(None, _check_path)
-    enabled: Plain[bool] = Plain(True, as_switch)
-    collect_garbage: Plain[bool] = Plain(True, as_switch)
-    keep_groups: Plain[bool] = Plain(False, as_switch, is_shared=True)
-    warm_up: Plain[Callable[[], object] | Literal[False] | None] = Plain(None, _check_warm_up)
-    on_restart: Plain[Callable[[RestartReport], object] | None] = Plain(None, _check_on_restart)
+    store_factory: Callable[..., StoreMixin] = argument(TCPStore, _check_factory)
+    store_kwargs: Mapping[str, Any] | None = argument(None, _mapping)
+    initialize: Initialize | None = _plug_in(Initialize)
+    abort: Abort | None = _plug_in(Abort, Compose(AbortProcesses(), AbortTorchDistributed()))
+    finalize: Finalize | None = _plug_in(Finalize)
+    health_check: HealthCheck | None = _plug_in(HealthCheck)
+    completion: Completion | None = _plug_in(Completion)
+    terminate: Terminate | None = _plug_in(Terminate)
+    rank_assignment: RankAssignment | None = _plug_in(RankAssignment, is_shared=True)
+    monitor_process_logfile: str | None = argument(None, _check_path)
+    monitor_process_pidfile: str | None = argument(None, _check_path)
+    enabled: bool = argument(True, as_switch)
+    collect_garbage: bool = argument(True, as_switch)
+    keep_groups: bool = argument(False, as_switch, is_shared=True)
+    warm_up: Callable[[], object] | Literal[False] | None = argument(None, _check_warm_up)
+    on_restart: Callable[[RestartReport], object] | None = argument(None, _check_on_restart)
 
     @property
     def shared(self) -> dict[str, object]:
