@@ -118,7 +118,7 @@ class CallWrapper:
         """What ended the previous iteration, the likeliest cause first; empty in the first one."""
         member = self._call.own.member
         view = member.view
-        if view.n == view.first:
+        if view.is_first:
             return ()
         records = member.agreement.ends.faults_of(view.n - 1)
         return tuple(dict.fromkeys(by_blame(fault.record for fault in records)))
@@ -355,7 +355,11 @@ def _begins_job(call: Call) -> bool:
     member = call.own.member
     if not call.own.progress.is_in_time or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return False
-    return (member.member.slot, member.member.incarnation, member.view.n) == (0, 0, member.view.first)
+    return (member.member.slot, member.member.incarnation, member.view.n) == (
+        0,
+        0,
+        member.view.decision.first,
+    )
 
 
 def _quiet_watchdog() -> list[str]:

@@ -53,7 +53,7 @@ LINES = {
     "cli": Budget(700),
     "restart": Budget(1200, 1535, CORE),
     "rank_assignment": Budget(500, 514, CORE),
-    "protocol": Budget(2170, 2716, CORE),
+    "protocol": Budget(2170, 2690, CORE),
     "store": Budget(1670, 2015, CORE),
     "monitor": Budget(2210, 2299, CORE),
     "torch_groups": Budget(1185, 1288, CORE),

@@ -35,7 +35,7 @@ def said(
         store.execute([Append(keys.entered(n), entry)])
     decision = Decision(0, n, 0, (), (), (), (), (), world_size, 1)
     state = State(0, world_size, active_world_size=active, iteration=n)
-    return str(make_report(store, View.of(decision, "nonce", ()), decision, state, faults, seconds))
+    return str(make_report(store, View(decision, "nonce", ()), state, faults, seconds))
 
 
 def test_names_what_failed_where_who_took_over_and_how_long_it_took() -> None:

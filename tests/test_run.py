@@ -477,7 +477,7 @@ def test_a_failure_that_the_job_finished_without_is_forgiven(
         store = TCPStore(host, int(port))
         me = Member(rank, 0)
         Agreement(store).joining.join_first(me, [0, 2])
-        view, _ = Agreement(store).joining.await_first(me, [0, 2], 100)
+        view = Agreement(store).joining.await_first(me, [0, 2], 100)
         Agreement(store).ends.end_iteration(view.n, sys.argv[1])
         sys.exit(9 if rank == 2 and sys.argv[2] == "member fails" else 0)
     """)

@@ -282,10 +282,9 @@ class JobInStore:
         """
 
         def read_finished() -> dict[int, int | None] | None:
-            ends, current = self._agreement.ends, self._agreement.iterations.read_current()
-            if current is None or ends.outcome_of(current[0].n) != DONE:
+            ends, view = self._agreement.ends, self._agreement.iterations.read_current()
+            if view is None or ends.outcome_of(view.n) != DONE:
                 return None
-            view, _ = current
             # The death of an active rank would have ended the iteration by a fault. The death of a process
             # outside of a call, as after this one, is logged without one.
             dead, entering = {fault.member for fault in ends.faults_of(view.n)}, self._agreement.entering

@@ -153,9 +153,8 @@ def _await_gone(store: StoreMixin, slots: set[int], seconds: float) -> None:
     leaving = set(holders(agreement, slots))
     deadline = store.now() + seconds
     while True:
-        current = agreement.iterations.read_current()
-        assert current is not None, "it had formed"
-        view, _ = current
+        view = agreement.iterations.read_current()
+        assert view is not None, "it had formed"
         outcome = agreement.ends.outcome_of(view.n)
         left = leaving.intersection(view.members) - agreement.ends.deaths_of(view.n)
         if not left or outcome not in (None, FAULT):
@@ -184,10 +183,9 @@ def restart(endpoint: str, why: str) -> str:
     """
     with Job(endpoint) as job:
         ranks = job.ranks()
-        current = None if ranks is None else Agreement(ranks).iterations.read_current()
-        if ranks is None or current is None:
+        view = None if ranks is None else Agreement(ranks).iterations.read_current()
+        if ranks is None or view is None:
             raise Refused("no wrapped function has been entered by all ranks yet")
-        view, _ = current
         ends = Agreement(ranks).ends
         if ends.outcome_of(view.n) is not None:
             raise Refused(f"iteration {view.n} has ended already")

@@ -218,17 +218,16 @@ def read_status(store: StoreMixin) -> Status:
         StoreError: it cannot be read.
     """
     agreement = Agreement(store)
-    current = agreement.iterations.read_current()
-    if current is None:
+    view = agreement.iterations.read_current()
+    if view is None:
         return Status(NOT_FORMED, None, None, 0, None, (), None)
-    view, _ = current
     n = view.n
     outcome = agreement.ends.outcome_of(n)
     state = RUNNING if outcome is None else RESTARTING if outcome == FAULT else COMPLETED
     places = {str(one): entered.active_rank for one, entered in agreement.entering.entered_in(n).items()}
     dead = agreement.ends.deaths_of(n)
     ended = n if outcome == FAULT else n - 1
-    faults = agreement.ends.faults_of(ended) if ended >= view.first else []
+    faults = agreement.ends.faults_of(ended) if ended >= view.decision.first else []
     ranks = []
     for member in view.members:
         host, pid = host_and_pid(store, member)

@@ -250,11 +250,10 @@ class RankMonitor:
         watch = NeighbourWatch(self._agreement, str(self.member), limits.heartbeat_timeout)
         alone_since = math.inf
         while True:
-            current = self._agreement.iterations.read_current()
+            view = self._agreement.iterations.read_current()
             joined = joining.joined_first()
             n, members, silent = names.BEFORE_FIRST, joined, frozenset[Member]()
-            if current is not None:
-                view, _ = current
+            if view is not None:
                 n, members, silent = view.n, set(view.members), watch.look(view, [self.member])
             missing = (members | joined) - ends.goodbyes() - {self.member}
             if not missing:

@@ -106,9 +106,8 @@ class ByHand(Operations):
         """
         job = self._job
         job.wait_for_global_iteration_ready(timeout)
-        current = self._agreement.iterations.read_current()
-        assert current is not None, "head is never deleted"
-        view, _ = current
+        view = self._agreement.iterations.read_current()
+        assert view is not None, "head is never deleted"
         # All are looked at each time: silence is what lies between two looks.
         alive = sorted(set(view.members) - self._agreement.ends.deaths_of(view.n))
         heard = [member.slot for member in alive if job._stillness(member) < heartbeat_timeout]
@@ -186,10 +185,9 @@ class ByHand(Operations):
             The number that is on afterwards: unchanged if its time has not come.
         """
         iterations, place = self._agreement.iterations, self._place
-        current = iterations.read_current()
-        if current is None:
+        view = iterations.read_current()
+        if view is None:
             return 0
-        view, _ = current
         if place is not None and place.member in view.members:
             _, missing = iterations.arrived_and_missing(view)
             silent = frozenset(one for one in missing if self._job._stillness(one) >= SILENT_AFTER)
@@ -244,7 +242,7 @@ class ByHand(Operations):
         step = agreement.iterations.await_next(view, member, timeout=seconds, heartbeat_timeout=SILENT_AFTER)
         if step is None:
             raise left_out(member, view.n)
-        return self._enter(Place(member, step[0]))
+        return self._enter(Place(member, step))
 
     def handle_rank_restart(self, world_size: int, timeout: timedelta, *, rank: int | None = None) -> int:
         """Takes this process's part in the job: its first iteration, or the next one of a job that is on.
@@ -278,7 +276,7 @@ class ByHand(Operations):
                 joining.join_first(member, slots)
                 first = joining.await_first(member, slots, timeout.total_seconds())
             if first is not None:
-                return self._enter(Place(member, first[0]))
+                return self._enter(Place(member, first))
             asked = keys.BEFORE_FIRST
         return self._get_in(member, timeout, asked)
 
@@ -339,10 +337,9 @@ class ByHand(Operations):
         return self._place
 
     def _coordinator(self) -> Member | None:
-        current = self._agreement.iterations.read_current()
-        if current is None:
+        view = self._agreement.iterations.read_current()
+        if view is None:
             return None
-        view, _ = current
         return min(set(view.members) - self._agreement.ends.deaths_of(view.n), default=None)
 
     def _stillness(self, member: Member) -> float:
@@ -354,11 +351,10 @@ class ByHand(Operations):
         return self._observer.stillness(member)
 
     def _what_is_missing(self) -> str:
-        current = self._agreement.iterations.read_current()
-        if current is None:
+        view = self._agreement.iterations.read_current()
+        if view is None:
             joined = sorted(member.slot for member in self._agreement.joining.joined_first())
             return f"only the ranks {joined} have joined"
-        view, _ = current
         if self._agreement.ends.outcome_of(view.n) is None:
             return f"iteration {view.n} is still on"
         _, missing = self._agreement.iterations.arrived_and_missing(view)
@@ -388,7 +384,7 @@ class ByHand(Operations):
             head = joining.iterations.read_head()
             assert head is not None, "head is never deleted"
             with self._withdrawn_unless_in(member):
-                entry, view, _ = joining.await_entry(member, head.call, limits, seconds, asked)
+                entry, view = joining.await_entry(member, head.call, limits, seconds, asked)
             if entry is Entry.IN:
                 return self._enter(Place(member, view))
             if entry is not Entry.PASSED:
@@ -415,17 +411,17 @@ class ByHand(Operations):
     def _withdraw(self, member: Member) -> None:
         ends, iterations = self._agreement.ends, self._agreement.iterations
         current = iterations.read_current()
-        if current is not None and member in current[0].members:
-            ends.log_deaths(current[0].n, {member: None}, ends=True)
-            iterations.count_deaths(current[0])
+        if current is not None and member in current.members:
+            ends.log_deaths(current.n, {member: None}, ends=True)
+            iterations.count_deaths(current)
         else:
-            ends.give_up(keys.BEFORE_FIRST if current is None else current[0].n, member)
+            ends.give_up(keys.BEFORE_FIRST if current is None else current.n, member)
 
     def _still_in(self, place: Place) -> int:
         current = self._agreement.iterations.read_current()
-        if current is None or place.member not in current[0].members:
+        if current is None or place.member not in current.members:
             raise left_out(place.member, place.view.n)
-        return self._enter(Place(place.member, current[0]))
+        return self._enter(Place(place.member, current))
 
     def _enter(self, place: Place) -> int:
         self._place = place

@@ -54,9 +54,8 @@ def report_deaths(
             kept = agreement.iterations.joins_of(n) & dead.keys()
         else:
             if view is None or head != view.head:
-                current = agreement.iterations.read_current()
-                assert current is not None
-                view = current[0]
+                view = agreement.iterations.read_current()
+                assert view is not None
                 active = any(agreement.entering.may_be_active(view.n, member) for member in dead)
             n, kept = view.n, set()
             inside = {member: fault for member, fault in told.items() if member in view.members}

@@ -61,25 +61,26 @@ def judge(
         host_of: where a member runs; empty if that is not known.
     """
     culprit = culprit_of(faults)
+    before = view.decision
     if culprit is None:
-        return Verdict(view.blamed)
+        return Verdict(before.blamed)
     host, at = culprit.host or host_of(culprit.member), culprit.at or time.time()
-    since, slot = at - view.fault_window, culprit.member.slot
-    recent = [one for one in view.blamed if one.at >= since]
-    blamed = _newest([*recent, Blamed(slot, host, at)], view.max_faults)
-    if _is_host_bad(view.max_faults, blamed, host):
+    since, slot = at - before.fault_window, culprit.member.slot
+    recent = [one for one in before.blamed if one.at >= since]
+    blamed = _newest([*recent, Blamed(slot, host, at)], before.max_faults)
+    if _is_host_bad(before.max_faults, blamed, host):
         out = frozenset(one for one in kept if host_of(one) == host)
         what, new = f"host {host}", [one for one in newcomers if host_of(one) == host]
-    elif _is_slot_bad(view.max_faults, blamed, slot, host):
+    elif _is_slot_bad(before.max_faults, blamed, slot, host):
         out = frozenset(one for one in kept if one.slot == slot)
         what, new = f"slot {slot} on {host}", [one for one in newcomers if one.slot == slot]
     else:
         return Verdict(blamed)
-    left, least = len(kept) - len(out) + len(newcomers) - len(new), max(1, view.min_world_size)
+    left, least = len(kept) - len(out) + len(newcomers) - len(new), max(1, before.min_world_size)
     if left < least:
         why = f"{left} of min_world_size={least} ranks would be left"
-        return Verdict(blamed, words=f"{_in_words(view, what, 'stays')}; without it {why}")
-    return Verdict(blamed, out, slot, _in_words(view, what, "is excluded"))
+        return Verdict(blamed, words=f"{_in_words(before, what, 'stays')}; without it {why}")
+    return Verdict(blamed, out, slot, _in_words(before, what, "is excluded"))
 
 
 def why_out(decision: Decision, slot: int, host: str, now: float = 0.0) -> str:
@@ -122,6 +123,6 @@ def _is_slot_bad(most: int, blamed: Sequence[Blamed], slot: int, host: str) -> b
     return 0 < most <= sum((one.slot, one.host) == (slot, host) for one in blamed)
 
 
-def _in_words(settings: Decision | View, what: str, does: str) -> str:
+def _in_words(settings: Decision, what: str, does: str) -> str:
     most, window = settings.max_faults, settings.fault_window
     return f"{what} {does}, after {most} faults within {window:g} s (max_faults={most})"

@@ -78,16 +78,15 @@ class GlobalIteration:
         key = keys.decision(head.n, head.nonce)
         return entries.decision_in(head, entries.present(key, read(self.store, key)))
 
-    def read_iteration(self, head: Head) -> tuple[View, Decision]:
-        """A head's iteration and the decision behind it: O(world size), for those who come from outside."""
+    def read_iteration(self, head: Head) -> View:
+        """A head's iteration: O(world size), for those who come from outside."""
         key, decision_key = keys.roster(head.n, head.nonce), keys.decision(head.n, head.nonce)
         roster, text = self.store.execute([Read(key), Read(decision_key)])
         members = records.roster_from_json(entries.present(key, roster), key)
-        decision = entries.decision_in(head, entries.present(decision_key, text))
-        return View.of(decision, head.nonce, members), decision
+        return View(entries.decision_in(head, entries.present(decision_key, text)), head.nonce, members)
 
-    def read_current(self) -> tuple[View, Decision] | None:
-        """The iteration that is on, and the decision that led to it; None before the first one."""
+    def read_current(self) -> View | None:
+        """The iteration that is on; None before the first one."""
         head = self.read_head()
         while head is not None:
             try:
@@ -198,21 +197,21 @@ class GlobalIteration:
             member for slot, member in sorted(latest.items()) if slot not in holders and member not in dead
         )
         missing = set(view.members) - arrived.keys() - dead.keys() - silent
-        verdict = Verdict(view.blamed)
-        if view.max_faults and outcome == FAULT:
+        verdict = Verdict(view.decision.blamed)
+        if view.decision.max_faults and outcome == FAULT:
             verdict = exclusion.judge(view, self.ends.faults_of(n), kept, newcomers, self._host_of)
             kept = tuple(member for member in kept if member not in verdict.out)
         left = len(kept) + len(newcomers)
         if missing and not (drop_missing and outcome == FAULT):
             return None
-        if left < max(1, view.min_world_size):
+        if left < max(1, view.decision.min_world_size):
             return None
         announced = {member.slot for member, marks in dead.items() if RETURNS in marks} - {verdict.slot}
         if hold and announced - {member.slot for member in newcomers} and left < self.wanted():
             return None
         decision = self._next_decision(view, outcome, kept, newcomers, arrived)
         faults = entries.faults_in(n, arrivals)
-        same = records.count_same_faults(view.same_faults, faults, dead, bool(decision.removed))
+        same = records.count_same_faults(view.decision.same_faults, faults, dead, bool(decision.removed))
         decision = dataclasses.replace(
             decision, same_faults=same, blamed=verdict.blamed, excluded=verdict.words
         )
@@ -228,7 +227,7 @@ class GlobalIteration:
         rejoin_wait: float = 0.0,
         proposed: Proposed | None = None,
         on_missing: Callable[[Sequence[Member], float], None] | None = None,
-    ) -> tuple[View, Decision] | None:
+    ) -> View | None:
         """Waits, once arrived, for the decision of the next iteration; proposes it if no one else does.
 
         After an iteration that ended well it waits for as long as a missing member lives and is heard: that
@@ -246,7 +245,7 @@ class GlobalIteration:
                 by a fault a second ago: with these, and the seconds waited.
 
         Returns:
-            The view of that iteration and the decision; None if this member is not in it.
+            That iteration; None if this member is not in it.
 
         Raises:
             TimeoutError: fewer than the job's ``min_world_size`` members were left; names the missing ones.
@@ -305,7 +304,7 @@ class GlobalIteration:
             if not (between_calls and awaited):
                 raise TimeoutError(
                     f"iteration {view.n} was not followed by another one within {timeout:g} s: fewer than "
-                    f"min_world_size={view.min_world_size} ranks are left; "
+                    f"min_world_size={view.decision.min_world_size} ranks are left; "
                     f"missing slots: {[m.slot for m in absent]}"
                 )
             self.log_awaited(view, awaited)
@@ -361,16 +360,16 @@ class GlobalIteration:
         return Decision(
             call=_call_after(view, outcome),
             n=n,
-            first=n if outcome == DONE else view.first,
+            first=n if outcome == DONE else view.decision.first,
             removed=tuple(sorted(removed + world.moved)),
             ranks=world.gaps,
             joined=newcomers + world.moved,
             joined_ranks=world.joined_ranks,
             inserted=world.inserted,
             world_size=world.size,
-            min_world_size=view.min_world_size,
-            max_faults=view.max_faults,
-            fault_window=view.fault_window,
+            min_world_size=view.decision.min_world_size,
+            max_faults=view.decision.max_faults,
+            fault_window=view.decision.fault_window,
         )
 
     def _host_of(self, member: Member) -> str:
@@ -407,7 +406,7 @@ class GlobalIteration:
 
     def _follow(
         self, view: View, member: Member, head: Head | None, decision: Decision | None = None
-    ) -> tuple[View, Decision] | None:
+    ) -> View | None:
         if head is None:
             raise StoreError(f"store key {keys.HEAD!r} is gone, though iteration {view.n} has begun")
         if head.n != view.n + 1:
@@ -421,10 +420,10 @@ class GlobalIteration:
         return _step_to(view, member, head, decision)
 
 
-def _step_to(view: View, member: Member, head: Head, decision: Decision) -> tuple[View, Decision] | None:
+def _step_to(view: View, member: Member, head: Head, decision: Decision) -> View | None:
     """The iteration after one; None if a member is not in it."""
     after = view.after(decision, head.nonce)
-    return (after, decision) if member in after.members else None
+    return after if member in after.members else None
 
 
 def keeps_lookout(position: int, size: int, look: int = 0) -> bool:

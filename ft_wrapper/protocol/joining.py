@@ -173,7 +173,7 @@ class Joining:
 
     def await_first(
         self, member: Member, slots: Iterable[int], timeout: float, limits: Limits = _DEFAULTS
-    ) -> tuple[View, Decision] | None:
+    ) -> View | None:
         """Waits for the first decision.
 
         Args:
@@ -183,7 +183,7 @@ class Joining:
             limits: as in `join_first`.
 
         Returns:
-            The first iteration and the decision that led to it; None if this member is not in it.
+            The first iteration; None if this member is not in it.
 
         Raises:
             TimeoutError: not all slots joined in time; names the missing ones.
@@ -198,7 +198,7 @@ class Joining:
                 current = self._read_first(limits)
                 # Who was not in the first decision joins the running job; and who sees a later one only has
                 # been paused, and was in the first one if it is in that.
-                return current if member in current[0].members else None
+                return current if member in current.members else None
             if remaining <= 0:
                 break
         joins, dead = self.iterations.joins_of(keys.BEFORE_FIRST), self.ends.deaths_of(keys.BEFORE_FIRST)
@@ -210,7 +210,7 @@ class Joining:
             "see whether their processes started and reach the store, or raise barrier_timeout"
         )
 
-    def _read_first(self, limits: Limits) -> tuple[View, Decision]:
+    def _read_first(self, limits: Limits) -> View:
         """The iteration that is on, mostly the first: that one's decision follows from its roster."""
         head = self.iterations.read_head()
         if head is not None and head.n == keys.BEFORE_FIRST + 1:
@@ -218,8 +218,7 @@ class Joining:
             roster = read(self.store, key)
             if roster is not None:  # else head has moved on by two meanwhile
                 members = roster_from_json(roster, key)
-                decision = _first_decision(members, limits)
-                return View.of(decision, head.nonce, members), decision
+                return View(_first_decision(members, limits), head.nonce, members)
         current = self.iterations.read_current()
         if current is None:
             raise StoreError("the store has no head any more; this job cannot go on")
@@ -248,7 +247,7 @@ class Joining:
 
     def await_entry(
         self, member: Member, call: int, limits: Limits, patience: float, asked: int | None = None
-    ) -> tuple[Entry, View, Decision]:
+    ) -> tuple[Entry, View]:
         """Asks to be let into the running job until head lists the member, or it is clear that it never will.
 
         Args:
@@ -260,28 +259,27 @@ class Joining:
                 that took part in the first formation.
 
         Returns:
-            How it ended; the iteration that head was at, and the decision that led to it.
+            How it ended, and the iteration that head was at.
 
         Raises:
             TimeoutError: an iteration had ended and was not followed by another one.
         """
         attempt = _Attempt(self, member, call, limits, patience, asked)
         while True:
-            current = self.iterations.read_current()
-            if current is None:
+            view = self.iterations.read_current()
+            if view is None:
                 raise StoreError("the store has no head any more; this job cannot go on")
-            view, decision = current
             if view.call > call:
-                return Entry.DONE, view, decision
+                return Entry.DONE, view
             if member in view.members:
-                return Entry.IN, view, decision
+                return Entry.IN, view
             if self.newest_of(member.slot) != member:
-                return Entry.TAKEN_OVER, view, decision
+                return Entry.TAKEN_OVER, view
             if attempt.asked is not None and view.n > attempt.asked + 1:
-                return Entry.PASSED, view, decision
+                return Entry.PASSED, view
             outcome = self.ends.outcome_of(view.n)
             if view.call == call and outcome == DONE:
-                return Entry.DONE, view, decision
+                return Entry.DONE, view
             attempt.look_at(view)
             if call == view.call + (outcome == DONE):
                 attempt.ask(view)
@@ -408,7 +406,7 @@ class _Attempt:
             raise TimeoutError(
                 f"iteration {view.n} was not followed by another one within {self.patience:g} s: "
                 f"slots {sorted(member.slot for member in missing)} have not left it, or fewer than "
-                f"min_world_size={view.min_world_size} ranks are left"
+                f"min_world_size={view.decision.min_world_size} ranks are left"
             )
         if not arrived - dead and not self._has_gathered(view, now):
             return

@@ -78,7 +78,6 @@ class Membership:
     record: MemberRecord = dataclasses.field(default_factory=MemberRecord.here)
     member: Member = dataclasses.field(init=False)
     view: View = dataclasses.field(init=False)
-    decision: Decision = dataclasses.field(init=False)
     ended_job: str | None = dataclasses.field(default=None, init=False)
     left_by: str = dataclasses.field(default="", init=False)
     _was_completed_late: bool = dataclasses.field(default=False, init=False)
@@ -168,11 +167,11 @@ class Membership:
             on_missing=self.on_missing,
         )
         if step is None:
-            current = self.agreement.iterations.read_current() if self.view.max_faults else None
+            current = self.agreement.iterations.read_current() if self.view.decision.max_faults else None
             if current is not None:
-                self._leave_if_excluded(current[1], len(current[0].members))
+                self._leave_if_excluded(current.decision, len(current.members))
             raise RankDiscarded(self._left_out())
-        before, (self.view, self.decision) = self.view, step
+        before, self.view = self.view, step
         self.emit("decided", after=before.nonce)
 
     def leave_if_excluded(self) -> None:
@@ -180,10 +179,10 @@ class Membership:
 
         It came before that was decided; later ones do not get so far.
         """
-        new = set(self.decision.joined).difference(self.decision.removed)
+        decision = self.view.decision
+        new = set(decision.joined).difference(decision.removed)
         if self.member in new:
-            others = len(self.view.members) - len(new)
-            self._leave_if_excluded(self.decision, others, time.time())
+            self._leave_if_excluded(decision, len(self.view.members) - len(new), time.time())
 
     def _leave_if_excluded(self, decision: Decision, others: int, now: float = 0.0) -> None:
         why = exclusion.why_out(decision, self.slot, self.record.host, now)
@@ -194,10 +193,9 @@ class Membership:
         current = None if self.limits.max_faults is None else self.agreement.iterations.read_current()
         if current is None:
             return
-        view, decision = current
-        dead = self.agreement.ends.deaths_of(view.n)
-        others = {one for one in view.members if one.slot != self.slot} - dead
-        self._leave_if_excluded(decision, len(others), time.time())
+        dead = self.agreement.ends.deaths_of(current.n)
+        others = {one for one in current.members if one.slot != self.slot} - dead
+        self._leave_if_excluded(current.decision, len(others), time.time())
 
     def has_failed(self) -> bool:
         """Whether the present iteration has ended by a fault."""
@@ -206,7 +204,7 @@ class Membership:
     def hopeless(self, decision: Decision | None = None) -> SameFault | None:
         """The fault before the present iteration, or a given one, that ends the job, if there is one."""
         limit = self.limits.max_same_faults
-        for fault in (decision or self.decision).same_faults:
+        for fault in (decision or self.view.decision).same_faults:
             if fault.is_for_good or (limit is not None and fault.count >= limit):
                 return fault
         return None
@@ -339,8 +337,8 @@ class Membership:
         if not is_early:
             self._join_unless_excluded()
         current = None if is_early else self.agreement.iterations.read_current()
-        if current is not None and current[0].call == self.call:
-            fault = self.hopeless(current[1])
+        if current is not None and current.call == self.call:
+            fault = self.hopeless(current.decision)
             if fault is not None:
                 self._note_end(fault.in_words)
                 raise JobEnded(f"slot {self.slot} comes too late: the job was ended by {fault.in_words}")
@@ -348,7 +346,7 @@ class Membership:
         patience = self.limits.barrier_timeout + self.limits.heartbeat_timeout
         asked = keys.BEFORE_FIRST if is_early and self.slot in self.slots else None
         while True:
-            entry, view, decision = self.agreement.joining.await_entry(
+            entry, view = self.agreement.joining.await_entry(
                 self.member, self.call, self.limits, patience, asked
             )
             if entry is Entry.DONE:
@@ -356,7 +354,7 @@ class Membership:
             if entry is Entry.TAKEN_OVER:
                 raise RankDiscarded(left_out.taken_over(self.agreement, self.member, self.record))
             if entry is Entry.IN:
-                self.view, self.decision = view, decision
+                self.view = view
                 self.emit("decided")
                 return True
             log.warning("%s was passed over for too long, and joins again", self.member.name)
@@ -405,7 +403,7 @@ class Membership:
             self.member, self.slots, self.limits.barrier_timeout, self.limits
         )
         if first is not None:
-            self.view, self.decision = first
+            self.view = first
         return first is not None
 
     def _refused(self) -> RankDiscarded:

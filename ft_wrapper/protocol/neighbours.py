@@ -133,9 +133,9 @@ class NeighbourWatch:
         """Who is in a head's iteration: read once."""
         if self._roster is None or self._roster[0] != head:
             current = self._agreement.iterations.read_current()
-            if current is None or current[0].head is None:
+            if current is None:
                 return frozenset()
-            self._roster = current[0].head, frozenset(current[0].members)
+            self._roster = current.head, frozenset(current.members)
         return self._roster[1]
 
     def _look_at_hearts(self, view: View, own: frozenset[Member]) -> frozenset[Member]:

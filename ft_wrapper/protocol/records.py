@@ -16,7 +16,6 @@ from typing import Any, Self
 from .._text import IN_LINE, IN_STORE, cut
 from ..attribution import Interruption, InterruptionRecord
 from ..exception import StoreError
-from . import keys
 from .standing import UNKNOWN, Stood
 
 FAULT = "fault"
@@ -339,54 +338,39 @@ class View(Record):
     """What a member knows of the iteration that it is in.
 
     Args:
-        call: number of the wrapped call.
-        n: number of the global iteration.
+        decision: what led to it.
         nonce: name of the proposal that decided it.
-        first: number of the call's first global iteration.
         members: all members, by slot.
-        min_world_size: the job goes on with no fewer members.
-        same_faults: those of the decision that led to it; as are
-        max_faults: see `Decision`,
-        fault_window: and
-        blamed.
     """
 
-    call: int
-    n: int
+    decision: Decision
     nonce: str
-    first: int
     members: tuple[Member, ...]
-    min_world_size: int = 1
-    same_faults: tuple[SameFault, ...] = ()
-    max_faults: int = 0
-    fault_window: float = 0.0
-    blamed: tuple[Blamed, ...] = ()
+
+    @property
+    def n(self) -> int:
+        """Number of the global iteration."""
+        return self.decision.n
+
+    @property
+    def call(self) -> int:
+        """Number of the wrapped call."""
+        return self.decision.call
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first iteration of its call."""
+        return self.n == self.decision.first
+
+    @property
+    def head(self) -> Head:
+        """The value of the head register while this iteration is on."""
+        return Head(self.decision.call, self.decision.n, self.nonce)
 
     def after(self, decision: Decision, nonce: str) -> "View":
         """The view once a decision has been carried out."""
         stay = set(self.members) - set(decision.removed)
-        return View.of(decision, nonce, tuple(sorted(stay.union(decision.joined))))
-
-    @classmethod
-    def of(cls, decision: Decision, nonce: str, members: tuple[Member, ...]) -> "View":
-        """The view of a decision's iteration, where its members are known."""
-        return cls(
-            decision.call,
-            decision.n,
-            nonce,
-            decision.first,
-            members,
-            decision.min_world_size,
-            decision.same_faults,
-            decision.max_faults,
-            decision.fault_window,
-            decision.blamed,
-        )
-
-    @property
-    def head(self) -> Head | None:
-        """The value of the head register while this iteration is on."""
-        return None if self.n == keys.BEFORE_FIRST else Head(self.call, self.n, self.nonce)
+        return View(decision, nonce, tuple(sorted(stay.union(decision.joined))))
 
 
 def roster_to_json(members: tuple[Member, ...]) -> str:

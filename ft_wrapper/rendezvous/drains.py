@@ -86,12 +86,11 @@ def living(store: Operations) -> tuple[set[int], int]:
         StoreError: it cannot be read.
     """
     agreement = Agreement(store)
-    current = agreement.iterations.read_current()
-    if current is None:
+    view = agreement.iterations.read_current()
+    if view is None:
         return set(), 0
-    view, _ = current
     dead = agreement.ends.deaths_of(view.n)
-    return {member.slot for member in view.members if member not in dead}, view.min_world_size
+    return {member.slot for member in view.members if member not in dead}, view.decision.min_world_size
 
 
 def drained(record: Record, asked: Drain) -> Collection[int]:

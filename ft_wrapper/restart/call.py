@@ -141,12 +141,12 @@ class Call(Performer):
 
     # ---- into the function
 
-    def know(self, view: View, decision: Decision) -> None:
-        own = self.own
+    def know(self, view: View) -> None:
+        own, decision = self.own, view.decision
         own.memory.active = True  # until it is known: others may be waiting for this rank
         self._reporter.step = own.memory.step  # before it is forgotten
         own.memory.enter_iteration(view.n)
-        is_new = own.member.member in decision.joined or view.n == decision.first
+        is_new = own.member.member in decision.joined or view.is_first
         own.monitor.enter(view, None if is_new else decision)
 
     def assign(self, state: State, decision: Decision) -> State:

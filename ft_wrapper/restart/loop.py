@@ -54,8 +54,8 @@ class Performer:
 
     waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
-    def know(self, view: View, decision: Decision) -> None:
-        """Before the rank waits, tells its monitor which iteration it is in, and how that was decided."""
+    def know(self, view: View) -> None:
+        """Before the rank waits, tells its monitor which iteration it is in."""
 
     def assign(self, state: State, decision: Decision) -> State:
         """Runs the rank assignment on a state; returns the rank's new state."""
@@ -141,7 +141,7 @@ class RestartLoop:
         try:
             left = None
             while left is None:
-                self.performer.know(self.member.view, self.member.decision)
+                self.performer.know(self.member.view)
                 self._consider_same_faults()
                 self.member.leave_if_excluded()
                 left = self._iterate()
@@ -181,7 +181,7 @@ class RestartLoop:
 
     def enter(self) -> bool:
         """Gets this rank's place; False if the iteration ended before all ranks had theirs."""
-        member, decision, base = self.member, self.member.decision, self.base
+        member, decision, base = self.member, self.member.view.decision, self.base
         n = member.view.n
         self._is_spare = False  # until it is known: others may be waiting for this rank
         base.rank = decision.rank_of(member.member, base.rank)
@@ -209,7 +209,7 @@ class RestartLoop:
         self._is_spare = state.mode == Mode.INACTIVE
         recompiles = self.performer.take(state)
         endpoint = self.performer.serve() if state.active_rank == 0 else None
-        promoted = base.mode == Mode.INACTIVE and n != decision.first
+        promoted = base.mode == Mode.INACTIVE and not member.view.is_first
         entry = Entered(member.member, state.active_rank, promoted, recompiles)
         sizes = (state.world_size or 0, state.active_world_size or 0)
         entering = member.agreement.entering
@@ -233,9 +233,10 @@ class RestartLoop:
             if error is None or isinstance(error, RankShouldRestart):  # which never leaves the call
                 raise RestartAbort(member.ended_job)
             raise error
-        if limit is None or not member.decision.same_faults:
+        same = member.view.decision.same_faults
+        if limit is None or not same:
             return
-        worst = member.decision.same_faults[0]
+        worst = same[0]
         pause = min(same_faults.pause_before_entering(worst.count), self.limits.barrier_timeout / 4)
         if pause:
             if worst.member == member.member:

@@ -89,7 +89,7 @@ class Reporter:
             watch: of the iteration that begins.
         """
         own, self._report = self._own, None
-        if own.settings.on_restart is None or own.member.view.n == own.member.view.first:
+        if own.settings.on_restart is None or own.member.view.is_first:
             return
         self._waits = True
         try:
@@ -150,7 +150,7 @@ class Reporter:
             state: this rank's.
         """
         view, now = self._own.member.view, self._own.client.now()
-        if view.n == view.first or state.active_rank is None:
+        if view.is_first or state.active_rank is None:
             return
         if Agreement(self._own.client).entering.count_active(view.n) != state.active_world_size:
             return
@@ -173,4 +173,4 @@ class Reporter:
         member = self._own.member
         faults = Agreement(store).ends.faults_of(member.view.n - 1)
         seconds = began_before(faults, self._began_at) if self.ended_at is None else now - self.ended_at
-        return make_report(store, member.view, member.decision, state, faults, seconds)
+        return make_report(store, member.view, state, faults, seconds)

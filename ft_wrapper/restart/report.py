@@ -10,7 +10,7 @@ from .._text import IN_LINE, cut, duration, plural
 from ..attribution import Interruption, by_blame
 from ..protocol import Agreement
 from ..protocol.operations import Operations
-from ..protocol.records import Decision, Fault, Member, View
+from ..protocol.records import Fault, Member, View
 from ..protocol.standing import Counted
 from ..state import State
 
@@ -120,18 +120,18 @@ class RestartReport:
 
 
 def make_report(
-    store: Operations, view: View, decision: Decision, state: State, faults: Sequence[Fault], seconds: float
+    store: Operations, view: View, state: State, faults: Sequence[Fault], seconds: float
 ) -> RestartReport:
     """Makes the report of a restart, from what the store has of it.
 
     Args:
         store: what the ranks that entered have noted there.
         view: the iteration that begins.
-        decision: what led to it.
         state: of a rank that has entered it.
         faults: what was published in the one before, in that order.
         seconds: from its end until the last active rank was back.
     """
+    decision = view.decision
     entered = Agreement(store).entering.entered_in(view.n).values()
     active = sorted((one.active_rank, one) for one in entered if one.active_rank is not None)
     lost = sorted(set(decision.removed).difference(decision.joined))

@@ -103,7 +103,7 @@ def hang_of(thread: int) -> str:
 
 def times_before(view: View, what: str) -> int:
     """How often in a row a fault, by kind and place, had ended iterations before this one."""
-    return next((fault.count for fault in view.same_faults if fault.what == what), 0)
+    return next((fault.count for fault in view.decision.same_faults if fault.what == what), 0)
 
 
 def pause_before_entering(count: int) -> float:

@@ -394,8 +394,8 @@ def in_a_call(rank: Rank, store: TCPStore, begin: str, log: Path) -> tuple[View,
     assert current is not None
     member = members[0]
     rank.tell("join", member.slot, member.incarnation)
-    rank.tell("enter", current[0], 0)
-    return current[0], member
+    rank.tell("enter", current, 0)
+    return current, member
 
 
 @SIDES

@@ -159,7 +159,7 @@ def test_the_loss_of_a_node_of_spares_ends_nothing() -> None:
         Agreement(store).joining.join_first(member, range(3))
     current = Agreement(store).iterations.read_current()
     assert current is not None
-    view = current[0]
+    view = current
     Agreement(store).entering.enter(view.n, Entered(active, 0), (3, 1), ("host", 1))
 
     def lose(member: Member) -> str | None:

@@ -80,7 +80,7 @@ class Forgetting(RankAssignment):
         scheduler, state = self._simulation.scheduler, ctx.state
         process = next(one for one in self._simulation.processes if one.task is scheduler.current)
         job = process._job
-        known = (job.call, job.member, job.view, job.decision, state.rank, state.world_size)
+        known = (job.call, job.member, job.view, state.rank, state.world_size)
         scheduler.forget(process.task, (*known, process.facts.entered, tuple(process.completed)))
         return self._inner(ctx)
 

@@ -179,8 +179,8 @@ class Invariants:
         if head.n != len(history.heads):
             raise Violation(f"I1: head moved from {_last(history.heads)} to {head}")
         try:
-            view, decision = iterations.read_iteration(head)
-            roster = view.members
+            view = iterations.read_iteration(head)
+            roster, decision = view.members, view.decision
         except StoreError as error:
             raise Violation(f"I1: head moved to {head}, whose decision is not written: {error}") from None
         if head.n > 0 and head.n - 1 not in history.outcomes:
@@ -340,7 +340,7 @@ class Invariants:
         if view.members != roster or view.head != history.heads[n]:
             raise Violation(f"I2: {process.name} believes in {view}, decided is {history.heads[n]}: {roster}")
         active = state.active_world_size or 0
-        mine = (view.call, view.first, state.world_size, active)
+        mine = (view.call, view.decision.first, state.world_size, active)
         if history.sizes.setdefault(n, mine) != mine:
             raise Violation(f"I2: {process.name} enters {n} with {mine}, others with {history.sizes[n]}")
         self._take("rank", n, member, state.rank, state.world_size)

@@ -213,7 +213,7 @@ class SimulatedProcess(Performer):
 
     # What its restart loop asks for; see `Performer` -------------------------------------------------------
 
-    def know(self, view: View, decision: Decision) -> None:
+    def know(self, view: View) -> None:
         monitor = self._tell_monitor()
         monitor.view, monitor.rank, monitor.active = view, None, True
 

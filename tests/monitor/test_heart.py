@@ -58,7 +58,7 @@ def formed(store: StoreMixin, number: int, heart: Callable[[int], str | None] = 
         )
     current = Agreement(store).iterations.read_current()
     assert current is not None
-    return current[0]
+    return current
 
 
 def go_on(store: StoreMixin, view: View, *slots: int) -> View:
@@ -69,8 +69,8 @@ def go_on(store: StoreMixin, view: View, *slots: int) -> View:
     silent = frozenset(view.members) - {Member(slot, 0) for slot in slots}
     Agreement(store).iterations.advance(view, Member(slots[0], 0), silent=silent)
     current = Agreement(store).iterations.read_current()
-    assert current is not None and current[0].n == view.n + 1
-    return current[0]
+    assert current is not None and current.n == view.n + 1
+    return current
 
 
 def test_a_node_costs_one_request_an_interval() -> None:

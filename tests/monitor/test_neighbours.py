@@ -16,7 +16,7 @@ from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.neighbours import NeighbourWatch, Sight
 from ft_wrapper.protocol.operations import Delete, read
-from ft_wrapper.store import Member, View
+from ft_wrapper.protocol.records import Decision, Member, View
 from ft_wrapper.testing import FakeStore
 
 TIMEOUT = 10.0
@@ -27,7 +27,6 @@ def members(number: int) -> tuple[Member, ...]:
 
 
 MEMBERS = members(3)
-VIEW = View(0, 0, "nonce", 0, MEMBERS)
 
 
 @pytest.fixture
@@ -36,7 +35,10 @@ def store() -> CountedStore:
 
 
 def view_of(number: int, n: int = 0) -> View:
-    return View(0, n, "nonce", 0, members(number))
+    return View(Decision(0, n, 0, (), (), (), (), (), number, 1), "nonce", members(number))
+
+
+VIEW = view_of(3)
 
 
 def share(store: FakeStore, heart: str, *slots: int) -> None:
@@ -60,7 +62,7 @@ def formed(store: FakeStore, number: int) -> View:
         Agreement(store).joining.join_first(Agreement(store).joining.register(slot), range(number))
     current = Agreement(store).iterations.read_current()
     assert current is not None
-    return current[0]
+    return current
 
 
 def pass_time(
@@ -207,7 +209,7 @@ def test_a_rank_whose_heart_is_mute_costs_a_restart_for_each_timeout_and_not_for
                 Agreement(store).iterations.arrive(view, member, rank, 3)
             current = Agreement(store).iterations.read_current()
             assert current is not None
-            view = current[0]
+            view = current
     assert view.members == MEMBERS
     assert 2 <= view.n <= seconds / TIMEOUT
 
@@ -291,7 +293,7 @@ def test_a_restart_does_not_wait_for_a_spare_that_was_silent_before(store: FakeS
     watch.leave_out_suspects(2.0, stop)
     current = Agreement(store).iterations.read_current()
     assert current is not None
-    assert (current[0].n, current[0].members) == (1, (MEMBERS[0], MEMBERS[2]))
+    assert (current.n, current.members) == (1, (MEMBERS[0], MEMBERS[2]))
     assert sum(stop.waited) < 0.5
     assert not watch._suspicion
 

@@ -298,8 +298,8 @@ MUTANTS = [
     _job(
         "new-call-keeps-its-first",
         ITERATION,
-        "first=n if outcome == DONE else view.first,",
-        "first=view.first,",
+        "first=n if outcome == DONE else view.decision.first,",
+        "first=view.decision.first,",
         "a call's first iteration is the one after the last call's end",
     ),
     _job(
@@ -430,14 +430,14 @@ MUTANTS = [
     _job(
         "in-without-being-listed",
         JOINING,
-        "return current if member in current[0].members else None",
+        "return current if member in current.members else None",
         "return current",
         "who is not in the first decision joins the running job",
     ),
     _job(
         "joins-though-taken-over",
         JOINING,
-        "            if self.newest_of(member.slot) != member:\n                return Entry.TAKEN_OVER, view, decision\n",
+        "            if self.newest_of(member.slot) != member:\n                return Entry.TAKEN_OVER, view\n",
         "",
         "the older of two processes of a slot gives up",
     ),
@@ -458,7 +458,7 @@ MUTANTS = [
     _job(
         "comes-for-a-call-that-is-done",
         JOINING,
-        "            if view.call == call and outcome == DONE:\n                return Entry.DONE, view, decision\n",
+        "            if view.call == call and outcome == DONE:\n                return Entry.DONE, view\n",
         "",
         "who comes for a call that is done has nothing left to do in it",
     ),

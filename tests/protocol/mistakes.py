@@ -199,13 +199,13 @@ class ReusedList(GlobalIteration):
 
 
 class LocalNumber(GlobalIteration):
-    def await_next(self, view: View, member: Member, **how: Any) -> tuple[View, Decision] | None:
+    def await_next(self, view: View, member: Member, **how: Any) -> View | None:
         following = super().await_next(view, member, **how)
         if following is not None:
             return following
-        after = dataclasses.replace(view, n=view.n + 1)
-        size = len(view.members)
-        return after, Decision(view.call, after.n, view.first, (), (), (), (), (), size, 1)
+        first, size = view.decision.first, len(view.members)
+        decision = Decision(view.call, view.n + 1, first, (), (), (), (), (), size, 1)
+        return dataclasses.replace(view, decision=decision)
 
 
 # Decisions written from empty, old ones deleted
@@ -231,22 +231,22 @@ class FromEmpty(GlobalIteration):
 class WaitsForTheNext(Joining):
     def await_entry(
         self, member: Member, call: int, limits: Limits, patience: float, asked: int | None = None
-    ) -> tuple[Entry, View, Decision]:
-        view, _ = self._current()
+    ) -> tuple[Entry, View]:
+        view = self._current()
         attempt = joining._Attempt(self, member, call, limits, patience, asked)
         attempt.look_at(view)
         attempt.ask(view)
         self.ends.end_iteration(view.n, FAULT)
-        counter = self._current()[0].n
+        counter = self._current().n
         while (
             self.store.hear(keys.wake_head(counter + 1), 10.0) is None
             and self.ends.outcome_of(counter) != DONE
         ):
             pass
-        view, decision = self._current()
-        return Entry.IN if member in view.members else Entry.DONE, view, decision
+        view = self._current()
+        return Entry.IN if member in view.members else Entry.DONE, view
 
-    def _current(self) -> tuple[View, Decision]:
+    def _current(self) -> View:
         current = self.iterations.read_current()
         assert current is not None
         return current
@@ -317,7 +317,7 @@ class CounterStore(SimulatedStore):
         head = iterations.read_head() if isinstance(step, ReadLog) and "/arrived/" in step.key else None
         if head is None or step != ReadLog(keys.arrived(head.n)):
             return super().execute([step])[0]
-        members = iterations.read_iteration(head)[0].members
+        members = iterations.read_iteration(head).members
         if self.add(keys.count_gone(head.n), 0) < len(members):
             return super().execute([step])[0]
         return "\n".join(f"{member} {rank} {len(members)}" for rank, member in enumerate(members))
@@ -368,7 +368,7 @@ class SuspectsLoggedWatch(NeighbourWatch):
 
 
 class Unbounded(GlobalIteration):
-    def await_next(self, view: View, member: Member, **how: Any) -> tuple[View, Decision] | None:
+    def await_next(self, view: View, member: Member, **how: Any) -> View | None:
         deadline = self.store.now() + how["timeout"]
         while self.store.hear(keys.wake_head(view.n + 1), 1.0) is None:
             if self.read_head() == view.head:

@@ -277,7 +277,7 @@ def join(slot: int, slots: range, timeout: float = 10.0) -> Callable[[StoreMixin
 def test_all_form_the_same_world(run: Run) -> None:
     views = set(run({f"rank {slot}": join(slot, range(4)) for slot in range(4)}).values())
     assert len(views) == 1
-    assert views.pop()[0].members == tuple(Member(slot, 0) for slot in range(4))
+    assert views.pop().members == tuple(Member(slot, 0) for slot in range(4))
 
 
 def test_formation_names_the_missing_ranks(run: Run) -> None:
@@ -306,7 +306,7 @@ def test_slot_started_twice_joins_with_its_last_incarnation(store: StoreMixin) -
     Agreement(store).joining.join_first(Agreement(store).joining.register(1), range(2))
     head = Agreement(store).iterations.read_head()
     assert head is not None
-    assert Agreement(store).iterations.read_iteration(head)[0].members == (Member(0, 1), Member(1, 0))
+    assert Agreement(store).iterations.read_iteration(head).members == (Member(0, 1), Member(1, 0))
     assert Agreement(store).joining.await_first(Member(0, 0), range(2), 1.0) is None
 
 
@@ -361,8 +361,8 @@ def ended_by_a_fault(store: StoreMixin, size: int) -> tuple[list[Member], View]:
         agreement.joining.join_first(member, range(size))
     first = agreement.joining.await_first(members[0], range(size), 1.0)
     assert first is not None
-    agreement.ends.end_iteration(first[0].n, FAULT)
-    return members, first[0]
+    agreement.ends.end_iteration(first.n, FAULT)
+    return members, first
 
 
 def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
@@ -388,7 +388,7 @@ def test_no_proposal_keeps_who_was_logged_dead_before_it_arrived() -> None:
     assert len(read) == 2
     head = Agreement(store).iterations.read_head()
     assert head is not None
-    assert Agreement(store).iterations.read_iteration(head)[0].members == (members[0],)
+    assert Agreement(store).iterations.read_iteration(head).members == (members[0],)
 
 
 def test_ranks_that_are_lost_together_cost_one_restart() -> None:
@@ -407,4 +407,4 @@ def test_ranks_that_are_lost_together_cost_one_restart() -> None:
     report_lost(Agreement(store), dict.fromkeys(members[:2], "its node was lost"), returns=False)
     head = Agreement(store).iterations.read_head()
     assert head is not None and head.n == view.n + 1
-    assert Agreement(store).iterations.read_iteration(head)[0].members == (members[2], members[3])
+    assert Agreement(store).iterations.read_iteration(head).members == (members[2], members[3])

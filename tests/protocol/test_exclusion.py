@@ -23,7 +23,11 @@ def host_of(member: Member) -> str:
 
 def view(*blamed: tuple[int, float], least: int = 1) -> View:
     there = tuple(Blamed(slot, HOSTS[slot], at) for slot, at in blamed)
-    return View(0, 9, "nonce", 0, MEMBERS, least, max_faults=3, fault_window=100.0, blamed=there)
+    return View(dataclasses.replace(decision(*there), n=9, min_world_size=least), "nonce", MEMBERS)
+
+
+def changed(view: View, **fields: object) -> View:
+    return dataclasses.replace(view, decision=dataclasses.replace(view.decision, **fields))
 
 
 def decision(*blamed: Blamed) -> Decision:
@@ -99,7 +103,7 @@ def test_it_is_out_for_no_longer_than_its_faults_count() -> None:
 
 
 def test_as_many_faults_are_remembered_as_it_takes() -> None:
-    before = dataclasses.replace(view(*[(2, 950.0)] * 99), max_faults=100)
+    before = changed(view(*[(2, 950.0)] * 99), max_faults=100)
     assert "is excluded, after 100 faults" in judge(before, [fault(2)], MEMBERS, (), host_of).words
 
 
@@ -108,9 +112,9 @@ def test_faults_of_others_do_not_push_out_those_of_a_slot() -> None:
     now = view((2, 950.0))
     for number in range(200):
         if number == 100:
-            now = dataclasses.replace(now, blamed=(*now.blamed, Blamed(2, "b", 950.0)))
+            now = changed(now, blamed=(*now.decision.blamed, Blamed(2, "b", 950.0)))
         other = [fault(number + 4, host=f"h{number}")]
-        now = dataclasses.replace(now, blamed=judge(now, other, MEMBERS, (), host_of).blamed)
+        now = changed(now, blamed=judge(now, other, MEMBERS, (), host_of).blamed)
     assert "slot 2 on b is excluded" in judge(now, [fault(2)], MEMBERS, (), host_of).words
 
 
@@ -122,6 +126,6 @@ def test_of_a_slot_no_more_faults_are_remembered_than_it_takes() -> None:
 def test_a_decision_is_read_as_it_was_written() -> None:
     made = decision(Blamed(2, "b", 950.5))
     assert Decision.from_json(made.to_json(), "key") == made
-    assert View.of(made, "nonce", MEMBERS).blamed == made.blamed
+    assert View.from_json(View(made, "nonce", MEMBERS).to_json(), "key").decision == made
     without = Decision(0, 10, 0, (), (), (), (), (), 4, 1)
     assert "blamed" not in without.to_json() and "max_faults" not in without.to_json()

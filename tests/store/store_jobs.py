@@ -13,7 +13,7 @@ from store_helpers import Background
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.heart import past_keys
 from ft_wrapper.protocol.operations import Delete
-from ft_wrapper.store import Decision, Member, StoreMixin, View
+from ft_wrapper.store import Member, StoreMixin, View
 from ft_wrapper.testing import Clock, FakeStore
 from ft_wrapper.testing.clock import Waiter
 
@@ -85,18 +85,16 @@ def formed_in(store: StoreMixin, slots: Sequence[int]) -> tuple[View, list[Membe
         Agreement(store).joining.join_first(member, slots)
     current = Agreement(store).iterations.read_current()
     assert current is not None
-    return current[0], members
+    return current, members
 
 
-def go_on(
-    store: StoreMixin, view: View, members: Sequence[Member], outcome: str = "fault"
-) -> tuple[View, Decision]:
+def go_on(store: StoreMixin, view: View, members: Sequence[Member], outcome: str = "fault") -> View:
     """Ends the iteration, and all these members leave it, each with its place among them as its rank."""
     Agreement(store).ends.end_iteration(view.n, outcome)
     for rank, member in enumerate(members):
         Agreement(store).iterations.arrive(view, member, rank, len(view.members))
     current = Agreement(store).iterations.read_current()
-    assert current is not None and current[0].n == view.n + 1, "they did not go on"
+    assert current is not None and current.n == view.n + 1, "they did not go on"
     return current
 
 

@@ -83,7 +83,7 @@ class AnyJob(abc.ABC):
     def train_until_in(self, rank: int, member: Member, within: float | None = None) -> int:
         """Goes on whenever the iteration ends, until somebody else is in."""
         client, n = self.clients[rank], self.join(rank)
-        while member not in Agreement(client).iterations.read_current()[0].members:
+        while member not in Agreement(client).iterations.read_current().members:
             assert Agreement(client).ends.wait_for_end(n, within or self.patience), (
                 "anyone who wants in ends the iteration"
             )
@@ -107,7 +107,7 @@ class AnyJob(abc.ABC):
         """The processes of the iteration that is on."""
         current = Agreement(self.store).iterations.read_current()
         assert current is not None
-        members: tuple[Member, ...] = current[0].members
+        members: tuple[Member, ...] = current.members
         return members
 
 
@@ -179,7 +179,7 @@ class Job(AnyJob):
             assert current is not None
             self.store.fail("add", "*/count/gone/*", client=client.client)
             with pytest.raises(DistNetworkError):
-                Agreement(client).iterations.arrive(current[0], self.member(rank), rank, self.world_size)
+                Agreement(client).iterations.arrive(current, self.member(rank), rank, self.world_size)
 
 
 class RealJob(AnyJob):

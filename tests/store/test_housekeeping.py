@@ -78,7 +78,7 @@ def test_what_is_past_is_deleted_a_little_at_a_time(job_store: StoreMixin) -> No
     for number in range(2 * SLICE):
         store.set(keys.iteration_prefix(0) + f"/{number}", "1")
     for _ in range(2):
-        view, _ = go_on(store, view, members)
+        view = go_on(store, view, members)
     house = Housekeeper(store, join_window=100.0)
 
     def left() -> int:
@@ -123,7 +123,7 @@ def test_shared_hearts_that_stand_still_go_where_they_are_too_many(
 
     def left(*beating: str) -> set[str]:
         nonlocal view
-        view, _ = go_on(store, view, members)
+        view = go_on(store, view, members)
         house = Housekeeper(store, join_window=1.0)
         house.keep(view)
         for heart in beating:
@@ -151,7 +151,7 @@ def test_keys_do_not_grow_with_the_iterations(store: StoreMixin) -> None:
             Agreement(store).entering.enter(view.n, Entered(members[rank], rank), (3, 3), endpoint)
             Agreement(store).ends.finish(view.n, rank, 99)
             store.set(keys.iteration_prefix(view.n) + "/a user's", "1")
-        view, _ = go_on(store, view, members)
+        view = go_on(store, view, members)
         if store.list_keys():
             delete_past(store, view)
         counts.append(store.num_keys())
@@ -183,7 +183,7 @@ def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin)
     assert kept == {(0, 0), (1, 2), (2, 2)}
     assert read(store, keys.terms(0)) is not None
     Agreement(store).ends.end_iteration(view.n, "done")
-    view, _ = go_on(store, view, members, outcome="done")
+    view = go_on(store, view, members, outcome="done")
     delete_past(store, view)
     assert read(store, keys.terms(0)) is None
 

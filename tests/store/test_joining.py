@@ -63,9 +63,14 @@ def test_who_comes_now_ends_the_iteration_after_the_window() -> None:
     newcomer = Agreement(store).joining.register(2)
     ended = ends(store, 0)
     at(store, 1.5, lambda: go_on(store, view, members))
-    entry, entered, decision = Agreement(store).joining.await_entry(newcomer, 0, *TERMS)
+    entry, entered = Agreement(store).joining.await_entry(newcomer, 0, *TERMS)
     assert ended[0] == 1.0
-    assert (entry, entered.n, decision.joined, decision.joined_ranks) == (Entry.IN, 1, (newcomer,), (2,))
+    assert (entry, entered.n, entered.decision.joined, entered.decision.joined_ranks) == (
+        Entry.IN,
+        1,
+        (newcomer,),
+        (2,),
+    )
 
 
 @pytest.mark.parametrize(("active", "lacks"), [(2, True), (3, False)])
@@ -85,7 +90,7 @@ def test_who_comes_degraded_ends_it_only_if_ranks_lack(active: int, lacks: bool)
 def test_the_window_grows_in_a_crash_loop() -> None:
     store, view, members = formed([0, 1])
     for _ in range(4):
-        view, _ = go_on(store, view, members)
+        view = go_on(store, view, members)
     newcomer = Agreement(store).joining.register(2)
     ended = ends(store, 4)
     at(store, 50.0, lambda: go_on(store, view, members))
@@ -108,9 +113,13 @@ def test_a_joiner_takes_its_predecessors_place_at_once_and_ends_the_iteration(jo
         Agreement(store).iterations.arrive(view, members[1], 1, 2)
 
     with meanwhile(job_store, keys.join(0), look):
-        entry, entered, decision = Agreement(job_store).joining.await_entry(newer, 0, *NEXT)
+        entry, entered = Agreement(job_store).joining.await_entry(newer, 0, *NEXT)
     assert (entry, entered.members) == (Entry.IN, (newer, members[1]))
-    assert (decision.removed, decision.joined_ranks, decision.world_size) == ((members[0],), (0,), 2)
+    assert (entered.decision.removed, entered.decision.joined_ranks, entered.decision.world_size) == (
+        (members[0],),
+        (0,),
+        2,
+    )
 
 
 def test_an_older_process_of_the_slot_is_told(job_store: StoreMixin) -> None:
@@ -133,13 +142,13 @@ def test_a_completed_call_lets_nobody_in(job_store: StoreMixin, late: bool) -> N
     else:
         # It asks in time, the call completes nevertheless: the next one is not the one that it asked for.
         with meanwhile(job_store, keys.join(0), lambda store: go_on(store, view, members, outcome="done")):
-            entry, current, decision = Agreement(job_store).joining.await_entry(newcomer, 0, *NEXT)
+            entry, current = Agreement(job_store).joining.await_entry(newcomer, 0, *NEXT)
         assert entry is Entry.DONE
         assert newcomer in Agreement(job_store).iterations.joins_of(0)
         # On a real store it may see the end before there is a next call.
         assert current.call == 1 or not isinstance(job_store, FakeStore)
         if current.call == 1:
-            assert (current.members, decision.joined) == (tuple(members), ())
+            assert (current.members, current.decision.joined) == (tuple(members), ())
 
 
 def test_who_comes_for_the_next_call_is_in_it(job_store: StoreMixin) -> None:
@@ -147,9 +156,9 @@ def test_who_comes_for_the_next_call_is_in_it(job_store: StoreMixin) -> None:
     Agreement(job_store).ends.end_iteration(0, "done")
     newcomer = Agreement(job_store).joining.register(2)
     with meanwhile(job_store, keys.join(0), lambda store: go_on(store, view, members, outcome="done")):
-        entry, current, decision = Agreement(job_store).joining.await_entry(newcomer, 1, *TERMS)
-    assert (entry, decision.joined) == (Entry.IN, (newcomer,))
-    assert (current.call, current.first) == (1, 1)
+        entry, current = Agreement(job_store).joining.await_entry(newcomer, 1, *TERMS)
+    assert (entry, current.decision.joined) == (Entry.IN, (newcomer,))
+    assert (current.call, current.decision.first) == (1, 1)
 
 
 @pytest.mark.parametrize("waits", ["member", "joiner"])
@@ -167,7 +176,7 @@ def test_a_member_that_is_heard_may_take_its_time_between_calls(
     else:
         Agreement(store).ends.log_deaths(0, {members[0]: None}, ends=False)
         newcomer = Agreement(store).joining.register(0)
-        entry, entered, _ = Agreement(store).joining.await_entry(newcomer, 1, *TERMS)
+        entry, entered = Agreement(store).joining.await_entry(newcomer, 1, *TERMS)
         assert (entry, entered.members) == (Entry.IN, (newcomer, members[1]))
     assert 600.0 <= store.now() < 620.0
     told = [record.message for record in caplog.records if "waits for slots [1]" in record.message]
@@ -234,14 +243,14 @@ def test_who_was_passed_over_needs_a_new_incarnation() -> None:
 
     def two_decisions() -> None:
         # It sleeps meanwhile; in the first one it is in, and is found dead.
-        current, _ = go_on(store, view, members)
+        current = go_on(store, view, members)
         assert current.members == (*members, newcomer)
         Agreement(store).ends.log_deaths(1, {newcomer: None}, ends=True)
         Agreement(store).iterations.count_deaths(current)
         go_on(store, current, members)
 
     at(store, 0.1, two_decisions)
-    entry, current, _ = Agreement(store).joining.await_entry(newcomer, 0, *NEXT)
+    entry, current = Agreement(store).joining.await_entry(newcomer, 0, *NEXT)
     assert (entry, current.n) == (Entry.PASSED, 2)
 
 
@@ -269,7 +278,7 @@ def test_who_comes_back_alone_waits_for_the_others_and_goes_on_then() -> None:
     for member in members:
         Agreement(store).ends.log_deaths(0, {member: None}, ends=True)
     back = Agreement(store).joining.register(0)
-    entry, view, _ = Agreement(store).joining.await_entry(back, 0, *terms("degraded", 5.0, 1e6, 60.0))
+    entry, view = Agreement(store).joining.await_entry(back, 0, *terms("degraded", 5.0, 1e6, 60.0))
     assert (entry, view.members) == (Entry.IN, (back,))
     assert store.now() >= 5.0
 
@@ -285,7 +294,7 @@ def test_members_that_fell_silent_all_together_are_given_up_by_who_wants_in(beat
         for second in range(100):
             at(store, second, lambda: Agreement(store).heartbeats.beat_heart(str(members[2])))
         at(store, 80.0, lambda: go_on(store, view, [members[0], members[2]]))
-    entry, view, _ = Agreement(store).joining.await_entry(newcomer, 0, *terms("next", 1.0, 10.0, 100.0))
+    entry, view = Agreement(store).joining.await_entry(newcomer, 0, *terms("next", 1.0, 10.0, 100.0))
     assert entry is Entry.IN
     assert ended[0] == 80.0 if beats else 10.0 <= ended[0] <= 40.0
     assert beats or view.members == (newcomer,)
@@ -329,7 +338,7 @@ def test_no_restart_waits_for_a_replacement_that_nobody_lacks(job_store: StoreMi
     job_store.set(keys.WANTED, "2")  # and a spare
     Agreement(job_store).ends.log_deaths(0, {members[1]: None}, ends=True, returns=True)
     Agreement(job_store).iterations.count_deaths(view)
-    current, _ = go_on(job_store, view, [members[0], members[2]])
+    current = go_on(job_store, view, [members[0], members[2]])
     assert current.members == (members[0], members[2])
 
 
@@ -404,7 +413,7 @@ def test_nobody_goes_on_over_garbage(job_store: StoreMixin, what: str) -> None:
 def test_a_decision_on_another_iteration_is_none(job_store: StoreMixin) -> None:
     store = job_store
     view, members = formed_in(store, [0, 1])
-    other, _ = go_on(store, view, members)
+    other = go_on(store, view, members)
     store.set(_decision_key(other), store.get(_decision_key(view)))
     with pytest.raises(StoreError, match="holds a decision on iteration 0"):
         Agreement(store).iterations.read_decision(other.head)
@@ -427,7 +436,7 @@ def test_who_wakes_in_an_iteration_whose_keys_are_gone_is_told_nothing_of_it(
     for _ in range(2):
         current = Agreement(store).iterations.read_current()
         assert current is not None
-        view, _ = go_on(store, current[0], [members[1]])
+        view = go_on(store, current, [members[1]])
     delete_past(store, view)
 
     def act(others: StoreMixin) -> None:
@@ -454,7 +463,7 @@ def test_a_rank_that_always_takes_longer_than_completion_timeout_is_waited_for()
     assert [fault.message for fault in Agreement(store).ends.faults_of(0)] == [
         "raised ft_wrapper.exception.RestartError: ranks [1] did not finish within completion_timeout=60 s"
     ]
-    job.view, _ = go_on(store, view, members)
+    job.view = go_on(store, view, members)
     at(store, 300.0, lambda: Agreement(store).ends.finish(1, 1, 2))
     assert job.await_completion(0, 2) == DONE, "a restart has not helped, and would not help again"
     assert store.now() == 300.0
@@ -486,7 +495,7 @@ def test_one_that_gives_up_tells_the_others_until_they_go_on_without_it(
     with pytest.raises(KeyboardInterrupt):
         job.join()
     current = Agreement(store).iterations.read_current()
-    assert current is not None and job.member in current[0].members
+    assert current is not None and job.member in current.members
     assert Agreement(store).ends.deaths_of(1) == {job.member}, (
         "else the others wait for it until it counts as silent"
     )
@@ -542,7 +551,7 @@ def test_a_slot_that_is_not_expected_takes_no_expected_ones_place(
     assert not Agreement(store).joining.form(frozenset([0, 1])), "slot 1 is not there yet"
     Agreement(store).joining.join_first(late, [0, 1])
     current = Agreement(store).iterations.read_current()
-    assert current is not None and {early, late} <= set(current[0].members)
+    assert current is not None and {early, late} <= set(current.members)
 
 
 def test_ranks_of_which_some_were_assigned_and_some_were_not_go_on_by_slot(job_store: StoreMixin) -> None:
@@ -557,7 +566,7 @@ def test_ranks_of_which_some_were_assigned_and_some_were_not_go_on_by_slot(job_s
     Agreement(store).iterations.arrive(view, members[2], 2, 3)  # this one's was cut short
     current = Agreement(store).iterations.read_current()
     assert current is not None
-    view, decision = current
-    assert view.members == tuple(members[1:])
+    decision = current.decision
+    assert current.members == tuple(members[1:])
     assert [decision.rank_of(members[1], 0), decision.rank_of(members[2], 2)] == [0, 1]
     assert (decision.world_size, decision.removed) == (2, (members[0],))

@@ -189,7 +189,7 @@ def test_protocol_on_every_store(store: StoreMixin) -> None:
         Agreement(client).joining.join_first(member, range(2))
         first = Agreement(client).joining.await_first(member, range(2), 20.0)
         assert first is not None
-        view, _ = first
+        view = first
         if slot == 0:
             Agreement(client).ends.end_iteration(view.n, "fault")
         assert Agreement(client).ends.wait_for_end(view.n, 20.0) == "fault"
