@@ -14,9 +14,8 @@ from pathlib import Path
 
 from ..exception import JobAbort
 from ..protocol import keys
-from ..protocol.entries import present
 from ..protocol.operations import Wake, Write, claim, read
-from ..protocol.records import FAULT
+from ..protocol.records import FAULT, present
 from ..settings import as_int, as_timeout
 from ..store import BarrierTimeout
 from ..wrapper import CallWrapper

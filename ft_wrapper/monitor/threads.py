@@ -19,7 +19,7 @@ from typing import Any
 
 from .. import events
 from ..exception import StoreError, StoreUnavailable
-from ..protocol.evidence import Ends
+from ..protocol.ends import Ends
 from ..protocol.records import DONE, FAULT
 from ..store import StoreMixin
 from ..store.bounded import in_background

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from .ends import Ends
 from .entering import Entering
-from .evidence import Ends, Heartbeats
 from .global_iteration import GlobalIteration
 from .joining import Joining
 from .operations import Operations
+from .silence import Heartbeats
 
 
 class Agreement:

@@ -10,7 +10,6 @@ A *rank* here is the rank at the start of the job, the slot: it stays when other
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,11 +17,11 @@ from datetime import timedelta
 from ..exception import RestartError, TimeoutError
 from ..settings import Limits, OnJoin
 from . import Agreement, keys
-from .entries import to_number
-from .evidence import HeartbeatObserver
 from .joining import Entry
-from .operations import Move, Operations, Wake, claim, looks_for, read
-from .records import FAULT, Member, MemberRecord, View
+from .operations import Move, Operations, Wake, claim, read
+from .records import FAULT, Head, Member, MemberRecord, View, to_number
+from .silence import HeartbeatObserver
+from .waiting import looks
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +78,16 @@ class ByHand(Operations):
         Raises:
             TimeoutError: it was not decided in time; says who was missing.
         """
-        job, iterations, remaining = self._job, self._agreement.iterations, math.inf
-        looks = iter(looks_for(job, keys.wake_head(iteration), 0, timeout.total_seconds()))
-        while (head := iterations.read_head()) is None or head.n < iteration:
-            if remaining <= 0:
-                missing = job._what_is_missing()
-                raise TimeoutError(f"iteration {iteration} was not decided within {timeout}: {missing}")
-            remaining, _ = next(looks)
+
+        def decided() -> Head | None:
+            head = self._agreement.iterations.read_head()
+            return head if head is not None and head.n >= iteration else None
+
+        waited = looks(self._job, keys.wake_head(iteration), timeout.total_seconds())
+        head = decided() or next(filter(None, (decided() for _ in waited)), None)
+        if head is None:
+            missing = self._job._what_is_missing()
+            raise TimeoutError(f"iteration {iteration} was not decided within {timeout}: {missing}")
         return head.n
 
     def get_active_ranks_for_coordination(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..attribution import Interruption
 from . import Agreement, keys
 from .records import Fault, Member, View
+from .waiting import Look, looks
 
 log = logging.getLogger(__name__)
 
@@ -115,23 +116,21 @@ def await_others(agreement: Agreement, view: View, timeout: float) -> None:
 
     if is_over():
         return
-    for heard in _looks(agreement, view.n, agreement.store.now() + timeout):
+    for look in _looks(agreement, view.n, timeout):
         # Where head has moved long ago, the wake has been deleted.
-        if heard or agreement.iterations.read_head() != view.head or is_over():
+        if look.value is not None or agreement.iterations.read_head() != view.head or is_over():
             return
 
 
-def _looks(agreement: Agreement, n: int, deadline: float) -> Iterator[bool]:
-    """Waits until head moves from n; at growing intervals should no wake come: yields whether one has."""
-    pause = _FIRST_LOOK
-    while (left := deadline - agreement.store.now()) > 0:
-        yield agreement.store.hear(keys.wake_head(n + 1), min(pause, left)) is not None
-        pause = min(2 * pause, _LONGEST_LOOK)
+def _looks(agreement: Agreement, n: int, timeout: float) -> Iterator[Look]:
+    """Waits until head moves from n."""
+    wake = keys.wake_head(n + 1)
+    return looks(agreement.store, wake, timeout, first=_FIRST_LOOK, longest=_LONGEST_LOOK)
 
 
 def _await_move(agreement: Agreement, n: int, view: View | None, deadline: float) -> bool:
-    for heard in _looks(agreement, n, deadline):
-        if heard:
+    for look in _looks(agreement, n, deadline - agreement.store.now()):
+        if look.value is not None:
             return True
         head = agreement.iterations.read_head()
         if head is not None and head.n > n:

@@ -9,10 +9,9 @@ from typing import Any
 
 from ..exception import InternalError, RankShouldRestart, RestartError, TimeoutError
 from . import keys, operations
-from .entries import present, split_entry, to_number
-from .evidence import Ends
+from .ends import Ends
 from .operations import Append, Claim, Count, Operations, Read, ReadLog, Step, Wake, Write, read, read_log
-from .records import FAULT, Member
+from .records import FAULT, Member, present, split_entry, to_number
 
 Endpoint = tuple[str, int]
 Sizes = tuple[int, int]  # world size and active world size

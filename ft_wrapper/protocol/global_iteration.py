@@ -17,22 +17,20 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from .. import events
-from ..exception import InternalError, StoreError, TimeoutError
-from . import entries, exclusion, keys, operations, records
+from ..exception import StoreError, TimeoutError
+from . import history, keys, operations, records
+from .ends import Ends
 from .entering import spares_in
-from .evidence import Ends, HeartbeatObserver, Heartbeats
-from .exclusion import Verdict
-from .operations import Append, Count, Move, Operations, Read, ReadLog, Wake, Write, looks_for, read, read_log
-from .records import DONE, FAULT, RETURNS, Decision, Head, Member, MemberRecord, View
+from .operations import Append, Count, Move, Operations, Read, ReadLog, Wake, Write, read, read_log
+from .proposal import Evidence, awaited_replacements, candidates, may_propose, next_call, next_decision
+from .records import DONE, FAULT, Arrival, Decision, Head, Member, MemberRecord, View
 from .seal import forged
-from .widening import widen
+from .silence import HeartbeatObserver, Heartbeats
+from .waiting import FIRST_LOOK, LOOKS_BETWEEN_CALLS, is_checker, looks, stagger
 
 log = logging.getLogger(__name__)
 
 _SAY_MISSING_AFTER = 1.0  # seconds
-_LOOKOUTS = 16  # members that look who is missing
-_LOOKS_OF_FEW = 4  # looks after which more of them do
-_LOOKS_BETWEEN_CALLS = _LOOKS_OF_FEW + 3  # a wait between two calls may be long: no more of them than by then
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +74,14 @@ class GlobalIteration:
     def read_decision(self, head: Head) -> Decision:
         """The decision behind a head."""
         key = keys.decision(head.n, head.nonce)
-        return entries.decision_in(head, entries.present(key, read(self.store, key)))
+        return records.decision_in(head, records.present(key, read(self.store, key)))
 
     def read_iteration(self, head: Head) -> View:
         """A head's iteration: O(world size), for those who come from outside."""
         key, decision_key = keys.roster(head.n, head.nonce), keys.decision(head.n, head.nonce)
         roster, text = self.store.execute([Read(key), Read(decision_key)])
-        members = records.roster_from_json(entries.present(key, roster), key)
-        return View(entries.decision_in(head, entries.present(decision_key, text)), head.nonce, members)
+        members = records.roster_from_json(records.present(key, roster), key)
+        return View(records.decision_in(head, records.present(decision_key, text)), head.nonce, members)
 
     def read_current(self) -> View | None:
         """The iteration that is on; None before the first one."""
@@ -100,7 +98,7 @@ class GlobalIteration:
 
     def wanted(self) -> int:
         """The most active ranks that any iteration had; with fewer the job is degraded. 0: not known yet."""
-        return entries.to_number(read(self.store, keys.WANTED) or "0", keys.WANTED)
+        return records.to_number(read(self.store, keys.WANTED) or "0", keys.WANTED)
 
     # Leaving an iteration ------------------------------------------------------------------------------
 
@@ -119,7 +117,7 @@ class GlobalIteration:
         Returns:
             What it decided, if it was the last one.
         """
-        arrival = f"{member} {rank} {world_size}" + (f" {fault}" if fault else "")
+        arrival = f"{member} {Arrival(rank, world_size, fault or '')}"
         gone = operations.append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))
         return self.advance(view, member) if gone >= len(view.members) else None
 
@@ -134,11 +132,11 @@ class GlobalIteration:
             n: the iteration.
             call: only those that come for this call; all when None.
         """
-        return entries.joins_in(n, read_log(self.store, keys.join(n)), call)
+        return records.joins_in(n, read_log(self.store, keys.join(n)), call)
 
     def arrivals_of(self, n: int) -> set[Member]:
         """The members that have left the function of n."""
-        return set(entries.arrivals_in(n, read_log(self.store, keys.arrived(n))))
+        return set(records.arrivals_in(n, read_log(self.store, keys.arrived(n))))
 
     def count_deaths(self, view: View, deaths: int = 1) -> None:
         """Counts logged deaths; decides the next iteration if they were the last thing missing."""
@@ -168,54 +166,26 @@ class GlobalIteration:
             The proposal: then head has left ``view`` behind, by this one or by another one. None if there was
             nothing to propose; head may have left it behind before.
         """
-        n = view.n
-        # Deaths last: one that logs a death first and then finds that the member has neither arrived nor
-        # asked to join may be sure that no proposal will have it.
-        end, *logs = self.store.execute(
-            [Read(keys.end(n)), ReadLog(keys.arrived(n)), ReadLog(keys.join(n)), ReadLog(keys.dead(n))]
-        )
-        outcome = entries.outcome_in(n, end)
-        if outcome is None:
+        found = self._read_evidence(view)
+        if found is None or not may_propose(found, proposer):
             return None
-        arrivals, joins, deaths = ((log or "").splitlines() for log in logs)
-        arrived = entries.arrivals_in(n, arrivals)
-        joining = entries.joins_in(n, joins, _call_after(view, outcome))
-        dead = entries.deaths_in(n, deaths)
-        if proposer is not None and (proposer in dead or proposer not in arrived):
+        chosen = candidates(view, found, proposer, silent)
+        if chosen.missing and not (drop_missing and found.outcome == FAULT):
             return None
-        latest = {member.slot: member for member in sorted(joining)}
-        kept = tuple(
-            member
-            for member in view.members
-            if member in arrived
-            and member not in dead
-            and (member not in silent or member == proposer)
-            and latest.get(member.slot, member) <= member
-        )
-        holders = {member.slot for member in kept}
-        newcomers = tuple(
-            member for slot, member in sorted(latest.items()) if slot not in holders and member not in dead
-        )
-        missing = set(view.members) - arrived.keys() - dead.keys() - silent
-        verdict = Verdict(view.decision.blamed)
-        if view.decision.max_faults and outcome == FAULT:
-            verdict = exclusion.judge(view, self.ends.faults_of(n), kept, newcomers, self._host_of)
-            kept = tuple(member for member in kept if member not in verdict.out)
-        left = len(kept) + len(newcomers)
-        if missing and not (drop_missing and outcome == FAULT):
+        judgement = history.Judgement(view.decision.blamed)
+        if view.decision.max_faults and found.outcome == FAULT:
+            faults, now = self.ends.faults_of(view.n), self.store.wall_clock()
+            judgement = history.judge(view, faults, chosen.kept, chosen.newcomers, self._host_of, now)
+            chosen = chosen.without(judgement.out)
+        if len(chosen.members) < max(1, view.decision.min_world_size):
             return None
-        if left < max(1, view.decision.min_world_size):
+        if hold and awaited_replacements(found, chosen, judgement) and len(chosen.members) < self.wanted():
             return None
-        announced = {member.slot for member, marks in dead.items() if RETURNS in marks} - {verdict.slot}
-        if hold and announced - {member.slot for member in newcomers} and left < self.wanted():
-            return None
-        decision = self._next_decision(view, outcome, kept, newcomers, arrived)
-        faults = entries.faults_in(n, arrivals)
-        same = records.count_same_faults(view.decision.same_faults, faults, dead, bool(decision.removed))
-        decision = dataclasses.replace(
-            decision, same_faults=same, blamed=verdict.blamed, excluded=verdict.words
-        )
-        return self._decide(view.head, decision, tuple(sorted(kept + newcomers)))
+        spares, active = set[Member](), 0
+        if chosen.newcomers and 0 < len(chosen.kept) < len(view.members):
+            spares, active = spares_in(self.store, view.n)
+        decision = next_decision(view, found, chosen, judgement, spares, active)
+        return self.decide(view.head, decision, chosen.members)
 
     def await_next(
         self,
@@ -255,51 +225,38 @@ class GlobalIteration:
         observer = HeartbeatObserver(self.heartbeats, heartbeat_timeout)
         position, size = view.members.index(member), len(view.members)
         # The first to give up on the missing goes on without them: all at once would have a lot to read.
-        limit = timeout + operations.stagger(position)
+        limit = timeout + stagger(position)
+        first = FIRST_LOOK + stagger(position)
         while True:
-            looks = looks_for(self.store, keys.wake_head(view.n + 1), position, limit, rejoin_wait)
             silent: frozenset[Member] = frozenset()
             absent: list[Member] = []
             between_calls = False
-            for look, (remaining, said) in enumerate(looks):
-                head, decision = self._read_ahead(said)
+            wake = keys.wake_head(view.n + 1)
+            for look in looks(self.store, wake, limit, first=first, also_after=rejoin_wait):
+                head, decision = self._read_ahead(look.value)
                 if head != view.head:
                     return self._follow(view, member, head, decision)
                 if member in self.ends.deaths_of(view.n):
                     return None
                 between_calls = self.ends.outcome_of(view.n) == DONE
-                look = min(look, _LOOKS_BETWEEN_CALLS) if between_calls else look
-                if remaining > 0 and not keeps_lookout(position, size, look):
+                number = min(look.number, LOOKS_BETWEEN_CALLS) if between_calls else look.number
+                if not (look.is_last or is_checker(position, size, number)):
                     continue
                 arrived, missing = self.arrived_and_missing(view)
-                waited = limit - remaining
-                if on_missing is not None and missing and not between_calls and waited >= _SAY_MISSING_AFTER:
-                    lookouts = (
-                        each
-                        for place, each in enumerate(view.members)
-                        if each in arrived and keeps_lookout(place, size, look)
-                    )
-                    if member == next(lookouts, None):
-                        on_missing(missing, waited)
+                if missing and not between_calls and look.waited >= _SAY_MISSING_AFTER:
+                    if on_missing is not None and member == _first_checker(view, arrived, number):
+                        on_missing(missing, look.waited)
                     on_missing = None
                 silent = observer.silent(missing)
-                if remaining <= 0:
+                if look.is_last:
                     # Before the proposal: one who arrives during that may not be seen by it, and decide.
-                    absent = sorted(
-                        set(view.members) - (self.arrivals_of(view.n) - self.ends.deaths_of(view.n))
-                    )
-                self.advance(
-                    view,
-                    member,
-                    silent=silent,
-                    drop_missing=remaining <= 0,
-                    hold=limit - remaining < rejoin_wait,
-                )
+                    left = self.arrivals_of(view.n) - self.ends.deaths_of(view.n)
+                    absent = sorted(set(view.members) - left)
+                hold = look.waited < rejoin_wait
+                self.advance(view, member, silent=silent, drop_missing=look.is_last, hold=hold)
                 head = self.read_head()
                 if head != view.head:
                     return self._follow(view, member, head)
-                if remaining <= 0:
-                    break
             awaited = set(absent) - self.ends.deaths_of(view.n) - silent
             if not (between_calls and awaited):
                 raise TimeoutError(
@@ -308,8 +265,8 @@ class GlobalIteration:
                     f"missing slots: {[m.slot for m in absent]}"
                 )
             self.log_awaited(view, awaited)
-            if not keeps_lookout(position, size, 0):
-                limit *= 2  # for what each of them reads; the lookouts say it often enough
+            if not is_checker(position, size):
+                limit *= 2  # for what each of them reads; the checkers say it often enough
 
     def log_awaited(self, view: View, awaited: Iterable[Member]) -> None:
         """Logs for whom the next wrapped call waits.
@@ -333,43 +290,23 @@ class GlobalIteration:
 
     # Steps ---------------------------------------------------------------------------------------------
 
-    def _next_decision(
-        self,
-        view: View,
-        outcome: str,
-        kept: tuple[Member, ...],
-        newcomers: tuple[Member, ...],
-        arrived: dict[Member, tuple[int, int]],
-    ) -> Decision:
-        sizes = {arrived[member][1] for member in kept}
-        removed = tuple(sorted(set(view.members) - set(kept)))
-        if len(sizes) > 1:
-            # The iteration ended when the rank assignment was through on some ranks, and not on others. No
-            # world is left whose ranks they all have: a new one, in which all get theirs by slot.
-            newcomers, kept = tuple(sorted(kept + newcomers)), ()
-        if len({arrived[member][0] for member in kept}) < len(kept):
-            raise InternalError(
-                f"the ranks of iteration {view.n} do not fit together: "
-                + ", ".join(f"slot {m.slot} is rank {arrived[m][0]} of {arrived[m][1]}" for m in kept)
-            )
-        size = sizes.pop() if kept else 0  # or no one is left of that world: a new one of newcomers alone
-        ranks = {member: rank for member, (rank, of) in arrived.items() if of == size}
-        spares, active = spares_in(self.store, view.n) if kept and removed and newcomers else (set(), 0)
-        world = widen(size, ranks, kept, removed, newcomers, spares.intersection(kept), active)
-        n = view.n + 1
-        return Decision(
-            call=_call_after(view, outcome),
-            n=n,
-            first=n if outcome == DONE else view.decision.first,
-            removed=tuple(sorted(removed + world.moved)),
-            ranks=world.gaps,
-            joined=newcomers + world.moved,
-            joined_ranks=world.joined_ranks,
-            inserted=world.inserted,
-            world_size=world.size,
-            min_world_size=view.decision.min_world_size,
-            max_faults=view.decision.max_faults,
-            fault_window=view.decision.fault_window,
+    def _read_evidence(self, view: View) -> Evidence | None:
+        """What the store has of an iteration; None while it is on."""
+        n = view.n
+        # Deaths last: one that logs a death first and then finds that the member has neither arrived nor
+        # asked to join may be sure that no proposal will have it.
+        end, *logs = self.store.execute(
+            [Read(keys.end(n)), ReadLog(keys.arrived(n)), ReadLog(keys.join(n)), ReadLog(keys.dead(n))]
+        )
+        outcome = records.outcome_in(n, end)
+        if outcome is None:
+            return None
+        arrivals, joins, deaths = ((log or "").splitlines() for log in logs)
+        return Evidence(
+            outcome,
+            records.arrivals_in(n, arrivals),
+            records.joins_in(n, joins, next_call(view, outcome)),
+            records.deaths_in(n, deaths),
         )
 
     def _host_of(self, member: Member) -> str:
@@ -377,7 +314,7 @@ class GlobalIteration:
         record = read(self.store, key)
         return MemberRecord.from_json(record, key).host if record else ""
 
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
+    def decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         """Writes a decision, then tries to move head to it. No matter who wins, head has moved after that."""
         proposal = Head(decision.call, decision.n, next(self.store.nonces))
         written = {
@@ -395,14 +332,14 @@ class GlobalIteration:
         events.emit("decide", iteration=decision.n)
         return Proposed(decision, proposal, stands == str(proposal))
 
-    def _read_ahead(self, said: str) -> tuple[Head | None, Decision | None]:
-        """Reads head; and the decision behind it, if it is where somebody said that it was likely to be."""
-        if not said:
+    def _read_ahead(self, likely_head: str | None) -> tuple[Head | None, Decision | None]:
+        """Reads head; in the same request the decision behind it, if it is the likely one."""
+        if not likely_head:
             return self.read_head(), None
-        likely = Head.parse(said, keys.HEAD)
+        likely = Head.parse(likely_head, keys.HEAD)
         text, decision = self.store.execute([Read(keys.HEAD), Read(keys.decision(likely.n, likely.nonce))])
         head = None if text is None else Head.parse(text, keys.HEAD)
-        return head, None if decision is None or head != likely else entries.decision_in(head, decision)
+        return head, None if decision is None or head != likely else records.decision_in(head, decision)
 
     def _follow(
         self, view: View, member: Member, head: Head | None, decision: Decision | None = None
@@ -426,16 +363,8 @@ def _step_to(view: View, member: Member, head: Head, decision: Decision) -> View
     return after if member in after.members else None
 
 
-def keeps_lookout(position: int, size: int, look: int = 0) -> bool:
-    """Whether a waiting member reads who is missing, which costs O(size), at one of its looks.
-
-    A few do for all, spread over the world, so that a straggler does not cost O(size²). Should none of them
-    be left to do so, they become twice as many with every look.
-    """
-    stride = max(1, size // _LOOKOUTS) >> max(0, look - _LOOKS_OF_FEW)
-    return position % max(1, stride) == 0
-
-
-def _call_after(view: View, outcome: str) -> int:
-    """The call that the iteration after an ended one belongs to."""
-    return view.call + (outcome == DONE)
+def _first_checker(view: View, arrived: set[Member], look: int) -> Member | None:
+    """Of the members that wait, the first one that reads who is missing at this look."""
+    size = len(view.members)
+    checkers = (one for place, one in enumerate(view.members) if is_checker(place, size, look))
+    return next(filter(arrived.__contains__, checkers), None)

@@ -17,11 +17,10 @@ from ..exception import StoreError
 from ..settings import Limits
 from . import Agreement, keys
 from .entering import active_ranks_in
-from .entries import to_number
-from .evidence import beat_lasts
 from .neighbours import NeighbourWatch, Sight
 from .operations import Delete, Operations, Read, beats, read, write_text
-from .records import Head, Member, View
+from .records import Head, Member, View, to_number
+from .silence import beat_lasts
 
 log = logging.getLogger(__name__)
 

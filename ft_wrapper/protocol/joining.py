@@ -16,14 +16,13 @@ from ..exception import StoreError, TimeoutError
 from ..settings import Limits, OnJoin
 from . import keys
 from .entering import Entering
-from .entries import to_number
-from .evidence import HeartbeatObserver
-from .global_iteration import GlobalIteration, keeps_lookout
-from .operations import Count, Operations, claim, looks_for, read, write_text
-from .records import DONE, FAULT, Decision, Member, MemberRecord, View, roster_from_json
+from .global_iteration import GlobalIteration
+from .operations import Count, Operations, claim, read, write_text
+from .proposal import first_decision
+from .records import DONE, FAULT, Decision, Member, MemberRecord, View, roster_from_json, to_number
+from .silence import HeartbeatObserver
+from .waiting import FIRST_LOOK, LONGEST_LOOK, GrowingWait, is_checker, looks, stagger
 
-_FIRST_LOOK = 0.5  # seconds until a process that wants in looks at head again, should no wake reach it
-_LONGEST_LOOK = 8.0
 _LONGEST_WINDOW = 6  # doublings of the window
 _UNKNOWN = MemberRecord()
 _DEFAULTS = Limits()
@@ -162,13 +161,11 @@ class Joining:
             return True
         joined = self.iterations.joins_of(keys.BEFORE_FIRST)
         dead = self.ends.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
-        latest: dict[int, Member] = {}
-        for member in sorted(joined - dead):
-            latest[member.slot] = member
-        if not slots <= latest.keys():  # one that is not expected takes no one's place
+        newest = {member.slot: member for member in sorted(joined - dead)}
+        if not slots <= newest.keys():  # one that is not expected takes no one's place
             return False
-        members = tuple(sorted(latest.values()))
-        self.iterations._decide(None, _first_decision(members, limits), members)
+        members = tuple(sorted(newest.values()))
+        self.iterations.decide(None, _first_decision(members, limits), members)
         return True
 
     def await_first(
@@ -189,21 +186,19 @@ class Joining:
             TimeoutError: not all slots joined in time; names the missing ones.
         """
         expected = frozenset(slots)
-        first = keys.BEFORE_FIRST + 1
+        wake = keys.wake_head(keys.BEFORE_FIRST + 1)
         position = sorted(expected).index(member.slot)
         # All of them have to be there, so the same few can look for all, should the last one have been lost.
-        forms = keeps_lookout(position, len(expected))
-        for remaining, _ in looks_for(self.store, keys.wake_head(first), position, timeout):
+        forms = is_checker(position, len(expected))
+        for _ in looks(self.store, wake, timeout, first=FIRST_LOOK + stagger(position)):
             if self.form(expected, limits) if forms else self.iterations.read_head() is not None:
-                current = self._read_first(limits)
-                # Who was not in the first decision joins the running job; and who sees a later one only has
-                # been paused, and was in the first one if it is in that.
-                return current if member in current.members else None
-            if remaining <= 0:
-                break
+                view = self._read_first(limits)
+                # A member missing from the first decision joins later. A member that finds a later head was
+                # paused: it belongs to the job if that head lists it.
+                return view if member in view.members else None
         joins, dead = self.iterations.joins_of(keys.BEFORE_FIRST), self.ends.deaths_of(keys.BEFORE_FIRST)
         came = {joiner.slot for joiner in joins - (dead - self.ends.gave_up(keys.BEFORE_FIRST))}
-        # Who gave up because of the missing ones is none of them. To one that comes later it is.
+        # A member that gave up because of the missing ones is not missing itself; to a later one it is.
         missing = sorted(expected - came or expected - {joiner.slot for joiner in joins - dead})
         raise TimeoutError(
             f"the job did not form within {timeout:g} s: ranks {missing} of {len(expected)} are missing; "
@@ -233,15 +228,13 @@ class Joining:
         Raises:
             TimeoutError: it did not form in time.
         """
-        first = keys.BEFORE_FIRST + 1
-        for remaining, _ in looks_for(self.store, keys.wake_head(first), 0, timeout):
+        for _ in looks(self.store, keys.wake_head(keys.BEFORE_FIRST + 1), timeout):
             if self.iterations.read_head() is not None:
                 return
-            if remaining <= 0:
-                raise TimeoutError(
-                    f"the job did not form within {timeout:g} s; see whether the ranks that it begins with "
-                    "started and reach the store, or raise barrier_timeout"
-                )
+        raise TimeoutError(
+            f"the job did not form within {timeout:g} s; see whether the ranks that it begins with started "
+            "and reach the store, or raise barrier_timeout"
+        )
 
     # Joining a running job -----------------------------------------------------------------------------
 
@@ -264,7 +257,8 @@ class Joining:
         Raises:
             TimeoutError: an iteration had ended and was not followed by another one.
         """
-        attempt = _Attempt(self, member, call, limits, patience, asked)
+        observer = HeartbeatObserver(self.heartbeats, limits.heartbeat_timeout)
+        attempt: _Attempt | None = None
         while True:
             view = self.iterations.read_current()
             if view is None:
@@ -275,20 +269,21 @@ class Joining:
                 return Entry.IN, view
             if self.newest_of(member.slot) != member:
                 return Entry.TAKEN_OVER, view
-            if attempt.asked is not None and view.n > attempt.asked + 1:
+            if asked is not None and view.n > asked + 1:
                 return Entry.PASSED, view
             outcome = self.ends.outcome_of(view.n)
             if view.call == call and outcome == DONE:
                 return Entry.DONE, view
-            attempt.look_at(view)
+            if attempt is None or attempt.view.head != view.head:
+                attempt = _Attempt(self, view, member, call, limits, patience, observer)
             if call == view.call + (outcome == DONE):
-                attempt.ask(view)
-                attempt.act(view)
-            else:
-                attempt.wait_for_end(view, outcome)
+                asked = view.n
+                attempt.act()
+            else:  # the job is in an earlier call than the one that the process came for
+                attempt.wait(keys.wake_end(view.n) if outcome is None else keys.wake_head(view.n + 1))
 
-    def restless(self, n: int) -> int:
-        """How many iterations in a row before n ended before they had been on for a while."""
+    def short_iterations_before(self, n: int) -> int:
+        """How many iterations in a row before n ended within a few join windows."""
         settled = read(self.store, keys.SETTLED)
         last = keys.BEFORE_FIRST if settled is None else to_number(settled, keys.SETTLED)
         return max(0, n - last - 1)
@@ -310,137 +305,102 @@ class Joining:
 
 @dataclasses.dataclass(eq=False)
 class _Attempt:
-    """One process's attempt to get in, over all iterations that it sees."""
+    """One process's attempt to get into the iteration after the one that is on."""
 
     joining: Joining
+    view: View
     member: Member
     call: int
     limits: Limits
     patience: float
-    asked: int | None  # the iteration into whose successor it asked to be let
-    view: View | None = None
-    _asked_at: float = 0.0
-    _ended_at: float | None = None
-    _said_at: float = -math.inf  # when the log said last for whom this waits
-    _awaited_at: float = -math.inf  # when a living member was last between two calls
-    _pause: float = _FIRST_LOOK
+    observer: HeartbeatObserver
 
     def __post_init__(self) -> None:
-        self._iterations = self.joining.iterations
-        self._store = self.joining.store
-        self._observer = HeartbeatObserver(self.joining.heartbeats, self.limits.heartbeat_timeout)
+        self._store, self._iterations = self.joining.store, self.joining.iterations
+        longest = min(LONGEST_LOOK, max(FIRST_LOOK, self.limits.heartbeat_timeout))
+        self._pause = GrowingWait(self._store, longest=longest)
+        self._asked_at: float | None = None
+        self._ended_at: float | None = None
+        self._awaited_at = 0.0  # when a living member was last between two calls
+        self._said_at = 0.0  # when the log said last for whom this waits
 
-    def look_at(self, view: View) -> None:
-        """Begins again if head has moved."""
-        if self.view is not None and self.view.head == view.head:
-            return
-        self.view = view
-        self._ended_at = None
-        self._said_at = -math.inf
-        self._awaited_at = -math.inf
-        self._pause = _FIRST_LOOK
-
-    def ask(self, view: View) -> None:
-        """Asks to be let into the next iteration, once for each iteration."""
-        if self.asked == view.n:
-            return
-        # The older one's death first: a proposal that lets this one in must not keep that one.
-        counts = self.joining.supersede(view, self.member)
-        self._iterations.ask_to_join(view.n, self.member, self.call)
-        self.asked, self._asked_at = view.n, self._store.now()
-        events.emit("join", iteration=view.n, slot=self.member.slot)
-        if counts:
-            self._iterations.count_deaths(view)
-
-    def wait_for_end(self, view: View, outcome: str | None) -> None:
-        """Waits a little: the job is in an earlier call than the one that the process came for."""
-        self._wait(keys.wake_end(view.n) if outcome is None else keys.wake_head(view.n + 1), 0.0)
-
-    def act(self, view: View) -> None:
+    def act(self) -> None:
         """Does what may bring the next iteration about, then waits a little for it."""
-        if self.joining.ends.outcome_of(view.n) is None:
-            due = self._asked_at + self._window(view)
-            if (self._store.now() >= due and self._is_wanted(view)) or self._is_deserted(view):
-                self.joining.ends.end_iteration(view.n, FAULT)
-            else:
+        n = self.view.n
+        if self._asked_at is None:
+            self._ask()
+            self._asked_at = self._store.now()
+        if self.joining.ends.outcome_of(n) is None:
+            due = self._asked_at + self._window()
+            if not ((self._store.now() >= due and self._is_wanted()) or self._is_deserted()):
                 # Not beyond that moment; and from then on at times, should it be wanted later.
-                self._wait(keys.wake_end(view.n), due - self._store.now())
+                left = due - self._store.now()
+                self.wait(keys.wake_end(n), left if left > 0 else math.inf)
                 return
-        self._propose(view)
-        self._wait(keys.wake_head(view.n + 1), 0.0)
+            self.joining.ends.end_iteration(n, FAULT)
+        self._propose(self._asked_at)
+        self.wait(keys.wake_head(n + 1))
 
-    def _window(self, view: View) -> float:
-        again = min(max(0, self.joining.restless(view.n) - 1), _LONGEST_WINDOW)
+    def wait(self, wake: str, at_most: float = math.inf) -> None:
+        """Waits a little for a key that wakes somebody; each time for longer."""
+        self._pause.wait(wake, at_most)
+
+    def _ask(self) -> None:
+        """Asks to be let into the next iteration."""
+        # The older one's death first: a proposal that lets this one in must not keep that one.
+        counts = self.joining.supersede(self.view, self.member)
+        self._iterations.ask_to_join(self.view.n, self.member, self.call)
+        events.emit("join", iteration=self.view.n, slot=self.member.slot)
+        if counts:
+            self._iterations.count_deaths(self.view)
+
+    def _window(self) -> float:
+        again = min(max(0, self.joining.short_iterations_before(self.view.n) - 1), _LONGEST_WINDOW)
         return self.limits.join_window * 2.0**again
 
-    def _is_wanted(self, view: View) -> bool:
+    def _is_wanted(self) -> bool:
         if self.limits.on_join is not OnJoin.DEGRADED:
             return self.limits.on_join is OnJoin.NOW
-        return 0 < self.joining.entering.active_in(view.n) < self._iterations.wanted()
+        return 0 < self.joining.entering.active_in(self.view.n) < self._iterations.wanted()
 
-    def _is_deserted(self, view: View) -> bool:
+    def _is_deserted(self) -> bool:
         """Whether no member is left that could end the iteration: all are dead, or silent in this one's eyes.
 
         Members watch each other; so the others are looked at only if the first of the living stands still.
         """
-        dead = self.joining.ends.deaths_of(view.n)
-        living = [member for member in view.members if member not in dead]
-        if living and self._observer.stillness(living[0]) < self.limits.heartbeat_timeout / 2:
+        dead = self.joining.ends.deaths_of(self.view.n)
+        living = [member for member in self.view.members if member not in dead]
+        if living and self.observer.stillness(living[0]) < self.limits.heartbeat_timeout / 2:
             return False
-        return len(self._observer.silent(living)) == len(living)
+        return len(self.observer.silent(living)) == len(living)
 
-    def _propose(self, view: View) -> None:
+    def _propose(self, asked_at: float) -> None:
         """Proposes, which does nothing unless every member has arrived, is dead or silent."""
-        now = self._store.now()
+        view, now = self.view, self._store.now()
         if self._ended_at is None:
-            self._ended_at = now
-        arrived, dead = self._iterations.arrivals_of(view.n), self.joining.ends.deaths_of(view.n)
-        missing = set(view.members) - arrived - dead
-        silent = self._observer.silent(self._iterations.arrived_and_missing(view)[1])
-        if view.call < self.call and missing - silent:
+            self._ended_at = self._awaited_at = self._said_at = now
+        arrived, missing = self._iterations.arrived_and_missing(view)
+        silent = self.observer.silent(missing)
+        awaited = set(missing) - silent
+        if view.call < self.call and awaited:
             self._awaited_at = now
-            if now - max(self._ended_at, self._said_at) >= self.patience:
-                self._iterations.log_awaited(view, missing - silent)
+            if now - self._said_at >= self.patience:
+                self._iterations.log_awaited(view, awaited)
                 self._said_at = now
-        elif now - max(self._ended_at, self._awaited_at) >= self.patience:
+        elif now - self._awaited_at >= self.patience:
             raise TimeoutError(
                 f"iteration {view.n} was not followed by another one within {self.patience:g} s: "
-                f"slots {sorted(member.slot for member in missing)} have not left it, or fewer than "
+                f"slots {[member.slot for member in missing]} have not left it, or fewer than "
                 f"min_world_size={view.decision.min_world_size} ranks are left"
             )
-        if not arrived - dead and not self._has_gathered(view, now):
-            return
+        if not arrived and now - max(asked_at, self._ended_at) < self.limits.join_window:
+            # No member is left that could be joined: the first to come back waits for the others.
+            back = {member.slot for member in self._iterations.joins_of(view.n)}
+            if not back.issuperset(member.slot for member in view.members):
+                return
         hold = now - self._ended_at < self.limits.rejoin_wait
         self._iterations.advance(view, None, silent=silent, hold=hold)
 
-    def _has_gathered(self, view: View, now: float) -> bool:
-        """Where no member is left that could be joined, the first to come back waits for the others."""
-        assert self._ended_at is not None
-        back = {member.slot for member in self._iterations.joins_of(view.n)}
-        everybody = {member.slot for member in view.members}
-        return everybody <= back or now - max(self._asked_at, self._ended_at) >= self.limits.join_window
-
-    def _wait(self, wake: str, at_most: float) -> None:
-        pause = min(self._pause, at_most) if at_most > 0 else self._pause
-        if pause == self._pause:
-            self._pause = min(2 * self._pause, _LONGEST_LOOK, max(_FIRST_LOOK, self.limits.heartbeat_timeout))
-        self._store.hear(wake, pause)
-
 
 def _first_decision(members: tuple[Member, ...], limits: Limits) -> Decision:
-    n = keys.BEFORE_FIRST + 1
-    ranks = tuple(range(len(members)))
-    return Decision(
-        call=0,
-        n=n,
-        first=n,
-        removed=(),
-        ranks=(),
-        joined=members,
-        joined_ranks=ranks,
-        inserted=ranks,
-        world_size=len(members),
-        min_world_size=limits.min_world_size,
-        max_faults=limits.max_faults or 0,
-        fault_window=limits.fault_window if limits.max_faults else 0.0,
-    )
+    return first_decision(members, limits.min_world_size, limits.max_faults, limits.fault_window)

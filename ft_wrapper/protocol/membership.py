@@ -11,12 +11,12 @@ from .. import events, exception
 from ..attribution import Interruption, out_of_memory
 from ..exception import Excluded, JobEnded, RankDiscarded, RestartAbort, RestartError, TimeoutError
 from ..settings import Limits
-from . import Agreement, exclusion, keys, left_out
+from . import Agreement, history, keys, left_out
 from .deaths import await_others, report_deaths
 from .entering import Endpoint, Sizes
 from .global_iteration import Proposed
 from .joining import Entry
-from .records import FAULT, Decision, Fault, Member, MemberRecord, SameFault, View
+from .records import FAULT, Decision, Fault, Member, MemberRecord, View
 
 if TYPE_CHECKING:
     from ..monitor.line import MonitorLine
@@ -185,7 +185,7 @@ class Membership:
             self._leave_if_excluded(decision, len(self.view.members) - len(new), time.time())
 
     def _leave_if_excluded(self, decision: Decision, others: int, now: float = 0.0) -> None:
-        why = exclusion.why_out(decision, self.slot, self.record.host, now)
+        why = history.why_out(decision, self.slot, self.record.host, now)
         if why and others >= max(1, decision.min_world_size):
             raise Excluded(why)
 
@@ -200,14 +200,6 @@ class Membership:
     def has_failed(self) -> bool:
         """Whether the present iteration has ended by a fault."""
         return self.agreement.ends.outcome_of(self.view.n) == FAULT
-
-    def hopeless(self, decision: Decision | None = None) -> SameFault | None:
-        """The fault before the present iteration, or a given one, that ends the job, if there is one."""
-        limit = self.limits.max_same_faults
-        for fault in (decision or self.view.decision).same_faults:
-            if fault.is_for_good or (limit is not None and fault.count >= limit):
-                return fault
-        return None
 
     def await_endpoint(self, rank: int | None, sizes: Sizes) -> Endpoint | None:
         """Waits until the iteration's rank 0 says where ``torch.distributed`` meets: host and port.
@@ -338,7 +330,7 @@ class Membership:
             self._join_unless_excluded()
         current = None if is_early else self.agreement.iterations.read_current()
         if current is not None and current.call == self.call:
-            fault = self.hopeless(current.decision)
+            fault = history.fault_that_ends_job(current.decision, self.limits.max_same_faults)
             if fault is not None:
                 self._note_end(fault.in_words)
                 raise JobEnded(f"slot {self.slot} comes too late: the job was ended by {fault.in_words}")

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 
 from ..attribution import Interruption
 from . import Agreement, keys
-from .evidence import HeartbeatObserver
 from .records import FAULT, Fault, Head, Member, View
+from .silence import HeartbeatObserver
 
 log = logging.getLogger(__name__)
 

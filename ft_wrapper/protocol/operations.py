@@ -3,7 +3,7 @@
 import dataclasses
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Self
 
@@ -11,11 +11,6 @@ from torch.distributed import DistStoreError
 
 from ..exception import StoreError
 from .seal import Seal, forged
-
-_FIRST_LOOK = 0.5  # seconds until the first waiting member looks whether it must propose
-_LONGEST_LOOK = 8.0
-_STAGGER = 0.05  # seconds between one member's look and the next one's
-_LAST_STAGGER = 2.0
 
 _SOMEBODY_ELSES = "surrogateescape"  # keeps bytes that are not UTF-8
 
@@ -238,6 +233,10 @@ class Operations:
         """The observer's own clock, in seconds."""
         return time.monotonic()
 
+    def wall_clock(self) -> float:
+        """Seconds since the epoch, which the clocks of several hosts agree on, more or less."""
+        return time.time()
+
     def hear(self, key: str, seconds: float) -> str | None:
         """Waits for a key that wakes somebody.
 
@@ -388,28 +387,3 @@ def to_text(value: bytes, key: str, is_ours: bool = True) -> str:
 def encoded(value: str | bytes) -> bytes:
     """Encodes what goes into a key, or what it is expected to hold."""
     return value.encode(errors=_SOMEBODY_ELSES) if isinstance(value, str) else bytes(value)
-
-
-def looks_for(
-    store: Operations, wake: str, position: int, timeout: float, also_after: float = 0.0
-) -> Iterable[tuple[float, str]]:
-    """Looks once the wake key is set, or at growing intervals without it.
-
-    Yields:
-        The seconds that remain, and what the wake key says, if that is known.
-    """
-    start = store.now()
-    pause = _FIRST_LOOK + stagger(position)
-    while True:
-        waited = store.now() - start
-        until = [pause, timeout - waited]
-        if waited < also_after:
-            until.append(also_after - waited)
-        said = store.hear(wake, min(until))
-        yield timeout - (store.now() - start), said or ""
-        pause = min(2 * pause, _LONGEST_LOOK)
-
-
-def stagger(position: int) -> float:
-    """Seconds by which somebody looks later than the first of those who wait."""
-    return min(position * _STAGGER, _LAST_STAGGER)

@@ -1,21 +1,18 @@
-"""What is written into the store, as data, and how it is read: JSON and short strings, never pickles.
+"""What is written into the store, as data: members, faults, decisions, and the lines of its logs.
 
 What cannot be read is a `StoreError` that names the key.
 """
 
 import dataclasses
-import enum
-import functools
 import json
 import os
 import socket
-import typing
-from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from collections.abc import Iterable
 
-from .._text import IN_LINE, IN_STORE, cut
 from ..attribution import Interruption, InterruptionRecord
 from ..exception import StoreError
+from . import keys
+from .codec import Record, typed
 from .standing import UNKNOWN, Stood
 
 FAULT = "fault"
@@ -27,7 +24,6 @@ GAVE_UP = "gave_up"
 #: Begins the mark of a death by an exception that is counted.
 LEFT_BY = "left by "
 FOR_GOOD = "for good: "  # begins what is said of a fault that ends the job
-_SAME_FAULTS = 4  # faults that a decision counts: who is next to fail elsewhere each time, fails differently
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -84,66 +80,6 @@ class Head:
         if len(parts) != 3 or not (parts[0].isdecimal() and parts[1].isdecimal()):
             raise StoreError(f"store key {key!r} holds {text!r}, which is no head (call:n:nonce)")
         return cls(int(parts[0]), int(parts[1]), parts[2])
-
-
-class Record:
-    """A dataclass that is one line of JSON in the store, without the fields that have their defaults.
-
-    A member is written as ``slot:incarnation``, an enum by its name, a record inside as a list. Text is cut:
-    a store takes no more than 8 MiB at a time.
-    """
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        said = {name: value for name, value in vars(self).items() if value != _defaults(type(self))[name]}
-        texts = [name for name, value in said.items() if isinstance(value, str) and len(value) > IN_LINE]
-        return _to_json(said | {name: cut(said[name], IN_STORE) for name in texts})
-
-    @classmethod
-    def from_json(cls, text: str, key: str) -> Self:
-        """Reads `to_json`; an error names the key it came from."""
-        try:
-            values = _typed(dict, json.loads(text), key)
-            known = {name: kind for name, kind in _types(cls).items() if name in values}
-            return cls(**{name: _typed(kind, values[name], key) for name, kind in known.items()})
-        except (KeyError, TypeError, ValueError) as error:
-            what = cls.__name__.lower()
-            raise StoreError(f"store key {key!r} holds {text!r}, which is no {what}: {error!r}") from None
-
-
-_types: Any = functools.cache(typing.get_type_hints)
-_defaults: Any = functools.cache(lambda of: {field.name: field.default for field in dataclasses.fields(of)})
-
-
-def _plain(value: object) -> object:
-    match value:
-        case Member():
-            return str(value)
-        case enum.Enum():
-            return value.name
-        case _:
-            return [*vars(value).values()]
-
-
-_to_json = json.JSONEncoder(default=_plain).encode
-
-
-def _typed(kind: Any, value: Any, key: str) -> Any:
-    """What an annotation says, from what JSON has in its place."""
-    if type(value) is kind:
-        return value
-    if kind is Member:
-        return Member.parse(value, key)
-    if kind is Interruption:
-        return Interruption[value]
-    if typing.get_origin(kind) is tuple:
-        return tuple(_typed(typing.get_args(kind)[0], one, key) for one in value)
-    if hasattr(kind, "__dataclass_fields__"):
-        parts = zip(_types(kind).values(), value, strict=True)
-        return kind(*(_typed(of, one, key) for of, one in parts))
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{value!r} is no {kind}")
-    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,26 +167,6 @@ class SameFault:
     def in_words(self) -> str:
         """What it is, for people."""
         return self.what.removeprefix(FOR_GOOD)
-
-
-def count_same_faults(
-    before: Iterable[SameFault], faults: Mapping[str, Member], dead: Mapping[Member, set[str]], lost: bool
-) -> tuple[SameFault, ...]:
-    """Counts the faults of an iteration on; those that it did not have are forgotten.
-
-    Args:
-        before: those of the iteration before.
-        faults: those of this one, and who had it first.
-        dead: the members that have ended, with their marks: one says by what its member left the job.
-        lost: whether a rank was lost, which may be why others failed; then only faults count that end the
-            job, or by which a rank left.
-    """
-    counts = {fault.what: fault.count for fault in before}
-    noted = {mark: member for member, marks in dead.items() for mark in marks if mark.startswith(LEFT_BY)}
-    left_by = {mark.removeprefix(LEFT_BY): member for mark, member in noted.items()}
-    same = [SameFault(what, counts.get(what, 0) + 1, who) for what, who in {**faults, **left_by}.items()]
-    kept = [fault for fault in same if fault.is_for_good or fault.what in left_by or not lost]
-    return tuple(sorted(kept, key=lambda fault: (not fault.is_for_good, -fault.count))[:_SAME_FAULTS])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,8 +307,8 @@ def roster_from_json(text: str, key: str) -> tuple[Member, ...]:
     """Reads `roster_to_json`; an error names the key it came from."""
     try:
         return tuple(
-            Member(slot, _typed(int, incarnation, key))
-            for first, last, incarnation in _typed(list, json.loads(text), key)
+            Member(slot, typed(int, incarnation, key))
+            for first, last, incarnation in typed(list, json.loads(text), key)
             for slot in range(first, last + 1)
         )
     except (TypeError, ValueError):
@@ -400,3 +316,106 @@ def roster_from_json(text: str, key: str) -> tuple[Member, ...]:
 
 
 # Logs and registers, taken apart --------------------------------------------------------------------------
+
+
+def present(key: str, text: str | None) -> str:
+    """What a key holds that has been written before this one is told of it."""
+    if text is None:
+        raise StoreError(f"store key {key!r} is gone, though what leads to it is there")
+    return text
+
+
+def split_entry(line: str, count: int, key: str, *, rest: bool = False) -> list[str]:
+    """The words of a log's entry; an error names the key it came from.
+
+    Args:
+        line: the entry.
+        count: how many words it has.
+        key: where it stands.
+        rest: whether text may follow them; then it comes last, as it is.
+    """
+    words = line.split(maxsplit=count) if rest else line.split()
+    if len(words) != count and not (rest and len(words) == count + 1):
+        raise StoreError(f"store key {key!r} holds the entry {line!r}, which has not {count} words")
+    return words
+
+
+def to_number(text: str, key: str) -> int:
+    """Reads a number that is not negative; an error names the key it came from."""
+    if not text.isdecimal():
+        raise StoreError(f"store key {key!r} holds {text!r}, where a number belongs")
+    return int(text)
+
+
+def decision_in(head: Head, text: str) -> Decision:
+    """The decision behind a head."""
+    key = keys.decision(head.n, head.nonce)
+    decision = Decision.from_json(text, key)
+    if (decision.call, decision.n) != (head.call, head.n):
+        raise StoreError(
+            f"store key {key!r} holds a decision on iteration {decision.n} of call {decision.call}, "
+            f"where one on iteration {head.n} of call {head.call} belongs"
+        )
+    return decision
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """How a member has left the function of an iteration.
+
+    Args:
+        rank: its rank, in a world of
+        world_size: so many.
+        fault: kind and place of its fault, if that is counted.
+    """
+
+    rank: int
+    world_size: int
+    fault: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.rank} {self.world_size} {self.fault}".rstrip()
+
+
+def arrivals_in(n: int, log: Iterable[str]) -> dict[Member, Arrival]:
+    """The members that have left the function of n, the first one first."""
+    key = keys.arrived(n)
+    arrivals = {}
+    for line in log:
+        name, rank, world_size, *fault = split_entry(line, 3, key, rest=True)
+        arrival = Arrival(to_number(rank, key), to_number(world_size, key), *fault)
+        arrivals[Member.parse(name, key)] = arrival
+    return arrivals
+
+
+def joins_in(n: int, log: Iterable[str], call: int | None) -> set[Member]:
+    """The members that want into the iteration after n; only those that come for a call, if that is given."""
+    key = keys.join(n)
+    joins = set()
+    for line in log:
+        name, comes_for = split_entry(line, 2, key)
+        if call is None or to_number(comes_for, key) == call:
+            joins.add(Member.parse(name, key))
+    return joins
+
+
+def outcome_in(n: int, register: str | None) -> str | None:
+    """How iteration n ended, by what its register holds; None while it is on."""
+    if register not in (None, DONE, FAULT):
+        raise StoreError(f"store key {keys.end(n)!r} holds {register!r}, which is no outcome")
+    return register
+
+
+def deaths_in(n: int, log: Iterable[str]) -> dict[Member, set[str]]:
+    """The members of n that have ended, by its log, with what was noted.
+
+    That is `RETURNS`, `GAVE_UP`, `LEFT_BY` with kind and place, or nothing.
+    """
+    key = keys.dead(n)
+    deaths: dict[Member, set[str]] = {}
+    for line in log:
+        name, _, mark = line.partition(" ")
+        if mark not in ("", RETURNS, GAVE_UP) and not mark.startswith(LEFT_BY):
+            raise StoreError(f"store key {key!r} holds the entry {line!r}, which is no member's death")
+        deaths.setdefault(Member.parse(name, key), set()).add(mark)
+    return deaths

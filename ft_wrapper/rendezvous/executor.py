@@ -12,8 +12,8 @@ from torch.distributed import DistError
 from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
-from ..protocol.evidence import CounterObserver, beat_lasts
 from ..protocol.operations import Beat, Operations, beats, read, write_text
+from ..protocol.silence import CounterObserver, beat_lasts
 from . import kept_out, moves, operations
 from .operations import Action, Announced, Context
 from .record import Admission, Node, Place, Record, Seat, differences, digest

@@ -19,6 +19,7 @@ from ..exception import (
     StoreUnavailable,
 )
 from ..protocol.entering import BarrierTimeout, Endpoint, Entered
+from ..protocol.history import fault_that_ends_job
 from ..protocol.membership import Membership
 from ..protocol.records import DONE, Decision, View
 from ..state import Mode, State
@@ -224,10 +225,10 @@ class RestartLoop:
         """Ends the job, or backs off, if the same fault comes again and again; the same on all ranks."""
         member, limit = self.member, self.limits.max_same_faults
         error, self._error = self._error, None
-        hopeless = member.hopeless()
-        if hopeless is not None:
-            member.ended_job = same_faults.in_words(hopeless, limit)
-            if hopeless.member != member.member:
+        last = fault_that_ends_job(member.view.decision, limit)
+        if last is not None:
+            member.ended_job = same_faults.in_words(last, limit)
+            if last.member != member.member:
                 raise JobEnded(f"another rank's error ended the job: {member.ended_job}")
             log.error("the job ends: %s", member.ended_job)
             if error is None or isinstance(error, RankShouldRestart):  # which never leaves the call

@@ -12,8 +12,8 @@ from torch.distributed import DistStoreError
 from ..exception import RankShouldRestart
 from ..protocol import keys as names
 from ..protocol.by_hand import ByHand
+from ..protocol.ends import Ends
 from ..protocol.entering import Barriers
-from ..protocol.evidence import Ends
 from ..protocol.operations import Operations, Step, encoded, under
 from ..protocol.records import FAULT
 

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.entries import arrivals_in
 from ft_wrapper.protocol.operations import read, read_log
-from ft_wrapper.protocol.records import DONE, FAULT, RETURNS
+from ft_wrapper.protocol.records import DONE, FAULT, RETURNS, arrivals_in
 from ft_wrapper.state import State
 from ft_wrapper.store import Decision, Head, Member, View
 from ft_wrapper.testing.clock import Step
@@ -219,7 +218,10 @@ class Invariants:
     ) -> None:
         """Ranks stay in the slots' order until a spare has taken a lost one's place."""
         before = arrivals_in(n - 1, read_log(self._agreement.store, keys.arrived(n - 1)))
-        ranks = {member: decision.rank_of(member, before.get(member, (None, 0))[0]) for member in roster}
+        ranks = {
+            member: decision.rank_of(member, before[member].rank if member in before else None)
+            for member in roster
+        }
         last = self._orders.get(n - 1, ())
         self._orders[n] = order = tuple(sorted(roster, key=ranks.__getitem__))
         was_by_slot = self._slot_order and (by_slot or last == tuple(sorted(last)))

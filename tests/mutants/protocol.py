@@ -546,7 +546,7 @@ MUTANTS = [
     _job(
         "window-does-not-grow",
         JOINING,
-        "again = min(max(0, self.joining.restless(view.n) - 1), _LONGEST_WINDOW)",
+        "again = min(max(0, self.joining.short_iterations_before(view.n) - 1), _LONGEST_WINDOW)",
         "again = 0",
         "in a crash loop joins are gathered for longer and longer",
     ),

@@ -11,12 +11,14 @@ from unittest import mock
 from exhaustive.simulated import SearchedSimulation
 
 from ft_wrapper.protocol import Agreement, global_iteration, heart, joining, keys
-from ft_wrapper.protocol.evidence import Ends, HeartbeatObserver, Heartbeats
+from ft_wrapper.protocol.ends import Ends
 from ft_wrapper.protocol.global_iteration import GlobalIteration, Proposed
 from ft_wrapper.protocol.joining import Entry, Joining
 from ft_wrapper.protocol.neighbours import NeighbourWatch
 from ft_wrapper.protocol.operations import Append, Operations, ReadLog, Step, read
+from ft_wrapper.protocol.proposal import Candidates, Evidence, candidates
 from ft_wrapper.protocol.records import DONE, FAULT, roster_to_json
+from ft_wrapper.protocol.silence import HeartbeatObserver, Heartbeats
 from ft_wrapper.settings import Limits
 from ft_wrapper.store import Decision, Fault, Head, Member, View
 from ft_wrapper.testing import Scheduler
@@ -155,9 +157,9 @@ class Elected(GlobalIteration):
         self._lowest = proposer is not None and proposer == min(here, default=None)
         return super().advance(view, proposer, **how)
 
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
+    def decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         if head is None:
-            return super()._decide(head, decision, members)
+            return super().decide(head, decision, members)
         proposal = Head(decision.call, decision.n, next(self.store.nonces))
         if self.store.add(f"elected/{decision.n}", 1) == 1 or self._lowest:
             _write(self.store, proposal, decision, members)
@@ -178,7 +180,7 @@ def _write(store: Operations, proposal: Head, decision: Decision, members: tuple
 
 
 class SetThenGet(GlobalIteration):
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
+    def decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         proposal = Head(decision.call, decision.n, next(self.store.nonces))
         if self.read_head() == head:
             _write(self.store, proposal, decision, members)
@@ -189,8 +191,8 @@ class SetThenGet(GlobalIteration):
 
 
 class ReusedList(GlobalIteration):
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
-        decided = super()._decide(head, decision, members)
+    def decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
+        decided = super().decide(head, decision, members)
         self.store.delete_key(keys.arrived(decision.n))
         return decided
 
@@ -212,7 +214,7 @@ class LocalNumber(GlobalIteration):
 
 
 class FromEmpty(GlobalIteration):
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
+    def decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         proposal = Head(decision.call, decision.n, next(self.store.nonces))
         self.store.multi_set(
             [keys.decision(proposal.n, proposal.nonce), keys.roster(proposal.n, proposal.nonce)],
@@ -233,9 +235,8 @@ class WaitsForTheNext(Joining):
         self, member: Member, call: int, limits: Limits, patience: float, asked: int | None = None
     ) -> tuple[Entry, View]:
         view = self._current()
-        attempt = joining._Attempt(self, member, call, limits, patience, asked)
-        attempt.look_at(view)
-        attempt.ask(view)
+        observer = HeartbeatObserver(self.heartbeats, limits.heartbeat_timeout)
+        joining._Attempt(self, view, member, call, limits, patience, observer)._ask()
         self.ends.end_iteration(view.n, FAULT)
         counter = self._current().n
         while (
@@ -255,25 +256,20 @@ class WaitsForTheNext(Joining):
 # "In" by joiner number instead of slot:inc
 
 
+def _all_that_join(view: View, found: Evidence, *how: Any) -> Candidates:
+    chosen = candidates(view, found, *how)
+    newcomers = set(found.joining).difference(found.dead, chosen.kept)
+    return dataclasses.replace(chosen, newcomers=tuple(sorted(newcomers)))
+
+
 class InByNumber(GlobalIteration):
     def advance(self, view: View, proposer: Member | None, **how: Any) -> Proposed | None:
         self._view = view
         return super().advance(view, proposer, **how)
 
-    def _next_decision(
-        self,
-        view: View,
-        outcome: str,
-        kept: tuple[Member, ...],
-        newcomers: tuple[Member, ...],
-        arrived: dict[Member, tuple[int, int]],
-    ) -> Decision:
-        everybody = tuple(sorted(self.joins_of(view.n) - self.ends.deaths_of(view.n) - set(kept)))
-        return super()._next_decision(view, outcome, kept, everybody, arrived)
-
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
+    def decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         stay = set() if head is None else set(self._view.members) - set(decision.removed)
-        return super()._decide(head, decision, tuple(sorted(stay.union(decision.joined))))
+        return super().decide(head, decision, tuple(sorted(stay.union(decision.joined))))
 
 
 # The number is taken by add, the record written after
@@ -375,10 +371,10 @@ class Unbounded(GlobalIteration):
                 self.advance(view, member, drop_missing=self.store.now() >= deadline)
         return super().await_next(view, member, **how)
 
-    def _decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
+    def decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         if self.read_head() != head:  # a late proposal wakes no one again, either
             return Proposed(decision, Head(decision.call, decision.n, "late"), won=False)
-        decided = super()._decide(head, decision, members)
+        decided = super().decide(head, decision, members)
         self.store.delete_key(keys.wake_head(decision.n - 1))
         return decided
 
@@ -501,6 +497,7 @@ MISTAKES = [
             steps=10,
             seeds=20,
         ),
+        patches=lambda: mock.patch.object(global_iteration, "candidates", _all_that_join),
     ),
     Mistake(
         "a joiner's number is taken by `add`, its record written after",

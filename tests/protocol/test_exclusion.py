@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.protocol.exclusion import culprit_of, judge, why_out
+from ft_wrapper.protocol.history import culprit_of, judge, why_out
 from ft_wrapper.protocol.records import Blamed, Decision, Fault, Member, View
 
+NOW = 1000.0
 MEMBERS = tuple(Member(slot, 0) for slot in range(4))
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 DIED, RAISED = Interruption.TERMINATED, Interruption.EXCEPTION
@@ -42,32 +43,32 @@ def test_the_likeliest_cause_is_blamed_and_one_that_left_in_order_is_not() -> No
 
 
 def test_the_third_fault_of_a_slot_excludes_it() -> None:
-    verdict = judge(view((2, 950.0), (0, 960.0), (2, 970.0)), [fault(2)], MEMBERS, (), host_of)
+    verdict = judge(view((2, 950.0), (0, 960.0), (2, 970.0)), [fault(2)], MEMBERS, (), host_of, NOW)
     assert (verdict.out, verdict.slot) == ({MEMBERS[2]}, 2)
     assert verdict.words == "slot 2 on b is excluded, after 3 faults within 100 s (max_faults=3)"
     assert verdict.blamed[-1] == Blamed(2, "b", 1000.0)
 
 
 def test_faults_before_the_window_do_not_count_and_are_forgotten() -> None:
-    verdict = judge(view((2, 899.0), (2, 900.0)), [fault(2)], MEMBERS, (), host_of)
+    verdict = judge(view((2, 899.0), (2, 900.0)), [fault(2)], MEMBERS, (), host_of, NOW)
     assert (verdict.out, verdict.words) == (frozenset(), "")
     assert [one.at for one in verdict.blamed] == [900.0, 1000.0]
 
 
 def test_a_slot_that_was_on_another_host_begins_anew() -> None:
-    verdict = judge(view((2, 950.0), (2, 970.0)), [fault(2, host="c")], MEMBERS, (), host_of)
+    verdict = judge(view((2, 950.0), (2, 970.0)), [fault(2, host="c")], MEMBERS, (), host_of, NOW)
     assert verdict.words == ""
 
 
 def test_faults_of_several_slots_exclude_their_host() -> None:
-    verdict = judge(view((2, 950.0), (3, 970.0)), [fault(2)], MEMBERS, (), host_of)
+    verdict = judge(view((2, 950.0), (3, 970.0)), [fault(2)], MEMBERS, (), host_of, NOW)
     assert verdict.out == set(MEMBERS[2:])
     assert verdict.words.startswith("host b is excluded, after 3 faults")
 
 
 def test_one_stays_without_whom_too_few_would_be_left() -> None:
     before = view((2, 950.0), (2, 970.0), least=4)
-    verdict = judge(before, [fault(2)], MEMBERS, (), host_of)
+    verdict = judge(before, [fault(2)], MEMBERS, (), host_of, NOW)
     assert (verdict.out, verdict.slot) == (frozenset(), None)
     assert verdict.words.startswith("slot 2 on b stays, after 3 faults within 100 s")
     assert verdict.words.endswith("; without it 3 of min_world_size=4 ranks would be left")
@@ -76,8 +77,11 @@ def test_one_stays_without_whom_too_few_would_be_left() -> None:
 def test_a_slots_own_next_process_does_not_make_up_for_it() -> None:
     before = view((2, 950.0), (2, 970.0), least=4)
     kept = (MEMBERS[0], MEMBERS[1], MEMBERS[3])
-    assert "stays" in judge(before, [fault(2)], kept, (Member(2, 1),), host_of).words
-    assert "is excluded" in judge(view((2, 950.0), (2, 970.0), least=3), [fault(2)], kept, (), host_of).words
+    assert "stays" in judge(before, [fault(2)], kept, (Member(2, 1),), host_of, NOW).words
+    assert (
+        "is excluded"
+        in judge(view((2, 950.0), (2, 970.0), least=3), [fault(2)], kept, (), host_of, NOW).words
+    )
 
 
 def test_a_host_that_is_not_known_excludes_none_but_its_slot() -> None:
@@ -104,7 +108,7 @@ def test_it_is_out_for_no_longer_than_its_faults_count() -> None:
 
 def test_as_many_faults_are_remembered_as_it_takes() -> None:
     before = changed(view(*[(2, 950.0)] * 99), max_faults=100)
-    assert "is excluded, after 100 faults" in judge(before, [fault(2)], MEMBERS, (), host_of).words
+    assert "is excluded, after 100 faults" in judge(before, [fault(2)], MEMBERS, (), host_of, NOW).words
 
 
 def test_faults_of_others_do_not_push_out_those_of_a_slot() -> None:
@@ -114,12 +118,14 @@ def test_faults_of_others_do_not_push_out_those_of_a_slot() -> None:
         if number == 100:
             now = changed(now, blamed=(*now.decision.blamed, Blamed(2, "b", 950.0)))
         other = [fault(number + 4, host=f"h{number}")]
-        now = changed(now, blamed=judge(now, other, MEMBERS, (), host_of).blamed)
-    assert "slot 2 on b is excluded" in judge(now, [fault(2)], MEMBERS, (), host_of).words
+        now = changed(now, blamed=judge(now, other, MEMBERS, (), host_of, NOW).blamed)
+    assert "slot 2 on b is excluded" in judge(now, [fault(2)], MEMBERS, (), host_of, NOW).words
 
 
 def test_of_a_slot_no_more_faults_are_remembered_than_it_takes() -> None:
-    verdict = judge(view(*[(2, 950.0 + at) for at in range(9)], least=4), [fault(2)], MEMBERS, (), host_of)
+    verdict = judge(
+        view(*[(2, 950.0 + at) for at in range(9)], least=4), [fault(2)], MEMBERS, (), host_of, NOW
+    )
     assert [one.at for one in verdict.blamed] == [957.0, 958.0, 1000.0]
 
 

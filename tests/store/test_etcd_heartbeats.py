@@ -14,8 +14,8 @@ from store_helpers import Background
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.evidence import CounterObserver, HeartbeatObserver, beat_lasts
 from ft_wrapper.protocol.operations import LAPSED, Beat, beats
+from ft_wrapper.protocol.silence import CounterObserver, HeartbeatObserver, beat_lasts
 from ft_wrapper.rendezvous.presence import NodeWatch
 from ft_wrapper.rendezvous.record import Node, Record, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import alive_key

@@ -50,9 +50,9 @@ def test_a_spare_is_known_once_others_have_all_active_ranks(job_store: StoreMixi
 
 
 def test_iterations_that_ended_early_are_counted(job_store: StoreMixin) -> None:
-    assert [Agreement(job_store).joining.restless(n) for n in range(3)] == [0, 1, 2]
+    assert [Agreement(job_store).joining.short_iterations_before(n) for n in range(3)] == [0, 1, 2]
     job_store.set(keys.SETTLED, "1")
-    assert [Agreement(job_store).joining.restless(n) for n in range(1, 5)] == [0, 0, 1, 2]
+    assert [Agreement(job_store).joining.short_iterations_before(n) for n in range(1, 5)] == [0, 0, 1, 2]
 
 
 def test_an_iteration_settles_after_some_join_windows(
@@ -65,10 +65,10 @@ def test_an_iteration_settles_after_some_join_windows(
     house.keep(view)
     clock.advance(SETTLES_AFTER - 0.1)
     house.keep(view)
-    assert Agreement(store).joining.restless(5) == 5
+    assert Agreement(store).joining.short_iterations_before(5) == 5
     clock.advance(0.2)
     house.keep(view)
-    assert Agreement(store).joining.restless(5) == 4
+    assert Agreement(store).joining.short_iterations_before(5) == 4
 
 
 def test_what_is_past_is_deleted_a_little_at_a_time(job_store: StoreMixin) -> None:
@@ -173,7 +173,12 @@ def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin)
     for _ in range(3):
         Agreement(store).joining.register(2)
     Agreement(store).ends.say_goodbye(newer)
-    assert delete_past(store, dataclasses.replace(view, n=view.n - 1)) == 0  # by one who is out
+    assert (
+        delete_past(
+            store, dataclasses.replace(view, decision=dataclasses.replace(view.decision, n=view.n - 1))
+        )
+        == 0
+    )  # by one who is out
     delete_past(store, view)
     # 1:0 is in this iteration, each of the others may be in the next one, and slot 2 is empty.
     kept = {name for name in map(keys.member_of, store.list_keys()) if name}
@@ -193,7 +198,7 @@ def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin)
     [
         (keys.WANTED, lambda store: Agreement(store).iterations.wanted()),
         (keys.meeting(3), lambda store: Agreement(store).entering.active_in(3)),
-        (keys.SETTLED, lambda store: Agreement(store).joining.restless(3)),
+        (keys.SETTLED, lambda store: Agreement(store).joining.short_iterations_before(3)),
         (keys.finished(3), lambda store: Agreement(store).ends.finished_in(3)),
     ],
 )

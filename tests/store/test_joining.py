@@ -172,7 +172,7 @@ def test_a_member_that_is_heard_may_take_its_time_between_calls(
     at(store, 600.0, lambda: Agreement(store).iterations.arrive(view, members[1], 1, 2))
     if waits == "member":
         step = await_next(store, view, members[0], timeout=60.0)
-        assert step is not None and step[0].members == tuple(members)
+        assert step is not None and step.members == tuple(members)
     else:
         Agreement(store).ends.log_deaths(0, {members[0]: None}, ends=False)
         newcomer = Agreement(store).joining.register(0)
@@ -228,7 +228,7 @@ def test_a_member_that_falls_silent_between_calls_is_gone_on_without(heard_for: 
     for second in range(heard_for):
         at(store, second, lambda: Agreement(store).heartbeats.beat_heart(str(members[1])))
     step = await_next(store, view, members[0], timeout=60.0)
-    assert step is not None and step[0].members == (members[0],)
+    assert step is not None and step.members == (members[0],)
     assert heard_for + 10.0 <= store.now() < heard_for + 30.0  # heartbeat_timeout, and the next looks
 
 
@@ -267,7 +267,7 @@ def test_a_job_whose_members_all_died_goes_on_with_those_who_come_back(job_store
         lambda store: entries.append(Agreement(store).joining.await_entry(back[1], 0, *degraded)),
     ):
         entries.append(Agreement(job_store).joining.await_entry(back[0], 0, *degraded))
-    for entry, view, _ in entries:
+    for entry, view in entries:
         assert (entry, view.n, view.members) == (Entry.IN, 1, tuple(back))
     if isinstance(job_store, FakeStore):
         assert job_store.now() < 1.0  # no window: everybody is back
@@ -319,7 +319,7 @@ def test_a_restart_waits_for_an_announced_replacement(job_store: StoreMixin) -> 
         job_store, keys.arrived(0), lambda store: Agreement(store).joining.await_entry(back, 0, *TERMS)
     ):
         step = await_next(job_store, view, members[0], timeout=100.0, rejoin_wait=30.0)
-    assert step is not None and step[0].members == (members[0], back)
+    assert step is not None and step.members == (members[0], back)
     if isinstance(job_store, FakeStore):
         assert job_store.now() == 0.1
 
@@ -329,7 +329,7 @@ def test_a_restart_does_not_wait_for_long_for_an_announced_replacement() -> None
     view, members = dies_and_returns(store)
     Agreement(store).joining.register(1)
     step = await_next(store, view, members[0], timeout=100.0, rejoin_wait=2.0)
-    assert step is not None and step[0].members == (members[0],)
+    assert step is not None and step.members == (members[0],)
     assert store.now() == 2.0
 
 
@@ -487,7 +487,7 @@ def test_one_that_gives_up_tells_the_others_until_they_go_on_without_it(
         at(
             store,
             5.0,
-            lambda: Agreement(store).iterations._decide(view.head, decision, (*members, job.member)),
+            lambda: Agreement(store).iterations.decide(view.head, decision, (*members, job.member)),
         )
         raise KeyboardInterrupt
 

@@ -198,7 +198,7 @@ def test_protocol_on_every_store(store: StoreMixin) -> None:
             view, member, timeout=20.0, heartbeat_timeout=10.0
         )
         assert following is not None
-        return following[0].n, len(following[0].members)
+        return following.n, len(following.members)
 
     other = Background(lambda: live(second, 1))
     assert live(first, 0) == (1, 2)

@@ -23,7 +23,7 @@ import ft_wrapper  # noqa: F401 (an annotation names it)
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.exception import RankShouldRestart, RestartAbort
 from ft_wrapper.finalize import Finalize
-from ft_wrapper.protocol.evidence import Ends
+from ft_wrapper.protocol.ends import Ends
 from ft_wrapper.restart import resources
 from ft_wrapper.restart.call import Call
 from ft_wrapper.restart.on_restart import Reporter

@@ -1,20 +1,65 @@
-"""Excludes a slot or a host that causes fault after fault, so that a bad node gets no second seat. Pure.
+"""Faults that come again: when one ends the job, or excludes its slot or host. Pure.
 
-Each decision carries who caused the recent restarts. The proposer of a decision judges, and all other ranks
-read the verdict, so all agree on who is excluded.
+Each decision counts the faults of the last iterations, and carries who caused the recent restarts. The
+proposer of a decision judges, and all other ranks read the verdict, so all agree.
 """
 
 import collections
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..attribution import Interruption, by_blame
-from .records import Blamed, Decision, Fault, Member, View
+from .records import LEFT_BY, Arrival, Blamed, Decision, Fault, Member, SameFault, View
+
+_SAME_FAULTS = 4  # faults that a decision counts: who is next to fail elsewhere each time, fails differently
+
+
+def count_same_faults(
+    before: Iterable[SameFault],
+    arrived: Mapping[Member, Arrival],
+    dead: Mapping[Member, Collection[str]],
+    lost: bool,
+) -> tuple[SameFault, ...]:
+    """Counts the faults of an iteration on; those that it did not have are forgotten.
+
+    Args:
+        before: those of the iteration before.
+        arrived: the members that have left this one, the first one first.
+        dead: the members that have ended, with their marks: one says by what its member left the job.
+        lost: whether a rank was lost, which may be why others failed; then only faults count that end the
+            job, or by which a rank left.
+    """
+    faults: dict[str, Member] = {}
+    for member, arrival in arrived.items():
+        if arrival.fault:
+            faults.setdefault(arrival.fault, member)
+    left_by = {
+        mark.removeprefix(LEFT_BY): member
+        for member, marks in dead.items()
+        for mark in marks
+        if mark.startswith(LEFT_BY)
+    }
+    counts = {fault.what: fault.count for fault in before}
+    same = [SameFault(what, counts.get(what, 0) + 1, who) for what, who in {**faults, **left_by}.items()]
+    kept = [fault for fault in same if fault.is_for_good or fault.what in left_by or not lost]
+    return tuple(sorted(kept, key=lambda fault: (not fault.is_for_good, -fault.count))[:_SAME_FAULTS])
+
+
+def fault_that_ends_job(decision: Decision, limit: int | None) -> SameFault | None:
+    """The fault before a decision's iteration that ends the job; None if there is none.
+
+    Args:
+        decision: of the iteration.
+        limit: the argument ``max_same_faults``.
+    """
+    for fault in decision.same_faults:
+        if fault.is_for_good or (limit is not None and fault.count >= limit):
+            return fault
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """What follows from the faults of an iteration.
 
     Args:
@@ -50,7 +95,8 @@ def judge(
     kept: Sequence[Member],
     newcomers: Sequence[Member],
     host_of: Callable[[Member], str],
-) -> Verdict:
+    now: float,
+) -> Judgement:
     """Who caused the end of an iteration, and whether that was once too often.
 
     Args:
@@ -59,12 +105,13 @@ def judge(
         kept: the members that could go on.
         newcomers: those that join.
         host_of: where a member runs; empty if that is not known.
+        now: seconds since the epoch, for a fault that does not say when it was.
     """
     culprit = culprit_of(faults)
     before = view.decision
     if culprit is None:
-        return Verdict(before.blamed)
-    host, at = culprit.host or host_of(culprit.member), culprit.at or time.time()
+        return Judgement(before.blamed)
+    host, at = culprit.host or host_of(culprit.member), culprit.at or now
     since, slot = at - before.fault_window, culprit.member.slot
     recent = [one for one in before.blamed if one.at >= since]
     blamed = _newest([*recent, Blamed(slot, host, at)], before.max_faults)
@@ -75,12 +122,12 @@ def judge(
         out = frozenset(one for one in kept if one.slot == slot)
         what, new = f"slot {slot} on {host}", [one for one in newcomers if one.slot == slot]
     else:
-        return Verdict(blamed)
+        return Judgement(blamed)
     left, least = len(kept) - len(out) + len(newcomers) - len(new), max(1, before.min_world_size)
     if left < least:
         why = f"{left} of min_world_size={least} ranks would be left"
-        return Verdict(blamed, words=f"{_in_words(before, what, 'stays')}; without it {why}")
-    return Verdict(blamed, out, slot, _in_words(before, what, "is excluded"))
+        return Judgement(blamed, words=f"{_describe(before, what, 'stays')}; without it {why}")
+    return Judgement(blamed, out, slot, _describe(before, what, "is excluded"))
 
 
 def why_out(decision: Decision, slot: int, host: str, now: float = 0.0) -> str:
@@ -95,9 +142,9 @@ def why_out(decision: Decision, slot: int, host: str, now: float = 0.0) -> str:
     """
     blamed = [one for one in decision.blamed if one.at >= now - decision.fault_window]
     if _is_host_bad(decision.max_faults, blamed, host):
-        return _in_words(decision, f"host {host}", "is excluded")
+        return _describe(decision, f"host {host}", "is excluded")
     if _is_slot_bad(decision.max_faults, blamed, slot, host):
-        return _in_words(decision, f"slot {slot} on {host}", "is excluded")
+        return _describe(decision, f"slot {slot} on {host}", "is excluded")
     return ""
 
 
@@ -123,6 +170,6 @@ def _is_slot_bad(most: int, blamed: Sequence[Blamed], slot: int, host: str) -> b
     return 0 < most <= sum((one.slot, one.host) == (slot, host) for one in blamed)
 
 
-def _in_words(settings: Decision, what: str, does: str) -> str:
+def _describe(settings: Decision, what: str, does: str) -> str:
     most, window = settings.max_faults, settings.fault_window
     return f"{what} {does}, after {most} faults within {window:g} s (max_faults={most})"

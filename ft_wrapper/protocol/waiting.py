@@ -1,0 +1,103 @@
+"""Waiting for a key that may never be written: looks at growing intervals, by few members at a time."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from .operations import Operations
+
+FIRST_LOOK = 0.5  # seconds
+LONGEST_LOOK = 8.0
+_STAGGER = 0.05  # seconds between one member's look and the next one's
+_LAST_STAGGER = 2.0
+_CHECKERS = 16  # members that look who is missing
+_LOOKS_OF_FEW = 4  # looks after which more of them do
+LOOKS_BETWEEN_CALLS = _LOOKS_OF_FEW + 3  # a wait between two calls may be long: no more of them than by then
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """A moment to look at the store.
+
+    Args:
+        number: how many were before it.
+        waited: seconds since the wait began.
+        remaining: seconds until the timeout; none in the last look.
+        value: what the wake key holds; empty if the store does not tell that; None if it is absent.
+    """
+
+    number: int
+    waited: float
+    remaining: float
+    value: str | None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the timeout has passed."""
+        return self.remaining <= 0
+
+
+@dataclasses.dataclass
+class GrowingWait:
+    """Waits for keys, each time twice as long as the time before.
+
+    Args:
+        store: where.
+        pause: seconds of the next wait.
+        longest: seconds that no wait exceeds.
+    """
+
+    store: Operations
+    pause: float = FIRST_LOOK
+    longest: float = LONGEST_LOOK
+
+    def wait(self, key: str, at_most: float) -> str | None:
+        """Waits for a key that wakes somebody, see `Operations.hear`; a shorter wait makes none longer."""
+        pause = min(self.pause, at_most)
+        if pause == self.pause:
+            self.pause = min(2 * self.pause, self.longest)
+        return self.store.hear(key, pause)
+
+
+def looks(
+    store: Operations,
+    wake: str,
+    timeout: float,
+    *,
+    first: float = FIRST_LOOK,
+    longest: float = LONGEST_LOOK,
+    also_after: float = 0.0,
+) -> Iterator[Look]:
+    """Looks once the wake key is written, at growing intervals without it, and at the timeout.
+
+    Args:
+        store: where.
+        wake: a key that wakes somebody.
+        timeout: seconds until the last look.
+        first: seconds until the first one.
+        longest: seconds between two looks at most.
+        also_after: seconds after which there is a look in any case.
+    """
+    start, pause, number, remaining = store.now(), first, 0, timeout
+    while remaining > 0:
+        waited = store.now() - start
+        until = min(pause, timeout - waited, also_after - waited if waited < also_after else pause)
+        value = store.hear(wake, until)
+        waited = store.now() - start
+        remaining = timeout - waited
+        yield Look(number, waited, remaining, value)
+        pause, number = min(2 * pause, longest), number + 1
+
+
+def stagger(position: int) -> float:
+    """Seconds by which a member looks later than the first of those who wait."""
+    return min(position * _STAGGER, _LAST_STAGGER)
+
+
+def is_checker(position: int, size: int, look: int = 0) -> bool:
+    """Whether a waiting member reads who is missing, which costs O(size), at one of its looks.
+
+    A few members check on behalf of all, spread over the world, so that a straggler does not cost O(size²).
+    Should none of them be left, they become twice as many with every look.
+    """
+    stride = max(1, size // _CHECKERS) >> max(0, look - _LOOKS_OF_FEW)
+    return position % max(1, stride) == 0
