@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..attribution import Interruption
 from . import Agreement, keys
 from .records import Fault, Member, View
-from .waiting import Look, looks
+from .waiting import Moment, looks
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def await_others(agreement: Agreement, view: View, timeout: float) -> None:
             return
 
 
-def _looks(agreement: Agreement, n: int, timeout: float) -> Iterator[Look]:
+def _looks(agreement: Agreement, n: int, timeout: float) -> Iterator[Moment]:
     """Waits until head moves from n."""
     wake = keys.wake_head(n + 1)
     return looks(agreement.store, wake, timeout, first=_FIRST_LOOK, longest=_LONGEST_LOOK)

@@ -23,7 +23,7 @@ from .ends import Ends
 from .entering import spares_in
 from .operations import Append, Count, Move, Operations, Read, ReadLog, Wake, Write, read, read_log
 from .proposal import Evidence, awaited_replacements, candidates, may_propose, next_call, next_decision
-from .records import DONE, FAULT, Arrival, Decision, Head, Member, MemberRecord, View
+from .records import DONE, FAULT, ArrivalEntry, Decision, Head, Member, MemberRecord, View
 from .seal import forged
 from .silence import HeartbeatObserver, Heartbeats
 from .waiting import FIRST_LOOK, LOOKS_BETWEEN_CALLS, is_checker, looks, stagger
@@ -117,7 +117,7 @@ class GlobalIteration:
         Returns:
             What it decided, if it was the last one.
         """
-        arrival = f"{member} {Arrival(rank, world_size, fault or '')}"
+        arrival = f"{member} {ArrivalEntry(rank, world_size, fault or '')}"
         gone = operations.append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))
         return self.advance(view, member) if gone >= len(view.members) else None
 

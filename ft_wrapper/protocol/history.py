@@ -9,14 +9,14 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..attribution import Interruption, by_blame
-from .records import LEFT_BY, Arrival, Blamed, Decision, Fault, Member, SameFault, View
+from .records import LEFT_BY, ArrivalEntry, Blamed, Decision, Fault, Member, SameFault, View
 
 _SAME_FAULTS = 4  # faults that a decision counts: who is next to fail elsewhere each time, fails differently
 
 
 def count_same_faults(
     before: Iterable[SameFault],
-    arrived: Mapping[Member, Arrival],
+    arrived: Mapping[Member, ArrivalEntry],
     dead: Mapping[Member, Collection[str]],
     lost: bool,
 ) -> tuple[SameFault, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from ..exception import InternalError
 from . import keys
 from .history import Judgement, count_same_faults
-from .records import DONE, RETURNS, Arrival, Decision, Member, View
+from .records import DONE, RETURNS, ArrivalEntry, Decision, Member, View
 from .widening import widen
 
 
@@ -22,7 +22,7 @@ class Evidence:
     """
 
     outcome: str
-    arrived: Mapping[Member, Arrival]
+    arrived: Mapping[Member, ArrivalEntry]
     joining: Collection[Member]
     dead: Mapping[Member, Collection[str]]
 

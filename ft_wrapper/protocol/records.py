@@ -360,7 +360,7 @@ def decision_in(head: Head, text: str) -> Decision:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrival:
+class ArrivalEntry:
     """How a member has left the function of an iteration.
 
     Args:
@@ -377,13 +377,13 @@ class Arrival:
         return f"{self.rank} {self.world_size} {self.fault}".rstrip()
 
 
-def arrivals_in(n: int, log: Iterable[str]) -> dict[Member, Arrival]:
+def arrivals_in(n: int, log: Iterable[str]) -> dict[Member, ArrivalEntry]:
     """The members that have left the function of n, the first one first."""
     key = keys.arrived(n)
     arrivals = {}
     for line in log:
         name, rank, world_size, *fault = split_entry(line, 3, key, rest=True)
-        arrival = Arrival(to_number(rank, key), to_number(world_size, key), *fault)
+        arrival = ArrivalEntry(to_number(rank, key), to_number(world_size, key), *fault)
         arrivals[Member.parse(name, key)] = arrival
     return arrivals
 

@@ -15,7 +15,7 @@ LOOKS_BETWEEN_CALLS = _LOOKS_OF_FEW + 3  # a wait between two calls may be long:
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class Moment:
     """A moment to look at the store.
 
     Args:
@@ -66,7 +66,7 @@ def looks(
     first: float = FIRST_LOOK,
     longest: float = LONGEST_LOOK,
     also_after: float = 0.0,
-) -> Iterator[Look]:
+) -> Iterator[Moment]:
     """Looks once the wake key is written, at growing intervals without it, and at the timeout.
 
     Args:
@@ -84,7 +84,7 @@ def looks(
         value = store.hear(wake, until)
         waited = store.now() - start
         remaining = timeout - waited
-        yield Look(number, waited, remaining, value)
+        yield Moment(number, waited, remaining, value)
         pause, number = min(2 * pause, longest), number + 1
 
 
