@@ -7,35 +7,22 @@ silent may take different ones for the coordinator, and no harm is done.
 A *rank* here is the rank at the start of the job, the slot: it stays when others leave.
 """
 
-import contextlib
 import dataclasses
-import logging
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 
-from ..exception import RestartError, TimeoutError
+from ..exception import RankDiscarded, RestartError, TimeoutError
 from ..settings import Limits, OnJoin
 from . import Agreement, keys
-from .joining import Entry
+from .membership import Membership
 from .operations import Move, Operations, Wake, claim, read
-from .records import FAULT, Head, Member, MemberRecord, View, to_number
+from .records import FAULT, Head, Member, to_number
 from .silence import HeartbeatObserver
 from .waiting import looks
-
-log = logging.getLogger(__name__)
 
 _TERMS: dict[str, object] = {"iterations": "by hand"}  # so that no one gets into a job of the wrapper
 #: Seconds without a heartbeat after which a member is silent: the wrapper's default.
 SILENT_AFTER = Limits.heartbeat_timeout
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Whom a client acts for: the process that it belongs to, and the iteration that this is in."""
-
-    member: Member
-    view: View
 
 
 class ByHand(Operations):
@@ -45,7 +32,8 @@ class ByHand(Operations):
     that was left out acts for none.
     """
 
-    _place: Place | None = None
+    membership: Membership | None = None
+    """Of the member that this client acts for."""
     _observer: HeartbeatObserver | None = None
 
     @property
@@ -186,14 +174,14 @@ class ByHand(Operations):
         Returns:
             The number that is on afterwards: unchanged if its time has not come.
         """
-        iterations, place = self._agreement.iterations, self._place
+        iterations, own = self._agreement.iterations, self.membership
         view = iterations.read_current()
         if view is None:
             return 0
-        if place is not None and place.member in view.members:
+        if own is not None and own.member in view.members:
             _, missing = iterations.arrived_and_missing(view)
             silent = frozenset(one for one in missing if self._job._stillness(one) >= SILENT_AFTER)
-            iterations.advance(view, place.member, silent=silent)
+            iterations.advance(view, own.member, silent=silent)
         else:
             iterations.advance(view, None)
         return self.get_global_iteration()
@@ -236,15 +224,13 @@ class ByHand(Operations):
             RestartError: this client has not joined, or the others went on without its member.
             TimeoutError: too few members are left; names the missing ones.
         """
-        member, view, agreement = self._joined().member, self._joined().view, self._agreement
-        agreement.ends.end_iteration(view.n, FAULT)
-        agreement.heartbeats.beat_heart(str(member))
-        agreement.iterations.arrive(view, member, view.members.index(member), len(view.members))
-        seconds = timeout.total_seconds()
-        step = agreement.iterations.await_next(view, member, timeout=seconds, heartbeat_timeout=SILENT_AFTER)
-        if step is None:
-            raise left_out(member, view.n)
-        return self._enter(Place(member, step))
+        own = self._joined()
+        view, member = own.view, own.member
+        own.agreement.ends.end_iteration(view.n, FAULT)
+        own.agreement.heartbeats.beat_heart(str(member))
+        own.limits = dataclasses.replace(own.limits, barrier_timeout=timeout.total_seconds())
+        own.go_on(view.members.index(member), len(view.members))
+        return self._note_entry(own)
 
     def handle_rank_restart(self, world_size: int, timeout: timedelta, *, rank: int | None = None) -> int:
         """Takes this process's part in the job: its first iteration, or the next one of a job that is on.
@@ -266,21 +252,9 @@ class ByHand(Operations):
             TimeoutError: a rank did not come; names which.
             ValueError: the rank is not known.
         """
-        if self._place is not None:
-            return self._still_in(self._place)
-        slot, slots = self._slot(rank), range(world_size)
-        member, asked = self._register(slot), None
-        iterations, joining = self._agreement.iterations, self._agreement.joining
-        if iterations.read_head() is None and slot not in slots:
-            joining.await_head(timeout.total_seconds())
-        elif iterations.read_head() is None:
-            with self._withdrawn_unless_in(member):
-                joining.join_first(member, slots)
-                first = joining.await_first(member, slots, timeout.total_seconds())
-            if first is not None:
-                return self._enter(Place(member, first))
-            asked = keys.BEFORE_FIRST
-        return self._get_in(member, timeout, asked)
+        if self.membership is not None:
+            return self._still_in(self._joined())
+        return self._join(self._slot(rank), world_size, timeout)
 
     def catch_up_restarting_rank(self, timeout: timedelta, *, rank: int | None = None) -> int:
         """Joins a job that is on as its rank's next process, and waits until it is in.
@@ -303,7 +277,7 @@ class ByHand(Operations):
         slot = self._slot(rank)
         if self._agreement.iterations.read_head() is None:
             raise RestartError("there is no job to catch up with yet: call handle_rank_restart")
-        return self._get_in(self._register(slot), timeout)
+        return self._join(slot, 0, timeout)
 
     def record_iteration_for_rank(self, rank: int, iteration: int) -> None:
         """Notes, for people, that a rank has been in an iteration; keeps the highest one.
@@ -330,13 +304,17 @@ class ByHand(Operations):
 
     # Steps ---------------------------------------------------------------------------------------------
 
-    def _joined(self) -> Place:
-        if self._place is None:
+    def _joined(self) -> Membership:
+        if self.membership is None:
             raise RestartError(
                 "this client of the store has not joined the job: call handle_rank_restart on it first; "
                 "leave it to the wrapper inside a wrapped function, where the wrapper has joined"
             )
-        return self._place
+        own = dataclasses.replace(
+            self.membership, agreement=self._agreement
+        )  # clones of this client share it
+        own.member, own.view = self.membership.member, self.membership.view
+        return own
 
     def _coordinator(self) -> Member | None:
         view = self._agreement.iterations.read_current()
@@ -346,7 +324,7 @@ class ByHand(Operations):
 
     def _stillness(self, member: Member) -> float:
         """Seconds for which this client has seen a member's heartbeat stand still; 0 for its own member."""
-        if self._place is not None and member == self._place.member:
+        if self.membership is not None and member == self.membership.member:
             return 0.0
         if self._observer is None:
             self._observer = HeartbeatObserver(self._agreement.heartbeats, SILENT_AFTER)
@@ -372,67 +350,31 @@ class ByHand(Operations):
             raise ValueError(f"pass rank=, or set the environment variable RANK, which is {text!r}")
         return int(text)
 
-    def _register(self, slot: int) -> Member:
-        head = self._agreement.iterations.read_head()
-        if self._agreement.joining.agree_on_terms(0 if head is None else head.call, _TERMS):
-            raise RestartError("the job runs under the wrapper: call the wrapped function to join it")
-        return self._agreement.joining.register(slot, MemberRecord.here())
-
-    def _get_in(self, member: Member, timeout: timedelta, asked: int | None = None) -> int:
-        seconds = timeout.total_seconds()
-        limits, joining = Limits(on_join=OnJoin.NOW, rejoin_wait=0.0), self._agreement.joining
-        deadline = self.now() + seconds
-        while True:
-            head = joining.iterations.read_head()
-            assert head is not None, "head is never deleted"
-            with self._withdrawn_unless_in(member):
-                entry, view = joining.await_entry(member, head.call, limits, seconds, asked)
-            if entry is Entry.IN:
-                return self._enter(Place(member, view))
-            if entry is not Entry.PASSED:
-                why = "the call has completed" if entry is Entry.DONE else "a newer process has its rank"
-                raise RestartError(f"{member.name} cannot join: {why}")
-            if self.now() >= deadline:
-                raise TimeoutError(
-                    f"{member.name} did not get in within {timeout}: the others went on too fast"
-                )
-            member, asked = self._register(member.slot), None
-
-    @contextlib.contextmanager
-    def _withdrawn_unless_in(self, member: Member) -> Iterator[None]:
-        """Sees to it that no one waits for a process that gives up."""
+    def _join(self, slot: int, world_size: int, timeout: timedelta) -> int:
+        head, seconds = self._agreement.iterations.read_head(), timeout.total_seconds()
+        limits = Limits(
+            use_global_iteration=True, on_join=OnJoin.NOW, rejoin_wait=0.0, barrier_timeout=seconds
+        )
+        call = 0 if head is None else head.call
+        own = Membership(self._agreement, slot, [*range(world_size)], limits, call, _TERMS)
         try:
-            yield
-        except BaseException:
-            try:
-                self._withdraw(member)
-            except Exception:
-                log.exception("the others could not be told that %s gave up", member.name)
-            raise
+            own.register()
+        except ValueError:
+            raise RestartError(
+                "the job runs under the wrapper: call the wrapped function to join it"
+            ) from None
+        if not own.join(seconds):
+            raise RestartError(f"{own.member.name} cannot join: the call has completed")
+        return self._note_entry(own)
 
-    def _withdraw(self, member: Member) -> None:
-        ends, iterations = self._agreement.ends, self._agreement.iterations
-        current = iterations.read_current()
-        if current is not None and member in current.members:
-            ends.log_deaths(current.n, {member: None}, ends=True)
-            iterations.count_deaths(current)
-        else:
-            ends.give_up(keys.BEFORE_FIRST if current is None else current.n, member)
+    def _still_in(self, own: Membership) -> int:
+        view = self._agreement.iterations.read_current()
+        if view is None or own.member not in view.members:
+            raise RankDiscarded(own.explain_removal())
+        own.view = view
+        return self._note_entry(own)
 
-    def _still_in(self, place: Place) -> int:
-        current = self._agreement.iterations.read_current()
-        if current is None or place.member not in current.members:
-            raise left_out(place.member, place.view.n)
-        return self._enter(Place(place.member, current))
-
-    def _enter(self, place: Place) -> int:
-        self._place = place
-        self.record_iteration_for_rank(place.member.slot, place.view.n)
-        return place.view.n
-
-
-def left_out(member: Member, n: int) -> RestartError:
-    return RestartError(
-        f"the others went on from iteration {n} without {member.name}: it was declared dead, or came too "
-        "late; start a new process in its place"
-    )
+    def _note_entry(self, own: Membership) -> int:
+        self.membership = own
+        self.record_iteration_for_rank(own.slot, own.view.n)
+        return own.view.n

@@ -3,15 +3,23 @@
 import contextlib
 import dataclasses
 import logging
-import time
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .. import events, exception
 from ..attribution import Interruption, out_of_memory
-from ..exception import Excluded, JobEnded, RankDiscarded, RestartAbort, RestartError, TimeoutError
+from ..exception import (
+    Excluded,
+    JobEnded,
+    RankDiscarded,
+    RestartAbort,
+    RestartError,
+    StoreError,
+    TimeoutError,
+)
 from ..settings import Limits
-from . import Agreement, history, keys, left_out
+from . import Agreement, history, keys
 from .deaths import await_others, report_deaths
 from .entering import Endpoint, Sizes
 from .global_iteration import Proposed
@@ -22,6 +30,8 @@ if TYPE_CHECKING:
     from ..monitor.line import MonitorLine
 
 log = logging.getLogger(__name__)
+
+_A_DAY = 86400.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,15 +124,19 @@ class Membership:
                 + "; start all ranks with the same script and settings"
             )
 
-    def join(self) -> bool:
+    def join(self, within: float | None = None) -> bool:
         """Joins the job's first iteration, or the next one of a running job; False if the call has completed.
+
+        Args:
+            within: seconds after which it gives up; None for somewhat longer than members wait for each
+                other, and as often as the others go on without it.
 
         Raises:
             TimeoutError: not all slots joined in time, or an iteration was not followed by another one.
             RankDiscarded: another process holds the slot, or no one may join.
         """
         try:
-            return self._join()
+            return self._join(within)
         except RankDiscarded:
             raise
         except BaseException as error:
@@ -170,7 +184,7 @@ class Membership:
             current = self.agreement.iterations.read_current() if self.view.decision.max_faults else None
             if current is not None:
                 self._leave_if_excluded(current.decision, len(current.members))
-            raise RankDiscarded(self._left_out())
+            raise RankDiscarded(self.explain_removal())
         before, self.view = self.view, step
         self.emit("decided", after=before.nonce)
 
@@ -182,20 +196,13 @@ class Membership:
         decision = self.view.decision
         new = set(decision.joined).difference(decision.removed)
         if self.member in new:
-            self._leave_if_excluded(decision, len(self.view.members) - len(new), time.time())
+            now = self.agreement.store.wall_clock()
+            self._leave_if_excluded(decision, len(self.view.members) - len(new), now)
 
     def _leave_if_excluded(self, decision: Decision, others: int, now: float = 0.0) -> None:
         why = history.why_out(decision, self.slot, self.record.host, now)
         if why and others >= max(1, decision.min_world_size):
             raise Excluded(why)
-
-    def _join_unless_excluded(self) -> None:
-        current = None if self.limits.max_faults is None else self.agreement.iterations.read_current()
-        if current is None:
-            return
-        dead = self.agreement.ends.deaths_of(current.n)
-        others = {one for one in current.members if one.slot != self.slot} - dead
-        self._leave_if_excluded(current.decision, len(others), time.time())
 
     def has_failed(self) -> bool:
         """Whether the present iteration has ended by a fault."""
@@ -281,35 +288,46 @@ class Membership:
         Raises:
             RankDiscarded: the others have gone on without this member meanwhile.
         """
-        outcome = self._await_outcome(active_rank, active_world_size)
-        head = self.agreement.iterations.read_head()
-        # Its keys may have been deleted by then, and what stands there be this member's own late word.
-        if head is not None and head.n > self.view.n + 1:
-            raise RankDiscarded(self._left_out())
-        return outcome
-
-    def _await_outcome(self, active_rank: int | None, active_world_size: int) -> str:
         n, outcome = self.view.n, None
         if active_rank is None:
             while outcome is None:
-                outcome = self._hear_of_end(86400.0)
-            return outcome
-        self.emit("returned")
-        self.agreement.ends.finish(n, active_rank, active_world_size)
-        patience = self.limits.completion_timeout
-        outcome = self.agreement.ends.wait_for_end(n, patience)
-        while outcome is None:
-            self.agreement.ends.complete(n, active_world_size)
-            missing = sorted(set(range(active_world_size)) - self.agreement.ends.finished_in(n))
-            late = f"ranks {missing} did not finish within completion_timeout={patience:g} s"
-            if missing and self._was_completed_late:
-                # A restart has not helped: they have more to do than others, and would have again.
-                log.warning("%s; waiting for them, since a restart has not helped", late)
-            elif missing:
-                self._was_completed_late = True
-                self.publish(active_rank, RestartError(late))
-            outcome = self._hear_of_end(patience)
+                outcome = self._await_end(_A_DAY)
+        else:
+            self.emit("returned")
+            self.agreement.ends.finish(n, active_rank, active_world_size)
+            outcome = self.agreement.ends.wait_for_end(n, self.limits.completion_timeout)
+            while outcome is None:
+                self._bring_about_completion(active_rank, active_world_size)
+                outcome = self._await_end(self.limits.completion_timeout)
+        head = self.agreement.iterations.read_head()
+        # Its keys may have been deleted by then, and what is there be this member's own late word.
+        if head is not None and head.n > n + 1:
+            raise RankDiscarded(self.explain_removal())
         return outcome
+
+    def _bring_about_completion(self, active_rank: int, active_world_size: int) -> None:
+        """Completes the iteration for others that could not, or restarts it for those that are late."""
+        n, patience = self.view.n, self.limits.completion_timeout
+        self.agreement.ends.complete(n, active_world_size)
+        missing = sorted(set(range(active_world_size)) - self.agreement.ends.finished_in(n))
+        late = f"ranks {missing} did not finish within completion_timeout={patience:g} s"
+        if missing and self._was_completed_late:
+            # A restart has not helped: they have more to do than others, and would have again.
+            log.warning("%s; waiting for them, since a restart has not helped", late)
+        elif missing:
+            self._was_completed_late = True
+            self.publish(active_rank, RestartError(late))
+
+    def _await_end(self, seconds: float) -> str | None:
+        # A rank that has nothing to do but to wait for it waits for a store that is out of reach.
+        with contextlib.suppress(exception.StoreUnavailable):
+            outcome = self.agreement.ends.wait_for_end(self.view.n, seconds)
+            if outcome is None:
+                head = self.agreement.iterations.read_head()
+                # A late wake of an end that is deleted would come again and again.
+                return FAULT if head is not None and head.n > self.view.n else None
+            return outcome
+        return None
 
     def remember(self, rank: int, world_size: int) -> Remembered:
         """What the next wrapped call on the same store has to know."""
@@ -320,38 +338,57 @@ class Membership:
         with contextlib.suppress(RestartError):  # the store is gone
             self.agreement.ends.say_goodbye(self.member)
 
-    def _join(self) -> bool:
-        is_early = self.agreement.iterations.read_head() is None
-        if is_early and self._join_first():
-            return True
-        if not self.limits.use_global_iteration:
+    def _join(self, within: float | None) -> bool:
+        joining, limits, asked = self.agreement.joining, self.limits, None
+        if self.agreement.iterations.read_head() is None:
+            if self.slot in self.slots:
+                joining.join_first(self.member, self.slots, limits)
+                first = joining.await_first(self.member, self.slots, limits.barrier_timeout, limits)
+                if first is not None:
+                    self.view = first
+                    return True
+                asked = keys.BEFORE_FIRST
+            else:  # one that the job is to grow by
+                joining.await_head(limits.barrier_timeout)
+            if not limits.use_global_iteration:
+                raise self._refused()
+        elif not limits.use_global_iteration:
             raise self._refused()
-        if not is_early:
-            self._join_unless_excluded()
-        current = None if is_early else self.agreement.iterations.read_current()
-        if current is not None and current.call == self.call:
-            fault = history.fault_that_ends_job(current.decision, self.limits.max_same_faults)
-            if fault is not None:
-                self._note_end(fault.in_words)
-                raise JobEnded(f"slot {self.slot} comes too late: the job was ended by {fault.in_words}")
+        else:
+            self._refuse_what_cannot_help()
         # Longer than the members', who go on without a straggler, and with this one, when theirs ends.
-        patience = self.limits.barrier_timeout + self.limits.heartbeat_timeout
-        asked = keys.BEFORE_FIRST if is_early and self.slot in self.slots else None
+        patience = limits.barrier_timeout + limits.heartbeat_timeout if within is None else within
+        until = math.inf if within is None else self.agreement.store.now() + within
         while True:
-            entry, view = self.agreement.joining.await_entry(
-                self.member, self.call, self.limits, patience, asked
-            )
+            entry, view = joining.await_entry(self.member, self.call, limits, patience, asked)
             if entry is Entry.DONE:
                 return False
             if entry is Entry.TAKEN_OVER:
-                raise RankDiscarded(left_out.taken_over(self.agreement, self.member, self.record))
+                raise RankDiscarded(self._explain_takeover())
             if entry is Entry.IN:
                 self.view = view
                 self.emit("decided")
                 return True
+            if self.agreement.store.now() >= until:
+                late = f"did not get in within {within:g} s: the others went on too fast"
+                raise TimeoutError(f"{self.member.name} {late}")
             log.warning("%s was passed over for too long, and joins again", self.member.name)
             asked = None
             self.register()
+
+    def _refuse_what_cannot_help(self) -> None:
+        """Raises, before this member asks to be let into a running job, if it is excluded or the job ends."""
+        view = self.agreement.iterations.read_current()
+        if view is None:
+            return
+        if self.limits.max_faults is not None:
+            others = {one for one in view.members if one.slot != self.slot}
+            alive = others - self.agreement.ends.deaths_of(view.n)
+            self._leave_if_excluded(view.decision, len(alive), self.agreement.store.wall_clock())
+        fault = history.fault_that_ends_job(view.decision, self.limits.max_same_faults)
+        if view.call == self.call and fault is not None:
+            self._note_end(fault.in_words)
+            raise JobEnded(f"slot {self.slot} comes too late: the job was ended by {fault.in_words}")
 
     def emit(self, event: str, **fields: object) -> None:
         """Notes what this member does in the present iteration; see `events`.
@@ -382,21 +419,8 @@ class Membership:
                     return
             timeout = self.limits.barrier_timeout if may_be_in else 0.0
             report_deaths(self.agreement, None, {self.member: fault}, active=True, timeout=timeout)
-        except RestartError:
+        except Exception:  # the error that counts is on its way
             log.debug("the store is gone", exc_info=True)
-
-    def _join_first(self) -> bool:
-        """Takes part in the job's first decision; False if it was made without this member."""
-        if self.slot not in self.slots:  # one that the job is to grow by
-            self.agreement.joining.await_head(self.limits.barrier_timeout)
-            return False
-        self.agreement.joining.join_first(self.member, self.slots, self.limits)
-        first = self.agreement.joining.await_first(
-            self.member, self.slots, self.limits.barrier_timeout, self.limits
-        )
-        if first is not None:
-            self.view = first
-        return first is not None
 
     def _refused(self) -> RankDiscarded:
         return RankDiscarded(
@@ -404,29 +428,34 @@ class Membership:
             "not global; use @Wrapper(use_global_iteration=True) on all ranks, or start the whole job again"
         )
 
-    def _left_out(self) -> str:
-        return left_out.in_words(
-            self.agreement, self.member, self.record, self.view.n, self.limits.barrier_timeout
+    def explain_removal(self) -> str:
+        """Why this member is not in the iteration after its own, for people."""
+        ends, n = self.agreement.ends, self.view.n
+        if self.agreement.joining.newest_of(self.slot) != self.member:
+            return self._explain_takeover()
+        limit = f"barrier_timeout={self.limits.barrier_timeout:g} s"
+        late = f"it took longer than {limit} to leave the function"
+        why = f"it was declared dead, or {late}"  # the keys of an old iteration are deleted
+        with contextlib.suppress(StoreError):
+            if self.member in ends.deaths_of(n):
+                messages = [fault.message for fault in ends.faults_of(n) if fault.member == self.member]
+                why = " ".join(["it was declared dead", *(f"({message})" for message in messages[-1:])])
+            elif ends.outcome_of(n) is not None:
+                why = late
+        return f"slot {self.slot} was left out after iteration {n}: {why}"
+
+    def _explain_takeover(self) -> str:
+        joining, own = self.agreement.joining, self.record
+        record = joining.record_of(joining.newest_of(self.slot))
+        return (
+            f"slot {self.slot} was taken over by process {record.pid} on {record.host}; this is process "
+            f"{own.pid} on {own.host}: no slot can be held by two processes, so make sure that each RANK is "
+            "started once"
         )
-
-    def _hear_of_end(self, seconds: float) -> str | None:
-        # A rank that has nothing to do but to hear of it waits for a store that is out of reach.
-        with contextlib.suppress(exception.StoreUnavailable):
-            outcome = self.agreement.ends.wait_for_end(self.view.n, seconds)
-            if outcome is None:
-                head = self.agreement.iterations.read_head()
-                # A late wake of an end that is deleted would be heard again and again.
-                return FAULT if head is not None and head.n > self.view.n else None
-            return outcome
-        return None
-
-    def wall_clock(self) -> float:
-        """Seconds since the epoch, which clocks of several hosts agree on, more or less."""
-        return time.time()
 
     def fault(self, rank: int | None, interruption: Interruption, message: str) -> Fault:
         """A fault of this member."""
-        return self.record.fault(self.member, rank, interruption, message, self.wall_clock())
+        return self.record.fault(self.member, rank, interruption, message, self.agreement.store.wall_clock())
 
     def _raised(self, rank: int | None, interruption: Interruption, error: BaseException) -> Fault:
         is_drained = isinstance(error, exception.Drained)

@@ -109,7 +109,7 @@ class EtcdStore(Store, StoreMixin):
         other = EtcdStore.__new__(EtcdStore)
         Store.__init__(other)
         other.set_timeout(self.timeout)
-        other.patience, other._etcd, other._place = self.patience, self._etcd, self._place
+        other.patience, other._etcd, other.membership = self.patience, self._etcd, self.membership
         other._keys, other.place = self._keys.within(namespace), self.place + namespace
         other.seal, other.is_private = seal_of(other.place), self.is_private
         other._writer = EtcdWriter(self._etcd)

@@ -142,7 +142,7 @@ class FileStore(HoldingStore):
 
     def clone(self) -> "FileStore":
         other = FileStore(self.file_name, timeout=self.timeout)
-        other._place = self._place
+        other.membership = self.membership
         return other
 
     def _do(self, what: str, operation: Callable[[Operations], T]) -> T:

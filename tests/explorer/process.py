@@ -290,10 +290,6 @@ class SimulatedJob(Membership):
 
     process: SimulatedProcess
 
-    def wall_clock(self) -> float:
-        """Always the same: what is in the store depends on the seed alone."""
-        return 0.0
-
     def look_for(self, missing: Sequence[Member], waited: float) -> None:
         """Told for whom a restart waits."""
         waiting_line(self.agreement.store, missing, 0.0, 0.0)  # it reads where they run

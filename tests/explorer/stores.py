@@ -11,6 +11,10 @@ from ft_wrapper.testing import FakeStore
 class SimulatedStore(FakeStore):
     """A client that reads as `TCPStore` does: in one step."""
 
+    def wall_clock(self) -> float:
+        """Always the same: what is in the store depends on the seed alone."""
+        return 0.0
+
     def _read(self, key: str) -> str | None:
         # With libuv this wakes those who wait for an absent key.
         if not self._contents.use_libuv:
