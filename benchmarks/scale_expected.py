@@ -186,7 +186,7 @@ def expected_heartbeats(plan: Plan) -> Expected:
     name = f"{plan.ranks // 2}:0" if plan.node == 1 else "shared-" + "0" * 16
     beat = _add(f"1/heartbeat/{name}")  # an addition of nothing reads, at the same cost
     looks = [_read("1/head", f"0:0:{_NONCE}"), _read("1/end/0", None)]
-    if importlib.util.find_spec("ft_wrapper.protocol.heart") is None:
+    if importlib.util.find_spec("ft_wrapper.monitor.heart") is None:
         return _all(beat, *looks, beat)  # before hearts did one thing at a time
     # In twelve intervals six signs of life, four looks at the neighbour's, and one at each of the others.
     return _all(beat * 10, *looks) * Fraction(1, 12 * plan.node)

@@ -18,11 +18,12 @@ from typing import Any
 
 from scale_wire import Connection, Event, Loop, Threading, WireStore
 
+from ft_wrapper.monitor.heart import Heart
 from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.protocol import Agreement, joining, keys, neighbours, records
 from ft_wrapper.protocol.ends import Ends
 from ft_wrapper.protocol.entering import Entered
-from ft_wrapper.protocol.heart import Heart, note_wanted
+from ft_wrapper.protocol.housekeeping import note_wanted
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.settings import Limits
 from ft_wrapper.store import Decision, Member, TCPStoreServer, View

@@ -23,9 +23,9 @@ import torch
 
 from .._files import check_own_file, owners_only
 from ..exception import StoreError
-from ..protocol.heart import Heart
 from ..settings import Limits
 from ..store.plan import StorePlan
+from .heart import Heart
 from .line import MonitorLine, send
 from .rank_monitor import await_exit
 from .service import heart_name

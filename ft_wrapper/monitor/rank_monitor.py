@@ -21,12 +21,12 @@ from ..exception import StoreError
 from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import await_others, report_deaths
-from ..protocol.heart import Heart
 from ..protocol.neighbours import NeighbourWatch
 from ..settings import Limits
 from ..store import Fault, Member, StoreMixin, View
 from ..store.bounded import in_background, take_or_make
 from .frames import is_stopped, where_it_stands
+from .heart import Heart
 from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)

@@ -21,12 +21,12 @@ import psutil
 
 from ..exception import StoreError
 from ..protocol import keys
-from ..protocol.heart import Heart
 from ..settings import Limits
 from ..store import StoreMixin
 from ..store.bounded import in_background
 from ..store.plan import StorePlan, announced_plan
 from ..store.secret import ASKS, hand_out, peer
+from .heart import Heart
 from .line import VERSION, receive, send
 from .rank_monitor import Idle
 from .shared_memory import RankMemory

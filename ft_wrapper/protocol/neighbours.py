@@ -2,7 +2,6 @@
 
 import enum
 import logging
-import threading
 from collections.abc import Collection, Iterator
 
 from ..attribution import Interruption
@@ -49,8 +48,8 @@ class NeighbourWatch:
         self._observer = HeartbeatObserver(agreement.heartbeats, timeout)
         self._head: Head | None = None  # as it was seen last
         self._roster: tuple[Head, frozenset[Member]] | None = None
-        self._ring: tuple[Head | None, frozenset[Member], tuple[int, ...]] | None = None
-        self._spares: tuple[Head | None, set[Member]] | None = None  # silent ones that are known to be spares
+        self._ring: tuple[Head, frozenset[Member], tuple[int, ...]] | None = None
+        self._spares: tuple[Head, set[Member]] | None = None  # silent ones that are known to be spares
         self._suspicion: tuple[View, Member, frozenset[Member]] | None = None
         self._ended: Head | None = None  # the iteration that this has ended for a member's silence
         # Seconds to the next try; an ended iteration may stay for long between two calls.
@@ -92,34 +91,27 @@ class NeighbourWatch:
             self._observer.forget_all_but(())
             raise
 
-    def leave_out_suspects(self, seconds: float, stop: threading.Event) -> None:
+    def leave_out_suspects(self) -> float | None:
         """Once an iteration with a silent member has ended, proposes the next one without it.
 
         So the restart does not wait for those who were silent before.
 
-        Args:
-            seconds: how long to try at the longest.
-            stop: set if it is to end sooner.
+        Returns:
+            Seconds until this is to be called again; None if there is nothing to do.
         """
         if self._suspicion is None:
-            return
+            return None
         view, watcher, silent = self._suspicion
         store = self._agreement.store
-        deadline = store.now() + seconds
         # No wait: it would time out again and again for as long as a lost spare is in a healthy iteration.
         if not store.check([store.wake_name(keys.wake_end(view.n))]):
             self._pause = _FIRST_TRY
-            return
-        while not self._agreement.iterations.advance(view, watcher, silent=silent):
-            if stop.wait(min(self._pause, max(0.0, deadline - self._agreement.store.now()))):
-                return
-            if self._agreement.store.now() >= deadline:
-                return
-            self._head = self._agreement.iterations.read_head()
-            if self._has_passed(view):
-                break
+            return None
+        if not self._agreement.iterations.advance(view, watcher, silent=silent):
             self._pause *= 2
+            return self._pause / 2
         self._suspicion = None
+        return None
 
     def _look_at_head(self, view: View, own: frozenset[Member]) -> None:
         self._head = self._agreement.iterations.read_head()

@@ -28,7 +28,7 @@ from ..monitor.frames import checkpoint_failure, forget_frames, users_part
 from ..monitor.shared_memory import Phase
 from ..protocol import Agreement
 from ..protocol.entering import Endpoint
-from ..protocol.heart import note_wanted
+from ..protocol.housekeeping import note_wanted
 from ..protocol.records import Decision, SameFault, View
 from ..protocol.standing import Stood
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.exception import InternalError, RestartError
+from ft_wrapper.monitor.heart import HeartBeat
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.deaths import report_deaths
 from ft_wrapper.protocol.entering import Endpoint, Sizes
-from ft_wrapper.protocol.heart import HeartBeat, note_wanted
+from ft_wrapper.protocol.housekeeping import note_wanted
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.protocol.records import MemberRecord
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
@@ -326,7 +327,7 @@ class SimulatedJob(Membership):
 
 @dataclasses.dataclass
 class Seen:
-    """A rank as its heart sees it at a tick; see `ft_wrapper.protocol.heart.Rank`."""
+    """A rank as its heart sees it at a tick; see `ft_wrapper.monitor.heart.Rank`."""
 
     member: Member
     view: View | None
@@ -397,7 +398,10 @@ class SimulatedMonitor(threading.Event):
             elif now() - self._left_out_at >= GRACE:
                 simulation.invariants.ended_as_left_out(process)
                 simulation.give_up(process)
-            heart.watch.leave_out_suspects(due + scenario.heartbeat_interval - now(), self)
+            until = due + scenario.heartbeat_interval
+            while (pause := heart.watch.leave_out_suspects()) and until > now():
+                if self.wait(min(pause, until - now())):
+                    break
 
     def _with_lost_beats(self, agreement: Agreement) -> Agreement:
         """A client whose heartbeats are lost at times."""

@@ -13,8 +13,8 @@ import pytest
 from counted import CountedStore
 
 from ft_wrapper.exception import StoreError
+from ft_wrapper.monitor.heart import Heart, HeartBeat
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.heart import Heart, HeartBeat
 from ft_wrapper.protocol.operations import Beat, Step
 from ft_wrapper.protocol.records import MemberRecord
 from ft_wrapper.settings import Limits
@@ -287,7 +287,7 @@ def test_a_job_that_ends_while_a_heart_beats_alarms_no_one(
 
     store = Store()
     heart = Heart(lambda: store, str(rank.member), dataclasses.replace(SETTINGS, heartbeat_interval=0.001))
-    with caplog.at_level("DEBUG", "ft_wrapper.protocol.heart"):
+    with caplog.at_level("DEBUG", "ft_wrapper.monitor.heart"):
         try:
             heart.add(rank)
             for _ in range(3):  # by the second beat the first one's failure is in the log

@@ -290,7 +290,8 @@ def test_a_restart_does_not_wait_for_a_spare_that_was_silent_before(store: FakeS
         lambda: Agreement(store).iterations.arrive(view, MEMBERS[2], 2, 3),
         lambda: Agreement(store).iterations.arrive(view, MEMBERS[0], 0, 3),
     )
-    watch.leave_out_suspects(2.0, stop)
+    while pause := watch.leave_out_suspects():
+        stop.wait(pause)
     current = Agreement(store).iterations.read_current()
     assert current is not None
     assert (current.n, current.members) == (1, (MEMBERS[0], MEMBERS[2]))

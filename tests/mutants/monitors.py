@@ -6,7 +6,7 @@ from .mutant import Mutant
 
 NEIGHBOURS = "protocol/neighbours.py"
 DEATH = "protocol/deaths.py"
-HOUSEKEEPER = "protocol/heart.py"
+HOUSEKEEPER = "protocol/housekeeping.py"
 
 
 def _job(name: str, file: str, old: str, new: str, why: str) -> Mutant:

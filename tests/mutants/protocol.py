@@ -9,7 +9,7 @@ ITERATION = "protocol/global_iteration.py"
 INTERRUPTION = "protocol/evidence.py"
 JOINING = "protocol/joining.py"
 ENTERING = "protocol/entering.py"
-HOUSEKEEPING = "protocol/heart.py"
+HOUSEKEEPING = "protocol/housekeeping.py"
 HEARTBEAT = "protocol/evidence.py"
 JOB = "protocol/membership.py"
 

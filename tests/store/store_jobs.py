@@ -11,7 +11,7 @@ from typing import Any
 from store_helpers import Background
 
 from ft_wrapper.protocol import Agreement
-from ft_wrapper.protocol.heart import past_keys
+from ft_wrapper.protocol.housekeeping import past_keys
 from ft_wrapper.protocol.operations import Delete
 from ft_wrapper.store import Member, StoreMixin, View
 from ft_wrapper.testing import Clock, FakeStore

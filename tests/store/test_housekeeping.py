@@ -11,7 +11,7 @@ from store_jobs import delete_past, formed_in, go_on
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.entering import Entered
-from ft_wrapper.protocol.heart import (
+from ft_wrapper.protocol.housekeeping import (
     SETTLES_AFTER,
     SLICE,
     Housekeeper,
