@@ -10,8 +10,8 @@ from unittest import mock
 
 from exhaustive.simulated import SearchedSimulation
 
-from ft_wrapper.protocol import Agreement, global_iteration, joining, keys
 from ft_wrapper.monitor import heart
+from ft_wrapper.protocol import Agreement, global_iteration, joining, keys
 from ft_wrapper.protocol.ends import Ends
 from ft_wrapper.protocol.global_iteration import GlobalIteration, Proposed
 from ft_wrapper.protocol.joining import Entry, Joining
