@@ -27,7 +27,7 @@ from .restart.call import Call
 from .settings import ACTIVE_WORLD_SIZE_ENV, MOST_RANKS, Limits, about, formation_size, int_from_env
 from .state import FrozenState, Mode, State
 from .store import PrefixStore
-from .store.mixin import HoldingStore
+from .store.held import HoldingStore
 from .store.plan import plan_store
 from .torch_groups.device import own_device
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..protocol.entering import BarrierError, BarrierOverflow, BarrierTimeout
 from ..protocol.records import Decision, Fault, Head, Member, View
-from .mixin import FileStore, PrefixStore, StoreMixin
+from .held import FileStore, PrefixStore, StoreMixin
 from .plan import StorePlan, connect, without_secrets
 from .tcp import TCPStore, TCPStoreServer, serve
 

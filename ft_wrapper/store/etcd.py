@@ -18,7 +18,7 @@ from .etcd_changes import EtcdBeats, EtcdJob, EtcdWriter
 from .etcd_client import EtcdClient
 from .etcd_messages import EtcdCompacted, EtcdKeys, EtcdRefused, KeyValue, Operation, Span, Transaction
 from .etcd_watch import LOOK_AGAIN, StandingWatch, Watch
-from .mixin import DEFAULT_TIMEOUT, StoreMixin
+from .held import DEFAULT_TIMEOUT, StoreMixin
 from .secret import seal_of
 
 T = TypeVar("T")

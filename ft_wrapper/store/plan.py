@@ -12,7 +12,7 @@ from ..exception import StoreError
 from ..protocol.operations import Operations
 from . import secret
 from .address import EtcdAddress, etcd_login, host_port, is_etcd, master_port, split_host_port, tcp_address
-from .mixin import StoreMixin
+from .held import StoreMixin
 from .tcp import TCPStore, TCPStoreServer
 
 if TYPE_CHECKING:

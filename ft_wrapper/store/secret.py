@@ -15,7 +15,7 @@ import struct
 from ..exception import StoreError
 from ..protocol.operations import read
 from ..protocol.seal import Seal, forged
-from .mixin import StoreMixin
+from .held import StoreMixin
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from ..protocol.keys import LIFE
 from ..protocol.operations import Operations, to_text
 from .address import host_port, listening_address, tcp_address
 from .bounded import call_in_thread
+from .held import DEFAULT_TIMEOUT, HoldingStore
 from .lost_host import limit_silence
-from .mixin import DEFAULT_TIMEOUT, HoldingStore
 from .secret import seal_of
 
 log = logging.getLogger(__name__)

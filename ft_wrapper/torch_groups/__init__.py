@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ..monitor.frames import current_frames, places
 from ..store.bounded import in_background
-from ..store.mixin import HoldingStore, PrefixStore
+from ..store.held import HoldingStore, PrefixStore
 from . import made, nccl
 from .gloo import shut_down_gloo_sockets, unnamed_threads
 from .sockets import POLLS, named_threads, shut_down_clients, system_call
