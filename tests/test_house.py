@@ -79,7 +79,7 @@ CLASSES_TWICE = {
 }
 FUNCTIONS_TWICE = {
     CORE: {"arrange", "close", "complete", "connect", "create_handler", "drain", "heartbeat"}
-    | {"in_words", "iteration_of", "read", "remove", "without_secrets"},
+    | {"in_words", "iteration_of", "read", "remove"},
     SHELL: {"add", "check", "main", "make_report", "pack", "seed", "show"},
 }
 

@@ -16,7 +16,7 @@ from ..health_check import HealthCheck
 from ..initialize import Initialize
 from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, ShiftRanks
 from ..settings import Limits, about, argument, as_switch
-from ..store import StoreMixin, TCPStore, without_secrets
+from ..store import StoreMixin, TCPStore, without_password
 from ..terminate import Terminate
 from .report import RestartReport
 
@@ -163,7 +163,7 @@ def check_together(settings: Settings) -> None:
     try:
         inspect.signature(settings.store_factory).bind(**settings.store_kwargs)
     except TypeError as error:
-        shown, factory = without_secrets(settings.store_kwargs), settings.store_factory
+        shown, factory = without_password(settings.store_kwargs), settings.store_factory
         raise TypeError(f"store_kwargs={shown!r} do not fit store_factory={factory!r}: {error}") from None
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ..protocol.entering import BarrierError, BarrierOverflow, BarrierTimeout
 from ..protocol.records import Decision, Fault, Head, Member, View
 from .held import FileStore, PrefixStore, StoreMixin
-from .plan import StorePlan, connect, without_secrets
+from .plan import StorePlan, connect, without_password
 from .tcp import TCPStore, TCPStoreServer, serve
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ __all__ = [
     "View",
     "connect",
     "serve",
-    "without_secrets",
+    "without_password",
 ]
 
 

@@ -83,11 +83,6 @@ class StorePlan:
             client.close()
 
 
-def connect(address: str, timeout: timedelta) -> StoreMixin:
-    """A client. Arguments and errors as for `connector`; and StoreError: the store does not answer."""
-    return connector(address, timeout)()
-
-
 def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
     """What makes a client.
 
@@ -106,6 +101,11 @@ def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
         raise ValueError(f"{shown!r} must be host:port, or etcd://host:port/prefix")
     host, number = tcp_address(host, int(port))
     return functools.partial(TCPStore, host, number, timeout=timeout)
+
+
+def connect(address: str, timeout: timedelta) -> StoreMixin:
+    """A client. Arguments and errors as for `connector`; and StoreError: the store does not answer."""
+    return connector(address, timeout)()
 
 
 def connect_etcd(address: EtcdAddress, timeout: timedelta, *, begins: bool = False) -> "EtcdStore":
@@ -148,38 +148,32 @@ def plan_store(
     announced = os.environ.get(ANNOUNCED)
     if announced:
         return announced_plan(announced, timeout.total_seconds())
-    made = factory
-    while isinstance(made, functools.partial) and not made.args:
-        factory, kwargs = made.func, {**made.keywords, **(kwargs or {})}
-        made = factory
+    given = dict(kwargs or {})
+    while isinstance(factory, functools.partial) and not factory.args:
+        given, factory = factory.keywords | given, factory.func
     if factory is not TCPStore:
         name = getattr(factory, "__name__", type(factory).__name__)
-        described = f"{name}({without_secrets(kwargs or {})})"
-        return StorePlan(functools.partial(factory, **(kwargs or {})), None, "", described)
-    if not kwargs and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        described = f"{name}({without_password(given)})"
+        return StorePlan(functools.partial(factory, **given), None, "", described)
+    if not given and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps its store when it starts the workers again: each attempt is a job of its own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        host, _ = tcp_address(None, 1)
+        host, port = tcp_address(None, master_port())
         if os.environ.get("RANK") == "0":
-            secret.warn_if_open(host_port(host, master_port()))
-        return _tcp(
-            host, master_port(), None, {"timeout": timeout, "namespace": f"ft_wrapper/{run_id}/{attempt}/"}
-        )
-    given = dict(kwargs or {})
+            secret.warn_if_open(host_port(host, port))
+        return _tcp(host, port, timeout=timeout, namespace=f"ft_wrapper/{run_id}/{attempt}/")
     host_name, chosen_port = given.pop("host_name", None), given.pop("port", None)
     host, port = tcp_address(host_name, chosen_port)
-    plan = _tcp(host, port, port, {"timeout": timeout, **given})
-    return dataclasses.replace(plan, chosen=host_name is not None or chosen_port is not None)
+    plan = _tcp(host, port, **{"timeout": timeout} | given)
+    is_chosen = host_name is not None or chosen_port is not None
+    return dataclasses.replace(plan, port=port, chosen=is_chosen)
 
 
-def without_secrets(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A store's arguments as they may be shown: without its password."""
-    shown = {
-        name: _text.without_secrets(value) if isinstance(value, str) else value
-        for name, value in kwargs.items()
-    }
-    return shown | ({"password": "…"} if "password" in shown else {})
+def without_password(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A store's arguments as they may be shown: without secrets."""
+    texts = {name: _text.without_secrets(value) for name, value in kwargs.items() if isinstance(value, str)}
+    return {**kwargs, **texts, **({"password": "…"} if "password" in kwargs else {})}
 
 
 def announced_plan(address: str, timeout: float) -> StorePlan:
@@ -202,6 +196,7 @@ def announced_plan(address: str, timeout: float) -> StorePlan:
     return StorePlan(connect, None, "", described, plain={"address": address, "timeout": timeout})
 
 
-def _tcp(host: str, port: int, hosted: int | None, kwargs: dict[str, Any]) -> StorePlan:
+def _tcp(host: str, port: int, **kwargs: Any) -> StorePlan:
+    """The plan for a TCPStore that somebody else hosts."""
     connect = functools.partial(TCPStore, host, port, **kwargs)
-    return StorePlan(connect, hosted, host, f"TCPStore({host_port(host, port)})")
+    return StorePlan(connect, None, host, f"TCPStore({host_port(host, port)})")
