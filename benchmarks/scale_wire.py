@@ -524,4 +524,4 @@ class WireStore(StoreMixin):
         return [key.decode().removeprefix(_KEY_PREFIX.decode()) for key in answer]
 
     # One request: the same as in the product.
-    _read = TCPStore._read
+    reads_by_compare_set = TCPStore.reads_by_compare_set

@@ -77,10 +77,10 @@ def test_a_store_has_few_methods_of_its_own() -> None:
     from ft_wrapper.protocol.operations import Operations
     from ft_wrapper.store import StoreMixin
 
-    own = [
+    own = {
         name
         for owner in (StoreMixin, Operations)
         for name, value in vars(owner).items()
         if not name.startswith("_") and (callable(value) or isinstance(value, functools.partialmethod))
-    ]
+    }
     assert len(own) <= 25, own

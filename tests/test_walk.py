@@ -14,10 +14,10 @@ from test_house import CORE, Budget
 ROOT = Path(__file__).parent.parent
 
 WALK = {
-    "moves": Budget(80, 139, CORE),
-    "moves between packages": Budget(55, 81, CORE),
-    "files": Budget(30, 33, CORE),
-    "calls": Budget(150, 206, CORE),
+    "moves": Budget(80, 89, CORE),
+    "moves between packages": Budget(55, 61, CORE),
+    "files": Budget(30, 34, CORE),
+    "calls": Budget(150),
 }
 
 

@@ -234,9 +234,6 @@ class EtcdStore(Store, StoreMixin):
                 return text if self.seal is None else self.seal.check(name, text) or ""
         return super().hear(key, deadline - time.monotonic())
 
-    def execute(self, steps: Sequence[Step]) -> list[str | None]:
-        return self._perform(steps) if self.seal is None else super().execute(steps)
-
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out steps: as few transactions as they fit in, and a request for each sign of life."""
         given = list[str | None]()
@@ -250,7 +247,7 @@ class EtcdStore(Store, StoreMixin):
                         self._execute_at_once([Delete(keys[start : start + _KEYS_A_WRITE])])
                     given.append(None)
                 case [step] if not _fit_together(group):
-                    given.append(self._execute_one(step))
+                    given += super()._perform([step])
                 case _:
                     given += self._execute_at_once(group)
         return given

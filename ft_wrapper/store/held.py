@@ -1,8 +1,10 @@
 """What every store offers beside torch's operations; and the stores that hold another one, with the keys."""
 
-from collections.abc import Callable, Sequence
+import secrets
+import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch._C._distributed_c10d import FileStore as TorchFileStore
 from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
@@ -11,24 +13,206 @@ from torch.distributed import DistStoreError
 
 from ..exception import RankShouldRestart
 from ..protocol import keys as names
+from ..protocol import operations
 from ..protocol.by_hand import ByHand
 from ..protocol.ends import Ends
 from ..protocol.entering import Barriers
-from ..protocol.operations import Operations, Step, encoded, under
+from ..protocol.operations import Operations, Step, encoded, sealed, to_text, under
 from ..protocol.records import FAULT
-
-T = TypeVar("T")
+from ..protocol.seal import Seal, forged
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 _FIRST_LOOK = 0.5  # seconds of waiting until the first look whether the iteration has ended
 _LONGEST_LOOK = 4.0
+#: These give the text of a key.
+_TEXTS = operations.Read | operations.ReadLog | operations.Claim | operations.Move
+#: No key holds this.
+NEVER = "\x00no key holds this"
+
+
+def describe_call(name: str, args: Sequence[Any]) -> str:
+    """An operation and its key, or keys, for messages."""
+    return f"{name} {args[0]}" if args else name
 
 
 class StoreMixin(Barriers, ByHand):
-    """A store: torch's operations, steps, barriers of named groups, and global iterations by hand."""
+    """A store: torch's operations, steps of these, barriers of named groups, and global iterations by hand.
 
+    A store of one's own implements torch's operations. It overrides ``execute`` where it can carry out
+    several steps at once, or one of them in a better way, and ``hear`` where it can tell what a key says that
+    woke a waiter.
+    """
+
+    patience = 0.0
+    nonces: Iterator[str] = iter(lambda: secrets.token_hex(6), "")
+    namespace = ""
+    """In front of every key."""
     place = ""
     """Which store it is, in what its clients seal."""
+    is_private = False
+    """Whether others than the job's own are kept out of the store."""
+    reads_by_compare_set = False
+    """Whether a comparison that fails reads a key, in one request; `check` and `get` take three.
+
+    It changes nothing and answers with what the key holds, or with what was expected if there is no such key.
+    """
+
+    # torch's operations --------------------------------------------------------------------------------
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Calls one of torch's operations: this store's own, on keys with the namespace in front."""
+        own = getattr(type(self), name)
+        if own is getattr(StoreMixin, name):
+            raise NotImplementedError(f"{type(self).__name__} has no {name}")
+        return own(self, *args)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Writes a key and wakes those who wait for it."""
+        self._call("set", self.namespace + key, value)
+
+    def get(self, key: str) -> bytes:
+        """Reads a key; waits for it up to the store's timeout, then raises ``DistStoreError``."""
+        return bytes(self._call("get", self.namespace + key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._call("add", self.namespace + key, amount))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Appends to a key, atomically."""
+        self._call("append", self.namespace + key, value)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
+        """Writes a key if it holds what is expected (``""``: is absent). Read the key to see who won."""
+        return bytes(self._call("compare_set", self.namespace + key, encoded(expected), desired))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit = [] if timeout is None else [timeout]
+        self._call("wait", self._all_full(keys), *limit)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._call("check", self._all_full(keys)))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._call("delete_key", self.namespace + key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Reads several keys at once; waits like ``get``."""
+        return list(self._call("multi_get", self._all_full(keys)))
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        """Writes several keys at once."""
+        self._call("multi_set", self._all_full(keys), values)
+
+    def num_keys(self) -> int:
+        """Number of keys in the store."""
+        return int(self._call("num_keys"))
+
+    def list_keys(self) -> list[str]:
+        found = self._call("list_keys")
+        return [key.removeprefix(self.namespace) for key in found if key.startswith(self.namespace)]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of operations that wait."""
+        self._call("set_timeout", timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of operations that wait."""
+        raise NotImplementedError
+
+    def _all_full(self, keys: list[str]) -> list[str]:
+        return [self.namespace + key for key in keys]
+
+    # Steps ---------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wall_clock(self) -> float:
+        return time.time()
+
+    def hear(self, key: str, seconds: float) -> str | None:
+        if self.seal is not None:
+            key = self.wake_name(key)
+        if seconds <= 0:
+            return "" if self.check([key]) else None
+        try:
+            self.wait([key], timedelta(seconds=max(seconds, 0.001)))
+        except DistStoreError:
+            return None
+        return ""
+
+    def execute(self, steps: Sequence[Step]) -> list[str | None]:
+        if self.seal is None:
+            return self._perform(steps)
+        closed = [sealed(step, self.seal) for step in steps]
+        # In order where strangers write: a wake must not overtake its cause.
+        given = list[str | None]()
+        for group in [closed] if self.is_private else [[step] for step in closed]:
+            held = self._perform(group)
+            given += [self._own(step, each, self.seal) for step, each in zip(group, held, strict=True)]
+        return given
+
+    def _own(self, step: Step, held: str | None, seal: Seal) -> str | None:
+        """A step's result without what strangers wrote; overwrites a register that a stranger wrote."""
+        if held is None or not isinstance(step, _TEXTS):
+            return held
+        if not held and isinstance(step, operations.ReadLog | operations.Move):
+            return held
+        text = seal.check(step.key, held)
+        if text is None and isinstance(step, operations.Claim | operations.Move) and not self.is_private:
+            if isinstance(step, operations.Move) and not step.expected:
+                raise forged(step.key)  # an absent head begins a job: that of one that is on is none
+            written = self.compare_set(step.key, held, step.desired)
+            text = seal.check(step.key, to_text(written, step.key, is_ours=False))
+        return seal.latest(step.key, text)
+
+    def _perform(self, steps: Sequence[Step]) -> list[str | None]:
+        """Carries out steps, which are sealed, by torch's operations."""
+        prefix, is_ours, given = self.namespace, self.seal is None, list[str | None]()
+        for step in steps:
+            held: str | None = None
+            match step:
+                case operations.Read(key):
+                    held = self._read(key)
+                case operations.ReadLog(key):
+                    held = (self._read(key) or "").removesuffix("\n")
+                case operations.Claim(key, desired):
+                    held = to_text(self._call("compare_set", prefix + key, "", desired), key, is_ours)
+                case operations.Move(key, expected, desired):
+                    was = self._call("compare_set", prefix + key, encoded(expected), desired)
+                    held = to_text(was, key, is_ours)
+                case operations.Beats(key):
+                    held = str(self._call("add", prefix + key, 0))
+                case operations.Count(key):
+                    held = str(self._call("add", prefix + key, 1))
+                case operations.Beat(key):
+                    self._call("add", prefix + key, 1)
+                case operations.Append(key, entry):
+                    self._call("append", prefix + key, entry + "\n")
+                case operations.Wake(key, value):
+                    self._call("set", prefix + key, value)
+                case operations.Write(values) if len(values) > 1:
+                    self._call("multi_set", [prefix + key for key in values], [*values.values()])
+                case operations.Write(values):
+                    for key, value in values.items():
+                        self._call("set", prefix + key, value)
+                case operations.Delete(keys):
+                    for key in keys:
+                        self._call("delete_key", prefix + key)
+            given.append(held)
+        return given
+
+    def _read(self, key: str) -> str | None:
+        """Reads a key without waiting for it; None if it is absent."""
+        full = self.namespace + key
+        if self.reads_by_compare_set:
+            text = to_text(self._call("compare_set", full, NEVER, NEVER), key, self.seal is None)
+            return None if text == NEVER else text
+        try:
+            return to_text(self._call("get", full), key, self.seal is None) if self.check([key]) else None
+        except DistStoreError:
+            return None  # it was deleted just now
 
 
 class HoldingStore(StoreMixin):
@@ -42,7 +226,7 @@ class HoldingStore(StoreMixin):
     """
 
     def __init__(self, store: Store | Operations, namespace: str = "") -> None:
-        self._store = cast(Operations, store)  # torch's have the same methods
+        self._store = cast(StoreMixin, store)  # torch's have the same methods
         self.namespace = namespace
 
     @property
@@ -50,64 +234,12 @@ class HoldingStore(StoreMixin):
         """A torch store, for ``init_process_group(store=…)`` and ``torch.distributed.PrefixStore``."""
         return self if isinstance(self, Store) else cast(Store, self._store)
 
-    def _full(self, key: str) -> str:
-        return self.namespace + key
-
-    def _all_full(self, keys: list[str]) -> list[str]:
-        return [self.namespace + key for key in keys]
-
-    def _do(self, what: str, operation: Callable[[Operations], T]) -> T:
-        """Carries out an operation; ``what`` names it, should it fail."""
-        return operation(self._store)
-
-    def _tell(self, what: str, operation: Callable[[Operations], None]) -> None:
-        """Carries out an operation that a server does not answer."""
-        self._do(what, operation)
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._tell(f"set {key}", lambda store: store.set(self._full(key), value))
-
-    def get(self, key: str) -> bytes:
-        return self._do(f"get {key}", lambda store: store.get(self._full(key)))
-
-    def add(self, key: str, amount: int) -> int:
-        return self._do(f"add {key}", lambda store: store.add(self._full(key), amount))
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._tell(f"append {key}", lambda store: store.append(self._full(key), value))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
-        full, held = self._full(key), encoded(expected)
-        return self._do(f"compare_set {key}", lambda store: store.compare_set(full, held, desired))
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        limit = [] if timeout is None else [timeout]
-        self._do(f"wait {keys}", lambda store: store.wait(self._all_full(keys), *limit))
-
-    def check(self, keys: list[str]) -> bool:
-        return self._do(f"check {keys}", lambda store: store.check(self._all_full(keys)))
-
-    def delete_key(self, key: str) -> bool:
-        return self._do(f"delete_key {key}", lambda store: store.delete_key(self._full(key)))
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._do(f"multi_get {keys}", lambda store: store.multi_get(self._all_full(keys)))
-
-    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        full = self._all_full(keys)
-        self._tell(f"multi_set {keys}", lambda store: store.multi_set(full, values))
-
-    def num_keys(self) -> int:
-        return self._do("num_keys", lambda store: store.num_keys())
+    def _call(self, name: str, *args: Any) -> Any:
+        return getattr(self._store, name)(*args)
 
     def list_keys(self) -> list[str]:
-        if not hasattr(self._store, "list_keys"):
-            return []  # an older torch
-        names: list[str] = self._do("list_keys", lambda store: store.list_keys())
-        return [name[len(self.namespace) :] for name in names if name.startswith(self.namespace)]
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
+        # An older torch cannot tell.
+        return super().list_keys() if hasattr(self._store, "list_keys") else []
 
     @property
     def timeout(self) -> timedelta:
@@ -117,11 +249,34 @@ class HoldingStore(StoreMixin):
         del self._store
 
 
+class _File(TorchFileStore):
+    """torch's FileStore with the operations that it lacks."""
+
+    def append(self, key: str, value: str | bytes) -> None:
+        before, text = "", value.decode() if isinstance(value, bytes) else value
+        # The answer tells what the key holds now, and two appenders may write the same line: a tag of one's
+        # own would be needed to know whose it is. Entries are sets, so a line twice does no harm.
+        while (held := self.compare_set(key, before, before + text).decode()) != before + text:
+            before = "" if held == before else held  # that, if it was deleted just now
+
+    def delete_key(self, key: str) -> bool:
+        existed = self.check([key])  # torch's always says yes
+        super().delete_key(key)
+        return existed
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+
 class FileStore(HoldingStore):
     """Keys in a file on one host or on a file system with working locks.
 
-    For tests and for single nodes without ports. torch's FileStore has no append: logs are rewritten under
-    compare_set here, and waiting polls inside torch.
+    For tests and for single nodes without ports. Logs are rewritten under compare_set here, and waiting polls
+    inside torch.
 
     Args:
         file_name: path of the file; must not exist when the job starts.
@@ -133,9 +288,8 @@ class FileStore(HoldingStore):
         self, file_name: str, world_size: int | None = None, timeout: timedelta = DEFAULT_TIMEOUT
     ) -> None:
         self.file_name = str(file_name)
-        store = TorchFileStore(self.file_name)
-        store.set_timeout(timeout)
-        super().__init__(store)
+        super().__init__(_File(self.file_name))
+        self.set_timeout(timeout)
 
     def __repr__(self) -> str:
         return f"FileStore({self.file_name})"
@@ -145,35 +299,14 @@ class FileStore(HoldingStore):
         other.membership = self.membership
         return other
 
-    def _do(self, what: str, operation: Callable[[Operations], T]) -> T:
+    def _call(self, name: str, *args: Any) -> Any:
         try:
-            return operation(self._store)
+            return super()._call(name, *args)
         except RuntimeError as error:
             # torch's FileStore says so in words only.
             if "timeout" not in str(error).lower():
                 raise
-            raise DistStoreError(f"{self!r}: {what} timed out: {error}") from None
-
-    def delete_key(self, key: str) -> bool:
-        existed = self.check([key])  # torch's FileStore always says yes
-        super().delete_key(key)
-        return existed
-
-    def append(self, key: str, value: str | bytes) -> None:
-        text = value.decode() if isinstance(value, bytes) else value
-        while True:
-            before = self._read(key) or ""
-            # The reply tells what the key holds now, and two appenders may write the same line: a tag of
-            # one's own would be needed to know whose it is. Entries are sets, so a line twice does no harm.
-            if self.compare_set(key, before, before + text).decode() == before + text:
-                return
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+            raise DistStoreError(f"{self!r}: {describe_call(name, args)} timed out: {error}") from None
 
 
 class PrefixStore(HoldingStore, TorchPrefixStore):
@@ -216,7 +349,7 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
         return super().hear(self.wake_name(key), seconds)
 
     def wake_name(self, key: str) -> str:
-        return self._store.wake_name(self._full(key)).removeprefix(self.namespace)
+        return self._store.wake_name(self.namespace + key).removeprefix(self.namespace)
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
         return self._store.execute([under(self.namespace, step) for step in steps])

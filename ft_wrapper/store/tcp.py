@@ -4,16 +4,15 @@ import copy
 import dataclasses
 import errno
 import functools
-import itertools
 import logging
 import os
 import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import tenacity
 import torch
@@ -24,23 +23,22 @@ from torch.torch_version import TorchVersion
 from .._files import check_open_files, quiet_torch
 from ..exception import StoreError, TimeoutError
 from ..protocol.keys import LIFE
-from ..protocol.operations import Operations, to_text
 from .address import host_port, listening_address, tcp_address
 from .bounded import call_in_thread
-from .held import DEFAULT_TIMEOUT, HoldingStore
+from .held import DEFAULT_TIMEOUT, NEVER, HoldingStore, StoreMixin, describe_call
 from .lost_host import limit_silence
 from .secret import seal_of
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+_Call = tuple[str, tuple[Any, ...]]  # the name of an operation, and its arguments
 
 SERVER_IS_LIBUV = TorchVersion(torch.__version__) >= "2.8"
 """Which of torch's two servers a `TCPStoreServer` is: its newer one takes a socket since pytorch 150215."""
-_NEVER = "\x00no key holds this"
 # Of a server, not of a job that uses it, so it has no namespace: that a rank's monitor hosts it.
 _HOSTED_BY_RANK = "ft_wrapper/hosted_by_rank"
 _BACKLOG = 4096  # all ranks of a job come at once
+_NOT_ANSWERED = "set", "append", "multi_set"
 _MOST_UNANSWERED = 64
 # Where the server goes while torch's client connects, that takes up to three times its timeout to say so. So
 # attempts are short, but each twice as long as the one before, for a server that thousands come to at once.
@@ -87,6 +85,8 @@ class TCPStore(HoldingStore):
         StoreError: no one answers at that address within the timeout.
     """
 
+    reads_by_compare_set = True
+
     def __init__(
         self,
         host_name: str | None = None,
@@ -97,7 +97,7 @@ class TCPStore(HoldingStore):
     ) -> None:
         self.host_name, self.port = tcp_address(host_name, port)
         self.patience = timeout.total_seconds()
-        self._unanswered: list[Callable[[Operations], object]] = []
+        self._unanswered: list[_Call] = []
         self._loss = _Loss()
         self._is_clone, self._lock, self._silence = False, threading.RLock(), min(_SILENCE, self.patience)
         self.hears_signals = False
@@ -123,12 +123,12 @@ class TCPStore(HoldingStore):
 
     def is_hosted_by_rank(self) -> bool:
         """Whether a rank of the job hosts the server (see `TCPStoreServer`), and not somebody else."""
-        return self._do(f"check {_HOSTED_BY_RANK}", lambda store: store.check([_HOSTED_BY_RANK]))
+        return bool(self._call("check", [_HOSTED_BY_RANK]))
 
     def clone(self) -> "TCPStore":
         other = copy.copy(self)
         other._is_clone, other._unanswered, other._lock = True, [], threading.RLock()
-        other._connect_and_do("another connection", lambda store: store)
+        other._connect_again("another connection")
         return other
 
     def close(self) -> None:
@@ -137,67 +137,60 @@ class TCPStore(HoldingStore):
             self._loss.noted = self._loss.noted or f"store at {self._where}: this process has closed it"
         super().close()
 
-    def add(self, key: str, amount: int) -> int:
-        tries = itertools.count()
+    def _call(self, name: str, *args: Any) -> Any:
+        """Calls an operation of torch's client; again, on another connection, if this one is lost.
 
-        def operation(store: Operations) -> int:
-            if next(tries):  # the server hangs up, each time, if the key holds no number
-                held = store.compare_set(self._full(key), _NEVER, _NEVER).decode(errors="replace")
-                if held != _NEVER and not held.lstrip("-").isdecimal():
-                    raise StoreError(f"store key {key!r} holds {held!r}, where a number belongs")
-            return store.add(self._full(key), amount)
-
-        return self._do(f"add {key}", operation)
-
-    def _read(self, key: str) -> str | None:
-        # One round trip; check and get take three. A comparison that fails changes nothing and answers with
-        # what the key holds, or with the expected value where there is no key.
-        value = self.compare_set(key, _NEVER, _NEVER)
-        return None if value == _NEVER.encode() else to_text(value, key, self.seal is None)
-
-    def _do(self, what: str, operation: Callable[[Operations], T]) -> T:
-        """Carries out an operation that the server answers."""
-        return self._carry_out(what, operation, True)
-
-    def _tell(self, what: str, operation: Callable[[Operations], None]) -> None:
-        """Carries out an operation that the server does not answer.
-
-        On a connection that is lost already the first of them seems to succeed. So they are kept until an
-        operation has been answered, and repeated should the connection turn out to be lost.
+        The server answers in order, but not what only writes: on a connection that is lost already the first
+        such call seems to succeed. So these are kept until a later one has been answered, and repeated with
+        one that finds the connection lost.
         """
-        self._carry_out(what, operation, False)
-
-    def _carry_out(self, what: str, operation: Callable[[Operations], T], answered: bool) -> T:
         if self.hears_signals and threading.current_thread() is threading.main_thread():
-            return call_in_thread(functools.partial(self._carry_out, what, operation, answered), what)
+            return call_in_thread(functools.partial(self._call, name, *args), describe_call(name, args))
         with self._lock:  # one thread's answer says nothing of what another one is just telling
             try:
-                result = operation(self._store)
+                answer = getattr(self._store, name)(*args)
             except DistNetworkError as error:
                 if self._loss.noted:
                     self._look_again()
+                what = describe_call(name, args)
                 log.warning("%r: lost during %s, trying again: %s", self, what, error)
                 silence = self._silence if any(words in str(error) for words in _SILENT) else 0.0
-                result = self._connect_and_do(what, operation, silence)
-            if answered:
-                # The server answers in order: what it was told before has been carried out.
+                answer = self._connect_again(what, [*self._unanswered, (name, args)], silence)
+            if name not in _NOT_ANSWERED:
                 self._unanswered.clear()
             else:
-                self._unanswered.append(operation)
+                self._unanswered.append((name, args))
                 if len(self._unanswered) >= _MOST_UNANSWERED:
                     self.check([LIFE])
-            return result
+            return answer
 
-    def _connect_and_do(self, what: str, operation: Callable[[Operations], T], silence: float = 0.0) -> T:
+    def _connect_again(self, what: str, calls: Sequence[_Call] = (), silence: float = 0.0) -> Any:
+        """Makes another connection, and some calls on it; returns the answer to the last one.
+
+        Args:
+            what: what it is for, should it fail.
+            calls: what to call.
+            silence: seconds for which the server's host has been silent.
+        """
         patience = max(0.0, self.patience / 2 - silence) if silence else self.patience
         # Where a clone has waited for long enough meanwhile, this one need not.
         too_long = tenacity.stop_after_delay(patience)
         retrying = self._retrying().copy(stop=lambda tried: bool(self._loss.noted) or too_long(tried))
+        answer = None
         try:
             for attempt in retrying:
                 with attempt:
-                    result = self._reconnect_and_do(operation, attempt.retry_state)
-            return result
+                    fresh, life = self._open(self.timeout, attempt.retry_state)
+                    if life != self._life:
+                        raise StoreError(
+                            f"store at {self._where} came back without its contents; this job cannot go on"
+                        )
+                    self._store = fresh
+                    for name, args in calls:
+                        if name == "add":
+                            _check_number(fresh, args[0])
+                        answer = getattr(fresh, name)(*args)
+            return answer
         except tenacity.RetryError as failure:
             who, see = f"{what} failed", "the process that hosts it still runs"
             if silence:
@@ -214,15 +207,6 @@ class TCPStore(HoldingStore):
             raise StoreError(self._loss.noted) from error
         self._loss.noted = ""
 
-    def _reconnect_and_do(self, operation: Callable[[Operations], T], tried: tenacity.RetryCallState) -> T:
-        fresh, life = self._open(self.timeout, tried)
-        if life != self._life:
-            raise StoreError(f"store at {self._where} came back without its contents; this job cannot go on")
-        for unanswered in self._unanswered:
-            unanswered(fresh)
-        self._store = fresh
-        return operation(fresh)
-
     def _retrying(self) -> tenacity.Retrying:
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(DistNetworkError),
@@ -230,7 +214,7 @@ class TCPStore(HoldingStore):
             wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
         )
 
-    def _open(self, timeout: timedelta, tried: tenacity.RetryCallState) -> tuple[Operations, bytes]:
+    def _open(self, timeout: timedelta, tried: tenacity.RetryCallState) -> tuple[StoreMixin, bytes]:
         """Makes a connection, in one attempt.
 
         Args:
@@ -248,14 +232,14 @@ class TCPStore(HoldingStore):
         except StoreError as error:
             raise DistNetworkError(str(error)) from None
 
-        def connect() -> tuple[Operations, bytes]:
+        def connect() -> tuple[StoreMixin, bytes]:
             client = TorchTCPStore(
                 self.host_name, self.port, is_master=False, timeout=seconds, wait_for_workers=False
             )
             limit_silence(self.port, self._silence)
             client.set_timeout(timeout)
             nonce = socket.gethostname() + "-" + os.urandom(6).hex()
-            return cast(Operations, client), client.compare_set(self._full(LIFE), "", nonce)
+            return cast(StoreMixin, client), client.compare_set(self.namespace + LIFE, "", nonce)
 
         try:
             # torch's client reads without a timeout while it connects.
@@ -397,6 +381,13 @@ def wait_for_port(host_name: str, port: int, seconds: float) -> None:
             f"store at {host_port(host_name, port)} cannot be reached within {seconds:g} s: {last}; see "
             "whether rank 0 (or ftrun) runs there, and whether MASTER_ADDR and MASTER_PORT are right"
         ) from last
+
+
+def _check_number(client: StoreMixin, key: str) -> None:
+    """Raises StoreError if a counter holds no number: the server hangs up, each time, if one adds to it."""
+    held = client.compare_set(key, NEVER, NEVER).decode(errors="replace")
+    if held != NEVER and not held.lstrip("-").isdecimal():
+        raise StoreError(f"store key {key!r} holds {held!r}, where a number belongs")
 
 
 def _may_pass(error: BaseException) -> bool:

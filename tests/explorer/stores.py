@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from ft_wrapper.protocol.operations import Step, keys_of, to_text
+from ft_wrapper.protocol.operations import Step, keys_of
 from ft_wrapper.testing import FakeStore
 
 
 class SimulatedStore(FakeStore):
     """A client that reads as `TCPStore` does: in one step."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # With libuv this wakes those who wait for an absent key.
+        self.reads_by_compare_set = self._contents.use_libuv
+
     def wall_clock(self) -> float:
         """Always the same: what is in the store depends on the seed alone."""
         return 0.0
-
-    def _read(self, key: str) -> str | None:
-        # With libuv this wakes those who wait for an absent key.
-        if not self._contents.use_libuv:
-            return super()._read(key)
-        value = to_text(self.compare_set(key, "never", "never"), key, self.seal is None)
-        return None if value == "never" else value
 
 
 class TransactionStore(SimulatedStore):

@@ -10,11 +10,9 @@ from ft_wrapper.testing import FakeStore
 
 
 class CountedStore(FakeStore):
-    """A store in memory that needs one request for a register, as a TCPStore does (see its `_read`)."""
+    """A store in memory that needs one request for a register, as a TCPStore does."""
 
-    def _read(self, key: str) -> str | None:
-        value = self.compare_set(key, "\0", "\0")
-        return None if value == b"\0" else value.decode()
+    reads_by_compare_set = True
 
     def requests(self) -> Counter[str]:
         """How often each key is read or written from now on: by its name behind the version."""

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import cast
 
 import pytest
 from silent_host import SilentHost, silent_host
@@ -18,6 +19,7 @@ from test_tcp_store import OPERATIONS
 from ft_wrapper.agent.policy import JobInStore
 from ft_wrapper.agent.signals import Signalled, interruptible, queued
 from ft_wrapper.exception import StoreError
+from ft_wrapper.protocol.operations import Operations
 from ft_wrapper.store import TCPStore, tcp
 
 PATIENCE = timedelta(seconds=4)
@@ -135,13 +137,13 @@ def test_a_host_that_is_back_in_time_is_found_again(
     store = connect(timedelta(seconds=100))
     store.add("n", 1)
     host.lose_power()
-    reconnect, seen = TCPStore._reconnect_and_do, threading.Event()
+    connect_again, seen = TCPStore._open, threading.Event()
 
     def note(*arguments: object) -> object:
         seen.set()
-        return reconnect(*arguments)  # type: ignore[arg-type]
+        return connect_again(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(TCPStore, "_reconnect_and_do", note)
+    monkeypatch.setattr(TCPStore, "_open", note)
     adding = Background(lambda: store.add("n", 1))
     assert seen.wait(60.0)
     host.come_back()
@@ -153,18 +155,21 @@ def test_two_threads_of_one_client_forget_nothing_that_was_told(connect: Connect
     store = connect(LONG)
     is_out, is_told = threading.Event(), threading.Event()
 
-    def ask(inner: object) -> None:
-        is_out.set()
-        is_told.wait(0.2)  # in vain, where one thread waits for the other
+    class Client:
+        def add(self, key: str, amount: int) -> int:
+            is_out.set()
+            is_told.wait(0.2)  # in vain, where one thread waits for the other
+            return amount
 
-    def tell(inner: object) -> None: ...
+        def set(self, key: str, value: str) -> None: ...
 
-    asking = Background(lambda: store._do("ask", ask))
+    store._store = cast(Operations, Client())
+    asking = Background(lambda: store.add("n", 1))
     assert is_out.wait(60.0)
-    store._tell("tell", tell)
+    store.set("k", "v")
     is_told.set()
     asking.join()
-    assert store._unanswered == [tell]
+    assert store._unanswered == [("set", (f"{store.namespace}k", "v"))]
 
 
 # Signals -------------------------------------------------------------------------------------------------

@@ -110,13 +110,13 @@ def test_a_register_that_is_overwritten_twice_is_named(
 ) -> None:
     with client(server) as own, client(server) as stranger:
         own.seal = seal()
-        compare_set, forgeries = own.compare_set, iter(("one", "two"))
+        call, forgeries = own._call, iter(("one", "two"))
 
-        def beaten(key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-            stranger.set(key, next(forgeries))
-            return compare_set(key, expected, desired)
+        def beaten(name: str, *arguments: object) -> object:
+            stranger.set("register", next(forgeries))
+            return call(name, *arguments)
 
-        monkeypatch.setattr(own, "compare_set", beaten)
+        monkeypatch.setattr(own, "_call", beaten)
         with pytest.raises(StoreError, match="register"):
             claim(own, "register", "own")
         assert stranger.get("register") == b"two"

@@ -128,7 +128,7 @@ def dies_proposing(rank: Rank, folder: str, settings: dict[str, Any], after: boo
     if rank.slot == 2 and not has_died.exists():
         hold(rank)
         # On etcd head moves in one transaction with all that belongs to it.
-        owner, name = (EtcdStore, "execute") if rank.store == "etcd" else (TCPStore, "compare_set")
+        owner, name = (EtcdStore, "execute") if rank.store == "etcd" else (TCPStore, "_call")
         operation = getattr(owner, name)
 
         def dies(store: StoreMixin, *arguments: Any) -> Any:
