@@ -14,7 +14,7 @@ from ..protocol import keys as names
 from ..protocol.operations import Beat, Beats, Delete, Read, ReadLog, Step, encoded, keys_of, to_text
 from . import etcd_messages as messages
 from .address import DEFAULT_TTL
-from .etcd_changes import EtcdBeats, EtcdJob, EtcdWriter
+from .etcd_job import EtcdBeats, EtcdJob, EtcdWriter
 from .etcd_client import EtcdClient
 from .etcd_messages import EtcdCompacted, EtcdKeys, EtcdRefused, KeyValue, Operation, Span, Transaction
 from .etcd_watch import LOOK_AGAIN, StandingWatch, Watch
